@@ -1,0 +1,1 @@
+"""Pixels to tokens or latents and back, and their training tasks."""

@@ -1,0 +1,135 @@
+"""What travels from data to models: one sample, a batch of them, and the prompts of a sampling call.
+
+Pixels leave the loader as uint8 and become float in [0, 1] on the device. At every model boundary they are
+B T C H W; an image is a clip with T = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from kineograph.core.noise import Noise
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a stage's clips."""
+
+    frames: int
+    height: int
+    width: int
+    channels: int
+    fps: float
+
+
+@dataclass
+class Sample:
+    """One item as a source gives it. A source fills what it has."""
+
+    pixels: Tensor | None = None  # T C H W, uint8
+    frame_mask: Tensor | None = None  # T, bool; False = padding
+    fps: float | None = None
+    caption: str | None = None
+    tokens: Tensor | None = None  # t h w, int64: codebook ids
+    latents: Tensor | None = None  # float: latents, or a posterior's mean and log-variance
+    text_embeds: Tensor | None = None  # L D, float
+    text_mask: Tensor | None = None  # L, bool
+    extra: dict[str, Tensor] = field(default_factory=dict)  # what only one family reads: image embeddings, sketches
+
+
+@dataclass
+class Batch:
+    """Samples side by side. `slots` are their places in the global batch, the key of their noise."""
+
+    slots: Tensor  # B, int64
+    pixels: Tensor | None = None  # B T C H W, uint8
+    frame_mask: Tensor | None = None  # B T, bool
+    fps: Tensor | None = None  # B
+    captions: list[str] | None = None
+    tokens: Tensor | None = None  # B t h w
+    latents: Tensor | None = None
+    text_embeds: Tensor | None = None  # B L D
+    text_mask: Tensor | None = None  # B L
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.slots.shape[0]
+
+    @property
+    def video(self) -> Tensor:
+        """Pixels as float in [0, 1], B T C H W."""
+        if self.pixels is None:
+            raise ValueError("this batch has no pixels: it comes from a token or latent cache")
+        return self.pixels.to(torch.float32).div_(255.0)
+
+    def map(self, change) -> Batch:
+        """Apply `change` to every tensor."""
+        changed = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                changed[item.name] = change(value)
+            elif isinstance(value, dict):
+                changed[item.name] = {name: change(tensor) for name, tensor in value.items()}
+        return replace(self, **changed)
+
+    def to(self, device: torch.device) -> Batch:
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        return self.map(lambda tensor: tensor.pin_memory())
+
+    @staticmethod
+    def collate(samples: Sequence[Sample], slots: Sequence[int]) -> Batch:
+        """Stack samples; clips of different lengths are padded at the end and masked."""
+        first = samples[0]
+        batch = Batch(slots=torch.tensor(slots, dtype=torch.int64))
+        if first.pixels is not None:
+            longest = max(sample.pixels.shape[0] for sample in samples)  # type: ignore[union-attr]
+            batch.pixels = torch.stack([_pad_frames(sample.pixels, longest) for sample in samples])  # type: ignore[arg-type]
+            batch.frame_mask = torch.stack([_pad_frames(_frame_mask(sample), longest, False) for sample in samples])
+        if all(sample.fps is not None for sample in samples):
+            batch.fps = torch.tensor([sample.fps for sample in samples], dtype=torch.float32)
+        if all(sample.caption is not None for sample in samples):
+            batch.captions = [sample.caption for sample in samples]  # type: ignore[misc]
+        for name in ("tokens", "latents", "text_embeds", "text_mask"):
+            if getattr(first, name) is not None:
+                setattr(batch, name, torch.stack([getattr(sample, name) for sample in samples]))
+        batch.extra = {name: torch.stack([sample.extra[name] for sample in samples]) for name in first.extra}
+        return batch
+
+
+def _frame_mask(sample: Sample) -> Tensor:
+    if sample.frame_mask is not None:
+        return sample.frame_mask
+    return torch.ones(sample.pixels.shape[0], dtype=torch.bool)  # type: ignore[union-attr]
+
+
+def _pad_frames(frames: Tensor, length: int, value: bool | None = None) -> Tensor:
+    """Repeat the last frame (or `value`) up to `length`."""
+    missing = length - frames.shape[0]
+    if not missing:
+        return frames
+    tail = frames[-1:] if value is None else torch.full_like(frames[-1:], value)
+    return torch.cat([frames, tail.expand(missing, *frames.shape[1:])])
+
+
+@dataclass
+class Prompts:
+    """One sampling call: what to draw, for how many, with which noise."""
+
+    noise: Noise
+    captions: list[str] | None = None  # None: unconditional
+    negative: list[str] | None = None
+    frames: int | None = None  # None: as trained
+    height: int | None = None
+    width: int | None = None
+    prime: Tensor | None = None  # B T C H W, float in [0, 1]: frames to continue from
+    batch: Batch | None = None  # real samples beside the prompts, for what samples from an image (super-resolution …)
+
+    def __len__(self) -> int:
+        return self.noise.batch

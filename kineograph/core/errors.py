@@ -1,0 +1,49 @@
+"""Errors for people. Each carries the exit code that the command line ends with."""
+
+from __future__ import annotations
+
+
+class KineoError(Exception):
+    """One plain message: the value, the limit and the remedy, naming the key or file."""
+
+    exit_code = 1
+
+
+class RunFailed(KineoError):
+    """The run itself failed: diverged, ran out of disk, lost its workers."""
+
+    exit_code = 1
+
+
+class InputError(KineoError):
+    """Bad config, arguments, data or weights. Raised before anything is written."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A config key is unknown, ill-typed or does not fit the others."""
+
+
+class RunInUse(KineoError):
+    """A live process holds the run folder."""
+
+    exit_code = 3
+
+
+class Stopped(KineoError):
+    """A signal asked the run to stop, and everything is saved."""
+
+    exit_code = 75
+
+
+class Unreadable(Exception):
+    """One data item cannot be read. Never reaches a person: it is counted, listed and replaced."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+    def __reduce__(self) -> tuple:  # crosses worker processes
+        return (Unreadable, (self.path, self.reason))

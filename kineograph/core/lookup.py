@@ -1,0 +1,58 @@
+"""Finding a Task or a data source by name: by importing its module when it is needed. There is no list to keep."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from typing import Any
+
+from kineograph.core.config import unknown_key
+from kineograph.core.errors import ConfigError
+
+TASK_PACKAGES = ("kineograph.family", "kineograph.codec", "kineograph.text")
+SOURCE_PACKAGES = ("kineograph.data",)
+
+
+def find_task(name: str, key: str = "task") -> Any:
+    """`muse`, `muse.critic` (modules of ours that hold TASK), or `my.module.Class`."""
+    return _find(name, key, TASK_PACKAGES, "TASK")
+
+
+def find_source(name: str, key: str = "data.source") -> Any:
+    """`folder`, `moving_digits` (modules of ours that hold SOURCE), or `my.module.Class`."""
+    return _find(name.replace("-", "_"), key, SOURCE_PACKAGES, "SOURCE")
+
+
+def _find(name: str, key: str, packages: tuple[str, ...], attribute: str) -> Any:
+    for package in packages:
+        found = _module(f"{package}.{name}")
+        if found is not None and hasattr(found, attribute):
+            return getattr(found, attribute)
+    module_name, _, class_name = name.replace(":", ".").rpartition(".")
+    if module_name:
+        module = _module(module_name)
+        if module is not None and hasattr(module, class_name):
+            return getattr(module, class_name)
+    raise ConfigError(f"{unknown_key(f'{key}={name}', _names(packages, attribute))} (or a dotted path to a class of yours)")
+
+
+def _module(path: str) -> Any:
+    try:
+        if importlib.util.find_spec(path) is None:
+            return None
+    except ModuleNotFoundError:  # a parent of the path does not exist
+        return None
+    return importlib.import_module(path)
+
+
+def _names(packages: tuple[str, ...], attribute: str) -> list[str]:
+    names = []
+    for package in packages:
+        module = importlib.import_module(package)
+        for info in pkgutil.walk_packages(module.__path__, f"{package}."):
+            spec = importlib.util.find_spec(info.name)
+            source = spec.loader.get_source(info.name) if spec and spec.loader else ""  # type: ignore[attr-defined]
+            if source and f"\n{attribute} = " in source:
+                names.append(info.name.removeprefix(f"{package}."))
+    return names

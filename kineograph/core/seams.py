@@ -1,0 +1,54 @@
+"""Protocols between the parts: what a codec, a text encoder and a data source promise."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from kineograph.core.batch import Sample
+
+
+class Codec(Protocol):
+    """Pixels ⇄ tokens or latents. A generator derives its vocabulary and sequence shape from its codec."""
+
+    vocabulary: int | None  # number of codes; None for continuous latents
+
+    def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
+        """B T C H W in [0, 1] → B t h w, int64 tokens (or float latents B t c h w)."""
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """B t h w → B T C H W, clamped to [0, 1]."""
+
+    def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Tokens (t, h, w) of a clip; a ConfigError says which sizes fit when this one does not."""
+
+
+class TextEncoder(Protocol):
+    """Captions → embeddings, with an explicit null for classifier-free guidance."""
+
+    width: int
+    length: int
+
+    def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
+        """→ embeddings B L D, mask B L (True = a real token), on the encoder's device."""
+
+    def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace the rows where `dropped` (B, bool) by the null text."""
+
+
+class Source(Protocol):
+    """index → sample. `read` is a pure function of (index, the state of rng), so any process can read any item."""
+
+    def __len__(self) -> int:
+        """Items of this split. An endless source answers a large number."""
+
+    def read(self, index: int, rng: np.random.Generator) -> Sample:
+        """Decode one item; `rng` drives random crops and starts. Raises Unreadable."""
+
+    def caption(self, index: int) -> str | None:
+        """Its caption, without decoding."""
+
+    def identity(self, index: int) -> str:
+        """A stable name (path, shard:key, digits-17): what splits are hashed from and skipped.jsonl lists."""

@@ -1,0 +1,168 @@
+"""The Task seam: one stage's modules, losses and sampling. The Trainer knows nothing else about a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Prompts, Shape
+from kineograph.core.config import StageConfig
+from kineograph.core.errors import InputError
+from kineograph.core.noise import Noise
+
+
+class Mean(NamedTuple):
+    """A mean that can still be joined with others: over micro-batches, ranks and validation batches."""
+
+    sum: Tensor
+    count: Tensor | float
+
+    def value(self) -> Tensor:
+        return self.sum / self.count
+
+
+@dataclass
+class Loss:
+    """What one player descends, and the named parts it is made of (for the log, detached by whoever reads them)."""
+
+    total: Mean
+    terms: dict[str, Mean] = field(default_factory=dict)
+
+
+@dataclass
+class BuildContext:
+    """What a Task may ask for when it is built. With `assets` from a saved stage it never needs the data."""
+
+    shape: Shape
+    seed: int = 0
+    stage: Callable[[str], Task] = lambda name: _no_stage(name)  # a trained earlier stage, frozen, by its name
+    captions: Callable[[], list[str]] = list  # training captions, to learn a vocabulary from
+    assets: dict[str, str] = field(default_factory=dict)
+    note: Callable[[str], None] = print  # a line for the log ("perceptual loss is off: …")
+
+
+def _no_stage(name: str) -> Task:
+    raise KeyError(f"stage {name!r} is not available here")
+
+
+class Task(nn.Module):
+    """One stage. Subclasses fill in this interface; a module that holds one names it `TASK`.
+
+    Earlier stages that it uses (a codec, a base generator) are kept in `self.stages`, a plain dict and not a module, so that
+    they are neither trained nor saved here. Parameters belong to players: groups that train against each other or apart, each with its own optimizer,
+    schedule, clip and EMA. What the players of one step share is computed once by `forward`.
+    """
+
+    Config: ClassVar[type[StageConfig]]
+    players: ClassVar[tuple[str, ...]] = ("model",)
+    reads: ClassVar[frozenset[str]] = frozenset({"pixels"})  # of "pixels", "captions"; what training needs
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: dict[str, Task] = {}
+
+    @classmethod
+    def build(cls, config: Any, context: BuildContext) -> Task:
+        raise NotImplementedError
+
+    # training ----------------------------------------------------------------------------------------------------
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        """The modules whose parameters this player owns."""
+        raise NotImplementedError
+
+    def plays(self, player: str, step: int) -> bool:
+        """Whether this player takes part in this step (a discriminator may start late or rest)."""
+        return True
+
+    def forward(self, batch: Batch, noise: Noise) -> Any:
+        """What the players of a step share: reconstructions, hidden states, targets."""
+        raise NotImplementedError
+
+    def loss(self, player: str, shared: Any) -> Loss:
+        raise NotImplementedError
+
+    def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
+        """Named means over a validation batch, in eval mode with EMA weights and fixed noise. The lowest `loss` is the best."""
+        found = self.loss(self.players[0], self(batch, noise))
+        return {"loss": found.total, **found.terms}
+
+    # seeing ------------------------------------------------------------------------------------------------------
+
+    def reconstruct(self, batch: Batch) -> Tensor | None:
+        """Pixels to show beside the input, for codecs; None for what does not reconstruct."""
+        return None
+
+    def sample(self, prompts: Prompts, options: Any) -> Tensor:
+        """Pixels for prompts, B T C H W, float in [0, 1]; `options` is the stage's `sample` config."""
+        raise NotImplementedError
+
+    @property
+    def can_sample(self) -> bool:
+        return type(self).sample is not Task.sample
+
+    # how the outside treats it -----------------------------------------------------------------------------------
+
+    def compiled(self) -> list[nn.Module]:
+        """Modules that torch.compile takes one by one, in place."""
+        return []
+
+    def blocks(self) -> list[nn.Module]:
+        """Repeated blocks: the units of activation checkpointing and sharding."""
+        return []
+
+    def assets(self) -> dict[str, str]:
+        """Text that a rebuild needs beside the weights, such as a learned vocabulary."""
+        return {}
+
+    def tokens_per_clip(self) -> int | None:
+        """Sequence length of the network that trains here, for estimates; None where there is no sequence."""
+        return None
+
+
+def parameters_of(task: Task, player: str) -> dict[str, nn.Parameter]:
+    """A player's trainable parameters by their names in the task, in a fixed order, each once."""
+    owned = {id(p) for module in task.trainable(player) for p in module.parameters() if p.requires_grad}
+    return {name: p for name, p in task.named_parameters() if id(p) in owned}
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    """Eval mode, no gradients, and deaf to `.train()` of whatever holds it."""
+    module.eval().requires_grad_(False)
+    for part in module.modules():
+        part.train = lambda mode=True, _part=part: _part  # type: ignore[method-assign,assignment,misc]
+    return module
+
+
+def is_frozen(module: nn.Module) -> bool:
+    return "train" in module.__dict__
+
+
+def frozen_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of the outermost frozen modules inside."""
+    for name, child in module.named_children():
+        if is_frozen(child):
+            yield prefix + name
+        else:
+            yield from frozen_names(child, f"{prefix}{name}.")
+
+
+def weights_of(task: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a task: parameters and buffers, without frozen helpers (they come from elsewhere)."""
+    frozen = tuple(f"{name}." for name in frozen_names(task))
+    return {name: value for name, value in task.state_dict().items() if not name.startswith(frozen)} if frozen else task.state_dict()
+
+
+def load_weights(task: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Strict: every name of `weights_of` must be there, and nothing else."""
+    expected = weights_of(task).keys()
+    missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    if missing or unexpected:
+        raise InputError(
+            f"the saved weights do not fit {type(task).__name__}: missing {missing[:3] or 'none'}, unexpected {unexpected[:3] or 'none'} "
+            f"({len(missing)} and {len(unexpected)} names); load them with the config they were trained with"
+        )
+    task.load_state_dict(weights, strict=False)

@@ -1,0 +1,1 @@
+"""Sources of samples, decoding, transforms, splits and the loader."""

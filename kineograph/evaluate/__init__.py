@@ -1,0 +1,1 @@
+"""Judging: caption accuracy, reconstruction quality, codebook use, comparison of runs."""

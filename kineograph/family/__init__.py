@@ -1,0 +1,1 @@
+"""The model families: network, config and Task of each."""

@@ -1,0 +1,1 @@
+"""Frames to GIF, MP4, PNG, grids, film strips and curves."""

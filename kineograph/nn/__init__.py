@@ -1,0 +1,1 @@
+"""Network parts without a family: attention, positions, transformer, convolution blocks, quantizers, heads."""

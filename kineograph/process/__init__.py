@@ -1,0 +1,1 @@
+"""How noise goes in and comes out, free of any network: masking, guidance, samplers."""

@@ -1,0 +1,1 @@
+"""The composition root: config to stages to data, task and trainer."""

@@ -1,0 +1,1 @@
+"""A run's trained stages to pixels for prompts."""

@@ -1,0 +1,1 @@
+"""Captions to embeddings: learned, T5, CLIP, cached."""

@@ -1,0 +1,1 @@
+"""The Trainer (the only loop), optimizers, EMA, checkpoints, trackers."""

@@ -1,0 +1,78 @@
+"""Config keys of training: `train.*` for every stage, `stages.x.train.*` for one, `stages.x.players.p.*` for one player."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kineograph.core.config import Config
+
+
+class EmaConfig(Config):
+    decay: float = Field(0.999, ge=0, lt=1)
+    """Weight of the past; 0 turns the moving average off. Ramps up as min(decay, (1 + n) / (10 + n)) over n updates."""
+    every: int = Field(1, ge=1)
+    """Update once in so many steps."""
+    start: int = Field(0, ge=0)
+    """Before this step the average is a plain copy of the weights."""
+
+
+class PlayerConfig(Config):
+    """How one player's parameters move."""
+
+    lr: float = Field(3e-4, ge=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    """On matrices only; vectors (biases, norms, scales) never decay."""
+    warmup: int = Field(100, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """What it does after the warm-up, until `steps`."""
+    final_lr: float = Field(0.0, ge=0, le=1)
+    """Where cosine and linear end, as a share of lr."""
+    clip: float | None = Field(1.0, gt=0)
+    """Largest gradient norm of this player; null does not clip."""
+    ema: EmaConfig = EmaConfig()
+
+
+class TrainConfig(PlayerConfig):
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(32, ge=1)
+    """Global: over all processes and accumulation."""
+    accumulate: int = Field(1, ge=1)
+    """Micro-batches a step."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile; auto: on GPUs."""
+    checkpointing: bool = False
+    """Recompute activations of the repeated blocks in the backward pass: less memory, more time."""
+    device: str = "auto"
+    """auto: the GPU where there is one."""
+    log_every: int = Field(10, ge=1)
+    save_every: int = Field(1000, ge=1)
+    save_first: bool = False
+    """Save a checkpoint at step 0 too."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints kept, beside the best one."""
+    sample_every: int = Field(1000, ge=0)
+    """0: never."""
+    samples: int = Field(8, ge=1)
+    """How many of `prompts` are drawn then."""
+    sample_frames: int | None = Field(None, ge=1)
+    """Frames a sample; null: as trained."""
+    format: Literal["auto", "gif", "mp4", "png"] = "auto"
+    """How samples are written; auto: png for one frame, gif for more."""
+    validate_every: int = Field(500, ge=0)
+    """0: never."""
+    validation_samples: int = Field(256, ge=1)
+    max_nonfinite: int = Field(20, ge=1)
+    """Steps with a non-finite gradient are skipped; so many in a row end the run."""
+    workers: int | Literal["auto"] = "auto"
+    """Data worker processes; 0 reads in the training process; auto: half the cores, at most 8."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds to wait for data (or another process) before giving up."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
