@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -27,6 +27,8 @@ class Config(BaseModel):
 class StageConfig(Config):
     """Keys that every stage has. A Task's own `Config` adds its own beside them."""
 
+    references: ClassVar[tuple[str, ...]] = ()
+    """Which of the keys name another stage (`codec`)."""
     task: str
     """Which Task trains here: a module of family, codec or text (`muse`), or a dotted path to a class of yours."""
     skip: bool = False

@@ -1,0 +1,70 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer: `make demo` and `make test`.
+
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Test workers share the cores: one thread each, and tests that train ask for more themselves.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check fmt bench venv
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/.base ## train a small text-to-image model on handwritten digits on the CPU, judge it, draw pictures
+	@echo "── training muse-tiny into runs/demo (the same command resumes an interrupted run)"
+	$(BIN)/kineo train muse-tiny --run runs/demo
+	@echo "── judging it"
+	$(BIN)/kineo evaluate runs/demo
+	@echo "── drawing"
+	$(BIN)/kineo sample runs/demo --out runs/demo/pictures
+
+test: check ## everything that must hold before a commit: style, types, import contracts, tests
+	@echo "── tests"
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+test-slow: .venv/.dev ## the tests that take minutes or want a GPU
+	$(BIN)/python -m pytest -q -m "slow or gpu" --timeout 1800 $(ARGS)
+
+check: .venv/.dev ## style, types, import contracts
+	@echo "── style"
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/ruff check --quiet .
+	@echo "── types"
+	$(BIN)/mypy --no-error-summary
+	@echo "── import contracts"
+	$(BIN)/lint-imports --no-logo
+
+fmt: .venv/.dev ## format, and repair what can be repaired
+	$(BIN)/ruff check --quiet --fix-only .
+	$(BIN)/ruff format .
+
+bench: .venv/.dev ## time optimizer steps and sampling calls: make bench ARGS="--help"
+	$(BIN)/python -m benchmarks $(ARGS)
+
+venv: .venv/.dev ## only set up .venv, with everything that the other targets need
+
+# Set-up ----------------------------------------------------------------------------------------------------------
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Kineograph needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
+		echo "Name another one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "── making a virtual environment in .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv || { \
+		echo "$(PYTHON) could not make a virtual environment: install its venv module (Debian, Ubuntu: python3-venv)." >&2; exit 1; }
+
+# Demo needs the base install only; development adds its tools to it. Either is renewed when what it installs has changed.
+.venv/.base: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "── installing Kineograph and what it needs (a few minutes the first time)"
+	@$(PIP) -e .
+	@touch $@
+
+.venv/.dev: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "── installing Kineograph, what it needs, and the development tools (a few minutes the first time)"
+	@$(PIP) -e ".[dev,wandb,metrics]"
+	@touch .venv/.base $@

@@ -1,0 +1,218 @@
+"""The command line. Everything heavy is imported inside the command that needs it, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="kineo",
+    help="Train, sample and judge text-to-image and text-to-video models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(name="data", help="Make a dataset to try things on, or check your own.", no_args_is_help=True)
+app.add_typer(data_app)
+
+Run = Annotated[Path, typer.Argument(help="A run folder, such as runs/muse-tiny.", show_default=False)]
+Checkpoint = Annotated[str, typer.Option(help="last, best, or a step.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+
+
+@app.callback()
+def options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+    pass
+
+
+@app.command()
+def presets() -> None:
+    """List the presets: family, stages, hardware, time, expected result."""
+    from kineograph.run.presets import table
+
+    table()
+
+
+@app.command(context_settings={"ignore_unknown_options": False})
+def train(
+    what: Annotated[
+        list[str], typer.Argument(metavar="PRESET|FILE.yaml … [key=value …]", help="A preset or YAML files, then overrides.", show_default=False)
+    ],
+    run: Annotated[Path | None, typer.Option(help="Run folder. [default: runs/<name>]", show_default=False)] = None,
+    resume: Annotated[str, typer.Option(help="auto: go on if the run exists; never; must.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve, check the data, build, estimate, stop.")] = False,
+) -> None:
+    """Train all stages. The same command again resumes.
+
+    Example: kineo train muse-tiny data.source=folder data.folder=photos train.steps=500
+    """
+    if resume not in ("auto", "never", "must"):
+        raise typer.BadParameter("use auto, never or must", param_hint="--resume")
+    if dry_run:
+        from kineograph.run.doctor import dry_run as check
+
+        check(what, run, resume)  # type: ignore[arg-type]
+        return
+    from kineograph.run.train import train as run_training
+
+    folder = run_training(what, run=run, resume=resume)  # type: ignore[arg-type]
+    print(f"done: {folder}")
+
+
+@app.command()
+def sample(
+    run: Run,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Captions; none for an unconditional model.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the media. [default: RUN/drawn]", show_default=False)] = None,
+    count: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    guidance: Annotated[float | None, typer.Option(help="Classifier-free guidance scale.", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.", show_default=False)] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames a clip.", show_default=False)] = None,
+    prime: Annotated[Path | None, typer.Option(help="An image or clip to continue from.", show_default=False)] = None,
+    negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
+    checkpoint: Checkpoint = "last",
+    format: Annotated[str | None, typer.Option(help="gif, mp4 or png.", show_default=False)] = None,
+    stage: Annotated[str | None, typer.Option(help="Which stage draws. [default: the last that can]", show_default=False)] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False)] = None,
+    device: Device = "auto",
+) -> None:
+    """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
+    from kineograph.sample.command import draw_and_write
+
+    written = draw_and_write(
+        run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
+        negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device,
+    )  # fmt: skip
+    for path in written:
+        print(path)
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    metrics: Annotated[str | None, typer.Option(help="Comma-separated names. [default: all that apply]", show_default=False)] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to judge.")] = 256,
+    split: Annotated[str, typer.Option(help="validation or test.")] = "validation",
+    checkpoint: Checkpoint = "last",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Device = "auto",
+) -> None:
+    """Judge a run: a table, evaluation.json and a sheet of samples."""
+    from kineograph.evaluate.runner import evaluate as judge
+
+    names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
+    found = judge(run, names, samples=samples, split=split, checkpoint=checkpoint, seed=seed, device=device)
+    found.show()
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Write comparison.json and comparison.png here.", show_default=False)] = None,
+) -> None:
+    """Put runs side by side."""
+    from kineograph.evaluate.compare import compare as put_together
+
+    found = put_together(runs)
+    found.show()
+    if out is not None:
+        for path in found.write(out):
+            print(path)
+
+
+@app.command()
+def cache(
+    what: Annotated[list[str], typer.Argument(metavar="RUN|FILE.yaml [key=value …]", show_default=False)],
+    run: Annotated[Path | None, typer.Option(help="Run folder, when a file or preset is named.", show_default=False)] = None,
+) -> None:
+    """Encode the data once with the trained codecs (and frozen text encoders), to disk; training then reads that."""
+    from kineograph.run.token_cache import cache_run
+
+    for path in cache_run(what, run):
+        print(path)
+
+
+@data_app.command("make")
+def data_make(
+    what: Annotated[str, typer.Argument(help="moving-digits")],
+    out: Annotated[Path, typer.Option(help="A new or empty folder.", show_default=False)],
+    count: Annotated[int, typer.Option(min=1, help="How many items.")] = 100,
+    as_: Annotated[str, typer.Option("--as", help="gif, mp4, png, memmap or webdataset.")] = "gif",
+    setting: Annotated[list[str] | None, typer.Argument(metavar="[key=value …]", help="Keys of data.*, such as size=64 frames=16 digits=2.")] = None,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
+) -> None:
+    """Write moving digits as a real dataset."""
+    from kineograph.run.make_data import make
+
+    print(make(what, out, count, as_, setting or [], split))
+
+
+@data_app.command("check")
+def data_check(folder: Annotated[Path, typer.Argument(help="A dataset folder.", show_default=False)]) -> None:
+    """Tell what is in a folder and everything that is wrong with it (exit 1 if anything is)."""
+    from kineograph.data.check import check_folder
+
+    report = check_folder(folder)
+    for line in report.lines():
+        print(line)
+    if report.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    what: Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE.yaml] [key=value …]", show_default=False)] = None,
+) -> None:
+    """Look at the machine, and at what a preset will need of it, before anything is spent."""
+    from kineograph.run.doctor import examine
+
+    examine(what or [])
+
+
+@app.command()
+def runs(folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path("runs")) -> None:
+    """List runs: stage, step, state, best score."""
+    from kineograph.run.listing import show_runs
+
+    show_runs(folder)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; an error for a person is one plain message on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        app(args=words, prog_name="kineo", standalone_mode=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        _report(error)
+
+
+def _report(error: Any) -> None:
+    from kineograph.core.errors import KineoError
+
+    if isinstance(error, KineoError):
+        print(error if error.exit_code == 75 else f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    if type(error).__name__ == "OutOfMemoryError":
+        print(
+            "error: the GPU is out of memory: lower train.batch_size or raise train.accumulate, set train.checkpointing=true, "
+            f"or make the model smaller (kineo doctor shows what takes how much)\n{error}",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    print(f"error: unexpected {type(error).__name__}: {error} (kineo --debug … shows where)", file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

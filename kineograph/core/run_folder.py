@@ -1,0 +1,113 @@
+"""The run folder: where everything of a run lies, and the lock that keeps a second process out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kineograph.core.config import Tree, load_file
+from kineograph.core.errors import InputError, RunInUse
+
+
+class RunFolder:
+    """Paths of a run. See docs/architecture.md for what each file holds."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @staticmethod
+    def existing(path: str | Path) -> RunFolder:
+        """A folder that must hold a run already."""
+        folder = RunFolder(path)
+        if not folder.exists():
+            raise InputError(f"{path} is not a run folder: it has no config.yaml (kineo runs lists the runs that there are)")
+        return folder
+
+    def exists(self) -> bool:
+        return self.config_file.is_file()
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def stopped_marker(self) -> Path:
+        return self.path / "stopped"
+
+    def config(self) -> Tree:
+        return load_file(self.config_file)
+
+    def stage(self, name: str) -> Path:
+        return self.path / name
+
+    def checkpoints(self, stage: str) -> Path:
+        return self.path / stage / "checkpoints"
+
+    def samples(self, stage: str, step: int) -> Path:
+        return self.path / stage / "samples" / f"step-{step:08d}"
+
+    def validation(self, stage: str) -> Path:
+        return self.path / stage / "validation"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process. The kernel drops the lock when the process dies, so none goes stale."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        # A record lock: unlike flock, data workers forked from this process do not keep it alive.
+        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise RunInUse(f"{self.path} is in use by {file.read().strip() or 'another process'}: wait for it, stop it, or give --run another folder") from None
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
+    def in_use(self) -> bool:
+        """Whether another live process holds the run."""
+        try:
+            with open(self.path / ".lock", "r+", encoding="utf-8") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return False
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """The file is the old one or the new one, never half of either, even when the power goes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside this folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,228 @@
+"""What moving digits show, in facts and in words: a small grammar of captions and its exact inverse.
+
+A caption is one wording applied to the facts. Some wordings are held out from training: a tenth of those that put the
+figure first (new combinations of words that training knows), and all that put the figure last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from kineograph.core.noise import key_of
+from kineograph.data.config import Split
+
+COLOURS = {  # names → RGB; far apart, all bright on black
+    "red": (255, 56, 56),
+    "yellow": (255, 222, 48),
+    "green": (56, 218, 78),
+    "cyan": (64, 222, 232),
+    "blue": (80, 112, 255),
+    "magenta": (242, 76, 232),
+}
+DIRECTIONS = {  # names → (rows, columns) a step; the first four are those of directions=4
+    "left": (0, -1),
+    "right": (0, 1),
+    "up": (-1, 0),
+    "down": (1, 0),
+    "up left": (-1, -1),
+    "up right": (-1, 1),
+    "down left": (1, -1),
+    "down right": (1, 1),
+}
+PLACES = ("top left", "top", "top right", "left", "centre", "right", "bottom left", "bottom", "bottom right")  # 3 × 3, by rows
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One digit of a clip or picture. None: not told (colour), or not a thing that it has (direction, place)."""
+
+    digit: int
+    colour: str | None = None
+    direction: str | None = None
+    place: str | None = None
+
+
+Facts = tuple[Figure, ...]
+
+# Words -----------------------------------------------------------------------------------------------------------
+
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_MOVING = ("moves", "is moving", "drifts", "goes", "slides")
+_RESTING = ("is", "sits", "stands", "lies", "")
+_MOVING_JOINS = (" and ", " while ", ", and ")
+_RESTING_JOINS = (" and ", ", and ", "; ")
+_WHITHER = {
+    "left": ("left", "to the left", "leftwards"),
+    "right": ("right", "to the right", "rightwards"),
+    "up": ("up", "to the top", "upwards"),
+    "down": ("down", "to the bottom", "downwards"),
+    "up left": ("up and left", "to the top left", "upwards and leftwards"),
+    "up right": ("up and right", "to the top right", "upwards and rightwards"),
+    "down left": ("down and left", "to the bottom left", "downwards and leftwards"),
+    "down right": ("down and right", "to the bottom right", "downwards and rightwards"),
+}
+_WHERE = {
+    "top left": ("at the top left", "in the top left corner", "in the upper left"),
+    "top": ("at the top", "in the top middle", "at the upper edge"),
+    "top right": ("at the top right", "in the top right corner", "in the upper right"),
+    "left": ("at the left", "in the left middle", "at the left edge"),
+    "centre": ("at the centre", "in the middle", "in the centre"),
+    "right": ("at the right", "in the right middle", "at the right edge"),
+    "bottom left": ("at the bottom left", "in the bottom left corner", "in the lower left"),
+    "bottom": ("at the bottom", "in the bottom middle", "at the lower edge"),
+    "bottom right": ("at the bottom right", "in the bottom right corner", "in the lower right"),
+}
+
+
+# Wordings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a caption is said: indices into the word lists above, and the order of its parts."""
+
+    noun: int  # 0 "a red 3", 1 "the red digit 3", 2 "a 3 in red", 3 "a handwritten red 3"
+    spelled: bool  # "three" for "3"
+    verb: int
+    phrase: int
+    order: str  # "first": figure, verb, phrase; "that": with a relative clause; "last": phrase, verb, figure
+
+
+PLAIN = Wording(noun=0, spelled=False, verb=0, phrase=0, order="first")
+
+
+@lru_cache(maxsize=None)
+def wordings(split: Split, moving: bool) -> tuple[Wording, ...]:
+    """Training's wordings, or for the other splits those that training never uses."""
+    everything = [
+        Wording(noun, spelled, verb, phrase, order)
+        for order, noun, spelled, verb, phrase in product(("first", "that", "last"), range(4), (False, True), range(5), range(3))
+        if moving or order != "that" or _RESTING[verb]  # "a 3 that at the top" is no English
+    ]
+    return tuple(wording for wording in everything if _held_out(wording) != (split == "train"))
+
+
+def _held_out(wording: Wording) -> bool:
+    if wording.order == "last":
+        return True
+    if wording == PLAIN:
+        return False
+    return key_of("wording", wording.noun, wording.spelled, wording.verb, wording.phrase, wording.order) % 10 == 0
+
+
+def joins(facts: Facts) -> tuple[str, ...]:
+    """Words between two figures; one figure needs none."""
+    if len(facts) == 1:
+        return ("",)
+    return _MOVING_JOINS if facts[0].direction else _RESTING_JOINS
+
+
+def caption_of(facts: Facts, wording: Wording = PLAIN, join: str = " and ") -> str:
+    """The caption that says these facts in this wording."""
+    return join.join(_clause(figure, wording) for figure in facts)
+
+
+def captions_for(facts: Facts, split: Split) -> list[str]:
+    """Every caption of these facts in a split's own wordings: training's, or the ones held out from it."""
+    return [caption_of(facts, wording, join) for wording in wordings(split, _moves(facts)) for join in joins(facts)]
+
+
+def _moves(facts: Facts) -> bool:
+    return facts[0].direction is not None
+
+
+def _clause(figure: Figure, wording: Wording) -> str:
+    noun = _noun(figure, wording)
+    if figure.direction:
+        verb, phrase = _MOVING[wording.verb], _WHITHER[figure.direction][wording.phrase]
+    elif figure.place:
+        verb, phrase = _RESTING[wording.verb], _WHERE[figure.place][wording.phrase]
+    else:
+        return noun
+    order = {"first": (noun, verb, phrase), "that": (noun, "that", verb, phrase), "last": (phrase, verb, noun)}[wording.order]
+    return " ".join(word for word in order if word)
+
+
+def _noun(figure: Figure, wording: Wording) -> str:
+    number = _NUMBERS[figure.digit] if wording.spelled else str(figure.digit)
+    article = "an" if figure.digit == 8 else "a"
+    colour = f"{figure.colour} " if figure.colour else ""
+    if wording.noun == 0:
+        return f"a {colour}{number}" if colour else f"{article} {number}"
+    if wording.noun == 1:
+        return f"the {colour}digit {number}"
+    if wording.noun == 2:
+        return f"{article} {number} in {figure.colour}" if colour else f"the number {number}"
+    return f"a handwritten {colour}{number}"
+
+
+# Reading captions ------------------------------------------------------------------------------------------------
+
+
+def parse_caption(text: str) -> Facts | None:
+    """The facts that a caption tells: the inverse of every wording, and a little more lenient. None: not of this grammar."""
+    text = " ".join(text.lower().replace("center", "centre").split()).rstrip(" .")
+    grammar = _grammar()
+    for count in (1, 2):
+        found = grammar[count].fullmatch(text)
+        if found:
+            figures = [_figure(found.groupdict(), part) for part in range(count)]
+            return None if None in figures else tuple(figures)  # type: ignore[arg-type]
+    return None
+
+
+@lru_cache(maxsize=None)
+def _phrases() -> dict[str, tuple[str, str]]:
+    """phrase → ("direction" or "place", its name)"""
+    whither = {phrase: ("direction", name) for name, phrases in _WHITHER.items() for phrase in phrases}
+    where = {phrase: ("place", name) for name, phrases in _WHERE.items() for phrase in phrases}
+    return whither | where
+
+
+@lru_cache(maxsize=None)
+def _grammar() -> dict[int, re.Pattern[str]]:
+    """One expression for captions of one figure and one for two; the groups of figure i end in _i."""
+    join = r"(?: and |, and |, | while |; )"
+    return {1: re.compile(_clause_pattern(0)), 2: re.compile(_clause_pattern(0) + join + _clause_pattern(1))}
+
+
+def _clause_pattern(part: int) -> str:
+    colour = "|".join(COLOURS)
+    number = "|".join([*_NUMBERS, *"0123456789"])
+    phrase = "|".join(sorted(_phrases(), key=len, reverse=True))
+    verb = r"(?:is )?(?:moves|moving|drifts|drifting|goes|going|slides|sliding|sits|sitting|stands|standing|lies|lying)"
+
+    def noun(name: str) -> str:
+        return (
+            rf"(?:an?|the|one) (?:handwritten )?(?:(?P<{name}_colour_{part}>{colour}) )?(?:digit |number )?"
+            rf"(?P<{name}_digit_{part}>{number})(?: in (?P<{name}_in_{part}>{colour}))?"
+        )
+
+    first = rf"{noun('f')}(?: (?:that )?(?:{verb}|is))?(?: (?P<f_phrase_{part}>{phrase}))?"
+    last = rf"(?P<l_phrase_{part}>{phrase}) (?:(?:{verb}|is) )?{noun('l')}"
+    return f"(?:{first}|{last})"
+
+
+def _figure(groups: dict[str, str | None], part: int) -> Figure | None:
+    found = {name: groups[f"f_{name}_{part}"] or groups[f"l_{name}_{part}"] for name in ("digit", "colour", "in", "phrase")}
+    if found["colour"] and found["in"]:
+        return None  # "a red 3 in blue"
+    number = found["digit"]
+    assert number is not None  # both orders name a digit
+    digit = int(number) if number.isdigit() else _NUMBERS.index(number)
+    kind, name = _phrases().get(found["phrase"] or "", ("", ""))
+    return Figure(
+        digit,
+        found["colour"] or found["in"],
+        name if kind == "direction" else None,
+        name if kind == "place" else None,
+    )
+
+
+def values_of(moving: bool, directions: int) -> Sequence[str]:
+    """What a figure does in clips, or where it is in pictures."""
+    return list(DIRECTIONS)[:directions] if moving else PLACES

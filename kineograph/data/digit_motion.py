@@ -1,0 +1,121 @@
+"""Where moving digits are: starts, steps, walls, places. Integer pixels, the upper left corner of each digit's square.
+
+The direction that a caption names is the one in which a digit sets out. It may bounce off a wall late in the clip, never so
+early that its way from the first frame to the last would point elsewhere: `Stage.must_go` is walked before the first wall.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kineograph.core.errors import ConfigError
+from kineograph.data.digit_captions import DIRECTIONS, PLACES, Facts
+
+_TRIES = 16  # starts to choose from when two digits should keep out of each other's way
+_MARGIN = 0.07  # of the room: keeps a digit clearly inside its place
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The canvas and how far digits go on it."""
+
+    height: int
+    width: int
+    frames: int
+    side: int  # of a digit's square
+    speed: float  # pixels a frame along each axis that the direction has
+    grid: int  # starts are multiples of this
+
+    @staticmethod
+    def of(size: tuple[int, int], frames: int, digits: int, speed: float | None, grid: int | None) -> Stage:
+        shorter = min(size)
+        if shorter < 16:
+            raise ConfigError(f"data.size={list(size)}: moving digits need at least 16 pixels a side")
+        side = round(shorter * (0.56 if digits == 1 else 0.4))
+        stage = Stage(*size, frames, side, speed or _usual_speed(shorter, frames), grid or 1)
+        stage._check(speed)
+        return stage
+
+    @property
+    def room(self) -> np.ndarray:
+        """Largest row and column."""
+        return np.array([self.height - self.side, self.width - self.side])
+
+    @property
+    def travel(self) -> float:
+        return self.speed * (self.frames - 1)
+
+    @property
+    def must_go(self) -> float:
+        """Pixels in the named direction before a wall may turn the digit back."""
+        return min(self.travel, max(0.7 * self.travel, min(self.height, self.width) / 4))
+
+    def _check(self, asked: float | None) -> None:
+        if self.frames > 1:
+            shorter = min(self.height, self.width)
+            slowest = shorter / 8 / (self.frames - 1)
+            fastest = (shorter - self.side) / 0.7 / (self.frames - 1)
+            if not slowest <= self.speed <= fastest:
+                what = "too slow to see" if self.speed < slowest else "so fast that walls would turn digits back at once"
+                raise ConfigError(
+                    f"data.speed={asked} is {what} in {self.frames} frames of {self.height}×{self.width}: "
+                    f"use {slowest:.2f} to {fastest:.2f} pixels a frame"
+                )
+        shortest = self.room.min()
+        spans = [self._span(sign, shortest) for sign in (-1, 1)] if self.frames > 1 else [_cell(k, shortest) for k in range(3)]
+        if any(self._choices(np.array(low), np.array(high)).min() < 1 for low, high in spans):
+            raise ConfigError(f"data.grid={self.grid} leaves no start for some motion or place at {self.height}×{self.width}: use a smaller one")
+
+    def _span(self, sign: int, room: float) -> tuple[float, float]:
+        """Starts along one axis that let a digit go as far as it must."""
+        return (0 if sign >= 0 else self.must_go, room if sign <= 0 else room - self.must_go)
+
+    def _choices(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        first = np.ceil(low / self.grid - 1e-6)
+        return np.floor(high / self.grid + 1e-6) - first + 1
+
+    def paths(self, facts: Facts, draws: np.ndarray) -> np.ndarray:
+        """Figures × frames × (row, column). `draws` are uniform, tries × figures × 2."""
+        room = self.room
+        if facts[0].direction:
+            steps = np.array([DIRECTIONS[figure.direction] for figure in facts])  # type: ignore[index]
+            spans = [[self._span(sign, most) for sign, most in zip(step, room, strict=True)] for step in steps.tolist()]
+        else:
+            steps = np.zeros((len(facts), 2))
+            cells = [divmod(PLACES.index(figure.place), 3) for figure in facts]  # type: ignore[arg-type]
+            spans = [[_cell(k, most) for k, most in zip(cell, room, strict=True)] for cell in cells]
+        low, high = np.moveaxis(np.array(spans, dtype=np.float64), 2, 0)  # figures × 2 each
+        choices = self._choices(low, high)
+        starts = (np.ceil(low / self.grid - 1e-6) + np.floor(draws * choices)) * self.grid  # tries × figures × 2
+        away = steps[:, None] * (self.speed * np.arange(self.frames))[None, :, None]  # figures × frames × 2
+        at = (starts[:, :, None] + away) % (2 * room)  # walls reflect: a triangle wave of period 2 · room
+        at = np.minimum(at, 2 * room - at)
+        return np.floor(at[self._clearest(at)] + 0.5).astype(np.int64)
+
+    def _clearest(self, at: np.ndarray) -> int:
+        """The try in which two digits cover each other least."""
+        if at.shape[1] == 1:
+            return 0
+        common = np.clip(self.side - np.abs(at[:, 0] - at[:, 1]), 0, None)  # tries × frames × 2
+        return int(common.prod(-1).sum(-1).argmin())
+
+
+def tries(digits: int) -> int:
+    return 1 if digits == 1 else _TRIES
+
+
+def _usual_speed(shorter: int, frames: int) -> float:
+    """A sixteenth of the side a frame: faster in very short clips, slower in long ones; whole pixels where that is one or more."""
+    steps = max(1, frames - 1)
+    speed = min(max(shorter / 16, shorter / 4 / steps), 0.55 * shorter / steps)
+    return float(math.floor(speed)) if speed >= 1 else speed
+
+
+def _cell(k: int, room: float) -> tuple[float, float]:
+    """Starts that put a digit clearly into the k-th third of an axis."""
+    low = 0 if k == 0 else k / 3 + _MARGIN
+    high = 1 if k == 2 else (k + 1) / 3 - _MARGIN
+    return low * room, high * room

@@ -1,0 +1,193 @@
+"""Moving digits: endless captioned clips and pictures of real handwritten digits, made on the fly.
+
+What item `index` shows is a pure function of (index, split, config), so evaluation data are the same on every machine.
+Validation and test use glyph images, wordings and combinations of digit, colour and motion (or place) that training never shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+
+from kineograph.core.batch import Sample
+from kineograph.core.errors import ConfigError
+from kineograph.core.noise import key_of, numpy_rng
+from kineograph.data import digit_glyphs
+from kineograph.data.config import DataConfig, Split
+from kineograph.data.digit_captions import COLOURS, PLAIN, Facts, Figure, caption_of, joins, values_of, wordings
+from kineograph.data.digit_motion import Stage, tries
+
+ENDLESS = 2**40
+
+
+class MovingDigitsConfig(DataConfig):
+    digits: Literal[1, 2] = 1
+    """Digits on the canvas."""
+    coloured: bool | None = None
+    """Paint digits in six colours and name them in captions; null: when there are three channels or more."""
+    directions: Literal[4, 8] = 8
+    """4: left, right, up, down; 8: diagonals too. Clips only; pictures have nine places."""
+    glyphs: int | None = Field(None, ge=1)
+    """Handwritten images of each digit that training uses, the most typical first; null: all (about 150)."""
+    grid: int | None = Field(None, ge=1)
+    """Digits start at multiples of this many pixels; null: anywhere."""
+    speed: float | None = Field(None, gt=0)
+    """Pixels a frame; null: about a sixteenth of the shorter side, less in long clips."""
+    kept_out: float = Field(0.1, ge=0, le=0.5)
+    """Share of the combinations of digit, colour and motion (or place) that training never shows."""
+    wordings: Literal["varied", "plain"] = "varied"
+    """varied: captions say the same in many ways, some of them in validation only; plain: one wording everywhere."""
+    count: int | None = Field(None, ge=1)
+    """Items of the training split (the others have their share of it); null: endless."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MovingDigitsConfig:
+        if self.coloured and self.channels < 3:
+            raise ConfigError(f"data.coloured=true needs data.channels=3 or 4, not {self.channels}: set coloured=false or channels=3")
+        _ = self.stage
+        return self
+
+    @property
+    def in_colour(self) -> bool:
+        return self.channels >= 3 if self.coloured is None else self.coloured
+
+    @property
+    def stage(self) -> Stage:
+        return Stage.of(self.size, self.frames, self.digits, self.speed, self.grid)
+
+
+def kept_out(facts: Facts, share: float = 0.1) -> bool:
+    """Whether training never shows these facts: one of the figures is a combination that is kept out."""
+    return any(_combination_key(figure) < share * 2**64 for figure in facts)
+
+
+@lru_cache(maxsize=4096)
+def _combination_key(figure: Figure) -> int:
+    return key_of("combination", figure.digit, figure.colour or "uncoloured", figure.direction or figure.place or "nowhere")
+
+
+def held_out_prompts(config: MovingDigitsConfig, count: int) -> list[str]:
+    """The first `count` validation captions: half of them combinations that training never shows, half of them unseen wordings."""
+    source = MovingDigits.open(config, "validation")
+    return [source.caption(index) for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Everything that is drawn for one index."""
+
+    facts: Facts
+    caption: str
+    glyphs: tuple[int, ...]  # indices into load_glyphs()
+    starts: np.ndarray  # uniform draws, tries × figures × 2
+
+
+class MovingDigits:
+    """The source. Implements core.seams.Source."""
+
+    Config = MovingDigitsConfig
+
+    def __init__(self, config: MovingDigitsConfig, split: Split, unrestricted: bool = False) -> None:
+        """`unrestricted` shows every combination in the training split too: a judge must not prefer the seen ones."""
+        self.config = config
+        self.split = split
+        self.held_out = split != "train"
+        self.stage = config.stage
+        self._pool = digit_glyphs.pool(self.held_out, None if self.held_out else config.glyphs)
+        values = values_of(config.frames > 1, config.directions)
+        colours = list(COLOURS) if config.in_colour else [None]
+        figures = [_figure(digit, colour, value, config.frames > 1) for digit, colour, value in product(range(10), colours, values)]
+        share = 0.0 if unrestricted else config.kept_out
+        self._seen = [figure for figure in figures if not kept_out((figure,), share)]
+        self._unseen = [figure for figure in figures if kept_out((figure,), share)]
+        self._of_digit = [[figure for figure in self._seen if figure.digit == digit] for digit in range(10)]
+
+    @classmethod
+    def open(cls, config: MovingDigitsConfig, split: Split, seed: int = 0) -> MovingDigits:
+        """`seed` changes nothing: the data are the same for every run. With validation=0, validation is training data."""
+        return cls(config, "train" if split == "validation" and config.validation == 0 else split)
+
+    def __len__(self) -> int:
+        if self.config.count is None:
+            return ENDLESS
+        share = {"train": 1.0, "validation": self.config.validation, "test": self.config.test}[self.split]
+        count = round(self.config.count * share)
+        if count == 0:
+            raise ConfigError(f"data.{self.split}={share} of data.count={self.config.count} leaves no items: raise one of them")
+        return count
+
+    def read(self, index: int, rng: np.random.Generator | None = None) -> Sample:
+        """A clip and its caption. `rng` is not needed: nothing here is random beyond the index."""
+        item = self.item(index)
+        return Sample(pixels=torch.from_numpy(self._paint(item)), fps=self.config.shape.fps, caption=item.caption)
+
+    def caption(self, index: int) -> str:
+        return self.item(index).caption
+
+    def facts(self, index: int) -> Facts:
+        return self.item(index).facts
+
+    def identity(self, index: int) -> str:
+        return f"digits-{self.split}-{index}"
+
+    # one item ----------------------------------------------------------------------------------------------------
+
+    def item(self, index: int) -> Item:
+        """The draws of an index; facts, caption and glyphs do not depend on the canvas's size."""
+        rng = numpy_rng("moving_digits", self.split, index)
+        draw = iter(rng.random(12).tolist())
+        facts = self._draw_facts(*(next(draw) for _ in range(5)))
+        caption = self._draw_caption(facts, *(next(draw) for _ in range(3)))
+        glyphs = tuple(int(_pick(self._pool[figure.digit], next(draw))) for figure in facts)
+        return Item(facts, caption, glyphs, rng.random((tries(self.config.digits), len(facts), 2)))
+
+    def _draw_facts(self, new: float, which: float, other: float, its: float, swap: float) -> Facts:
+        """Half of the held-out items hold a combination that training never shows."""
+        first = _pick(self._unseen if self.held_out and self._unseen and new < 0.5 else self._seen, which)
+        if self.config.digits == 1:
+            return (first,)
+        digit = (first.digit + 1 + int(other * 9)) % 10  # two digits always differ
+        apart = [figure for figure in self._of_digit[digit] if figure.place is None or figure.place != first.place]
+        second = _pick(apart, its)
+        return (first, second) if swap < 0.5 else (second, first)
+
+    def _draw_caption(self, facts: Facts, new: float, which: float, join: float) -> str:
+        """Half of the held-out captions use a wording that training never uses."""
+        if self.config.wordings == "plain":
+            return caption_of(facts, PLAIN)
+        split: Split = "validation" if self.held_out and new < 0.5 else "train"
+        return caption_of(facts, _pick(wordings(split, self.config.frames > 1), which), _pick(joins(facts), join))
+
+    def _paint(self, item: Item) -> np.ndarray:
+        """T C H W, uint8; where digits cover each other the brighter wins."""
+        stage, channels = self.stage, self.config.channels
+        canvas = np.zeros((stage.frames, channels, stage.height, stage.width), dtype=np.uint8)
+        images, _ = digit_glyphs.load_glyphs()
+        glyphs = digit_glyphs.enlarge(images[list(item.glyphs)], stage.side)  # figures side side
+        painted = channels if channels % 2 else channels - 1  # without the alpha channel
+        for figure, glyph, path in zip(item.facts, glyphs, stage.paths(item.facts, item.starts).tolist(), strict=True):
+            colour = np.array(COLOURS[figure.colour] if figure.colour else (255,) * painted, dtype=np.uint16)
+            patch = (glyph * colour[:, None, None] // 255).astype(np.uint8)  # C side side
+            for frame, (row, column) in zip(canvas, path, strict=True):
+                under = frame[:painted, row : row + stage.side, column : column + stage.side]
+                np.maximum(under, patch, out=under)
+        canvas[:, painted:] = 255
+        return canvas
+
+
+def _figure(digit: int, colour: str | None, value: str, moving: bool) -> Figure:
+    return Figure(digit, colour, direction=value) if moving else Figure(digit, colour, place=value)
+
+
+def _pick(items, draw: float):
+    """The item that a uniform draw in [0, 1) falls on."""
+    return items[int(draw * len(items))]
+
+
+SOURCE = MovingDigits

@@ -1,0 +1,96 @@
+"""Pixels T C H W ⇄ Pillow images: the one place where channel counts, ranges and modes are dealt with."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image
+from torch import Tensor
+
+from kineograph.core.errors import InputError
+
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+
+
+def to_bytes(pixels: Tensor) -> Tensor:
+    """T C H W, uint8 or float in [0, 1] → uint8 on the CPU. What is out of range is clamped, what is not a number is black."""
+    if pixels.ndim != 4 or pixels.shape[1] not in MODES or 0 in pixels.shape:
+        raise ValueError(f"pixels are T C H W with 1 to 4 channels, not {tuple(pixels.shape)}")
+    pixels = pixels.detach().cpu()
+    if pixels.dtype == torch.uint8:
+        return pixels
+    if not pixels.is_floating_point():
+        raise ValueError(f"pixels are uint8 or float in [0, 1], not {pixels.dtype}")
+    return pixels.float().nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
+
+
+def to_arrays(pixels: Tensor) -> np.ndarray:
+    """T C H W → T H W C, uint8."""
+    return rearrange(to_bytes(pixels), "t c h w -> t h w c").contiguous().numpy()
+
+
+def to_images(pixels: Tensor) -> list[Image.Image]:
+    """One Pillow image a frame, in the mode of its channels: L, LA, RGB, RGBA."""
+    return [_image(frame) for frame in to_arrays(pixels)]
+
+
+def _image(frame: np.ndarray) -> Image.Image:
+    return Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
+
+
+def to_pixels(images: list[Image.Image], channels: int | None = None) -> Tensor:
+    """Images of one size → T C H W, uint8, with `channels`, or as many as the fullest of them has.
+
+    Palettes, 16-bit and CMYK files become the nearest of L, LA, RGB, RGBA.
+    """
+    mode = MODES[channels or max(_channels(image) for image in images)]
+    arrays = [np.asarray(_converted(image, mode)) for image in images]
+    stacked = np.stack([array[..., None] if array.ndim == 2 else array for array in arrays])  # T H W C
+    return rearrange(torch.from_numpy(stacked), "t h w c -> t c h w").contiguous()
+
+
+def _channels(image: Image.Image) -> int:
+    grey = image.mode in ("1", "L", "LA", "La", "F") or image.mode.startswith("I")
+    return (1 if grey else 3) + image.has_transparency_data
+
+
+def _converted(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode == mode:
+        return image
+    if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion clips at 255
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    if image.has_transparency_data and not mode.endswith("A"):
+        image = over_black(image.convert("RGBA"))
+    return image.convert(mode)
+
+
+def over_black(image: Image.Image) -> Image.Image:
+    """Without alpha: blended over black, in L or RGB."""
+    if image.mode not in ("LA", "RGBA"):
+        return image
+    opaque = image.mode.removesuffix("A")
+    return Image.composite(image.convert(opaque), Image.new(opaque, image.size), image.getchannel("A"))
+
+
+@contextmanager
+def atomically(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` that becomes `path` at the end, or vanishes on an error. Makes the parent folders."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path.parent} cannot be made to write {path.name} in: {error.strerror}") from None
+    temporary = path.with_name(
+        f".{secrets.token_hex(4)}.part{path.suffix}"
+    )  # short: a caption's name may be near the limit
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

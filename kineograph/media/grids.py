@@ -1,0 +1,180 @@
+"""Many pictures on one sheet: contact sheets with captions, film strips, and rows of clips to compare."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from kineograph.media.frames import over_black, to_images, to_pixels
+
+LEAST, MOST = 96, 256  # pixels of a cell's larger side: tiny pictures are enlarged, large ones reduced
+GAP = 6
+LINES = 3  # of a caption
+STRIP = 8  # frames a row of a film strip
+PAGE, INK, FAINT = (255, 255, 255), (40, 40, 40), (110, 110, 110)
+
+
+def grid(
+    cells: Sequence[Tensor], columns: int | None = None, captions: Sequence[str | None] | None = None
+) -> Image.Image:
+    """A contact sheet: T C H W each; a picture fills its cell, a clip shows four of its frames there."""
+    images = [_strip(_frames(cell), 4, 4) for cell in cells]
+    return _Sheet(images, columns or _columns(images), captions).paint(images)
+
+
+def moving_grid(
+    cells: Sequence[Tensor], columns: int | None = None, captions: Sequence[str | None] | None = None
+) -> Tensor:
+    """The same with the clips playing side by side, T 3 H W; a shorter one holds its last frame."""
+    clips = [_frames(cell) for cell in cells]
+    first = [clip[0] for clip in clips]
+    return _play(_Sheet(first, columns or _columns(first), captions), clips)
+
+
+def film_strip(clip: Tensor, most: int = 32) -> Image.Image:
+    """Frames from left to right, eight a row; of a long clip, `most` evenly spaced ones with the first and the last."""
+    return _strip(_frames(clip), most, STRIP)
+
+
+def side_by_side(rows: Sequence[tuple[str, Sequence[Tensor]]]) -> Tensor:
+    """Rows of pictures or clips, each under its title (input, reconstruction, …), T 3 H W; T = 1 for pictures."""
+    clips = [[_frames(cell) for cell in cells] for _, cells in rows]
+    columns = max(len(row) for row in clips)
+    flat: list[list[Image.Image]] = []
+    for row in clips:
+        flat += [*row, *([[]] * (columns - len(row)))]
+    first = [clip[0] if clip else Image.new("RGB", (1, 1), PAGE) for clip in flat]
+    return _play(
+        _Sheet(first, columns, titles=[title for title, _ in rows]),
+        [clip or [blank] for clip, blank in zip(flat, first)],
+    )
+
+
+# Layout ----------------------------------------------------------------------------------------------------------
+
+
+class _Sheet:
+    """Where the cells go, with the words around them already drawn."""
+
+    def __init__(
+        self,
+        images: Sequence[Image.Image],
+        columns: int,
+        captions: Sequence[str | None] | None = None,
+        titles: Sequence[str] | None = None,
+    ) -> None:
+        if not images:
+            raise ValueError("a sheet needs at least one picture")
+        columns = max(1, min(columns, len(images)))
+        rows = math.ceil(len(images) / columns)
+        wide, high = max(image.width for image in images), max(image.height for image in images)
+        texts = [wrap(text or "", wide) for text in captions or []]
+        line = _line_height()
+        above = line + 2 if titles else 0
+        below = [max(map(len, texts[row * columns : (row + 1) * columns]), default=0) * line for row in range(rows)]
+        tops = [GAP + row * (above + high + GAP) + sum(below[:row]) for row in range(rows + 1)]
+        self.page = Image.new("RGB", (GAP + columns * (wide + GAP), tops[-1]), PAGE)
+        self.corners = []
+        draw = ImageDraw.Draw(self.page)
+        for index, image in enumerate(images):
+            row, column = divmod(index, columns)
+            x, y = GAP + column * (wide + GAP), tops[row]
+            if titles and column == 0:
+                draw.text((x, y), "".join(wrap(titles[row], self.page.width - 2 * GAP, 1)), INK, _font())
+            self.corners.append((x + (wide - image.width) // 2, y + above + (high - image.height) // 2))
+            for number, text in enumerate(texts[index] if index < len(texts) else []):
+                draw.text((x, y + above + high + 1 + number * line), text, FAINT, _font())
+
+    def paint(self, images: Sequence[Image.Image]) -> Image.Image:
+        page = self.page.copy()
+        for image, corner in zip(images, self.corners):
+            page.paste(image, corner)
+        return page
+
+
+def _play(sheet: _Sheet, clips: Sequence[Sequence[Image.Image]]) -> Tensor:
+    length = max(len(clip) for clip in clips)
+    return to_pixels([sheet.paint([clip[min(time, len(clip) - 1)] for clip in clips]) for time in range(length)])
+
+
+def _strip(frames: list[Image.Image], most: int, columns: int) -> Image.Image:
+    if len(frames) > most:
+        frames = [frames[index] for index in np.linspace(0, len(frames) - 1, most).round().astype(int)]
+    if len(frames) == 1:
+        return frames[0]
+    gap = 2
+    wide, high = frames[0].size
+    columns = min(columns, len(frames))
+    rows = math.ceil(len(frames) / columns)
+    strip = Image.new("RGB", (columns * (wide + gap) - gap, rows * (high + gap) - gap), PAGE)
+    for index, frame in enumerate(frames):
+        row, column = divmod(index, columns)
+        strip.paste(frame, (column * (wide + gap), row * (high + gap)))
+    return strip
+
+
+def _columns(images: Sequence[Image.Image]) -> int:
+    """A sheet about as wide as it is high."""
+    wide, high = max(image.width for image in images), max(image.height for image in images)
+    return max(1, math.ceil(math.sqrt(len(images) * high / wide)))
+
+
+def _frames(cell: Tensor) -> list[Image.Image]:
+    return [_scaled(over_black(image).convert("RGB")) for image in to_images(cell)]
+
+
+def _scaled(image: Image.Image) -> Image.Image:
+    """Enlarged by a whole factor, so that every pixel stays a square, or reduced smoothly."""
+    side = max(image.size)
+    if side < LEAST:
+        factor = math.ceil(LEAST / side)
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    if side > MOST:
+        size = (max(1, round(image.width * MOST / side)), max(1, round(image.height * MOST / side)))
+        return image.resize(size, Image.Resampling.LANCZOS)
+    return image
+
+
+# Words -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """DejaVu Sans, which lies inside matplotlib and knows most alphabets; Pillow's own knows plain Latin."""
+    found = importlib.util.find_spec("matplotlib")  # located, not imported
+    for folder in (found and found.submodule_search_locations) or ():
+        file = Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf"
+        if file.is_file():
+            return ImageFont.truetype(file, 10)
+    return ImageFont.load_default(size=11)
+
+
+def _line_height() -> int:
+    return math.ceil(_font().getbbox("Ágy")[3]) + 2
+
+
+def wrap(text: str, width: int, lines: int = LINES) -> list[str]:
+    """Lines that fit `width` pixels, words kept whole where they fit; what is left over ends in an ellipsis."""
+    measure = _font().getlength
+    wrapped: list[str] = []
+    rest = " ".join(text.split())
+    while rest:
+        if measure(rest) <= width:
+            return [*wrapped, rest]
+        last = len(wrapped) == lines - 1
+        tail = "…" if last else ""
+        fits = max((end for end in range(1, len(rest) + 1) if measure(rest[:end] + tail) <= width), default=1)
+        space = rest.rfind(" ", 0, fits + 1)
+        cut = space if space > 0 and not last else fits
+        if last:
+            return [*wrapped, rest[:cut].rstrip() + tail]
+        wrapped.append(rest[:cut].rstrip())
+        rest = rest[cut:].lstrip()
+    return wrapped

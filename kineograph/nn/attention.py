@@ -1,0 +1,72 @@
+"""Attention. Every network calls `attend`, the one place where a kernel is chosen."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from kineograph.nn.norms import norm_layer
+from kineograph.nn.positions import Rotary
+
+Memory = tuple[Tensor, Tensor]  # keys and values, B h M d
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    """softmax(q kᵀ / √d) v by torch's fused kernels. q is B h N d, k and v are B h M d.
+
+    `mask` is bool, True where a key may be seen, and broadcasts to B h N M. Each query must see at least one key. No number stands for
+    "minus infinity", so nothing can overflow in half precision.
+    """
+    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, dropout_p=dropout)
+
+
+def key_mask(mask: Tensor | None) -> Tensor | None:
+    """B M, True = a real token → B 1 1 M for `attend`."""
+    return None if mask is None else mask[:, None, None, :]
+
+
+class SelfAttention(nn.Module):
+    """Queries, keys and values from one sequence, by one matrix."""
+
+    def __init__(self, width: int, heads: int, *, qk_norm: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.norm_q = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
+        self.norm_k = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, rotary: Rotary | None = None) -> Tensor:
+        """x is B N D, mask is B N."""
+        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
+        q, k = self.norm_q(q), self.norm_k(k)
+        if rotary is not None:
+            q, k = rotary(q), rotary(k)
+        mixed = attend(q.to(v.dtype), k, v, key_mask(mask), self.dropout if self.training else 0.0)
+        return self.out(rearrange(mixed, "b h n d -> b n (h d)"))
+
+
+class CrossAttention(nn.Module):
+    """Queries from one sequence, keys and values from another. Those of the other are its memory: made once, read by every sampling step."""
+
+    def __init__(self, width: int, heads: int, *, qk_norm: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.q = nn.Linear(width, width, bias=False)
+        self.kv = nn.Linear(width, 2 * width, bias=False)
+        self.norm_q = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
+        self.norm_k = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
+        self.out = nn.Linear(width, width, bias=False)
+
+    def memory(self, context: Tensor) -> Memory:
+        """Keys and values of a context, B M D."""
+        k, v = rearrange(self.kv(context), "b m (two h d) -> two b h m d", two=2, h=self.heads)
+        return self.norm_k(k).to(v.dtype), v
+
+    def forward(self, x: Tensor, memory: Memory, mask: Tensor | None = None) -> Tensor:
+        """x is B N D, mask is B M."""
+        q = rearrange(self.q(x), "b n (h d) -> b h n d", h=self.heads)
+        k, v = memory
+        mixed = attend(self.norm_q(q).to(v.dtype), k, v, key_mask(mask), self.dropout if self.training else 0.0)
+        return self.out(rearrange(mixed, "b h n d -> b n (h d)"))

@@ -1,0 +1,70 @@
+"""Two-dimensional convolutional parts: a channel norm, residual blocks, halving, doubling, attention over a small map.
+
+Everything here is at home in channels_last memory: norms then read whole pixels, and permutes cost nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+
+class ChannelNorm(nn.Module):
+    """LayerNorm over the channels of each pixel: no statistics of the batch or of the picture, so that tiles, frames and
+    batch mates cannot leak into one another. In channels_last it costs what GroupNorm does, or less."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:  # B C H W
+        pixels = x.permute(0, 2, 3, 1)
+        return F.layer_norm(pixels, self.weight.shape, self.weight, self.bias).permute(0, 3, 1, 2)
+
+
+class ResidualBlock(nn.Module):
+    """x + conv(silu(norm(conv(silu(norm(x)))))). The second convolution starts at zero, so a new block changes nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = ChannelNorm(width), ChannelNorm(width)
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+        nn.init.zeros_(self.conv2.weight)
+        nn.init.zeros_(self.conv2.bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # B C H W
+        h = self.conv1(F.silu(self.norm1(x)))
+        return x + self.conv2(F.silu(self.norm2(h)))
+
+
+class MapAttention(nn.Module):
+    """Full self-attention between the pixels of a small map."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = next(heads for heads in range(max(width // 64, 1), 0, -1) if width % heads == 0)
+        self.norm = ChannelNorm(width)
+        self.qkv = nn.Conv2d(width, 3 * width, 1)
+        self.out = nn.Conv2d(width, width, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # B C H W
+        q, k, v = rearrange(self.qkv(self.norm(x)), "b (n heads c) h w -> n b heads (h w) c", n=3, heads=self.heads)
+        mixed = F.scaled_dot_product_attention(q, k, v)  # B heads HW c
+        return x + self.out(rearrange(mixed, "b heads (h w) c -> b (heads c) h w", h=x.shape[2]))
+
+
+def halve(width: int, wider: int) -> nn.Module:
+    """H W → H/2 W/2"""
+    return nn.Conv2d(width, wider, 4, stride=2, padding=1)
+
+
+def double(width: int, narrower: int) -> nn.Module:
+    """H W → 2H 2W. Kernel 4 at stride 2 covers every output pixel by four taps, so it lays no checkerboard of its own,
+    at less than half the arithmetic of enlarging first and convolving 3×3."""
+    return nn.ConvTranspose2d(width, narrower, 4, stride=2, padding=1)

@@ -1,0 +1,120 @@
+"""The classifying head of a token model, and its cross-entropy that never holds all logits.
+
+With 65,536 classes the logits outweigh the network. So they are made a chunk of rows at a time, and in training each chunk is turned into its
+gradients at once, in the forward pass: what stays is the size of the hidden states and of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+CHUNK_ELEMENTS = 1 << 27  # logits alive at a time: 256 MiB in bf16
+
+
+class HeadLoss(NamedTuple):
+    """Sums over rows, each times its weight."""
+
+    loss: Tensor
+    correct: Tensor  # rows whose likeliest class is the target
+
+
+class Head(nn.Module):
+    """Hidden states → logits over the vocabulary. Linear without a shift, so that guidance may be applied to hidden states just as to logits."""
+
+    def __init__(self, width: int, vocabulary: int, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.weight = nn.Parameter(torch.empty(vocabulary, width))
+        self.softmax = SoftmaxGradient(label_smoothing)
+        self.reset()
+
+    def reset(self) -> None:
+        nn.init.normal_(self.weight, std=0.5 * self.weight.shape[1] ** -0.5)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight)
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Equal shares of the rows whose logits may be alive together."""
+        size = chunk_rows(rows, self.vocabulary)
+        for start in range(0, rows, size):
+            yield slice(start, min(start + size, rows))
+
+    def forward(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> HeadLoss:
+        """hidden is R D, targets R, weights R; rows of weight 0 are padding."""
+        gradient = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+        loss, correct = _LinearCrossEntropy.apply(hidden, self.weight, targets, weights.float(), self, gradient)
+        return HeadLoss(loss, correct)
+
+
+def chunk_rows(rows: int, vocabulary: int) -> int:
+    """Rows a chunk: all chunks alike where the number of rows allows it, so that kernels see one shape."""
+    least = -(-rows * vocabulary // CHUNK_ELEMENTS)
+    for count in range(least, 2 * least + 1):
+        if count and rows % count == 0:
+            return rows // count
+    return -(-rows // max(least, 1))
+
+
+class SoftmaxGradient(nn.Module):
+    """Cross-entropy of a chunk of logits and its gradient, in float32. A module, so that it can be compiled into one kernel.
+
+    With smoothing ε the target distribution is y = (1 − ε) · onehot + ε / V; loss = Σ w (lse(x) − y·x), gradient = w (softmax(x) − y).
+    """
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.smoothing = smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor, weights: Tensor, gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = logits.float()  # R V
+        total = x.logsumexp(dim=-1)
+        chosen = x.gather(1, targets[:, None])[:, 0]
+        loss = total - (1 - self.smoothing) * chosen
+        if self.smoothing:
+            loss = loss - self.smoothing * x.mean(dim=-1)
+        correct = chosen >= x.amax(dim=-1)
+        slope = None
+        if gradient:
+            hit = torch.arange(x.shape[1], device=x.device) == targets[:, None]  # R V
+            slope = (x - total[:, None]).exp() - torch.where(hit, 1 - self.smoothing, 0.0) - self.smoothing / x.shape[1]
+            slope = (slope * weights[:, None]).to(logits.dtype)
+        return (loss * weights).sum(), (correct * weights).sum(), slope
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, head: Head, gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        rows, matrix = hidden.to(dtype), weight.to(dtype)
+        loss = torch.zeros((), device=hidden.device)
+        correct = torch.zeros((), device=hidden.device)
+        grad_hidden = torch.empty_like(rows) if gradient else None
+        grad_weight = None
+        with torch.autocast(kind, enabled=False):
+            for part in head.chunks(rows.shape[0]):
+                logits = rows[part] @ matrix.T
+                chunk_loss, chunk_correct, slope = head.softmax(logits, targets[part], weights[part], gradient)
+                loss, correct = loss + chunk_loss, correct + chunk_correct
+                if slope is not None and grad_hidden is not None:
+                    torch.mm(slope, matrix, out=grad_hidden[part])
+                    chunk_weight = slope.T @ rows[part]  # V D
+                    grad_weight = chunk_weight.to(weight.dtype) if grad_weight is None else grad_weight.add_(chunk_weight)
+        if gradient:
+            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.hidden_dtype = hidden.dtype
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        slope = slopes[0]
+        return (grad_hidden * slope).to(ctx.hidden_dtype), grad_weight * slope, None, None, None, None

@@ -1,0 +1,85 @@
+"""Where a token is: coordinates on a grid of any number of axes, as rotations of queries and keys or as added vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+
+def grid_positions(shape: Sequence[int]) -> Tensor:
+    """Coordinates of a grid in raster order, N × axes."""
+    axes = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
+    return torch.stack(axes, dim=-1).reshape(-1, len(shape))
+
+
+def shares(total: int, axes: int) -> list[int]:
+    """`total` channels divided among the axes, the first ones taking the remainder."""
+    return [total // axes + (axis < total % axes) for axis in range(axes)]
+
+
+def angles(positions: Tensor, pairs: int, base: float) -> Tensor:
+    """θ = position · base^(−i / n) for pair i of the n pairs that an axis has; N × axes → N × pairs."""
+    parts = []
+    for axis, count in enumerate(shares(pairs, positions.shape[1])):
+        frequency = base ** (-torch.arange(count, device=positions.device, dtype=torch.float32) / max(count, 1))
+        parts.append(positions[:, axis, None].float() * frequency)
+    return torch.cat(parts, dim=1)
+
+
+class Rotary(nn.Module):
+    """Rotary positions on a grid: each pair of channels (2i, 2i + 1) of a query or key turns by its angle, each axis having its share of pairs."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Sequence[int], head_width: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        angle = angles(grid_positions(shape), head_width // 2, base)  # N d/2
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """B h N d, rotated in float32."""
+        pairs = rearrange(x.float(), "b h n (d two) -> b h n d two", two=2)
+        even, odd = pairs.unbind(-1)  # B h N d/2
+        turned = torch.stack([even * self.cos - odd * self.sin, odd * self.cos + even * self.sin], dim=-1)
+        return rearrange(turned, "b h n d two -> b h n (d two)").to(x.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """One learned table an axis, summed: h + w rows describe h × w places."""
+
+    def __init__(self, shape: Sequence[int], width: int) -> None:
+        super().__init__()
+        self.tables = nn.ParameterList(nn.Parameter(torch.empty(size, width)) for size in shape)
+        self.reset()
+
+    def reset(self) -> None:
+        for table in self.tables:
+            nn.init.normal_(table, std=table.shape[1] ** -0.5)
+
+    def forward(self) -> Tensor:
+        """N D"""
+        total = self.tables[0]
+        for table in list(self.tables)[1:]:
+            total = total[..., None, :] + table  # … axis D
+        return total.reshape(-1, total.shape[-1])
+
+
+class SincosPositions(nn.Module):
+    """The same, with fixed sines and cosines: each axis has its share of the channels."""
+
+    table: Tensor
+
+    def __init__(self, shape: Sequence[int], width: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        angle = angles(grid_positions(shape), width // 2, base)
+        table = torch.cat([angle.sin(), angle.cos()], dim=1) * width**-0.5  # as large as a learned table at its start
+        self.register_buffer("table", nn.functional.pad(table, (0, width % 2)), persistent=False)
+
+    def forward(self) -> Tensor:
+        """N D"""
+        return self.table

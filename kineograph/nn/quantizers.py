@@ -1,0 +1,342 @@
+"""Quantizers: a feature map → the nearest of finitely many codes, and back. Three kinds behind one interface:
+
+    quantizer(z, keep) → Quantized(z, ids, loss, metrics)      quantizer.lookup(ids) → z      quantizer.codes
+
+`lookup(quantizer(z).ids)` is exactly `quantizer(z).z`. All arithmetic is float32, whatever autocast says. What depends on
+the whole batch (moving averages of the codebook, entropies of code use) is reduced over ranks.
+
+vector-quantize-pytorch has all three, and the tests hold these against it where they do the same. They are written anew
+because its LFQ materialises a tokens × codes tensor, its VQ reads device values back in every training step (whether it
+is initialised, whether a code is dead), and its FSQ cannot be built on the meta device. @MEASURED@
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from pydantic import Discriminator, Field, Tag, field_validator
+from torch import Tensor, nn
+
+from kineograph.core import ranks
+from kineograph.core.config import Config
+
+
+class Quantized(NamedTuple):
+    z: Tensor  # B C h w; gradients pass straight through
+    ids: Tensor  # B h w, int64
+    loss: Tensor  # scalar: what the encoder descends so that its outputs suit the codes
+    metrics: dict[str, Tensor]  # scalars for the log
+
+
+def straight_through(hard: Tensor, soft: Tensor) -> Tensor:
+    """The value of `hard`, exactly, with the gradient of `soft`."""
+    return hard.detach() + (soft - soft.detach())
+
+
+def full_precision(z: Tensor) -> torch.autocast:
+    return torch.autocast(z.device.type, enabled=False)
+
+
+def weighted_mean(values: Tensor, keep: Tensor | None) -> Tensor:
+    """Mean over everything of the kept samples; values B …, keep B."""
+    if keep is None:
+        return values.mean()
+    weights = keep.to(values.dtype)
+    return (values.flatten(1).mean(1) * weights).sum() / weights.sum().clamp_min(1.0)
+
+
+# Vector quantization -----------------------------------------------------------------------------------------------
+
+
+class VQConfig(Config):
+    kind: Literal["vq"] = "vq"
+    codes: int = Field(1024, ge=2)
+    """Codebook entries."""
+    dim: int = Field(8, ge=2)
+    """Width of a code; features are projected down to it. Small ones keep more of the codebook in use."""
+    decay: float = Field(0.99, ge=0, lt=1)
+    """Weight of the past in the codebook's moving average."""
+    commitment: float = Field(0.25, ge=0)
+    """Weight of the pull of the features towards their codes."""
+    kmeans: int = Field(10, ge=0)
+    """k-means rounds on the first training batch, to start the codebook where the features are; 0 starts at random."""
+    revive: float = Field(0.02, ge=0, lt=1)
+    """A code used less than this share of its fair part (tokens / codes) starts anew at a random token; 0: never."""
+
+
+class VQ(nn.Module):
+    """Cosine codebook of unit vectors, moved by an exponential moving average of the features that chose each code."""
+
+    codebook: Tensor
+    mass: Tensor
+    started: Tensor
+
+    def __init__(self, width: int, config: VQConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.codes = config.codes
+        self.project_in = nn.Conv2d(width, config.dim, 1)
+        self.project_out = nn.Conv2d(config.dim, width, 1)
+        self.register_buffer("codebook", F.normalize(torch.randn(config.codes, config.dim), dim=-1))  # K D
+        self.register_buffer("mass", torch.ones(config.codes))  # K: moving average of how many tokens chose each
+        self.register_buffer("started", torch.tensor(config.kmeans == 0))
+        self._started: bool | None = None  # `started` as the host last read it: asking the device would wait for it
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "_started", None))
+
+    def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
+        """z: B C h w; keep: B, False where a sample is padding and must not count."""
+        with full_precision(z):
+            features = F.normalize(self.project_in(z.float()), dim=1)  # B D h w
+            tokens = rearrange(features.detach(), "b d h w -> (b h w) d")  # N D
+            update = self.training and torch.is_grad_enabled()
+            if update and not self._has_started():
+                self._start(tokens)
+            chosen = self._nearest(tokens)  # N
+            ids = rearrange(chosen, "(b h w) -> b h w", b=z.shape[0], h=z.shape[2])
+            codes = self._gather(ids)  # B D h w
+            commitment = weighted_mean((features - codes).square().sum(1), keep)
+            if update:
+                self._follow(tokens, chosen, keep)
+            quantized = self.project_out(straight_through(codes, features))
+        return Quantized(quantized, ids, self.config.commitment * commitment, {"commitment": commitment.detach()})
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """B h w → B C h w"""
+        with full_precision(self.codebook):
+            return self.project_out(self._gather(ids))
+
+    def _gather(self, ids: Tensor) -> Tensor:
+        return rearrange(self.codebook[ids], "b h w d -> b d h w")
+
+    def _nearest(self, tokens: Tensor) -> Tensor:
+        return (tokens @ self.codebook.T).argmax(-1)
+
+    def _has_started(self) -> bool:
+        if self._started is None:
+            self._started = bool(self.started)
+        return self._started
+
+    @torch.no_grad()
+    def _start(self, tokens: Tensor) -> None:
+        """Spherical k-means from distinct random tokens (repeated ones where there are fewer tokens than codes)."""
+        everywhere = tokens.shape[0] * ranks.world()
+        order = torch.randperm(everywhere, device=tokens.device)
+        self.codebook.copy_(self._draw(tokens, order[torch.arange(self.codes, device=tokens.device) % everywhere]))
+        for _ in range(self.config.kmeans):
+            count, total = self._assigned(tokens, self._nearest(tokens), None)
+            self.codebook.copy_(torch.where(count[:, None] > 0, F.normalize(total, dim=-1), self.codebook))
+            self.mass.copy_(count)
+        self.started.fill_(True)
+        self._started = True
+
+    @torch.no_grad()
+    def _follow(self, tokens: Tensor, chosen: Tensor, keep: Tensor | None) -> None:
+        """mass ← d mass + (1 − d) n, code ← unit(d mass code + (1 − d) Σ tokens), for codes that were chosen."""
+        count, total = self._assigned(tokens, chosen, keep)
+        past, rate = self.config.decay * self.mass, 1 - self.config.decay
+        moved = F.normalize(past[:, None] * self.codebook + rate * total, dim=-1)
+        self.codebook.copy_(torch.where(count[:, None] > 0, moved, self.codebook))
+        self.mass.copy_(past + rate * count)
+        if self.config.revive:
+            fair = count.sum() / self.codes
+            dead = self.mass < self.config.revive * fair
+            everywhere = tokens.shape[0] * ranks.world()
+            fresh = self._draw(tokens, torch.randint(everywhere, (self.codes,), device=tokens.device))
+            self.codebook.copy_(torch.where(dead[:, None], fresh, self.codebook))
+            self.mass.copy_(torch.where(dead, fair, self.mass))
+
+    def _assigned(self, tokens: Tensor, chosen: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """How many tokens of all ranks chose each code, and their sum: K, K D."""
+        weights = tokens.new_ones(tokens.shape[0], 1)
+        if keep is not None:
+            weights = keep.to(tokens.dtype).repeat_interleave(tokens.shape[0] // keep.shape[0])[:, None]
+        both = tokens.new_zeros(self.codes, 1 + tokens.shape[1])
+        both.index_add_(0, chosen, torch.cat([weights, tokens * weights], dim=1))
+        ranks.sum_(both)
+        return both[:, 0], both[:, 1:]
+
+    def _draw(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """The tokens at these places of all ranks' tokens laid end to end. `places` must be the same on every rank."""
+        local = places - ranks.rank() * tokens.shape[0]
+        mine = (local >= 0) & (local < tokens.shape[0])
+        return ranks.sum_(tokens[local.clamp(0, tokens.shape[0] - 1)] * mine[:, None])
+
+
+# Lookup-free quantization ------------------------------------------------------------------------------------------
+
+
+class LFQConfig(Config):
+    kind: Literal["lfq"] = "lfq"
+    codes: int = Field(65536, ge=2, le=2**20)
+    """2^bits: a code is the signs of that many numbers."""
+    entropy: float = Field(0.1, ge=0)
+    """Weight of the entropy term: E[H(code | token)] − diversity · H(code)."""
+    diversity: float = Field(1.0, ge=0)
+    """Weight of spreading code use, beside being sure of each code."""
+    temperature: float = Field(0.01, gt=0)
+    """Softness of the code probabilities inside the entropy term, exp(−|z − code|² / temperature)."""
+    commitment: float = Field(0.25, ge=0)
+    """Weight of the pull of the features towards ±1."""
+
+    @field_validator("codes")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"lfq needs a power of two: {2 ** (value.bit_length() - 1)} or {2 ** value.bit_length()}")
+        return value
+
+
+class LFQ(nn.Module):
+    """Each feature's sign is one bit of the id; there is no codebook to look up.
+
+    Probabilities factorise over bits, p(code | token) = Π σ(±4 z_i / temperature), which makes both entropies exact
+    without a tokens × codes tensor:
+    - H(code | token) = Σ_i H(bit i | token).
+    - H(code) is of the mean over tokens. With the bits cut into two halves a and b, that mean is the matrix product
+      mean(a, b) = 1/N Σ_n p_n(a) p_n(b): for 65,536 codes two N × 256 tables, and 65,536 numbers in all.
+    """
+
+    signs_low: Tensor
+    signs_high: Tensor
+
+    def __init__(self, width: int, config: LFQConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.codes = config.codes
+        self.bits = config.codes.bit_length() - 1
+        self.project_in = nn.Conv2d(width, self.bits, 1)
+        self.project_out = nn.Conv2d(self.bits, width, 1)
+        self.register_buffer("signs_low", _signs(self.bits // 2), persistent=False)
+        self.register_buffer("signs_high", _signs(self.bits - self.bits // 2), persistent=False)
+
+    def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
+        """z: B C h w; keep: B, False where a sample is padding and must not count."""
+        with full_precision(z):
+            features = self.project_in(z.float())  # B bits h w
+            bits = features > 0
+            codes = bits.to(features.dtype) * 2 - 1
+            ids = (bits.long() << torch.arange(self.bits, device=z.device)[:, None, None]).sum(1)  # B h w
+            commitment = weighted_mean((features - codes).square(), keep)
+            unsure, spread = self.entropies(features, keep)
+            loss = self.config.commitment * commitment + self.config.entropy * (unsure - self.config.diversity * spread)
+            quantized = self.project_out(straight_through(codes, features))
+        metrics = {"commitment": commitment, "token_entropy": unsure, "code_entropy": spread}
+        return Quantized(quantized, ids, loss, {name: value.detach() for name, value in metrics.items()})
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """B h w → B C h w"""
+        with full_precision(ids):
+            bits = (ids[:, None] >> torch.arange(self.bits, device=ids.device)[:, None, None]) & 1
+            return self.project_out(bits.to(self.project_out.weight.dtype) * 2 - 1)
+
+    def entropies(self, features: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """E[H(code | token)] and H(code), in nats; features B bits h w."""
+        logits = features * (4 / self.config.temperature)  # of each bit being 1
+        # H(bit) = σ(l) softplus(−l) + σ(−l) softplus(l)
+        each = torch.sigmoid(logits) * F.softplus(-logits) + torch.sigmoid(-logits) * F.softplus(logits)
+        unsure = weighted_mean(each.sum(1), keep)
+
+        tokens = rearrange(logits, "b bits h w -> b (h w) bits") / 2
+        low = torch.softmax(tokens[..., : self.bits // 2] @ self.signs_low.T, -1)  # B N 2^⌊bits/2⌋
+        high = torch.softmax(tokens[..., self.bits // 2 :] @ self.signs_high.T, -1)  # B N 2^⌈bits/2⌉
+        weights = features.new_ones(features.shape[0]) if keep is None else keep.to(features.dtype)
+        count = weights.sum() * tokens.shape[1]
+        joint = (high * weights[:, None, None]).flatten(0, 1).T @ low.flatten(0, 1)  # codes, as a matrix
+        # Every rank sees the mean over all ranks, and passes gradient to its own tokens as if the mean were its own:
+        # weighting by the ranks' counts, as all losses are, then gives the gradient of the global entropy.
+        total = ranks.sum_(torch.cat([joint.detach().flatten(), count[None]]))
+        everywhere = (total[:-1] / total[-1].clamp_min(1.0)).view_as(joint)
+        mean = straight_through(everywhere, joint / count.clamp_min(1.0))
+        return unsure, torch.special.entr(mean.clamp_min(1e-12)).sum()
+
+
+def _signs(bits: int) -> Tensor:
+    """All patterns of so many bits as ±1, the lowest bit first: 2^bits × bits."""
+    return ((torch.arange(2**bits)[:, None] >> torch.arange(bits)) & 1).float() * 2 - 1
+
+
+# Finite scalar quantization ----------------------------------------------------------------------------------------
+
+
+class FSQConfig(Config):
+    kind: Literal["fsq"] = "fsq"
+    levels: tuple[int, ...] = Field((8, 5, 5, 5), min_length=1)
+    """Values that each number of a code can take; the codebook is their product (8·5·5·5 = 1,000)."""
+
+    @field_validator("levels")
+    @classmethod
+    def _at_least_three(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if min(value) < 3:
+            raise ValueError("each level needs at least 3 values; for 2 use lfq")
+        return value
+
+
+class FSQ(nn.Module):
+    """A few bounded numbers, each rounded to a grid. No codebook, no auxiliary loss."""
+
+    levels: Tensor
+    places: Tensor
+
+    def __init__(self, width: int, config: FSQConfig) -> None:
+        super().__init__()
+        self.codes = math.prod(config.levels)
+        self.project_in = nn.Conv2d(width, len(config.levels), 1)
+        self.project_out = nn.Conv2d(len(config.levels), width, 1)
+        places = [math.prod(config.levels[:i]) for i in range(len(config.levels))]
+        self.register_buffer("levels", torch.tensor(config.levels)[:, None, None], persistent=False)  # d 1 1
+        self.register_buffer("places", torch.tensor(places)[:, None, None], persistent=False)
+
+    def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
+        """z: B C h w; `keep` changes nothing, there is no loss."""
+        with full_precision(z):
+            half = (self.levels - 1) * (1 + 1e-3) / 2  # a little wider than the outer grid points, so that they are reached
+            offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)  # an even grid lies between the integers
+            bounded = torch.tanh(self.project_in(z.float()) + torch.atanh(offset / half)) * half - offset
+            grid = straight_through(bounded.round(), bounded)  # B d h w
+            ids = ((grid.detach().long() + self.levels // 2) * self.places).sum(1)
+            quantized = self.project_out(grid / (self.levels // 2))
+        return Quantized(quantized, ids, quantized.new_zeros(()), {})
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """B h w → B C h w"""
+        with full_precision(ids):
+            grid = (ids[:, None] // self.places) % self.levels - self.levels // 2
+            return self.project_out(grid.to(self.project_out.weight.dtype) / (self.levels // 2))
+
+
+# Choosing one, and judging its use ---------------------------------------------------------------------------------
+
+
+def _kind(value: Any) -> str:
+    return value.get("kind", "vq") if isinstance(value, dict) else getattr(value, "kind", "vq")
+
+
+QuantizerConfig = Annotated[
+    Annotated[VQConfig, Tag("vq")] | Annotated[LFQConfig, Tag("lfq")] | Annotated[FSQConfig, Tag("fsq")],
+    Discriminator(_kind),
+]
+
+
+def build_quantizer(width: int, config: VQConfig | LFQConfig | FSQConfig) -> VQ | LFQ | FSQ:
+    """For feature maps of so many channels."""
+    if isinstance(config, VQConfig):
+        return VQ(width, config)
+    if isinstance(config, LFQConfig):
+        return LFQ(width, config)
+    return FSQ(width, config)
+
+
+def codebook_histogram(ids: Tensor, codes: int) -> Tensor:
+    """How often each code occurs: int64, one a code. Histograms of batches add up to that of a whole set."""
+    flat = ids.flatten()
+    return torch.zeros(codes, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def usage(histogram: Tensor) -> dict[str, Tensor]:
+    """`use`: the share of codes that occur. `perplexity`: exp(entropy), the number of equally used codes that this is worth."""
+    share = histogram.double() / histogram.sum().clamp_min(1)
+    return {"use": (histogram > 0).double().mean(), "perplexity": torch.special.entr(share).sum().exp()}

@@ -1,0 +1,126 @@
+"""A pre-norm transformer: self-attention, optional cross-attention to a context, gated MLP."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from kineograph.core.config import Config
+from kineograph.nn.attention import CrossAttention, Memory, SelfAttention
+from kineograph.nn.norms import Norm, norm_layer
+from kineograph.nn.positions import Rotary
+
+
+class TransformerConfig(Config):
+    width: int = Field(512, ge=2)
+    """Channels of the residual stream."""
+    depth: int = Field(8, ge=1)
+    """Blocks."""
+    heads: int = Field(8, ge=1)
+    """Attention heads; each is width / heads wide."""
+    mlp: Literal["geglu", "gelu"] = "geglu"
+    """geglu: gated, two thirds as wide, so that both have the same number of weights."""
+    mlp_ratio: float = Field(4.0, gt=0)
+    """Width of the MLP's inner layer, in widths."""
+    norm: Norm = "rms"
+    """Normalisation before each part of a block."""
+    qk_norm: bool = True
+    """Normalise queries and keys: attention logits cannot grow without bound."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On attention weights and on what each part of a block adds, in training only."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> TransformerConfig:
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width={self.width} must be a multiple of 2 × heads = {2 * self.heads} (channels turn in pairs)")
+        return self
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, ratio: float, kind: Literal["geglu", "gelu"]) -> None:
+        super().__init__()
+        self.gated = kind == "geglu"
+        share = 2 / 3 if self.gated else 1
+        inner = max(8, round(width * ratio * share / 8) * 8)  # multiples of 8 are what matrix units take
+        self.up = nn.Linear(width, 2 * inner if self.gated else inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if not self.gated:
+            return self.down(F.gelu(hidden, approximate="tanh"))
+        value, gate = hidden.chunk(2, dim=-1)
+        return self.down(value * F.gelu(gate, approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: TransformerConfig, cross: bool) -> None:
+        super().__init__()
+        self.norm_attention = norm_layer(config.norm, config.width)
+        self.attention = SelfAttention(config.width, config.heads, qk_norm=config.qk_norm, dropout=config.dropout)
+        self.norm_cross = norm_layer(config.norm, config.width) if cross else None
+        self.cross = CrossAttention(config.width, config.heads, qk_norm=config.qk_norm, dropout=config.dropout) if cross else None
+        self.norm_mlp = norm_layer(config.norm, config.width)
+        self.mlp = Mlp(config.width, config.mlp_ratio, config.mlp)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,  # B N D
+        mask: Tensor | None = None,  # B N
+        rotary: Rotary | None = None,
+        context: Tensor | None = None,  # B M D
+        context_mask: Tensor | None = None,  # B M
+        memory: Memory | None = None,  # instead of a context: its keys and values
+    ) -> Tensor:
+        x = x + self.drop(self.attention(self.norm_attention(x), mask, rotary))
+        if self.cross is not None:
+            if memory is None:
+                assert context is not None
+                memory = self.cross.memory(context)
+            assert self.norm_cross is not None
+            x = x + self.drop(self.cross(self.norm_cross(x), memory, context_mask))
+        return x + self.drop(self.mlp(self.norm_mlp(x)))
+
+
+class Transformer(nn.Module):
+    """B N D → B N D, normalised at the end."""
+
+    def __init__(self, config: TransformerConfig, *, cross: bool = False, rotary: Rotary | None = None) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.blocks = nn.ModuleList(Block(config, cross) for _ in range(config.depth))
+        self.norm = norm_layer(config.norm, config.width)
+        init_weights(self, config.depth)
+
+    def memory(self, context: Tensor) -> list[Memory]:
+        """Keys and values of a context for every block."""
+        return [block.cross.memory(context) for block in self.blocks]
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        memory: list[Memory] | None = None,
+    ) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, mask, self.rotary, context, context_mask, memory[index] if memory is not None else None)
+        return self.norm(x)
+
+
+def init_weights(module: nn.Module, depth: int) -> None:
+    """Every starting weight of the networks built here: variance 1 / fan-in, and 1 / (3 · depth) of that where a block writes into the
+    residual stream, so that its size does not depend on depth; embeddings of variance 1 / width; biases 0."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear):
+            writes = name.rpartition(".")[2] in ("out", "down")
+            nn.init.normal_(part.weight, std=(part.in_features * (3 * depth if writes else 1)) ** -0.5)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+        elif isinstance(part, nn.Embedding):
+            nn.init.normal_(part.weight, std=part.embedding_dim**-0.5)

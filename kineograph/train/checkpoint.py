@@ -1,0 +1,216 @@
+"""Checkpoints: complete, atomic, checksummed; tensors in safetensors, the rest in JSON; nothing is pickled.
+
+    <stage>/checkpoints/step-00000100/
+        model.safetensors      every player's weights and buffers, by their names in the task
+        ema.safetensors        the same names with averaged weights (when any player averages)
+        optimizer.safetensors  moments by player and parameter name
+        state.json             step, scaler, best score, data position, assets, resolved config
+        manifest.json          size and sha256 of each file, written last
+
+A checkpoint is written beside its place, flushed, then renamed, so that whatever has the name is complete. The manifest
+catches what went wrong later (a full disk, a flipped bit); `latest` then says so and falls back to the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kineograph.core.errors import InputError, RunFailed
+from kineograph.core.run_folder import sync_folder, write_json
+
+_NAME = re.compile(r"step-(\d{8,})")
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return load_file(self.path / f"{name}.safetensors")
+
+    def has(self, name: str) -> bool:
+        return (self.path / f"{name}.safetensors").is_file()
+
+    def state(self) -> dict[str, Any]:
+        return json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+
+    def weights(self, ema: bool = True) -> dict[str, Tensor]:
+        """Weights to sample with: averaged where they exist."""
+        return self.tensors("ema" if ema and self.has("ema") else "model")
+
+    def digest(self, ema: bool = True) -> str:
+        """Identifies the weights, for caches made with them."""
+        name = "ema" if ema and self.has("ema") else "model"
+        return _manifest(self.path)["files"][f"{name}.safetensors"]["sha256"]
+
+
+def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Checkpoint:
+    """Write checkpoint `step` of a stage. Either all of it is there afterwards, or nothing is changed."""
+    target = folder / f"step-{step:08d}"
+    temporary = folder / f".writing-{target.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        for name, group in tensors.items():
+            save_file({key: value.detach().contiguous().cpu() for key, value in group.items()}, temporary / f"{name}.safetensors")
+        with open(temporary / "state.json", "w", encoding="utf-8") as file:
+            json.dump({"step": step, **state}, file, ensure_ascii=False)
+        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        write_json(temporary / "manifest.json", {"format": FORMAT, "step": step, "files": files})
+        if target.exists():  # a damaged one that the run was taken up before
+            aside = folder / f".replaced-{target.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(target, aside)
+        os.replace(temporary, target)
+        sync_folder(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunFailed(f"cannot save {target}: {error}; make room or permission and run the same command to go on from the last checkpoint") from error
+    shutil.rmtree(folder / f".replaced-{target.name}", ignore_errors=True)
+    return Checkpoint(target, step)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    """Flush a file to disk and tell its size and checksum."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    return json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+
+
+def problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint; None when every byte is as it was written."""
+    try:
+        files = _manifest(path)["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "manifest.json is missing or damaged"
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+        if _digest(file) != expected["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint, ascending; complete or not."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+
+def at(folder: Path, step: int) -> Checkpoint:
+    return Checkpoint(folder / f"step-{step:08d}", step)
+
+
+def latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+    """The newest checkpoint that is complete; damaged ones are named and passed over."""
+    for step in reversed(steps(folder)):
+        found = at(folder, step)
+        fault = problem(found.path)
+        if fault is None:
+            return found
+        note(f"{found.path} is damaged ({fault}): falling back to the checkpoint before it")
+    return None
+
+
+def choose(folder: Path, which: str | int = "last") -> Checkpoint:
+    """`last`, `best`, or a step."""
+    available = steps(folder)
+    if not available:
+        raise InputError(f"{folder} has no checkpoint yet: train first, or name another run")
+    if which == "last":
+        found = latest(folder)
+        if found is None:
+            raise InputError(f"{folder}: every checkpoint is damaged ({', '.join(map(str, available))})")
+        return found
+    if which == "best":
+        score = best(folder)
+        if score is None:
+            raise InputError(f"{folder} has no best checkpoint: it was trained without validation; use --checkpoint last")
+        which = score["step"]
+    try:
+        step = int(which)
+    except ValueError:
+        raise InputError(f"--checkpoint {which}: use last, best or a step of {', '.join(map(str, available))}") from None
+    if step not in available:
+        raise InputError(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, available))}")
+    fault = problem(at(folder, step).path)
+    if fault:
+        raise InputError(f"{at(folder, step).path} is damaged: {fault}")
+    return at(folder, step)
+
+
+def best(folder: Path) -> dict[str, Any] | None:
+    """Step and loss of the best checkpoint."""
+    try:
+        return json.loads((folder / "best.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def set_best(folder: Path, step: int, loss: float) -> None:
+    write_json(folder / "best.json", {"step": step, "loss": loss})
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` and the best; and what an interrupted save left behind."""
+    score = best(folder)
+    keep = set(steps(folder)[-keep_last:]) | ({score["step"]} if score else set())
+    for step in steps(folder):
+        if step not in keep:
+            _remove(at(folder, step).path)
+    clean(folder)
+
+
+def clean(folder: Path) -> None:
+    """Remove what an interrupted save or removal left behind. Only the holder of the run's lock calls this."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.startswith((".writing-", ".replaced-", ".removing-")):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, so that a kill half-way leaves no half checkpoint under its name."""
+    hidden = path.with_name(f".removing-{path.name}")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """Weights of one safetensors file, with an error for people."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: not a dict
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} is not a readable safetensors file: {error}") from None

@@ -1,0 +1,100 @@
+"""One player's optimizer: AdamW, its schedule, its clip, and a step that needs no device synchronisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.errors import InputError
+from kineograph.train.config import PlayerConfig
+
+
+def rate_at(config: PlayerConfig, step: int, steps: int) -> float:
+    """Learning rate of the update that makes step `step` + 1: warm-up, then constant, cosine or linear to `final_lr`."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    done = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+    share = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.final_lr + (1 - config.final_lr) * share)
+
+
+class Optimizer:
+    """AdamW over named parameters. Moments are kept and restored by name, never by position.
+
+    Gradients arrive as d(sum)/dθ; `step` divides by the count, unscales and clips inside the fused kernel, and a
+    non-finite gradient turns the update into nothing there too, so the host never waits for the device.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: PlayerConfig) -> None:
+        self.config = config
+        self.parameters = dict(parameters)
+        decays = {name: p for name, p in self.parameters.items() if p.ndim >= 2 and not getattr(p, "no_decay", False)}
+        vectors = {name: p for name, p in self.parameters.items() if name not in decays}
+        groups = [
+            {"params": list(decays.values()), "weight_decay": config.weight_decay},
+            {"params": list(vectors.values()), "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+
+    def step(self, rate: float, divisor: Tensor) -> tuple[Tensor, Tensor]:
+        """Update with gradients / divisor, clipped. → gradient norm, and 1.0 where the update was skipped (0-d, on device)."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) / divisor
+        skipped = (~torch.isfinite(norm)).to(torch.float32)
+        if self.config.clip is not None:
+            divisor = divisor * torch.clamp(norm / self.config.clip, min=1.0)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        # The attributes that torch's GradScaler sets: the fused kernel divides by grad_scale and obeys found_inf.
+        self.adamw.grad_scale = divisor.to(torch.float32)  # type: ignore[attr-defined]
+        self.adamw.found_inf = skipped  # type: ignore[attr-defined]
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return norm, skipped
+
+    def state(self) -> dict[str, Tensor]:
+        """`exp_avg.<parameter>` and so on."""
+        return {
+            f"{kind}.{name}": value
+            for name, p in self.parameters.items()
+            for kind, value in self.adamw.state.get(p, {}).items()
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        names = {key.partition(".")[2] for key in state}
+        if not names <= self.parameters.keys():
+            raise InputError(f"the saved optimizer has moments of {sorted(names - self.parameters.keys())[:3]}, which this task does not train")
+        for name in names:
+            p = self.parameters[name]
+            kinds = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
+            # `step` is a float32 scalar on the parameter's device, as the fused kernel wants it.
+            self.adamw.state[p] = {kind: value.to(p.device) for kind, value in kinds.items()}
+
+
+class LossScale:
+    """Dynamic loss scale for fp16, on the device: halves after an overflow, doubles after 2,000 good steps in a row."""
+
+    def __init__(self, device: torch.device, start: float = 2.0**16, patience: int = 2000) -> None:
+        self.value = torch.tensor(start, device=device)
+        self.good = torch.zeros((), device=device)
+        self.patience = patience
+
+    def update(self, overflow: Tensor) -> None:
+        good = torch.where(overflow > 0, torch.zeros_like(self.good), self.good + 1)
+        grown = good >= self.patience
+        self.value = torch.where(overflow > 0, self.value * 0.5, torch.where(grown, self.value * 2.0, self.value))
+        self.good = torch.where(grown, torch.zeros_like(good), good)
+
+    def state(self) -> dict[str, float]:
+        return {"value": float(self.value), "good": float(self.good)}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        self.value.fill_(state["value"])
+        self.good.fill_(state["good"])

@@ -1,0 +1,211 @@
+"""One optimizer step of a Task: forward, each player's loss, backward, update, average. It knows no family.
+
+Nothing here waits for the device: losses, norms and skip counts stay there until the Trainer fetches them in bulk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from kineograph.core import ranks
+from kineograph.core.batch import Batch
+from kineograph.core.errors import ConfigError
+from kineograph.core.noise import Noise, key_of
+from kineograph.core.task import Loss, Task, load_weights, parameters_of, weights_of
+from kineograph.train.checkpoint import Checkpoint
+from kineograph.train.config import PlayerConfig, TrainConfig
+from kineograph.train.ema import Ema, averaged
+from kineograph.train.optim import LossScale, Optimizer, rate_at
+
+
+def precision_for(wanted: str, device: torch.device) -> str:
+    """`auto` is bf16 where the GPU has it and fp32 elsewhere: CPUs run bf16 many times slower."""
+    if wanted != "auto":
+        if wanted == "fp16" and device.type != "cuda":
+            raise ConfigError(f"train.precision=fp16 needs a GPU, and this is {device.type}: use fp32 or auto")
+        return wanted
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
+
+
+def recompute(block: nn.Module) -> None:
+    """Keep no activations of this block while training: the backward pass computes them again."""
+    forward = block.forward
+
+    def checkpointed(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        return torch.utils.checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+    block.forward = checkpointed  # type: ignore[method-assign]
+
+
+class Stepper:
+    """A Task with its players' optimizers and averages."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        players: Mapping[str, PlayerConfig] | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.device = torch.device(device)
+        self.task = task.to(self.device)
+        self.config = config
+        self.seed = seed
+        self.precision = precision_for(config.precision, self.device)
+        self.players = {name: (players or {}).get(name, config) for name in task.players}
+        self.parameters = {name: parameters_of(task, name) for name in task.players}
+        self.optimizers = {name: Optimizer(self.parameters[name], self.players[name]) for name in task.players}
+        self.averages = {
+            name: Ema(self.parameters[name], self.players[name].ema) for name in task.players if self.players[name].ema.decay > 0
+        }
+        self.scale = LossScale(self.device) if self.precision == "fp16" else None
+        self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
+        self.skipped_in_a_row = torch.zeros((), device=self.device)
+        if config.checkpointing:
+            for block in task.blocks():
+                recompute(block)
+        if config.compile is True or (config.compile == "auto" and self.device.type == "cuda"):
+            for module in task.compiled():
+                module.compile(dynamic=False)
+
+    def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
+        torch.manual_seed(key_of(self.seed, step, "torch") >> 1)  # dropout, revival of dead codes
+        playing = [name for name in self.task.players if self.task.plays(name, step)]
+        joined: dict[str, _Joined] = {name: _Joined() for name in playing}
+        for batch in batches:
+            batch = batch.to(self.device)
+            self._accumulate(playing, batch, Noise(self.seed, step, batch.slots), joined)
+        values: dict[str, Tensor] = {}
+        overflow = torch.zeros((), device=self.device)
+        for name in playing:
+            count = ranks.sum_(joined[name].total_count())
+            divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
+            norm, skipped = self.optimizers[name].step(rate_at(self.players[name], step, self.config.steps), divisor)
+            overflow = torch.maximum(overflow, skipped)
+            if name in self.averages:
+                self.averages[name].update(step + 1)
+            values |= joined[name].values("" if name == self.task.players[0] else f"{name}/")
+            values["gradient_norm" if name == self.task.players[0] else f"{name}/gradient_norm"] = norm
+        if self.scale:
+            self.scale.update(overflow)
+        self.skipped = self.skipped + overflow
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * overflow
+        return values
+
+    def _accumulate(self, playing: list[str], batch: Batch, noise: Noise, joined: dict[str, _Joined]) -> None:
+        """Add one micro-batch's gradients to every playing player."""
+        self._wake(playing)
+        with autocast(self.precision, self.device):
+            shared = self.task(batch, noise)
+        # The first player goes last: it alone walks back through what is shared, and frees it on the way.
+        for name in reversed(playing):
+            self._wake([name])
+            with autocast(self.precision, self.device):
+                loss = self.task.loss(name, shared)
+            # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
+            total = loss.total.sum / self.config.batch_size
+            (total * self.scale.value if self.scale else total).backward(retain_graph=name != playing[0])
+            joined[name].add(loss)
+        self._wake(playing)
+
+    def _wake(self, names: list[str]) -> None:
+        """Gradients for these players' parameters only."""
+        for name, parameters in self.parameters.items():
+            for p in parameters.values():
+                p.requires_grad_(name in names)
+
+    def rates(self, step: int) -> dict[str, float]:
+        """Learning rates of the update from `step`, for the log."""
+        first = self.task.players[0]
+        return {
+            "lr" if name == first else f"{name}/lr": rate_at(config, step, self.config.steps) for name, config in self.players.items()
+        }
+
+    @contextmanager
+    def eval_mode(self, ema: bool = True) -> Iterator[Task]:
+        """The task as it is judged: averaged weights, eval mode, no gradients; afterwards as it was."""
+        was_training = self.task.training
+        self.task.eval()
+        try:
+            with averaged(list(self.averages.values()) if ema else []), torch.no_grad(), autocast(self.precision, self.device):
+                yield self.task
+        finally:
+            self.task.train(was_training)
+
+    # saved state -------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Everything with a tensor that the next step depends on."""
+        model = weights_of(self.task)
+        saved = {
+            "model": model,
+            "optimizer": {f"{name}/{key}": value for name, optimizer in self.optimizers.items() for key, value in optimizer.state().items()},
+        }
+        if self.averages:
+            saved["ema"] = model | {key: value for ema in self.averages.values() for key, value in ema.state().items()}
+        return saved
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "ema_updates": {name: ema.updates for name, ema in self.averages.items()},
+            "scale": self.scale.state() if self.scale else None,
+            "skipped": float(self.skipped),
+            "skipped_in_a_row": float(self.skipped_in_a_row),
+        }
+
+    def load(self, saved: Checkpoint) -> None:
+        load_weights(self.task, saved.tensors("model"))
+        state = saved.state()["stepper"]
+        moments = saved.tensors("optimizer")
+        for name, optimizer in self.optimizers.items():
+            optimizer.load({key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name})
+        if self.averages:
+            average = saved.tensors("ema")
+            for name, ema in self.averages.items():
+                ema.load(average, state["ema_updates"].get(name, 0))
+        if self.scale and state["scale"]:
+            self.scale.load(state["scale"])
+        self.skipped.fill_(state["skipped"])
+        self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
+
+
+class _Joined:
+    """Sums and counts of one player's loss over micro-batches."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}
+
+    def add(self, loss: Loss) -> None:
+        for name, mean in {"loss": loss.total, **loss.terms}.items():
+            total = mean.sum.detach().to(torch.float32)
+            count = mean.count.detach() if isinstance(mean.count, Tensor) else torch.full_like(total, mean.count)
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+            self.counts[name] = self.counts[name] + count if name in self.counts else count
+
+    def total_count(self) -> Tensor:
+        return self.counts["loss"].clone()
+
+    def values(self, prefix: str) -> dict[str, Tensor]:
+        """Global means: of all micro-batches and ranks."""
+        if ranks.active():
+            names = list(self.sums)
+            both = ranks.sum_(torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names]))
+            return {prefix + name: both[i] / both[len(names) + i] for i, name in enumerate(names)}
+        return {prefix + name: self.sums[name] / self.counts[name] for name in self.sums}
