@@ -1,3 +1,46 @@
-"""Kineograph trains, samples and judges text-to-image and text-to-video models."""
+"""Kineograph trains, samples and judges text-to-image and text-to-video models.
+
+    import kineograph as kg
+
+    run = kg.train("muse-tiny", **{"data.source": "folder", "data.folder": "photos"}, on_log=print)
+    drawn = kg.load(run).sample(["a red 3 at the top left"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from kineograph.sample.draw import Sampler
 
 __version__ = "0.1.0"
+__all__ = ["load", "train"]
+
+
+def train(
+    *what: str,
+    dataset: Any = None,
+    on_log: Callable[[dict[str, Any]], None] | None = None,
+    run: str | Path | None = None,
+    resume: Literal["auto", "never", "must"] = "auto",
+    quiet: bool = False,
+    **settings: Any,
+) -> Path:
+    """Train presets or YAML files; settings are dotted keys. The same call again resumes. → the run folder.
+
+    `dataset` is a torch Dataset of yours, in place of `data.source`; `on_log` hears every record of metrics.jsonl.
+    """
+    from kineograph.run.train import train as run_training
+
+    if dataset is not None:
+        settings = {"data.source": "dataset", **settings}
+    return run_training(what, run=run, resume=resume, dataset=dataset, on_log=on_log, extra=settings, quiet=quiet)
+
+
+def load(run: str | Path, checkpoint: str | int = "last", device: str = "auto", stage: str | None = None) -> Sampler:
+    """Open a trained run: `.sample([...])` draws prompts."""
+    from kineograph.sample.draw import Sampler
+
+    return Sampler.open(run, checkpoint=checkpoint, device=device, stage=stage)

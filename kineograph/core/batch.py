@@ -6,7 +6,7 @@ B T C H W; an image is a clip with T = 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -66,7 +66,7 @@ class Batch:
             raise ValueError("this batch has no pixels: it comes from a token or latent cache")
         return self.pixels.to(torch.float32).div_(255.0)
 
-    def map(self, change) -> Batch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply `change` to every tensor."""
         changed = {}
         for item in fields(self):
@@ -92,6 +92,8 @@ class Batch:
             longest = max(sample.pixels.shape[0] for sample in samples)  # type: ignore[union-attr]
             batch.pixels = torch.stack([_pad_frames(sample.pixels, longest) for sample in samples])  # type: ignore[arg-type]
             batch.frame_mask = torch.stack([_pad_frames(_frame_mask(sample), longest, False) for sample in samples])
+        elif all(sample.frame_mask is not None for sample in samples):
+            batch.frame_mask = torch.stack([sample.frame_mask for sample in samples])  # type: ignore[misc]
         if all(sample.fps is not None for sample in samples):
             batch.fps = torch.tensor([sample.fps for sample in samples], dtype=torch.float32)
         if all(sample.caption is not None for sample in samples):

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -35,6 +36,8 @@ class StageConfig(Config):
     """Leave this stage out of training (and unloaded)."""
     init: str | None = None
     """Warm start: another stage, `runs/x/stage`, or a safetensors file, whose weights are copied where names and shapes fit."""
+    cache: Literal["auto"] | bool = "auto"
+    """Train from tokens on disk instead of pixels: true encodes the data first; auto uses a cache that `kineo cache` made."""
 
 
 # Parsing ---------------------------------------------------------------------------------------------------------
@@ -45,19 +48,43 @@ def parse(cls: type[C], tree: Mapping[str, Any], where: str = "") -> C:
     try:
         return cls.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(cls, problem, where) for problem in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        found: dict[str, list[str]] = {}
+        for problem in error.errors():
+            subject, message = _explain(cls, problem, where)
+            found.setdefault(subject, []).append(message)
+        # A value that fits no member of a union is refused once by each of them.
+        raise ConfigError("\n".join(subject + ", or ".join(dict.fromkeys(messages)) for subject, messages in found.items())) from None
 
 
-def _explain(cls: type[Config], problem: Any, where: str) -> str:
-    path = [str(part) for part in problem["loc"]]
+def _explain(cls: type[Config], problem: Any, where: str) -> tuple[str, str]:
+    """→ the key and its value, and what is wrong with them."""
+    path = _keys(cls, problem["loc"])
     key = ".".join([where, *path] if where else path)
     if problem["type"] == "extra_forbidden":
-        return unknown_key(key, known_keys(cls, path[:-1]))
+        return unknown_key(key, known_keys(cls, path[:-1])), ""
     if problem["type"] == "missing":
-        return f"{key} is required and not set"
+        return f"{key} is required and not set", ""
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{key}={problem['input']!r}: {message[0].lower()}{message[1:]}"
+    if isinstance(problem["input"], Mapping) and problem["type"] == "value_error":  # about several keys together
+        return f"{key}: " if key else "", message
+    return f"{key}={problem['input']!r}: ", f"{message[0].lower()}{message[1:]}"
+
+
+def _keys(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys in a pydantic location, which also names the members of unions (`compile`, `literal['auto']`)."""
+    path: list[str] = []
+    model: type[BaseModel] | None = cls
+    in_union = False
+    for part in location:
+        field = model.model_fields.get(str(part)) if model else None
+        if field is None and in_union and not isinstance(part, int):
+            in_union = False
+            continue
+        path.append(str(part))
+        if field is not None:
+            in_union = len([a for a in get_args(field.annotation) if a is not type(None)]) > 1 and get_origin(field.annotation) in (Union, UnionType)
+            model = _model_in(field.annotation)
+    return path
 
 
 def unknown_key(key: str, known: list[str]) -> str:
@@ -133,19 +160,28 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: `1e-4` is a number, `on` and `no` are words."""
+    """YAML 1.2's scalars: `1e-4` is a number; `on`, `no`, `010`, `1:30` and `2026-11-15` are words."""
 
 
+_OURS = ("float", "bool", "int", "timestamp")
 _Loader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")]
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _OURS]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(?:inf|Inf)|\.(?:nan|NaN))$"),
-    list("-+0123456789."),
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+_FLOAT = r"^[-+]?(?:(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(?:inf|Inf)|\.(?:nan|NaN))$"
+for _tag, _pattern, _first in (
+    ("float", _FLOAT, "-+0123456789."),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
+    ("bool", r"^(?:true|True|false|False)$", "tTfF"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the word `1e-4`, so that it comes back as one."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -168,4 +204,4 @@ def load_file(path: Path) -> Tree:
 
 
 def dump_yaml(tree: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -12,6 +12,7 @@ from kineograph.core.errors import ConfigError
 
 TASK_PACKAGES = ("kineograph.family", "kineograph.codec", "kineograph.text")
 SOURCE_PACKAGES = ("kineograph.data",)
+METRIC_PACKAGES = ("kineograph.evaluate.metric",)
 
 
 def find_task(name: str, key: str = "task") -> Any:
@@ -22,6 +23,16 @@ def find_task(name: str, key: str = "task") -> Any:
 def find_source(name: str, key: str = "data.source") -> Any:
     """`folder`, `moving_digits` (modules of ours that hold SOURCE), or `my.module.Class`."""
     return _find(name.replace("-", "_"), key, SOURCE_PACKAGES, "SOURCE")
+
+
+def find_metric(name: str, key: str = "metrics") -> Any:
+    """`caption_accuracy`, `loss` (modules of ours that hold METRIC), or `my.module.Class`."""
+    return _find(name.replace("-", "_"), key, METRIC_PACKAGES, "METRIC")
+
+
+def metric_names() -> list[str]:
+    """All metrics of ours."""
+    return _names(METRIC_PACKAGES, "METRIC")
 
 
 def _find(name: str, key: str, packages: tuple[str, ...], attribute: str) -> Any:

@@ -68,6 +68,11 @@ class Task(nn.Module):
     def build(cls, config: Any, context: BuildContext) -> Task:
         raise NotImplementedError
 
+    @classmethod
+    def reads_for(cls, config: Any) -> frozenset[str]:
+        """What training needs under this config: an unconditional model needs no captions."""
+        return cls.reads
+
     # training ----------------------------------------------------------------------------------------------------
 
     def trainable(self, player: str) -> list[nn.Module]:
@@ -103,6 +108,13 @@ class Task(nn.Module):
     @property
     def can_sample(self) -> bool:
         return type(self).sample is not Task.sample
+
+    # what can be computed once -----------------------------------------------------------------------------------
+
+    def precompute(self, batch: Batch) -> dict[str, Tensor]:
+        """What a cache may hold of a batch instead of pixels and captions: `tokens` or `latents`, and `text_embeds` with
+        `text_mask` where the text encoder is frozen. Empty: nothing here can be cached."""
+        return {}
 
     # how the outside treats it -----------------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.batch import Shape
 from kineograph.core.config import Config
@@ -35,6 +35,28 @@ class DataConfig(Config):
     def _square(cls, value: object) -> object:
         return (value, value) if isinstance(value, int) else value
 
+    @model_validator(mode="after")
+    def _something_to_train_on(self) -> DataConfig:
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"validation={self.validation} and test={self.test} leave nothing to train on: together they must stay below 1"
+            )
+        return self
+
     @property
     def shape(self) -> Shape:
         return Shape(self.frames, self.size[0], self.size[1], self.channels, self.fps or 8.0)
+
+
+def source_name(data: dict[str, Any], otherwise: str = DataConfig.model_fields["source"].default) -> str:
+    return str(data.get("source") or otherwise).replace("-", "_")
+
+
+def without_strangers(data: dict[str, Any], over: dict[str, Any], before: str = DataConfig.model_fields["source"].default) -> dict[str, Any]:
+    """`data` as `over` may be laid onto it: where that changes the source, the old one's own keys go; the shared ones stay.
+
+    `before` is the source that `data` has when it names none.
+    """
+    if not over.get("source") or source_name(over) == source_name(data, before):
+        return data
+    return {key: value for key, value in data.items() if key in DataConfig.model_fields}

@@ -97,7 +97,7 @@ def read_picture(data: bytes, wanted: Wanted, rng: np.random.Generator) -> Clip:
             _shrink_while_decoding(image, wanted)
         image.load()
         upright = ImageOps.exif_transpose(image) if _has_orientation(image) else image
-        place = wanted.framing.place(*upright.size, rng)
+        place = wanted.framing.place(upright.width, upright.height, rng)
         return Clip(place.apply(to_channels(upright, wanted.channels, wanted.background))[None], None)
 
 
@@ -105,7 +105,7 @@ def _read_animation(image: Any, data: bytes, wanted: Wanted, rng: np.random.Gene
     delays = frame_delays(image, data, wanted.truncated)
     ends = np.cumsum(delays)
     chosen = pick(ends - delays, float(ends[-1]), wanted.frames, wanted.fps, rng)
-    place = wanted.framing.place(*image.size, rng)
+    place = wanted.framing.place(image.width, image.height, rng)
     decoded: dict[int, np.ndarray] = {}
     needed = set(chosen.tolist())
     for index in range(max(needed) + 1):  # frames build on earlier ones
@@ -176,7 +176,7 @@ _truncation_lock = threading.Lock()
 @contextmanager
 def _truncation(allowed: bool) -> Iterator[None]:
     """Pillow's switch is a global: hold it for the time of one decode, and only where it stands the other way."""
-    if ImageFile.LOAD_TRUNCATED_IMAGES == allowed and not _truncation_lock.locked():
+    if allowed == ImageFile.LOAD_TRUNCATED_IMAGES and not _truncation_lock.locked():
         yield
         return
     with _truncation_lock:
@@ -185,6 +185,22 @@ def _truncation(allowed: bool) -> Iterator[None]:
             yield
         finally:
             ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def measure_picture(data: bytes) -> tuple[int, int, int, float]:
+    """Width, height (upright), frames, seconds (0 for a still): by decoding everything."""
+    if not data:
+        raise Unreadable("", "empty file (0 bytes)")
+    with Image.open(io.BytesIO(data)) as image, _truncation(False):
+        if not getattr(image, "is_animated", False):
+            image.load()
+            width, height = image.size
+            return (height, width, 1, 0.0) if image.getexif().get(0x0112, 1) >= 5 else (width, height, 1, 0.0)
+        delays = frame_delays(image, data)
+        for index in range(len(delays)):
+            image.seek(index)
+            image.load()
+        return *image.size, len(delays), float(delays.sum())
 
 
 # Colour -----------------------------------------------------------------------------------------------------------
@@ -213,5 +229,8 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     low, high = float(values.min()), float(values.max())
     top = 1.0 if image.mode == "F" else 65535.0
     if not 0 <= low <= high <= top:  # also refuses nan
-        raise Unreadable("", f"values from {low:g} to {high:g} in a {'float' if top == 1 else '16-bit'} picture: 0 to {top:g} is understood")
+        raise Unreadable(
+            "",
+            f"values from {low:g} to {high:g} in a {'float' if top == 1 else '16-bit'} picture: 0 to {top:g} is understood",
+        )
     return Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8))

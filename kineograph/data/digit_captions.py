@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import product
 
 from kineograph.core.noise import key_of
@@ -33,7 +33,17 @@ DIRECTIONS = {  # names → (rows, columns) a step; the first four are those of 
     "down left": (1, -1),
     "down right": (1, 1),
 }
-PLACES = ("top left", "top", "top right", "left", "centre", "right", "bottom left", "bottom", "bottom right")  # 3 × 3, by rows
+PLACES = (
+    "top left",
+    "top",
+    "top right",
+    "left",
+    "centre",
+    "right",
+    "bottom left",
+    "bottom",
+    "bottom right",
+)  # 3 × 3, by rows
 
 
 @dataclass(frozen=True)
@@ -95,15 +105,22 @@ class Wording:
 PLAIN = Wording(noun=0, spelled=False, verb=0, phrase=0, order="first")
 
 
-@lru_cache(maxsize=None)
+@cache
 def wordings(split: Split, moving: bool) -> tuple[Wording, ...]:
     """Training's wordings, or for the other splits those that training never uses."""
     everything = [
         Wording(noun, spelled, verb, phrase, order)
-        for order, noun, spelled, verb, phrase in product(("first", "that", "last"), range(4), (False, True), range(5), range(3))
-        if moving or order != "that" or _RESTING[verb]  # "a 3 that at the top" is no English
+        for order, noun, spelled, verb, phrase in product(
+            ("first", "that", "last"), range(4), (False, True), range(5), range(3)
+        )
+        if _is_english(order, phrase, moving or bool(_RESTING[verb]))
     ]
     return tuple(wording for wording in everything if _held_out(wording) != (split == "train"))
+
+
+def _is_english(order: str, phrase: int, has_verb: bool) -> bool:
+    """Neither "a 3 that at the top" nor "left moves a 3"; "to the left moves a 3" will do."""
+    return {"first": True, "that": has_verb, "last": phrase == 1}[order]
 
 
 def _held_out(wording: Wording) -> bool:
@@ -143,7 +160,9 @@ def _clause(figure: Figure, wording: Wording) -> str:
         verb, phrase = _RESTING[wording.verb], _WHERE[figure.place][wording.phrase]
     else:
         return noun
-    order = {"first": (noun, verb, phrase), "that": (noun, "that", verb, phrase), "last": (phrase, verb, noun)}[wording.order]
+    order = {"first": (noun, verb, phrase), "that": (noun, "that", verb, phrase), "last": (phrase, verb, noun)}[
+        wording.order
+    ]
     return " ".join(word for word in order if word)
 
 
@@ -175,7 +194,7 @@ def parse_caption(text: str) -> Facts | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _phrases() -> dict[str, tuple[str, str]]:
     """phrase → ("direction" or "place", its name)"""
     whither = {phrase: ("direction", name) for name, phrases in _WHITHER.items() for phrase in phrases}
@@ -183,7 +202,7 @@ def _phrases() -> dict[str, tuple[str, str]]:
     return whither | where
 
 
-@lru_cache(maxsize=None)
+@cache
 def _grammar() -> dict[int, re.Pattern[str]]:
     """One expression for captions of one figure and one for two; the groups of figure i end in _i."""
     join = r"(?: and |, and |, | while |; )"
@@ -208,7 +227,9 @@ def _clause_pattern(part: int) -> str:
 
 
 def _figure(groups: dict[str, str | None], part: int) -> Figure | None:
-    found = {name: groups[f"f_{name}_{part}"] or groups[f"l_{name}_{part}"] for name in ("digit", "colour", "in", "phrase")}
+    found = {
+        name: groups[f"f_{name}_{part}"] or groups[f"l_{name}_{part}"] for name in ("digit", "colour", "in", "phrase")
+    }
     if found["colour"] and found["in"]:
         return None  # "a red 3 in blue"
     number = found["digit"]

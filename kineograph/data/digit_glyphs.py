@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -18,13 +18,15 @@ def load_glyphs() -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise InputError("moving_digits draws with scikit-learn's handwritten digits: pip install scikit-learn") from None
+        raise InputError(
+            "moving_digits draws with scikit-learn's handwritten digits: pip install scikit-learn"
+        ) from None
     digits = load_digits()
     return (digits.images / 16.0).astype(np.float32), digits.target.astype(np.int64)
 
 
-@lru_cache(maxsize=None)
-def pool(held_out: bool, limit: int | None = None) -> tuple[np.ndarray, ...]:
+@cache
+def pool(held_out: bool, limit: int | None = None) -> tuple[list[int], ...]:
     """Indices of the glyphs of each digit 0 … 9, training's or the held-out ones; the most typical first, at most `limit`."""
     images, labels = load_glyphs()
     side = np.array([(key_of("glyph", index) % 100 < _HELD_OUT) == held_out for index in range(len(labels))])
@@ -32,31 +34,29 @@ def pool(held_out: bool, limit: int | None = None) -> tuple[np.ndarray, ...]:
     for digit in range(10):
         mine = np.flatnonzero(side & (labels == digit))
         far = ((images[mine] - images[mine].mean(0)) ** 2).sum((1, 2))
-        pools.append(mine[np.argsort(far, kind="stable")][:limit])
+        pools.append(mine[np.argsort(far, kind="stable")][:limit].tolist())
     return tuple(pools)
 
 
-def enlarge(glyphs: np.ndarray, side: int) -> np.ndarray:
-    """N 8 8 in [0, 1] → N side side, uint8: smooth strokes with a clear edge."""
-    rows = _weights(side, np.zeros(1, dtype=np.float32))  # 1 side 8
-    columns = _weights(side, _ink_shift(glyphs))  # N side 8
-    smooth = rows @ glyphs @ columns.transpose(0, 2, 1)  # N side side
-    edge = np.clip((smooth - 0.22) * 1.6, 0, 1)
+def enlarge(glyph: np.ndarray, side: int) -> np.ndarray:
+    """8 8 in [0, 1] → side side, uint8: smooth strokes with a clear edge."""
+    smooth = _weights(side, 0.0) @ glyph @ _weights(side, _ink_shift(glyph)).T  # side side
+    edge = np.clip((smooth - 0.17) * 1.6, 0, 1)
     return (edge * edge * (3 - 2 * edge) * 255 + 0.5).astype(np.uint8)  # smoothstep: contrast without stairs
 
 
-def _ink_shift(glyphs: np.ndarray) -> np.ndarray:
+def _ink_shift(glyph: np.ndarray) -> float:
     """How far right of the middle the ink lies, in glyph pixels: a narrow 1 would else stand off its place."""
-    ink = glyphs.max(1) > 0.3  # N 8
-    first, last = ink.argmax(1), 7 - ink[:, ::-1].argmax(1)
-    return ((first + last) / 2 - 3.5).astype(np.float32)
+    inked = np.flatnonzero(glyph.max(0) > 0.3)
+    return (inked[0] + inked[-1]) / 2 - 3.5
 
 
-def _weights(side: int, shift: np.ndarray) -> np.ndarray:
-    """N side 8: cubic convolution weights (Catmull-Rom) that stretch nine glyph pixels (eight and a half-pixel rim) over `side`."""
+@lru_cache(maxsize=256)
+def _weights(side: int, shift: float) -> np.ndarray:
+    """side 8: Catmull-Rom weights that stretch nine glyph pixels (eight and a half-pixel rim) over `side`."""
     step = 9 / side
-    at = (np.arange(side, dtype=np.float32) - (side - 1) / 2) * step + 3.5
-    distance = np.abs(at[None, :, None] + shift[:, None, None] - np.arange(8, dtype=np.float32)) / max(1.0, step)
+    at = (np.arange(side, dtype=np.float32) - (side - 1) / 2) * step + 3.5 + shift
+    distance = np.abs(at[:, None] - np.arange(8, dtype=np.float32)) / max(1.0, step)
     near = 1 - (2.5 - 1.5 * distance) * distance**2
     tail = -0.5 * (distance - 1) * np.minimum(distance - 2, 0) ** 2
     return np.where(distance < 1, near, tail).astype(np.float32) / max(1.0, step)

@@ -14,7 +14,7 @@ import numpy as np
 from kineograph.core.errors import ConfigError
 from kineograph.data.digit_captions import DIRECTIONS, PLACES, Facts
 
-_TRIES = 16  # starts to choose from when two digits should keep out of each other's way
+_TRIES = 32  # starts to choose from when two digits should keep out of each other's way
 _MARGIN = 0.07  # of the room: keeps a digit clearly inside its place
 
 
@@ -34,8 +34,8 @@ class Stage:
         shorter = min(size)
         if shorter < 16:
             raise ConfigError(f"data.size={list(size)}: moving digits need at least 16 pixels a side")
-        side = round(shorter * (0.56 if digits == 1 else 0.4))
-        stage = Stage(*size, frames, side, speed or _usual_speed(shorter, frames), grid or 1)
+        side = round(shorter * (0.56 if digits == 1 else 0.38))
+        stage = Stage(*size, frames, side, speed or _usual_speed(shorter, frames, digits), grid or 1)
         stage._check(speed)
         return stage
 
@@ -59,15 +59,23 @@ class Stage:
             slowest = shorter / 8 / (self.frames - 1)
             fastest = (shorter - self.side) / 0.7 / (self.frames - 1)
             if not slowest <= self.speed <= fastest:
-                what = "too slow to see" if self.speed < slowest else "so fast that walls would turn digits back at once"
+                what = (
+                    "too slow to see" if self.speed < slowest else "so fast that walls would turn digits back at once"
+                )
                 raise ConfigError(
                     f"data.speed={asked} is {what} in {self.frames} frames of {self.height}×{self.width}: "
                     f"use {slowest:.2f} to {fastest:.2f} pixels a frame"
                 )
         shortest = self.room.min()
-        spans = [self._span(sign, shortest) for sign in (-1, 1)] if self.frames > 1 else [_cell(k, shortest) for k in range(3)]
+        spans = (
+            [self._span(sign, shortest) for sign in (-1, 1)]
+            if self.frames > 1
+            else [_cell(k, shortest) for k in range(3)]
+        )
         if any(self._choices(np.array(low), np.array(high)).min() < 1 for low, high in spans):
-            raise ConfigError(f"data.grid={self.grid} leaves no start for some motion or place at {self.height}×{self.width}: use a smaller one")
+            raise ConfigError(
+                f"data.grid={self.grid} leaves no start for some motion or place at {self.height}×{self.width}: use a smaller one"
+            )
 
     def _span(self, sign: int, room: float) -> tuple[float, float]:
         """Starts along one axis that let a digit go as far as it must."""
@@ -87,7 +95,7 @@ class Stage:
             steps = np.zeros((len(facts), 2))
             cells = [divmod(PLACES.index(figure.place), 3) for figure in facts]  # type: ignore[arg-type]
             spans = [[_cell(k, most) for k, most in zip(cell, room, strict=True)] for cell in cells]
-        low, high = np.moveaxis(np.array(spans, dtype=np.float64), 2, 0)  # figures × 2 each
+        low, high = np.array(spans, dtype=np.float64).transpose(2, 0, 1)  # figures × 2 each
         choices = self._choices(low, high)
         starts = (np.ceil(low / self.grid - 1e-6) + np.floor(draws * choices)) * self.grid  # tries × figures × 2
         away = steps[:, None] * (self.speed * np.arange(self.frames))[None, :, None]  # figures × frames × 2
@@ -99,7 +107,7 @@ class Stage:
         """The try in which two digits cover each other least."""
         if at.shape[1] == 1:
             return 0
-        common = np.clip(self.side - np.abs(at[:, 0] - at[:, 1]), 0, None)  # tries × frames × 2
+        common = np.clip(0.9 * self.side - np.abs(at[:, 0] - at[:, 1]), 0, None)  # tries × frames × 2
         return int(common.prod(-1).sum(-1).argmin())
 
 
@@ -107,11 +115,11 @@ def tries(digits: int) -> int:
     return 1 if digits == 1 else _TRIES
 
 
-def _usual_speed(shorter: int, frames: int) -> float:
-    """A sixteenth of the side a frame: faster in very short clips, slower in long ones; whole pixels where that is one or more."""
+def _usual_speed(shorter: int, frames: int, digits: int) -> float:
+    """A sixteenth of the side a frame (two digits need room to pass: a 24th); faster in very short clips, slower in long ones."""
     steps = max(1, frames - 1)
-    speed = min(max(shorter / 16, shorter / 4 / steps), 0.55 * shorter / steps)
-    return float(math.floor(speed)) if speed >= 1 else speed
+    speed = min(max(shorter / (16 if digits == 1 else 24), shorter / 4 / steps), 0.55 * shorter / steps)
+    return float(math.floor(speed)) if speed >= 1 else speed  # whole pixels where that is one or more
 
 
 def _cell(k: int, room: float) -> tuple[float, float]:

@@ -6,10 +6,11 @@ Validation and test use glyph images, wordings and combinations of digit, colour
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from kineograph.data.digit_captions import COLOURS, PLAIN, Facts, Figure, captio
 from kineograph.data.digit_motion import Stage, tries
 
 ENDLESS = 2**40
+T = TypeVar("T")
 
 
 class MovingDigitsConfig(DataConfig):
@@ -38,7 +40,7 @@ class MovingDigitsConfig(DataConfig):
     grid: int | None = Field(None, ge=1)
     """Digits start at multiples of this many pixels; null: anywhere."""
     speed: float | None = Field(None, gt=0)
-    """Pixels a frame; null: about a sixteenth of the shorter side, less in long clips."""
+    """Pixels a frame; null: about a sixteenth of the shorter side (two digits: a 24th), less in long clips."""
     kept_out: float = Field(0.1, ge=0, le=0.5)
     """Share of the combinations of digit, colour and motion (or place) that training never shows."""
     wordings: Literal["varied", "plain"] = "varied"
@@ -49,7 +51,9 @@ class MovingDigitsConfig(DataConfig):
     @model_validator(mode="after")
     def _fits(self) -> MovingDigitsConfig:
         if self.coloured and self.channels < 3:
-            raise ConfigError(f"data.coloured=true needs data.channels=3 or 4, not {self.channels}: set coloured=false or channels=3")
+            raise ConfigError(
+                f"data.coloured=true needs data.channels=3 or 4, not {self.channels}: set coloured=false or channels=3"
+            )
         _ = self.stage
         return self
 
@@ -69,7 +73,9 @@ def kept_out(facts: Facts, share: float = 0.1) -> bool:
 
 @lru_cache(maxsize=4096)
 def _combination_key(figure: Figure) -> int:
-    return key_of("combination", figure.digit, figure.colour or "uncoloured", figure.direction or figure.place or "nowhere")
+    return key_of(
+        "combination", figure.digit, figure.colour or "uncoloured", figure.direction or figure.place or "nowhere"
+    )
 
 
 def held_out_prompts(config: MovingDigitsConfig, count: int) -> list[str]:
@@ -99,10 +105,13 @@ class MovingDigits:
         self.split = split
         self.held_out = split != "train"
         self.stage = config.stage
-        self._pool = digit_glyphs.pool(self.held_out, None if self.held_out else config.glyphs)
+        self._pool: tuple[list[int], ...] = digit_glyphs.pool(self.held_out, None if self.held_out else config.glyphs)
         values = values_of(config.frames > 1, config.directions)
         colours = list(COLOURS) if config.in_colour else [None]
-        figures = [_figure(digit, colour, value, config.frames > 1) for digit, colour, value in product(range(10), colours, values)]
+        figures = [
+            _figure(digit, colour, value, config.frames > 1)
+            for digit, colour, value in product(range(10), colours, values)
+        ]
         share = 0.0 if unrestricted else config.kept_out
         self._seen = [figure for figure in figures if not kept_out((figure,), share)]
         self._unseen = [figure for figure in figures if kept_out((figure,), share)]
@@ -119,13 +128,15 @@ class MovingDigits:
         share = {"train": 1.0, "validation": self.config.validation, "test": self.config.test}[self.split]
         count = round(self.config.count * share)
         if count == 0:
-            raise ConfigError(f"data.{self.split}={share} of data.count={self.config.count} leaves no items: raise one of them")
+            raise ConfigError(
+                f"data.{self.split}={share} of data.count={self.config.count} leaves no items: raise one of them"
+            )
         return count
 
     def read(self, index: int, rng: np.random.Generator | None = None) -> Sample:
         """A clip and its caption. `rng` is not needed: nothing here is random beyond the index."""
         item = self.item(index)
-        return Sample(pixels=torch.from_numpy(self._paint(item)), fps=self.config.shape.fps, caption=item.caption)
+        return Sample(pixels=torch.from_numpy(self.paint(item)), fps=self.config.shape.fps, caption=item.caption)
 
     def caption(self, index: int) -> str:
         return self.item(index).caption
@@ -144,7 +155,7 @@ class MovingDigits:
         draw = iter(rng.random(12).tolist())
         facts = self._draw_facts(*(next(draw) for _ in range(5)))
         caption = self._draw_caption(facts, *(next(draw) for _ in range(3)))
-        glyphs = tuple(int(_pick(self._pool[figure.digit], next(draw))) for figure in facts)
+        glyphs = tuple(_pick(self._pool[figure.digit], next(draw)) for figure in facts)
         return Item(facts, caption, glyphs, rng.random((tries(self.config.digits), len(facts), 2)))
 
     def _draw_facts(self, new: float, which: float, other: float, its: float, swap: float) -> Facts:
@@ -152,9 +163,8 @@ class MovingDigits:
         first = _pick(self._unseen if self.held_out and self._unseen and new < 0.5 else self._seen, which)
         if self.config.digits == 1:
             return (first,)
-        digit = (first.digit + 1 + int(other * 9)) % 10  # two digits always differ
-        apart = [figure for figure in self._of_digit[digit] if figure.place is None or figure.place != first.place]
-        second = _pick(apart, its)
+        digit = (first.digit + 1 + int(other * 9)) % 10
+        second = _pick([figure for figure in self._of_digit[digit] if _apart(figure, first)], its)
         return (first, second) if swap < 0.5 else (second, first)
 
     def _draw_caption(self, facts: Facts, new: float, which: float, join: float) -> str:
@@ -164,14 +174,15 @@ class MovingDigits:
         split: Split = "validation" if self.held_out and new < 0.5 else "train"
         return caption_of(facts, _pick(wordings(split, self.config.frames > 1), which), _pick(joins(facts), join))
 
-    def _paint(self, item: Item) -> np.ndarray:
+    def paint(self, item: Item) -> np.ndarray:
         """T C H W, uint8; where digits cover each other the brighter wins."""
         stage, channels = self.stage, self.config.channels
         canvas = np.zeros((stage.frames, channels, stage.height, stage.width), dtype=np.uint8)
         images, _ = digit_glyphs.load_glyphs()
-        glyphs = digit_glyphs.enlarge(images[list(item.glyphs)], stage.side)  # figures side side
         painted = channels if channels % 2 else channels - 1  # without the alpha channel
-        for figure, glyph, path in zip(item.facts, glyphs, stage.paths(item.facts, item.starts).tolist(), strict=True):
+        paths = stage.paths(item.facts, item.starts).tolist()
+        for figure, index, path in zip(item.facts, item.glyphs, paths, strict=True):
+            glyph = digit_glyphs.enlarge(images[index], stage.side)
             colour = np.array(COLOURS[figure.colour] if figure.colour else (255,) * painted, dtype=np.uint16)
             patch = (glyph * colour[:, None, None] // 255).astype(np.uint8)  # C side side
             for frame, (row, column) in zip(canvas, path, strict=True):
@@ -185,7 +196,12 @@ def _figure(digit: int, colour: str | None, value: str, moving: bool) -> Figure:
     return Figure(digit, colour, direction=value) if moving else Figure(digit, colour, place=value)
 
 
-def _pick(items, draw: float):
+def _apart(one: Figure, other: Figure) -> bool:
+    """Two digits differ in colour and place too, so that both can be told where they touch."""
+    return (one.colour is None or one.colour != other.colour) and (one.place is None or one.place != other.place)
+
+
+def _pick(items: Sequence[T], draw: float) -> T:
     """The item that a uniform draw in [0, 1) falls on."""
     return items[int(draw * len(items))]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-TOLERANCE = 2e-3  # seconds. Containers round timestamps to their own clock (webm: 1 ms), so a frame may seem to begin late
+TOLERANCE = (
+    2e-3  # seconds. Containers round timestamps to their own clock (webm: 1 ms), so a frame may seem to begin late
+)
 
 
 def pick(starts: np.ndarray, end: float, frames: int, fps: float | None, rng: np.random.Generator) -> np.ndarray:

@@ -77,8 +77,15 @@ def fit(pixels: np.ndarray, size: tuple[int, int], channels: int) -> np.ndarray:
     pixels = recolour(pixels, channels)
     if pixels.shape[1:3] == size:
         return pixels
-    place = Framing(size).place(pixels.shape[2], pixels.shape[1], np.random.default_rng(0))  # a centre crop draws nothing
-    return np.stack([place.apply(Image.fromarray(np.ascontiguousarray(frame.squeeze(-1) if channels == 1 else frame))) for frame in pixels])
+    place = Framing(size).place(
+        pixels.shape[2], pixels.shape[1], np.random.default_rng(0)
+    )  # a centre crop draws nothing
+    return np.stack(
+        [
+            place.apply(Image.fromarray(np.ascontiguousarray(frame.squeeze(-1) if channels == 1 else frame)))
+            for frame in pixels
+        ]
+    )
 
 
 def recolour(pixels: np.ndarray, channels: int) -> np.ndarray:

@@ -33,7 +33,9 @@ def read_video(path: Path, wanted: Wanted, rng: np.random.Generator) -> Clip:
         if not taken and start > 0:  # the stated duration was wrong, or the tail is missing
             rng.bit_generator.state = spot
             latest = _measured_duration(container, stream) - (wanted.frames - 1) * step - TOLERANCE
-            taken = _take(container, stream, max(min(start, latest), 0.0), wanted, rng) or _take(container, stream, 0.0, wanted, rng)
+            taken = _take(container, stream, max(min(start, latest), 0.0), wanted, rng) or _take(
+                container, stream, 0.0, wanted, rng
+            )
         if not taken:
             raise Unreadable("", "a video without frames")
         return Clip(np.stack(taken), wanted.fps or rate)
@@ -84,7 +86,9 @@ def _frames_from(container: Any, stream: Any, start: float, truncated: bool) -> 
     try:
         for frame in container.decode(stream):
             at = (frame.pts - origin) * clock if frame.pts is not None else last + 1 / native_rate(stream)
-            if first and start > 0 and at > start + TOLERANCE:  # a container whose index is off: from the beginning then
+            if (
+                first and start > 0 and at > start + TOLERANCE
+            ):  # a container whose index is off: from the beginning then
                 yield from _frames_from(container, stream, 0.0, truncated)
                 return
             first, last = False, at
@@ -96,12 +100,18 @@ def _frames_from(container: Any, stream: Any, start: float, truncated: bool) -> 
 
 def convert(frame: Any, wanted: Wanted, place: Any) -> np.ndarray:
     """→ H W C, uint8. Alpha is kept only where it is wanted or must be laid over the background."""
-    has_alpha = "a" in frame.format.name.removeprefix("gray").replace("bayer", "") and any(part.is_alpha for part in frame.format.components)
+    has_alpha = any(part.is_alpha for part in frame.format.components)
     layout = "rgba" if has_alpha else "gray" if wanted.channels == 1 else "rgb24"
-    hints = {"src_colorspace": "ITU709", "dst_colorspace": "ITU709"} if frame.colorspace == _REC_709 and layout == "rgb24" else {}
+    hints = (
+        {"src_colorspace": "ITU709", "dst_colorspace": "ITU709"}
+        if frame.colorspace == _REC_709 and layout == "rgb24"
+        else {}
+    )
     pixels = frame.to_ndarray(format=layout, **hints)
     image = Image.fromarray(pixels)
-    return place.apply(image if image.mode == MODES[wanted.channels] else to_channels(image, wanted.channels, wanted.background))
+    return place.apply(
+        image if image.mode == MODES[wanted.channels] else to_channels(image, wanted.channels, wanted.background)
+    )
 
 
 def quarter_turns(frame: Any) -> int:
@@ -127,7 +137,11 @@ def _measured_duration(container: Any, stream: Any) -> float:
     """From the packets, without decoding: for files that were never closed properly, such as recordings of a stream."""
     origin, clock = stream.start_time or 0, float(stream.time_base)
     container.seek(origin, stream=stream, backward=True)
-    ends = [(packet.pts + (packet.duration or 0) - origin) * clock for packet in container.demux(stream) if packet.pts is not None]
+    ends = [
+        (packet.pts + (packet.duration or 0) - origin) * clock
+        for packet in container.demux(stream)
+        if packet.pts is not None
+    ]
     if not ends:
         raise Unreadable("", "a video without frames")
     return max(ends)
@@ -141,7 +155,9 @@ def _opened(path: Path) -> Any:
     try:
         return av.open(str(path))
     except av.InvalidDataError:
-        raise Unreadable("", "not a video in any format that FFmpeg knows, or cut off before its index was written") from None
+        raise Unreadable(
+            "", "not a video in any format that FFmpeg knows, or cut off before its index was written"
+        ) from None
 
 
 def _video_stream(container: Any) -> Any:

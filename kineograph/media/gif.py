@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import GifImagePlugin, Image
@@ -35,7 +36,7 @@ def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
     """T H W C uint8, C = 1 … 4, loops for ever. Alpha becomes transparent or not, at one half."""
     colours, alpha = (frames[..., :-1], frames[..., -1]) if frames.shape[-1] in (2, 4) else (frames, None)
     indices, palette = index_colours(colours, 256 if alpha is None else 255)
-    options: dict[str, int] = {}
+    options: dict[str, Any] = {}
     if alpha is not None:
         indices = np.where(alpha < 128, 255, indices).astype(np.uint8)
         options = {"transparency": 255, "disposal": 2}  # each frame starts from nothing
@@ -68,8 +69,20 @@ def index_colours(frames: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarra
         return np.searchsorted(colours, packed).astype(np.uint8), palette
     flat = frames.reshape(-1, 3)
     sample = flat[:: -(-len(flat) // _PALETTE_SAMPLE) | 1]  # an odd stride does not stay in a few columns
-    fitted = Image.fromarray(sample[None]).quantize(limit, method=Image.Quantize.MEDIANCUT, kmeans=1)
+    palette = _fit(sample, limit)
+    carrier = Image.new("P", (1, 1))
+    carrier.putpalette(palette.tobytes())
     nearest = [
-        np.asarray(Image.fromarray(frame).quantize(palette=fitted, dither=Image.Dither.NONE)) for frame in frames
+        np.asarray(Image.fromarray(frame).quantize(palette=carrier, dither=Image.Dither.NONE)) for frame in frames
     ]
-    return np.stack(nearest), np.asarray(fitted.getpalette("RGB"), dtype=np.uint8).reshape(-1, 3)
+    return np.stack(nearest), palette
+
+
+def _fit(sample: np.ndarray, limit: int) -> np.ndarray:
+    """A palette for pixels N 3: colours that fill an area (a page, a background) exactly, the rest by median cut and k-means."""
+    colours, counts = np.unique(sample, axis=0, return_counts=True)
+    frequent = np.argsort(counts)[::-1][: limit // 8]
+    exact = colours[frequent[counts[frequent] > len(sample) // 200]]
+    fitted = Image.fromarray(sample[None]).quantize(limit - len(exact), method=Image.Quantize.MEDIANCUT, kmeans=1)
+    rest = np.asarray(fitted.getpalette("RGB"), dtype=np.uint8).reshape(-1, 3)
+    return np.concatenate([exact, rest])[:limit]

@@ -122,7 +122,7 @@ def _strip(frames: list[Image.Image], most: int, columns: int) -> Image.Image:
 
 def _columns(images: Sequence[Image.Image]) -> int:
     """A sheet about as wide as it is high."""
-    wide, high = max(image.width for image in images), max(image.height for image in images)
+    wide, high = max((image.width for image in images), default=1), max((image.height for image in images), default=1)
     return max(1, math.ceil(math.sqrt(len(images) * high / wide)))
 
 

@@ -231,7 +231,7 @@ class LFQ(nn.Module):
         """B h w → B C h w"""
         with full_precision(ids):
             bits = (ids[:, None] >> torch.arange(self.bits, device=ids.device)[:, None, None]) & 1
-            return self.project_out(bits.to(self.project_out.weight.dtype) * 2 - 1)
+            return self.project_out(bits.float() * 2 - 1)
 
     def entropies(self, features: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """E[H(code | token)] and H(code), in nats; features B bits h w."""
@@ -293,7 +293,9 @@ class FSQ(nn.Module):
     def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
         """z: B C h w; `keep` changes nothing, there is no loss."""
         with full_precision(z):
-            half = (self.levels - 1) * (1 + 1e-3) / 2  # a little wider than the outer grid points, so that they are reached
+            half = (
+                (self.levels - 1) * (1 + 1e-3) / 2
+            )  # a little wider than the outer grid points, so that they are reached
             offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)  # an even grid lies between the integers
             bounded = torch.tanh(self.project_in(z.float()) + torch.atanh(offset / half)) * half - offset
             grid = straight_through(bounded.round(), bounded)  # B d h w
@@ -305,7 +307,7 @@ class FSQ(nn.Module):
         """B h w → B C h w"""
         with full_precision(ids):
             grid = (ids[:, None] // self.places) % self.levels - self.levels // 2
-            return self.project_out(grid.to(self.project_out.weight.dtype) / (self.levels // 2))
+            return self.project_out(grid.float() / (self.levels // 2))
 
 
 # Choosing one, and judging its use ---------------------------------------------------------------------------------

@@ -57,8 +57,9 @@ def hide(noise: Noise, tokens: int) -> Masked:
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(tokens, device=order.device).expand_as(order))
     mask = ranks < counts[:, None]
     chance = torch.where(mask, noise.uniform("mask scored", tokens), 2.0).flatten()
-    scored = chance.topk(capacity(noise.batch, tokens), largest=False)
-    return Masked(mask, scored.indices, (scored.values < 2.0).float())
+    values, rows = chance.sort()
+    limit = capacity(noise.batch, tokens)
+    return Masked(mask, rows[:limit], (values[:limit] < 2.0).float())
 
 
 # Sampling --------------------------------------------------------------------------------------------------------

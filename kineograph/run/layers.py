@@ -13,7 +13,7 @@ from typing import Any
 
 from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override
 from kineograph.core.errors import ConfigError
-from kineograph.data.config import DataConfig
+from kineograph.data.config import source_name, without_strangers
 
 PRESETS = Path(__file__).parent.parent / "presets"
 SHARED_SECTIONS = ("train", "data")  # sections that stand at the top and again inside a stage
@@ -34,24 +34,35 @@ def preset_file(name: str) -> Path:
 
 def layer(tree: Tree, over: Tree) -> Tree:
     """Lay `over` onto `tree`."""
+    _check_sections(over)
     tree = dict(tree)
     tree["stages"] = {name: dict(stage or {}) for name, stage in (tree.get("stages") or {}).items()}
+    before = source_name(tree.get("data") or {})
     for section in SHARED_SECTIONS:
         wanted = over.get(section)
-        if not isinstance(wanted, dict):
+        if not wanted:
             continue
         if section == "data":
-            tree["data"] = _without_strangers(tree.get("data") or {}, wanted)
+            tree["data"] = without_strangers(tree.get("data") or {}, wanted, before)
         for stage in tree["stages"].values():
-            if isinstance(stage.get(section), dict):
-                inner = _without_strangers(stage[section], wanted) if section == "data" else stage[section]
+            if stage.get(section):
+                inner = without_strangers(stage[section], wanted, before) if section == "data" else stage[section]
                 stage[section] = _without(inner, wanted)
-            if section == "train" and isinstance(stage.get("players"), dict):
-                stage["players"] = {name: _without(player or {}, wanted) for name, player in stage["players"].items()}
-    for name, stage in (over.get("stages") or {}).items():
-        if isinstance(stage, dict) and isinstance(stage.get("data"), dict) and "data" in tree["stages"].get(name, {}):
-            tree["stages"][name]["data"] = _without_strangers(tree["stages"][name]["data"], stage["data"])
+            if section == "train":
+                _free_players(stage, wanted)
+    for name, wanted in (over.get("stages") or {}).items():
+        stage = tree["stages"].get(name)
+        if stage and wanted:
+            if stage.get("data") and wanted.get("data"):
+                stage["data"] = without_strangers(stage["data"], wanted["data"], before)
+            _free_players(stage, wanted.get("train") or {})
     return merge(tree, over)
+
+
+def _free_players(stage: Tree, train: Tree) -> None:
+    """A later `train.K` reaches the players of a stage, whatever an earlier layer says for one of them."""
+    if stage.get("players"):
+        stage["players"] = {name: _without(player or {}, train) for name, player in stage["players"].items()}
 
 
 def _without(tree: Tree, over: Tree) -> Tree:
@@ -65,11 +76,24 @@ def _without(tree: Tree, over: Tree) -> Tree:
     return left
 
 
-def _without_strangers(data: Tree, over: Tree) -> Tree:
-    """When a layer changes `data.source`, the old source's own keys go with it; the shared ones stay."""
-    if "source" not in over or over["source"] == data.get("source", DataConfig.model_fields["source"].default):
-        return data
-    return {key: value for key, value in data.items() if key in DataConfig.model_fields}
+def _check_sections(tree: Tree) -> None:
+    """Sections are mappings; what stands inside them is checked when the plan is made."""
+    _check_section("stages", tree.get("stages"))
+    places = [(section, tree.get(section)) for section in SHARED_SECTIONS]
+    for name, stage in (tree.get("stages") or {}).items():
+        where = f"stages.{name}"
+        _check_section(where, stage)
+        places += [(f"{where}.{section}", (stage or {}).get(section)) for section in (*SHARED_SECTIONS, "players")]
+        players = (stage or {}).get("players")
+        if isinstance(players, dict):
+            places += [(f"{where}.players.{player}", value) for player, value in players.items()]
+    for where, section in places:
+        _check_section(where, section)
+
+
+def _check_section(where: str, section: Any) -> None:
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(f"{where}={section!r}: {where} is a section with keys of its own, not a value")
 
 
 def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
@@ -115,15 +139,11 @@ def read(arguments: Sequence[str], extra: Tree | None = None, base: Tree | None 
             loaded["preset"] = path.stem
         tree = layer(tree, loaded)
     settings: list[tuple[str, Any]] = [parse_override(argument) for argument in arguments if is_override(argument)]
-    for path_, value in [*settings, *(extra or {}).items()]:
-        _check_section(path_, value)
+    settings += (extra or {}).items()
+    # A new source first, so that its own keys are not taken for the old one's, in whatever order they were typed.
+    for path_, value in sorted(settings, key=lambda item: not item[0].endswith("data.source")):
         tree = layer(tree, nest(path_, value))
     return tree
-
-
-def _check_section(path: str, value: Any) -> None:
-    if path in ("train", "data", "stages") and not isinstance(value, dict):
-        raise ConfigError(f"{path}={value!r}: {path} is a section; set one of its keys, such as {path}.{'steps' if path == 'train' else 'folder'}=…")
 
 
 def changed_keys(before: Tree, after: Tree) -> list[str]:

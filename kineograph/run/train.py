@@ -24,7 +24,7 @@ from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
-from kineograph.train.trackers import MetricsFile, Tracker, open_trackers
+from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
 from kineograph.train.trainer import Surroundings, Trainer
 
 Resume = Literal["auto", "never", "must"]
@@ -76,7 +76,12 @@ def train(
     """Train all stages of a preset or file; the same call again resumes. → the run folder."""
     plan, folder = resolve(arguments, run, resume, extra)
     note = (lambda line: None) if quiet else note
-    data = {stage.name: open_data(stage, plan.seed, dataset, note) for stage in plan.stages if not stage.spec.config.skip}
+    check_trackers(plan.stages[0].train.trackers)
+    data: dict[str, StageData] = {}
+    for stage in plan.stages:
+        if not stage.spec.config.skip:
+            memory = folder.path / ".scan.json" if folder.exists() else None
+            data[stage.name] = open_data(stage, plan.seed, dataset, note, memory, data)
     with folder.lock():
         trackers = open_trackers(plan.stages[0].train.trackers, folder.path, plan.name, plan.tree())
         stop = StopRequest()
@@ -144,6 +149,8 @@ class _StageRun:
         trainer = Trainer(stage.name, stepper, loader, around)
         start = trainer.resume()
         self.metrics.truncate(stage.name, start, [s.name for s in self.plan.stages])
+        for tracker in self.trackers:
+            tracker.begin(stage.name, start)
         self._describe(task, start)
         try:
             trainer.fit(start)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kineograph.core.batch import Shape
 from kineograph.core.config import StageConfig, Tree, merge, parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lookup import find_source, find_task
+from kineograph.core.lookup import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Task, freeze, load_weights
-from kineograph.data.config import DataConfig
+from kineograph.data.config import DataConfig, without_strangers
+from kineograph.data.opening import data_config
 from kineograph.train import checkpoint
 
 OUTSIDE_TASK = ("data", "train", "players")  # sections of a stage that its Task does not see
@@ -41,17 +41,10 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
         raise ConfigError(f"{where}.task is required and not set")
     task = find_task(stage["task"], f"{where}.task")
     config = parse(task.Config, {key: value for key, value in stage.items() if key not in OUTSIDE_TASK}, where)
-    data_tree = merge(tree.get("data") or {}, stage.get("data") or {})
-    source = find_source(data_tree.get("source", DataConfig.model_fields["source"].default))
-    data = parse(config_of(source), data_tree, "data" if not stage.get("data") else f"{where}.data")
+    own = stage.get("data") or {}
+    data_tree = merge(without_strangers(tree.get("data") or {}, own), own)
+    data = data_config(data_tree, where="data" if not stage.get("data") else f"{where}.data")
     return StageSpec(name, task, config, data)
-
-
-def config_of(source: Any) -> type[DataConfig]:
-    """The config class of a data source. A user's Dataset class has none of its own: `data.dataset` wraps it."""
-    if hasattr(source, "Config"):
-        return source.Config
-    return find_source("dataset").Config
 
 
 class Stages:
@@ -61,6 +54,7 @@ class Stages:
         self.run = run
         self.device = torch.device(device)
         self.note = note
+        self.opened: dict[str, str] = {}  # run/stage → digest of the weights that were loaded
         self._loaded: dict[tuple[Path, str, str], Task] = {}
 
     def load(self, reference: str, which: str | int = "last", ema: bool = True) -> Task:
@@ -72,6 +66,7 @@ class Stages:
             task = build(run, name, found.state().get("assets", {}), self._sibling(run), self.note)
             load_weights(task, found.weights(ema))
             self._loaded[key] = freeze(task.to(self.device))  # type: ignore[assignment]
+            self.opened[f"{run.path}/{name}"] = found.digest(ema)
         return self._loaded[key]
 
     def digest(self, reference: str) -> str:
@@ -107,11 +102,12 @@ def sampling_stage(run: RunFolder, wanted: str | None = None) -> str:
         if wanted not in names:
             raise InputError(f"{run.path} has no stage {wanted!r}: the stages are {', '.join(names)}")
         return wanted
-    for name in reversed(names):
-        task = find_task(tree["stages"][name]["task"])
-        if task.sample is not Task.sample and checkpoint.steps(run.checkpoints(name)):
+    drawing = [name for name in names if find_task(tree["stages"][name]["task"]).sample is not Task.sample]
+    for name in reversed(drawing):
+        if checkpoint.steps(run.checkpoints(name)):
             return name
-    raise InputError(f"{run.path} has no trained stage that draws samples (stages: {', '.join(names)}); train a generator first")
+    why = f"{', '.join(drawing)} is not trained yet" if drawing else "none of them is a generator"
+    raise InputError(f"{run.path} has no trained stage that draws samples: of its stages ({', '.join(names)}) {why}")
 
 
 def shape_of(run: RunFolder, stage: str) -> Shape:

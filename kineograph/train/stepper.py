@@ -73,6 +73,7 @@ class Stepper:
         self.averages = {
             name: Ema(self.parameters[name], self.players[name].ema) for name in task.players if self.players[name].ema.decay > 0
         }
+        self._awake = dict.fromkeys(task.players, True)  # whose parameters take gradients now
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
         self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
         self.skipped_in_a_row = torch.zeros((), device=self.device)
@@ -127,8 +128,10 @@ class Stepper:
     def _wake(self, names: list[str]) -> None:
         """Gradients for these players' parameters only."""
         for name, parameters in self.parameters.items():
-            for p in parameters.values():
-                p.requires_grad_(name in names)
+            if self._awake.get(name) != (name in names):
+                self._awake[name] = name in names
+                for p in parameters.values():
+                    p.requires_grad_(name in names)
 
     def rates(self, step: int) -> dict[str, float]:
         """Learning rates of the update from `step`, for the log."""

@@ -1,0 +1,121 @@
+"""The adversarial game of codecs: patch discriminator, hinge losses, its gradient penalty, the generator's adaptive weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from kineograph.core import ranks
+from kineograph.core.config import Config
+from kineograph.core.errors import ConfigError
+from kineograph.core.noise import Noise
+from kineograph.nn.conv import ChannelNorm, halve
+
+
+class AdversarialConfig(Config):
+    weight: float = Field(0.8, ge=0)
+    """Of the generator's adversarial term, before the adaptive weight; 0 turns the game off: no discriminator is built."""
+    start: int = Field(0, ge=0)
+    """Step at which the game begins. A reconstruction worth judging comes first."""
+    adaptive: bool = True
+    """Scale the term so that its gradient at the decoder's last layer is as long as that of the perceptual loss
+    (of the reconstruction loss where there is none)."""
+    adaptive_max: float = Field(1e4, gt=0)
+    """Largest adaptive weight."""
+    penalty: float = Field(1.0, ge=0)
+    """γ of the discriminator's R1 penalty, γ/2 · |∇D(real)|²."""
+    penalty_every: int = Field(16, ge=1)
+    """The penalty is computed once in so many steps, and weighs so many times more then."""
+    width: int = Field(64, ge=1)
+    """Channels of the discriminator's first layer; each further one doubles them, up to eight times."""
+    levels: int = Field(3, ge=1)
+    """Halvings before a patch is judged: one judgement a 2^levels × 2^levels pixels."""
+
+
+class Discriminator(nn.Module):
+    """Judges every patch of a picture: F C H W in [−1, 1] → logits F h w."""
+
+    def __init__(self, channels: int, config: AdversarialConfig) -> None:
+        super().__init__()
+        widths = [config.width * min(2**level, 8) for level in range(config.levels)]
+        layers: list[nn.Module] = [halve(channels, widths[0]), nn.LeakyReLU(0.2)]
+        for width, wider in pairwise(widths):
+            layers += [halve(width, wider), ChannelNorm(wider), nn.LeakyReLU(0.2)]
+        layers += [nn.Conv2d(widths[-1], widths[-1], 1), nn.LeakyReLU(0.2), nn.Conv2d(widths[-1], 1, 3, padding=1)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.layers(pictures)[:, 0].float()
+
+
+def check_size(config: AdversarialConfig, height: int, width: int) -> None:
+    patch = 2**config.levels
+    if min(height, width) < patch:
+        fits = min(height, width).bit_length() - 1
+        raise ConfigError(
+            f"adversarial.levels={config.levels} halves pictures below one pixel at data.size=[{height}, {width}]: "
+            f"use {fits} or fewer"
+        )
+
+
+# What the discriminator descends -----------------------------------------------------------------------------------
+
+
+def hinge(real: Tensor, fake: Tensor) -> Tensor:
+    """½ (max(0, 1 − D(real)) + max(0, 1 + D(fake))), mean over patches: F h w → F"""
+    return (F.relu(1 - real) + F.relu(1 + fake)).mean((1, 2)) / 2
+
+
+PENALTY_STEP = 0.05
+"""Length of the finite difference a pixel: far above what bf16 rounds away, far below what a person sees."""
+
+
+def slope(discriminator: nn.Module, real: Tensor, logits: Tensor, noise: Noise) -> Tensor:
+    """|∇D(real)|² by finite differences, mean over patches: F
+
+    E[((D(x + s ε) − D(x)) / s)²] → ∇Dᵀ E[ε εᵀ] ∇D = |∇D|² for random signs ε. `logits` are D(real). One more forward of
+    the compiled discriminator takes the place of a double backward, which torch.compile refuses: on two CPU cores @R1@
+    """
+    rows = noise.batch
+    signs = (noise.bits("penalty", real.numel() // rows) & 1).to(real.dtype) * 2 - 1
+    moved = discriminator(torch.add(real, signs.view(real.shape), alpha=PENALTY_STEP))
+    return ((moved - logits) / PENALTY_STEP).square().mean((1, 2))
+
+
+# What the generator descends ---------------------------------------------------------------------------------------
+
+
+def fooling(fake: Tensor) -> Tensor:
+    """−D(fake), mean over patches: F h w → F"""
+    return -fake.mean((1, 2))
+
+
+_SCALE = 2.0**10  # keeps gradients above fp16's smallest numbers on their way back through a network
+
+
+def gradient_at(pictures: Tensor, judge: Callable[[Tensor], Tensor], keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ keep · judge(pictures) and its gradient at the pictures.
+
+    Going back through a judge once, ending at the pictures, serves the adaptive weight and the update alike.
+    """
+    with torch.enable_grad():
+        leaf = pictures.detach().requires_grad_()
+        value = (judge(leaf) * keep).sum()
+        with torch.autocast(value.device.type, enabled=False):
+            (gradient,) = torch.autograd.grad(value, leaf, torch.full_like(value, _SCALE))
+    return value.detach(), gradient / _SCALE
+
+
+def adaptive_weight(pictures: Tensor, last: Tensor, reference: Tensor, push: Tensor, largest: float) -> Tensor:
+    """|∂ reference / ∂ last| / |∂ adversarial / ∂ last|, from the two gradients at the pictures; of the global batch."""
+    with torch.autocast(pictures.device.type, enabled=False):
+        at_last = [
+            torch.autograd.grad(pictures, last, gradient, retain_graph=True)[0] for gradient in (reference, push)
+        ]
+    wanted, found = ranks.sum_(torch.stack(at_last)).flatten(1).norm(dim=1)
+    return (wanted / found.clamp_min(1e-8)).clamp_max(largest).detach()

@@ -1,0 +1,99 @@
+"""Arrays on disk that are read in place and reopened, not copied, in every worker process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kineograph.core.errors import ConfigError, InputError
+
+_NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
+
+
+class Array:
+    """A .npy file or a raw one; `values` is its memory map, opened on first use."""
+
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.path, self.shape, self.dtype = path, shape, dtype
+        self._values: np.ndarray | None = None
+
+    @property
+    def values(self) -> np.ndarray:
+        if self._values is None:
+            if self.path.suffix == ".npy":
+                self._values = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            else:
+                self._values = np.memmap(self.path, self.dtype, mode="r", shape=self.shape)
+        return self._values
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_values": None}  # a pickled memory map would carry the whole file
+
+    @staticmethod
+    def npy(path: Path) -> Array:
+        try:
+            values = np.load(path, mmap_mode="r", allow_pickle=False)
+        except FileNotFoundError:
+            raise InputError(f"{path} does not exist") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise InputError(f"{path} is not a readable .npy array: {error}") from None
+        return Array(path, values.shape, values.dtype)
+
+    @staticmethod
+    def raw(path: Path, shape: tuple[int, ...], dtype: str) -> Array:
+        kind = dtype_of(dtype, "data.array_dtype")
+        expected, found = int(np.prod(shape, dtype=np.int64)) * kind.itemsize, path.stat().st_size
+        if expected != found:
+            raise InputError(
+                f"{path} has {found} bytes, and data.array_shape={list(shape)} with data.array_dtype={dtype} needs {expected}"
+            )
+        return Array(path, tuple(shape), kind)
+
+
+def dtype_of(name: str, key: str) -> np.dtype:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise ConfigError(f"{key}={name} is not a type of numbers: uint8, int64, float32 …") from None
+
+
+def find_array(place: str, names: tuple[str, ...], shape: tuple[int, ...] | None, dtype: str) -> Array:
+    """The array file at `place`, or in that folder: one of `names`, or the only one there."""
+    path = Path(place).expanduser()
+    if path.is_dir():
+        files = sorted(
+            file
+            for file in path.iterdir()
+            if file.is_file() and not file.name.startswith(".") and file.suffix not in _NOT_ARRAYS
+        )
+        candidates = [file for file in files if file.stem in names] or [file for file in files if file.stem != "labels"]
+        if len(candidates) != 1:
+            found = ", ".join(file.name for file in candidates[:6]) or "none"
+            raise InputError(
+                f"data.folder={place} should hold one array file ({names[0]}.npy), found {found}: give the file itself"
+            )
+        path = candidates[0]
+    if not path.exists():
+        raise InputError(f"data.folder={place} does not exist")
+    if path.suffix == ".npy":
+        return Array.npy(path)
+    if shape is None:
+        raise InputError(f"{path} is a raw file: data.array_shape and data.array_dtype say what is in it")
+    return Array.raw(path, shape, dtype)
+
+
+def lines_beside(path: Path) -> list[str] | None:
+    """captions.txt (a line an item) or captions.jsonl ({"caption" or "text"}) in the same folder."""
+    plain, rows = path.parent / "captions.txt", path.parent / "captions.jsonl"
+    try:
+        if plain.exists():
+            return [line.strip() for line in plain.read_text(encoding="utf-8-sig").splitlines()]
+        if rows.exists():
+            parsed = [json.loads(line) for line in rows.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+            return [row.get("caption") or row.get("text") or "" for row in parsed]
+    except (UnicodeDecodeError, ValueError, AttributeError) as error:
+        raise InputError(f"the captions beside {path} cannot be read: {error}") from None
+    return None

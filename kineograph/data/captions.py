@@ -1,0 +1,151 @@
+"""Captions of a folder: sidecar .txt, metadata.jsonl/.csv, videos/ + labels/, prompts.txt + videos.txt."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from unicodedata import normalize
+
+from kineograph.core.errors import InputError
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+TEXT_KEYS = ("text", "caption", "prompt")
+
+
+class Problem(NamedTuple):
+    path: str
+    reason: str
+
+
+class Captions(NamedTuple):
+    """Found captions by media name; sidecar files are read when they are needed, since there may be millions."""
+
+    given: dict[str, str]  # media → caption
+    sidecar: dict[str, str]  # media → .txt
+    unused: list[str]  # .txt files that belong to no media
+    problems: list[Problem]
+
+
+def find_captions(root: Path, media: Iterable[str], others: Iterable[str]) -> Captions:
+    """`media` and `others` are names relative to the root. Lists of captions beat files beside the media."""
+    media, others = list(media), list(others)
+    known = {normalize("NFC", name): name for name in media}  # systems differ in how they spell é
+    others_by_name = {normalize("NFC", name): name for name in others}
+    given: dict[str, str] = {}
+    problems: list[Problem] = []
+    lists: set[str] = set()
+    for name in others:
+        base = PurePosixPath(name).name
+        if base in METADATA:
+            rows = _metadata_rows(root / name, name, problems)
+        elif base == "videos.txt" and (prompts := _sibling(name, "prompts.txt")) in others_by_name:
+            rows = _paired_lines(root, name, prompts)
+            lists |= {name, prompts}
+        else:
+            continue
+        folder = PurePosixPath(name).parent
+        for file, text in rows:
+            target = known.get(normalize("NFC", str(folder / file)))
+            if target is None:
+                problems.append(Problem(name, f"names {file!r}, which is not there"))
+            elif text:
+                given.setdefault(target, text)
+    sidecar: dict[str, str] = {}
+    used = set()
+    for name in media:
+        for candidate in _sidecar_names(normalize("NFC", name)):
+            if candidate in others_by_name:
+                used.add(others_by_name[candidate])
+                if name not in given:
+                    sidecar.setdefault(name, others_by_name[candidate])
+    unused = [name for name in others if name.lower().endswith(".txt") and name not in used and name not in lists]
+    return Captions(given, sidecar, unused, problems)
+
+
+def read_caption(path: Path) -> str:
+    """The whole file as one line; raises OSError or UnicodeDecodeError."""
+    return " ".join(path.read_text(encoding="utf-8-sig").split())
+
+
+def _sidecar_names(name: str) -> list[str]:
+    """a/videos/b/c.mp4 → a/videos/b/c.txt, a/labels/b/c.txt."""
+    path = PurePosixPath(name).with_suffix(".txt")
+    names = [str(path)]
+    for place, part in enumerate(path.parts[:-1]):
+        if part in ("videos", "images"):
+            names.append(str(PurePosixPath(*path.parts[:place], "labels", *path.parts[place + 1 :])))
+    return names
+
+
+def _sibling(name: str, other: str) -> str:
+    return str(PurePosixPath(name).parent / other)
+
+
+def _paired_lines(root: Path, videos: str, prompts: str) -> list[tuple[str, str]]:
+    files, texts = ([line.strip() for line in _text(root / name).strip().splitlines()] for name in (videos, prompts))
+    if len(files) != len(texts):
+        raise InputError(
+            f"{root / videos} has {len(files)} lines and {root / prompts} has {len(texts)}: each video needs its prompt on the same line"
+        )
+    return list(zip(files, texts, strict=True))
+
+
+def _metadata_rows(path: Path, name: str, problems: list[Problem]) -> list[tuple[str, str]]:
+    rows = []
+    for number, row in _numbered_rows(path, name, problems):
+        file = row.get("file_name")
+        if not isinstance(file, str) or not file:
+            problems.append(Problem(name, f"line {number} has no file_name"))
+            continue
+        text = next((row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)), "")
+        rows.append((file, " ".join(text.split())))
+    return rows
+
+
+def _numbered_rows(path: Path, name: str, problems: list[Problem]) -> Iterable[tuple[int, dict[str, Any]]]:
+    text = _text(path)
+    if path.suffix == ".csv":
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        if "file_name" not in (reader.fieldnames or ()):
+            raise InputError(
+                f"{path} has the columns {', '.join(reader.fieldnames or ()) or '(none)'}: file_name and text are needed"
+            )
+        yield from ((reader.line_num, row) for row in reader)
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            problems.append(Problem(name, f"line {number} is not JSON: {error}"))
+            continue
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            problems.append(Problem(name, f"line {number} is not a JSON object"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def require_captions(source: Any, reader: str) -> None:
+    """Refuse a source that lacks captions for something that reads text. `reader` says what: "stage generator"."""
+    missing = source.missing_captions() if hasattr(source, "missing_captions") else []
+    if not missing:
+        return
+    shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+    raise InputError(
+        f"{reader} reads captions, and {len(missing)} of {len(source)} items have none ({shown}): put a .txt beside each, "
+        "or list them in metadata.jsonl (file_name, text), labels/ or prompts.txt + videos.txt; kineo data check shows what was found"
+    )

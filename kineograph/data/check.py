@@ -1,0 +1,229 @@
+"""`kineo data check DIR`: what a folder holds, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from kineograph.core.errors import InputError, Unreadable
+from kineograph.data.captions import Problem, find_captions, read_caption
+from kineograph.data.decode import VIDEOS, kind_of, measure_picture, reasons
+from kineograph.data.folder import list_folder
+
+
+@dataclass(frozen=True)
+class Media:
+    """One picture or clip that could be decoded to its end."""
+
+    name: str
+    width: int
+    height: int
+    frames: int = 1
+    seconds: float = 0.0  # 0: a still
+
+    @property
+    def fps(self) -> float | None:
+        return self.frames / self.seconds if self.seconds else None
+
+
+@dataclass
+class Report:
+    """Counts, what was measured, and problems. `kineo data check` ends with 1 where there are any."""
+
+    path: Path
+    kinds: Counter[str] = field(default_factory=Counter)
+    media: list[Media] = field(default_factory=list)
+    captions: dict[str, str] = field(default_factory=dict)
+    """Of those media that have one."""
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(self.kinds.values())
+
+    def lines(self) -> list[str]:
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common()) or "nothing to train on"
+        lines = [f"{self.path}: {counts}", *self.notes]
+        if self.media:
+            lines += [
+                _spread("width", [media.width for media in self.media]),
+                _spread("height", [media.height for media in self.media]),
+            ]
+            lines.append(_spread("aspect", [media.width / media.height for media in self.media], ".2f"))
+        clips = [media for media in self.media if media.seconds]
+        if clips:
+            lines.append(_spread("clip frames", [clip.frames for clip in clips]))
+            lines.append(_spread("clip seconds", [clip.seconds for clip in clips], ".2f"))
+            lines.append(_spread("clip fps", [clip.fps or 0 for clip in clips], ".2f"))
+        if self.count:
+            lines.append(self._captions_line())
+        lines.append(f"{len(self.problems)} problems" if len(self.problems) != 1 else "1 problem")
+        return lines + [f"  {path}: {reason}" for path, reason in self.problems]
+
+    def _captions_line(self) -> str:
+        texts = list(self.captions.values())
+        if not texts:
+            return "captions: none (fine for a tokenizer; a stage that reads text needs them)"
+        words = [len(text.split()) for text in texts]
+        repeated = len(texts) - len(set(texts))
+        return (
+            f"captions: {len(texts)} of {self.count} ({self.count - len(texts)} missing), {repeated} repeated, "
+            f"words {min(words)} to {max(words)} (median {statistics.median(words):g})"
+        )
+
+
+def _spread(name: str, values: list[float] | list[int], form: str = "g") -> str:
+    return f"{name}: {min(values):{form}} to {max(values):{form}}, median {statistics.median(values):{form}}"
+
+
+def check_folder(
+    path: Path | str, threads: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Report:
+    """Decode everything, to the last frame."""
+    root = Path(path).expanduser()
+    listing = list_folder(root, "")
+    report = Report(root, problems=list(listing.problems))
+    if listing.media:
+        _check_media(report, listing.media, threads, progress)
+        _check_captions(report, listing.media, listing.others)
+    else:
+        _check_arrays(report, [name for name in listing.others if name.endswith(".npy")])
+    for name in listing.others:
+        if name.endswith(".tar"):
+            _check_tar(report, name)
+    if not report.count and not report.problems:
+        found = Counter(PurePosixPath(name).suffix or name for name in listing.others)
+        report.problems.append(
+            Problem(
+                ".",
+                f"no pictures, clips, arrays or tar shards; {', '.join(f'{n} {s}' for s, n in found.most_common(5)) or 'no files at all'}",
+            )
+        )
+    return report
+
+
+def measure(path: Path, name: str) -> Media:
+    with reasons(name):
+        if path.suffix.lower() in VIDEOS:
+            from kineograph.data.video import measure as measure_video
+
+            return Media(name, *measure_video(path))
+        return Media(name, *measure_picture(path.read_bytes()))
+
+
+def _check_media(
+    report: Report, names: list[str], threads: int | None, progress: Callable[[int, int], None] | None
+) -> None:
+    def attempt(name: str) -> Media | Problem:
+        try:
+            return measure(report.path / name, name)
+        except Unreadable as error:
+            return Problem(name, error.reason)
+
+    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
+        for done, found in enumerate(pool.map(attempt, names), 1):
+            (report.problems if isinstance(found, Problem) else report.media).append(found)  # type: ignore[arg-type]
+            if progress:
+                progress(done, len(names))
+    report.kinds.update(f"{kind_of(name)}s ({PurePosixPath(name).suffix.lower()[1:]})" for name in names)
+
+
+def _check_captions(report: Report, names: list[str], others: list[str]) -> None:
+    try:
+        found = find_captions(report.path, names, others)
+    except InputError as error:
+        report.problems.append(Problem("captions", str(error)))
+        return
+    report.problems += found.problems
+    report.captions |= found.given
+    unread = set()
+    for name, text_file in found.sidecar.items():
+        try:
+            text = read_caption(report.path / text_file)
+        except UnicodeDecodeError:
+            report.problems.append(Problem(text_file, "not UTF-8 text"))
+        except OSError as error:
+            report.problems.append(Problem(text_file, f"cannot be read: {error.strerror}"))
+        else:
+            if text:
+                report.captions[name] = text
+                continue
+            report.problems.append(Problem(text_file, "an empty caption"))
+        unread.add(name)
+    report.problems += [Problem(name, "a caption without picture or clip") for name in found.unused]
+    if report.captions or unread:  # a folder without any captions is no problem: a tokenizer trains on it
+        report.problems += [
+            Problem(name, "no caption") for name in names if name not in report.captions and name not in unread
+        ]
+
+
+def _check_arrays(report: Report, names: list[str]) -> None:
+    from kineograph.data.arrays import Array, lines_beside
+
+    counts = {}
+    for name in names:
+        try:
+            array = Array.npy(report.path / name)
+        except InputError as error:
+            report.problems.append(Problem(name, str(error)))
+            continue
+        report.kinds["arrays (npy)"] += 1
+        report.notes.append(f"{name}: {array.dtype} {' × '.join(map(str, array.shape))}")
+        counts[name] = array.shape
+    videos = {name: shape for name, shape in counts.items() if PurePosixPath(name).stem != "labels"}
+    for name, shape in videos.items():
+        labels = counts.get(str(PurePosixPath(name).with_name("labels.npy")))
+        try:
+            captions = lines_beside(report.path / name)
+        except InputError as error:
+            report.problems.append(Problem(name, str(error)))
+            captions = None
+        for what, count in (
+            ("labels", labels[0] if labels else None),
+            ("captions", len(captions) if captions is not None else None),
+        ):
+            if count is not None and count not in shape[:2]:
+                report.problems.append(Problem(name, f"{count} {what} fit neither axis of {shape[:2]}"))
+
+
+def _check_tar(report: Report, name: str) -> None:
+    """Samples are files that share a name up to the first dot; the members are decoded too."""
+    import tarfile
+
+    groups: dict[str, set[str]] = {}
+    try:
+        with tarfile.open(report.path / name) as shard:
+            for member in shard:
+                base = PurePosixPath(member.name).name
+                if not member.isfile() or base.startswith("."):
+                    continue
+                stem, _, ending = base.partition(".")
+                groups.setdefault(str(PurePosixPath(member.name).with_name(stem)), set()).add(ending.lower())
+                inside = f"{name}:{member.name}"
+                if kind_of(base) and PurePosixPath(base).suffix.lower() not in VIDEOS:
+                    file = shard.extractfile(member)
+                    try:
+                        with reasons(inside):
+                            measure_picture(file.read() if file else b"")
+                    except Unreadable as error:
+                        report.problems.append(Problem(inside, error.reason))
+                elif kind_of(base) and member.size == 0:
+                    report.problems.append(Problem(inside, "empty file (0 bytes)"))
+    except (tarfile.TarError, OSError, EOFError) as error:
+        report.problems.append(Problem(name, f"not a whole tar file: {error}"))
+    report.kinds["shards (tar)"] += 1
+    samples = {
+        key: endings
+        for key, endings in groups.items()
+        if any(kind_of(f".{ending}") or kind_of(f"x.{ending}") for ending in endings)
+    }
+    texted = [key for key, endings in samples.items() if endings & {"txt", "json", "caption"}]
+    report.notes.append(f"{name}: {len(samples)} samples, {len(texted)} with text")
+    if texted:
+        report.problems += [Problem(f"{name}:{key}", "no caption") for key in samples if key not in set(texted)]

@@ -1,0 +1,183 @@
+"""A folder of pictures and clips, with whatever captions lie in it. Nothing needs to be converted or listed beforehand."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
+from unicodedata import normalize
+
+import numpy as np
+from pydantic import Field
+
+from kineograph.core.batch import Sample
+from kineograph.core.errors import InputError
+from kineograph.data.captions import Captions, Problem, find_captions, read_caption
+from kineograph.data.config import DataConfig, Split
+from kineograph.data.decode import CLIPS, IMAGES, Wanted, kind_of, read_media
+from kineograph.data.split import select
+from kineograph.data.transforms import Crop, Framing, pad
+
+
+class FolderConfig(DataConfig):
+    source: str = "folder"
+    folder: str
+    """Searched with all its subfolders; hidden files are left out."""
+    crop: Crop = "center"
+    """Which part stays when the aspect differs (training; validation takes the centre)."""
+    flip: float = Field(0.0, ge=0, le=1)
+    """Probability of mirroring left and right (training only). Beware of captions that say left or right."""
+    rotate: bool = False
+    """Turn by a random multiple of 90° (training only)."""
+    background: Literal["white", "black"] = "white"
+    """What transparent pictures are laid over when `channels` has no alpha."""
+    truncated: bool = False
+    """Accept pictures that end too early; what is missing stays gray or black."""
+
+
+class Listing(NamedTuple):
+    """What a folder holds: names relative to it, with /, sorted."""
+
+    media: list[str]
+    others: list[str]
+    problems: list[Problem]
+
+
+def list_folder(root: Path, key: str = "data.folder=") -> Listing:
+    """All files below `root`, links followed, hidden ones left out. `key` is where the path came from, for messages."""
+    if not root.exists():
+        raise InputError(f"{key}{root} does not exist")
+    if not root.is_dir():
+        raise InputError(f"{key}{root} is a file: give the folder that holds it")
+    media: list[str] = []
+    others: list[str] = []
+    problems: list[Problem] = []
+    seen: set[str] = set()
+
+    def walk(folder: Path, prefix: str) -> None:
+        real = os.path.realpath(folder)
+        if real in seen:  # a link that leads back up
+            return
+        seen.add(real)
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except PermissionError:
+            if not prefix:
+                raise InputError(f"{key}{root} cannot be read: no permission") from None
+            problems.append(Problem(prefix.rstrip("/"), "no permission to read this folder"))
+            return
+        for entry in entries:
+            name = prefix + entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                walk(Path(entry.path), name + "/")
+            else:
+                (media if kind_of(entry.name) else others).append(name)
+
+    walk(root, "")
+    return Listing(sorted(media), sorted(others), problems)
+
+
+def _refuse_empty(root: Path, listing: Listing) -> None:
+    if listing.media:
+        return
+    looked = f"pictures ({', '.join(suffix[1:] for suffix in IMAGES)}) and clips ({', '.join(suffix[1:] for suffix in CLIPS)})"
+    kinds = Counter(PurePosixPath(name).suffix.lower() or "(no ending)" for name in listing.others)
+    found = ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common(6))
+    hint = ""
+    if kinds[".npy"]:
+        hint = "; for arrays set data.source=memmap"
+    elif kinds[".tar"]:
+        hint = "; for tar shards set data.source=webdataset"
+    elif listing.problems:
+        hint = f"; {listing.problems[0].path}: {listing.problems[0].reason}"
+    raise InputError(
+        f"data.folder={root} holds nothing to train on: looked for {looked}, also in subfolders, and found {found or 'no files at all'}{hint}"
+    )
+
+
+class Folder:
+    Config = FolderConfig
+
+    def __init__(
+        self,
+        config: FolderConfig,
+        names: list[str],
+        captions: Captions,
+        split: Split,
+        note: str | None,
+        problems: list[Problem],
+    ) -> None:
+        self.config = config
+        self.root = Path(config.folder).expanduser()
+        self.names = names
+        self.note = note
+        self.problems = problems
+        """What is odd but not fatal: metadata rows without a file, text that is not UTF-8."""
+        self._given = captions.given
+        self._sidecar = captions.sidecar
+        framing = Framing(config.size, config.crop, config.flip, config.rotate)
+        self._wanted = Wanted(
+            framing if split == "train" else framing.still,
+            config.frames,
+            config.fps,
+            config.channels,
+            config.background,
+            config.truncated,
+        )
+
+    @classmethod
+    def open(cls, config: FolderConfig, split: Split, seed: int) -> Folder:
+        root = Path(config.folder).expanduser()
+        listing = list_folder(root)
+        _refuse_empty(root, listing)
+        captions = find_captions(root, listing.media, listing.others)
+        part = select([normalize("NFC", name) for name in listing.media], split, config)
+        names = [listing.media[index] for index in part.indices]
+        return cls(config, names, captions, split, part.note, listing.problems + captions.problems)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, index: int, rng: np.random.Generator) -> Sample:
+        name = self.names[index]
+        clip = read_media(self.root / name, name, self._wanted, rng)
+        pixels, mask = pad(clip.pixels, self.config.frames)
+        return Sample(
+            pixels=pixels, frame_mask=mask, fps=clip.fps or self.config.shape.fps, caption=self.caption(index)
+        )
+
+    def caption(self, index: int) -> str | None:
+        name = self.names[index]
+        text = self._given.get(name)
+        if text is None and name in self._sidecar:
+            try:
+                text = read_caption(self.root / self._sidecar[name])
+            except (OSError, UnicodeDecodeError):  # `kineo data check` says why
+                text = None
+            self._given[name] = text or ""
+        return text or None
+
+    def identity(self, index: int) -> str:
+        return normalize("NFC", self.names[index])
+
+    def missing_captions(self) -> list[str]:
+        return [name for index, name in enumerate(self.names) if self.caption(index) is None]
+
+    def fingerprint(self) -> str:
+        """Changes when a file comes, goes, grows or is written again, or when it would be read differently."""
+        digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)
+        for name in self.names:
+            try:
+                stat = (self.root / name).stat()
+                digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+            except OSError:
+                digest.update(f"{name}\0gone\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+SOURCE = Folder

@@ -1,0 +1,306 @@
+"""Batches for the trainer. Position in the data is the step: item, augmentation and slot follow from (seed, step, slot) alone,
+
+so that any number of workers or processes sees the same batches, and a resumed run starts where it stopped without reading
+what came before.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from kineograph.core.batch import Batch, Sample
+from kineograph.core.errors import ConfigError, InputError, KineoError, RunFailed, Unreadable
+from kineograph.core.noise import numpy_rng
+from kineograph.core.seams import Source
+from kineograph.data.order import items, permute, replacement, spread
+
+_POLL = 5.0  # seconds between looks at whether the workers are alive
+_TRIES = 100  # unreadable replacements in a row
+_KEEP = 256 * 2**20  # bytes of validation batches kept in memory
+
+
+@dataclass
+class _Read:
+    """What a worker sends back."""
+
+    batch: Batch | None = None
+    skipped: dict[str, str] = field(default_factory=dict)  # identity → reason
+    error: KineoError | None = None
+
+    def pin_memory(self) -> _Read:
+        return _Read(self.batch and self.batch.pin_memory(), self.skipped, self.error)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One micro-batch of one rank."""
+
+    key: tuple[int | str, ...]  # of the samples' randomness, before the slot
+    slots: np.ndarray
+    items: np.ndarray
+
+
+class _Reader(Dataset):
+    """Runs in the workers: work → batch."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self.source, self.seed = source, seed
+
+    def __getitem__(self, work: _Work) -> _Read:
+        read = _Read()
+        try:
+            samples = [
+                self._sample(int(item), work.key, int(slot), read.skipped)
+                for item, slot in zip(work.items, work.slots, strict=True)
+            ]
+            read.batch = _collate(samples, work.slots.tolist())
+        except KineoError as error:
+            read.error = error
+        return read
+
+    def _sample(self, item: int, key: tuple, slot: int, skipped: dict[str, str]) -> Sample:
+        """The item, or what stands in for it: (seed, item) decides, so every process agrees without asking."""
+        index = item
+        for attempt in range(_TRIES):
+            try:
+                return self.source.read(index, numpy_rng(self.seed, *key, slot, "data"))
+            except Unreadable as error:
+                skipped[error.path] = error.reason
+                index = replacement(self.seed, item, attempt, len(self.source))
+        path, reason = next(reversed(skipped.items()))
+        raise RunFailed(f"{_TRIES} items in a row could not be read, the last one {path}: {reason}")
+
+
+def _collate(samples: list[Sample], slots: list[int]) -> Batch:
+    try:
+        return Batch.collate(samples, slots)
+    except (RuntimeError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"items of different shapes or fields cannot share a batch: {error}") from None
+
+
+class _Plan(Sampler):
+    def __init__(self, work: Any, count: int) -> None:
+        self.work, self.count = work, count
+
+    def __iter__(self) -> Iterator[_Work]:
+        return iter(self.work())
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def _as_is(read: Any) -> Any:
+    return read
+
+
+def _prepare_worker(worker: int) -> None:
+    """The main process decides when to stop; a Ctrl-C for the whole group must not take the workers first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """New processes would import the script that was started, and run it again where it lacks a main guard. Ours never need it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class Loader:
+    """Micro-batches of each step for one rank, read ahead by worker processes.
+
+    `batch_size` is global: over `world` processes and `accumulate` micro-batches. `skipped` gathers what could not be read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        seed: int,
+        batch_size: int,
+        accumulate: int = 1,
+        workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        pin: bool = False,
+        timeout: float = 600.0,
+        prefetch: int = 4,
+        max_unreadable: float = 1.0,
+    ) -> None:
+        if batch_size % (world * accumulate):
+            parts = f"{world} processes × {accumulate} micro-batches" if world > 1 else f"train.accumulate={accumulate}"
+            near = -(-batch_size // (world * accumulate)) * world * accumulate
+            raise ConfigError(f"train.batch_size={batch_size} does not divide into {parts}: use {near}")
+        if not len(source):
+            raise InputError("the data source has no items")
+        self.source, self.seed, self.batch_size, self.accumulate = source, seed, batch_size, accumulate
+        self.workers, self.rank, self.world = workers, rank, world
+        self.pin, self.timeout, self.prefetch, self.max_unreadable = pin, timeout, prefetch, max_unreadable
+        self.skipped: dict[str, str] = {}
+        self._met = 0  # items asked for
+        self._fixed: dict[tuple[int, int], list[Batch]] = {}
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        """The micro-batches of steps start … stop − 1."""
+        micro = self.batch_size // self.accumulate
+        share = micro // self.world
+        first = self.rank * share
+
+        def work() -> Iterator[_Work]:
+            for step in range(start, stop):
+                chosen = items(self.seed, step * self.batch_size + np.arange(self.batch_size), len(self.source))
+                for part in range(self.accumulate):
+                    slots = np.arange(part * micro + first, part * micro + first + share)
+                    yield _Work((step,), slots, chosen[slots])
+
+        batches: list[Batch] = []
+        for batch in self._run(work, (stop - start) * self.accumulate):
+            batches.append(batch)
+            if len(batches) == self.accumulate:
+                yield batches
+                batches = []
+
+    def fixed(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """The same `count` items (or all there are) with the same crops and starts at every call: for validation.
+
+        Over all ranks each comes once, and every rank gets equally many batches. Slots are places among the `count`.
+        """
+        count = min(count, len(self.source))
+        if (count, batch_size) in self._fixed:
+            yield from self._fixed[count, batch_size]
+            return
+        parts = spread(count, batch_size, self.world)
+
+        def work() -> Iterator[_Work]:
+            for part in parts:
+                slots = part[self.rank]
+                yield _Work(
+                    ("fixed",), slots, permute(slots, len(self.source), 0) if count < len(self.source) else slots
+                )
+
+        kept: list[Batch] | None = []
+        size = 0
+        for batch in self._run(work, len(parts)):
+            yield batch
+            if kept is not None:
+                kept.append(batch)
+                size += _bytes(batch)
+                kept = kept if size <= _KEEP else None
+        if kept is not None:
+            self._fixed[count, batch_size] = kept
+
+    def _run(self, work: Any, count: int) -> Iterator[Batch]:
+        if not count:
+            return
+        reader = _Reader(self.source, self.seed)
+        if not self.workers:
+            for piece in work():
+                batch = self._accept(reader[piece])
+                yield batch.pin_memory() if self.pin else batch
+            return
+        loader = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=_Plan(work, count),
+            collate_fn=_as_is,
+            num_workers=min(self.workers, count),
+            pin_memory=self.pin,
+            prefetch_factor=self.prefetch,
+            worker_init_fn=_prepare_worker,
+            timeout=min(_POLL, self.timeout),
+            multiprocessing_context=_start_method(self.source),
+        )
+        with _main_hidden():
+            reads = iter(loader)
+        try:
+            for _ in range(count):
+                yield self._accept(self._next(reads))
+        finally:
+            _end(reads)
+
+    def _next(self, reads: Iterator[_Read]) -> _Read:
+        """Waits up to `timeout`, looking every few seconds whether the workers still live."""
+        began = time.monotonic()
+        while True:
+            try:
+                return next(reads)
+            except RuntimeError as error:
+                text = str(error)
+                if "timed out" in text:
+                    if time.monotonic() - began < self.timeout:
+                        continue
+                    raise RunFailed(
+                        f"no data for {self.timeout:g} s from {self.workers} workers: a disk that hangs, or batches that take longer; "
+                        "raise train.timeout or train.workers"
+                    ) from None
+                if "DataLoader worker" in text and "Traceback" not in text:
+                    raise RunFailed(
+                        f"a data worker died ({text.splitlines()[0]}): most often out of memory, or too little shared memory (/dev/shm); "
+                        "lower train.workers or train.batch_size, then run the same command to go on"
+                    ) from None
+                raise
+
+    def _accept(self, read: _Read) -> Batch:
+        if read.error is not None:
+            raise read.error
+        assert read.batch is not None
+        self.skipped.update(read.skipped)
+        self._met += len(read.batch)
+        known = min(self._met, len(self.source))
+        if known >= 100 and len(self.skipped) > self.max_unreadable * known:
+            path, reason = next(iter(self.skipped.items()))
+            raise RunFailed(
+                f"{len(self.skipped)} of the first {known} items cannot be read, for instance {path}: {reason}; "
+                f"data.max_unreadable={self.max_unreadable:g} is the limit: repair them or raise it"
+            )
+        return read.batch
+
+
+def _start_method(source: Source) -> str:
+    """Workers are forked from a clean server process: a fork of the training process would inherit locks that its threads
+    hold. Only a user's own Dataset is forked directly, since it may live in memory or in a notebook."""
+    methods = torch.multiprocessing.get_all_start_methods()
+    wanted = "fork" if getattr(source, "in_memory", False) else "forkserver"
+    if wanted not in methods:
+        return "spawn"
+    if wanted == "forkserver":
+        torch.multiprocessing.get_context("forkserver").set_forkserver_preload(
+            ["kineograph.data.loader", "kineograph.data.decode"]
+        )
+    return wanted
+
+
+def _end(reads: Any) -> None:
+    """Stop the workers now. They are deaf to SIGTERM, so one that is stuck is killed."""
+    workers = list(getattr(reads, "_workers", ()))
+    reads._shutdown_workers()
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+def _bytes(batch: Batch) -> int:
+    total = 0
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    batch.map(add)
+    return total

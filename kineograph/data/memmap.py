@@ -1,0 +1,176 @@
+"""Arrays of clips, Moving-MNIST style: .npy or raw, read in place; captions beside them or made from labels."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from einops import rearrange
+
+from kineograph.core.batch import Sample
+from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data.arrays import Array, dtype_of, find_array, lines_beside
+from kineograph.data.config import DataConfig, Split
+from kineograph.data.split import select
+from kineograph.data.timing import window
+from kineograph.data.transforms import fit, pad
+
+_FPS = 8.0  # arrays do not say how fast they were recorded
+
+Layout = Literal["TNHW", "NTHW", "NTCHW"]
+
+
+class MemmapConfig(DataConfig):
+    source: str = "memmap"
+    folder: str
+    """The array file (.npy, or raw with `array_shape` and `array_dtype`), or a folder that holds it as videos.npy or alone."""
+    layout: Literal["auto"] | Layout = "auto"
+    """Axes: T frames, N clips, C channels. auto: where the shape, the labels or the captions leave no doubt."""
+    array_shape: tuple[int, ...] | None = None
+    """Of a raw file, in the order of `layout`."""
+    array_dtype: str = "uint8"
+    """Of a raw file; uint8, bool, or floats in [0, 1]."""
+    labels: str | None = None
+    """File of labels, N or N × K integers, beside the array; null: labels.npy where there is one."""
+    labels_dtype: str = "uint8"
+    """Of a raw labels file."""
+    caption: str | None = None
+    """Captions from labels: "the digit {label}", "the digits {label[0]} and {label[1]}". null: captions.txt or captions.jsonl beside, if any."""
+
+
+def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
+    """`counts`: how many labels or captions there are, where known."""
+    if len(shape) == 5:
+        if shape[2] not in (1, 2, 3, 4):
+            hint = ": channels come before height and width (N T C H W)" if shape[-1] in (1, 2, 3, 4) else ""
+            raise InputError(f"an array of shape {shape} has {shape[2]} channels where 1 to 4 are possible{hint}")
+        return "NTCHW"
+    if len(shape) != 4:
+        raise InputError(f"an array of shape {shape} is not understood: T N H W, N T H W or N T C H W")
+    first, second = shape[:2]
+    if first != second:
+        if first in counts:
+            return "NTHW"
+        if second in counts:
+            return "TNHW"
+        if max(first, second) >= 8 * min(first, second):  # thousands of clips of tens of frames
+            return "NTHW" if first > second else "TNHW"
+    raise InputError(
+        f"an array of shape {shape} may be {first} clips of {second} frames or {second} of {first}: set data.layout=NTHW or data.layout=TNHW"
+    )
+
+
+class Memmap:
+    Config = MemmapConfig
+
+    def __init__(
+        self,
+        config: MemmapConfig,
+        array: Array,
+        layout: Layout,
+        captions: list[str] | None,
+        indices: np.ndarray,
+        note: str | None,
+    ) -> None:
+        self.config, self.array, self.layout, self.captions, self.indices, self.note = (
+            config,
+            array,
+            layout,
+            captions,
+            indices,
+            note,
+        )
+
+    @classmethod
+    def open(cls, config: MemmapConfig, split: Split, seed: int) -> Memmap:
+        array = find_array(config.folder, ("videos", "video", "clips"), config.array_shape, config.array_dtype)
+        if array.dtype.kind not in "bf" and array.dtype != np.uint8:
+            raise InputError(f"{array.path} holds {array.dtype}: uint8, bool or floats in [0, 1] are understood")
+        labels = _labels(config, array.path)
+        lines = lines_beside(array.path)
+        counts = {len(known) for known in (labels, lines) if known is not None}
+        layout = infer_layout(array.shape, counts) if config.layout == "auto" else config.layout
+        if len(layout) != len(array.shape):
+            raise ConfigError(f"data.layout={layout} does not fit {array.path}, whose shape is {array.shape}")
+        count = array.shape[layout.index("N")]
+        captions = lines
+        if config.caption is not None:
+            if labels is None:
+                raise InputError(
+                    f"data.caption makes captions from labels, and there are none beside {array.path}: set data.labels"
+                )
+            labels = (
+                labels.reshape(count, -1) if len(labels) > count and len(labels) % count == 0 else labels
+            )  # a raw file's
+            captions = [_caption(config.caption, label) for label in labels]
+        if captions is not None and len(captions) != count:
+            raise InputError(
+                f"{array.path} has {count} clips in layout {layout}, and there are {len(captions)} labels or captions"
+            )
+        part = select([f"{array.path.name}:{number}" for number in range(count)], split, config)
+        return cls(config, array, layout, captions, part.indices, part.note)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int, rng: np.random.Generator) -> Sample:
+        number = int(self.indices[index])
+        values = self.array.values
+        clip = values[:, number] if self.layout == "TNHW" else values[number]  # T H W or T C H W
+        clip = np.asarray(clip[window(len(clip), self.config.frames, rng)])
+        clip = rearrange(clip, "t c h w -> t h w c") if self.layout == "NTCHW" else clip[..., None]
+        pixels, mask = pad(
+            fit(self._eight_bits(clip, index), self.config.size, self.config.channels), self.config.frames
+        )
+        return Sample(pixels=pixels, frame_mask=mask, fps=self.config.fps or _FPS, caption=self.caption(index))
+
+    def _eight_bits(self, clip: np.ndarray, index: int) -> np.ndarray:
+        if clip.dtype == np.uint8:
+            return clip
+        if clip.dtype.kind == "f" and not (clip.min() >= 0 and clip.max() <= 1):  # also refuses nan
+            raise Unreadable(
+                self.identity(index), f"values from {clip.min():g} to {clip.max():g}: floats must lie in [0, 1]"
+            )
+        return np.rint(clip.astype(np.float32) * 255).astype(np.uint8)
+
+    def caption(self, index: int) -> str | None:
+        return self.captions[self.indices[index]] or None if self.captions else None
+
+    def identity(self, index: int) -> str:
+        return f"{self.array.path.name}:{self.indices[index]}"
+
+    def missing_captions(self) -> list[str]:
+        return [self.identity(index) for index in range(len(self)) if self.caption(index) is None]
+
+    def fingerprint(self) -> str:
+        stat = self.array.path.stat()
+        return hashlib.blake2b(
+            f"{self.config.model_dump_json()}{stat.st_size}{stat.st_mtime_ns}".encode(), digest_size=16
+        ).hexdigest()
+
+
+def _labels(config: MemmapConfig, array: Path) -> np.ndarray | None:
+    path = Path(config.labels).expanduser() if config.labels else array.parent / "labels.npy"
+    if config.labels and not path.is_absolute() and not path.exists():
+        path = array.parent / path
+    if not path.exists():
+        if config.labels:
+            raise InputError(f"data.labels={config.labels} does not exist, neither here nor beside {array}")
+        return None
+    if path.suffix == ".npy":
+        return Array.npy(path).values
+    return np.fromfile(path, dtype=dtype_of(config.labels_dtype, "data.labels_dtype"))
+
+
+def _caption(template: str, label: np.ndarray) -> str:
+    try:
+        return template.format(label=label.tolist())
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"data.caption={template!r} does not fit a label like {label.tolist()}: {error}; use {{label}} or {{label[0]}}"
+        ) from None
+
+
+SOURCE = Memmap

@@ -1,0 +1,114 @@
+"""Decoding every item once before training, so that broken files are known, counted and listed at the start."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.noise import numpy_rng
+from kineograph.core.seams import Source
+
+LIMIT = 10_000  # larger sets are checked as they are met
+
+
+class Skipped(NamedTuple):
+    """One item that cannot be read."""
+
+    path: str
+    reason: str
+
+
+def scan(
+    source: Source,
+    max_unreadable: float,
+    note: Callable[[str], None] | None = None,
+    memory: Path | None = None,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Skipped]:
+    """Read all items of a source with up to 10,000 of them; → those that cannot be read, or an InputError where they are too many.
+
+    `memory` is a file that remembers the result: nothing is decoded again while the files stay as they are.
+    """
+    if len(source) > LIMIT:
+        return []
+    fingerprint = source.fingerprint() if hasattr(source, "fingerprint") else None
+    skipped = _recall(memory, fingerprint)
+    if skipped is None:
+        skipped = _decode_all(source, threads, progress)
+        if memory is not None and fingerprint is not None:
+            write_text(memory, json.dumps({"fingerprint": fingerprint, "skipped": skipped}))
+    _refuse(skipped, len(source), max_unreadable)
+    if skipped and note:
+        note(
+            f"{len(skipped)} of {len(source)} items cannot be read and are left out, the first is {skipped[0].path}: {skipped[0].reason}"
+        )
+    return skipped
+
+
+def _decode_all(source: Source, threads: int | None, progress: Callable[[int, int], None] | None) -> list[Skipped]:
+    def attempt(index: int) -> Skipped | None:
+        try:
+            source.read(index, numpy_rng(0, index, "scan"))
+        except Unreadable as error:
+            return Skipped(error.path, error.reason)
+        return None
+
+    skipped = []
+    # Threads: Pillow and FFmpeg decode without the interpreter lock, and no process has to be started.
+    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
+        for done, found in enumerate(pool.map(attempt, range(len(source))), 1):
+            skipped += [found] if found else []
+            if progress:
+                progress(done, len(source))
+    return skipped
+
+
+def _recall(memory: Path | None, fingerprint: str | None) -> list[Skipped] | None:
+    if memory is None or fingerprint is None or not memory.exists():
+        return None
+    try:
+        saved = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return [Skipped(*row) for row in saved["skipped"]] if saved.get("fingerprint") == fingerprint else None
+
+
+def _refuse(skipped: list[Skipped], count: int, limit: float) -> None:
+    if len(skipped) <= limit * count:
+        return
+    first = "\n".join(f"  {path}: {reason}" for path, reason in skipped[:5])
+    more = f"\n  … and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    raise InputError(
+        f"{len(skipped)} of {count} items cannot be read ({len(skipped) / count:.0%}; data.max_unreadable={limit:g} allows {limit:.0%}):\n{first}{more}\n"
+        f"Repair or remove them, or set data.max_unreadable={min(-(-len(skipped) * 100 // count) / 100, 1):g}"
+    )
+
+
+def write_skipped(path: Path, skipped: Mapping[str, str] | Iterable[tuple[str, str]]) -> int:
+    """Add to skipped.jsonl what is not in it yet: one {path, reason} a line. Returns how many lines it has."""
+    rows: dict[str, str] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows[row["path"]] = row["reason"]
+    rows |= dict(skipped)
+    if rows:
+        write_text(path, "".join(json.dumps({"path": name, "reason": reason}) + "\n" for name, reason in rows.items()))
+    return len(rows)
+
+
+def write_text(path: Path, text: str) -> None:
+    """All or nothing: to a temporary file, flushed, renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

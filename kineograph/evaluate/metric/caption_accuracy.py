@@ -1,0 +1,59 @@
+"""Caption accuracy of generated clips, with the reader's own accuracy on real ones of the same captions as its ceiling."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import ClassVar
+
+from kineograph.core.errors import InputError
+from kineograph.data.digit_captions import Facts, caption_of
+from kineograph.evaluate.caption_accuracy import ATTRIBUTES, compare, facts_of
+from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Result, Subject
+from kineograph.evaluate.reader import WEIGHTS, Reader
+
+
+class CaptionAccuracy:
+    name: ClassVar[str] = "caption_accuracy"
+    needs: ClassVar[frozenset[Kind]] = frozenset({"captions", "generated", "real"})
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.wanted: list[Facts] = []
+        self.drawn: list[Facts] = []
+        self.real: list[Facts] = []
+
+    @classmethod
+    def open(cls, subject: Subject) -> CaptionAccuracy:
+        _wanted(subject.captions or [])
+        return cls(Reader.load(WEIGHTS, subject.device))
+
+    def update(self, evidence: Evidence) -> list[str]:
+        assert evidence.captions is not None and evidence.generated is not None and evidence.real is not None
+        wanted = _wanted(evidence.captions)
+        drawn = self.reader.read(evidence.generated)
+        self.wanted += wanted
+        self.drawn += drawn
+        self.real += self.reader.read(evidence.real)
+        right = compare(wanted, drawn).right
+        return ["✓" if ok else f"✗ reads: {caption_of(facts)}" for ok, facts in zip(right, drawn, strict=True)]
+
+    def compute(self) -> Result:
+        found, ceiling = compare(self.wanted, self.drawn), compare(self.wanted, self.real)
+        values = {"caption_accuracy": found.accuracy, "number": found.number}
+        values |= {name: found.rates[name] for name in ATTRIBUTES if name in found.rates}
+        labels = {"ceiling": ceiling.accuracy, "count": found.count, "extractor": f"reader {_digest()[:12]}"}
+        return Result(values, labels)
+
+
+def _wanted(captions: list[str]) -> list[Facts]:
+    try:
+        return [facts_of(caption) for caption in captions]
+    except InputError as error:
+        raise LeftOut(str(error)) from None
+
+
+def _digest() -> str:
+    return hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
+
+
+METRIC = CaptionAccuracy

@@ -1,0 +1,40 @@
+"""How much of a picture a codec keeps: PSNR = −10 log₁₀ MSE, a picture at a time, over frames that are no padding."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
+
+SMALLEST = 1e-10  # MSE of a perfect copy: 100 dB
+
+
+class Reconstruction:
+    name: ClassVar[str] = "reconstruction"
+    needs: ClassVar[frozenset[Kind]] = frozenset({"real", "reconstruction"})
+
+    def __init__(self) -> None:
+        self.psnr: list[Tensor] = []
+
+    @classmethod
+    def open(cls, subject: Subject) -> Reconstruction:
+        return cls()
+
+    def update(self, evidence: Evidence) -> None:
+        assert evidence.real is not None and evidence.reconstruction is not None
+        error = reduce((evidence.real.float() - evidence.reconstruction.float()).square(), "b t c h w -> b t", "mean")
+        psnr = -10 * torch.log10(error.clamp_min(SMALLEST))  # B T
+        keep = evidence.frame_mask if evidence.frame_mask is not None else torch.ones_like(psnr, dtype=torch.bool)
+        self.psnr.append(psnr[keep].double().cpu())
+
+    def compute(self) -> Result:
+        every = torch.cat(self.psnr)
+        values = {"psnr": float(every.mean()), "psnr_worst_decile": float(every.quantile(0.1))}
+        return Result(values, {"frames": len(every), "unit": "dB"})
+
+
+METRIC = Reconstruction

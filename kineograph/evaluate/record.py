@@ -1,0 +1,56 @@
+"""RUN/evaluation.json: results by split, then checkpoint (`generator/step-00000300`), then metric. Later ones join earlier ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+from kineograph.core.run_folder import RunFolder, write_json
+from kineograph.evaluate.evidence import Result
+
+FORMAT = 1
+Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # split → checkpoint → metric → record
+
+
+def checkpoint_key(stage: str, step: int) -> str:
+    return f"{stage}/step-{step:08d}"
+
+
+def read(run: RunFolder) -> Results:
+    """What has been recorded; nothing where the file is missing or damaged."""
+    try:
+        results = json.loads((run.path / "evaluation.json").read_text(encoding="utf-8"))["results"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return results if isinstance(results, dict) else {}
+
+
+def add(run: RunFolder, split: str, stage: str, step: int, results: dict[str, Result], **told: Any) -> None:
+    """Record results of one checkpoint; a metric judged before is replaced, everything else stays."""
+    path = run.path / "evaluation.json"
+    everything = read(run)
+    if not everything and path.exists():  # damaged: put aside, not thrown away
+        os.replace(path, path.with_name("evaluation.damaged.json"))
+    here = everything.setdefault(split, {}).setdefault(checkpoint_key(stage, step), {})
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    for name, result in results.items():
+        values = {key: value if math.isfinite(value) else None for key, value in result.values.items()}
+        here[name] = {"values": values, "labels": result.labels, **told, "date": date}
+    write_json(path, {"format": FORMAT, "results": everything})
+
+
+def newest(results: Results, split: str, stage: str, metric: str) -> tuple[int, dict[str, Any]] | None:
+    """Step and record of the newest judgement of a stage by a metric."""
+    found = []
+    for key, metrics in results.get(split, {}).items():
+        match = re.fullmatch(rf"{re.escape(stage)}/step-(\d+)", key)
+        if match and isinstance(metrics, dict) and metric in metrics:
+            found.append((str(metrics[metric].get("date", "")), int(match[1]), metrics[metric]))
+    if not found:
+        return None
+    _, step, record = max(found, key=lambda item: item[:2])
+    return step, record

@@ -1,0 +1,282 @@
+"""`kineo evaluate`: show the trained stages of a run held-out data, batch by batch, to every metric that applies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from kineograph.core.batch import Batch
+from kineograph.core.errors import InputError
+from kineograph.core.lookup import find_metric, metric_names
+from kineograph.core.noise import Noise, key_of
+from kineograph.core.run_folder import RunFolder
+from kineograph.core.seams import Source
+from kineograph.core.task import Task
+from kineograph.data.config import Split
+from kineograph.data.loader import Loader
+from kineograph.data.opening import open_source
+from kineograph.evaluate import record, sheets
+from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject
+from kineograph.sample.draw import as_judged, device_for, draw
+from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
+from kineograph.train import checkpoint as checkpoints
+
+Note = Callable[[str], None]
+FIRST_LOOK = 64  # captions that metrics see before anything is drawn
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One stage at one checkpoint, and what the metrics found."""
+
+    stage: str
+    task: str
+    step: int
+    results: dict[str, Result]
+
+
+@dataclass
+class Evaluation:
+    run: Path
+    split: str
+    judged: list[Judged] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> float:
+        """A value by its name, of the last stage that has it: `evaluation["caption_accuracy"]`."""
+        for judged in reversed(self.judged):
+            for result in judged.results.values():
+                if name in result.values:
+                    return result.values[name]
+        raise KeyError(name)
+
+    def table(self) -> Any:
+        """A rich table."""
+        from rich.table import Table
+
+        table = Table("stage", "metric", "value", "of", title=f"{self.run}: {self.split}", title_justify="left")
+        for judged in self.judged:
+            for metric, result in judged.results.items():
+                labels = ", ".join(f"{key} {_short(value)}" for key, value in result.labels.items())
+                for number, (name, value) in enumerate(result.values.items()):
+                    first = f"{judged.stage} @ {judged.step}" if number == 0 else ""
+                    shown = name if name.startswith(metric) or name == metric else f"{metric}: {name}"
+                    table.add_row(first, shown, _short(value), labels if number == 0 else "")
+        return table
+
+    def show(self) -> None:
+        from rich.console import Console
+
+        console = Console(soft_wrap=not sys.stdout.isatty())
+        console.print(self.table())
+        for line in (*self.left_out, *(f"wrote {path}" for path in self.files)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def evaluate(
+    run: str | Path,
+    metrics: Sequence[str] | None = None,
+    *,
+    samples: int = 256,
+    split: str = "validation",
+    checkpoint: str | int = "last",
+    stage: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    batch: int = 32,
+    dataset: Any = None,
+    note: Note = say,
+) -> Evaluation:
+    """Judge a run: the stage that draws at `checkpoint`, the stages under it as it uses them (or `stage` alone).
+
+    `metrics` None takes all that apply; named ones must. Writes RUN/evaluation.json and pictures under RUN/evaluation/.
+    """
+    if split not in get_args(Split):
+        raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
+    if samples < 1 or batch < 1:
+        raise InputError(f"samples={samples}, batch={batch}: both start at 1")
+    folder = RunFolder.existing(run)
+    chosen = {name.replace("-", "_"): find_metric(name) for name in (metrics if metrics is not None else metric_names())}
+    stages = Stages(folder, device_for(device), note)
+    main, names = _stages_to_judge(folder, stage)
+    found = Evaluation(folder.path, split)
+    reasons: dict[str, list[str]] = {name: [] for name in chosen}
+    for name in names:
+        step = checkpoints.choose(folder.checkpoints(name), checkpoint if name == main else "last").step
+        judge = _Judge(folder, stages, name, step, name == main, split, samples, seed, batch, dataset, note)
+        judged = judge.run(chosen, reasons, found)
+        if judged.results:
+            weights = stages.opened[f"{folder.path}/{name}"]
+            record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
+            found.judged.append(judged)
+    _report(found, chosen, reasons, asked=metrics is not None)
+    found.files.insert(0, folder.path / "evaluation.json")
+    return found
+
+
+def _stages_to_judge(run: RunFolder, wanted: str | None) -> tuple[str, list[str]]:
+    """The stage in question, and all trained stages that are judged, in the order of the run."""
+    trained = [name for name in run.config()["stages"] if checkpoints.steps(run.checkpoints(name))]
+    if wanted is not None:
+        return sampling_stage(run, wanted), [wanted]
+    if not trained:
+        raise InputError(f"{run.path} has no checkpoint yet: train first")
+    try:
+        return sampling_stage(run), trained
+    except InputError:  # codecs alone
+        return trained[-1], trained
+
+
+def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[str]], asked: bool) -> None:
+    """Metrics that judged nothing: an error when they were asked for by name, else a line if there is something to say."""
+    done = {name for judged in found.judged for name in judged.results}
+    for name, metric in chosen.items():
+        if name in done:
+            continue
+        why = "; ".join(dict.fromkeys(reasons[name])) or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
+        if asked:
+            raise InputError(f"--metrics {name} does not apply to {found.run}: {why}")
+        if reasons[name]:
+            found.left_out.append(f"{name} is left out: {why}")
+
+
+class _Judge:
+    """Everything about one stage's judgement."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        stages: Stages,
+        name: str,
+        step: int,
+        draws: bool,
+        split: str,
+        samples: int,
+        seed: int,
+        batch: int,
+        dataset: Any,
+        note: Note,
+    ) -> None:
+        tree = folder.config()
+        self.folder, self.name, self.step, self.split, self.seed, self.batch = folder, name, step, split, seed, batch
+        self.device, self.note = stages.device, note
+        self.spec: StageSpec = read_stage(tree, name)
+        self.task: Task = stages.load(name, step)
+        self.draws = draws and self.task.can_sample
+        self.run_seed = int(tree.get("seed", 0))
+        self.source = _open(self.spec, split, self.run_seed, dataset)
+        self.count = min(samples, len(self.source))
+        if self.count < samples:
+            note(f"{name}: the {split} split has {self.count} items, so {self.count} samples are judged instead of {samples}")
+
+    def run(self, chosen: dict[str, Any], reasons: dict[str, list[str]], found: Evaluation) -> Judged:
+        subject = self._subject()
+        offered = self._offered(subject)
+        metrics: dict[str, Metric] = {}
+        for name, metric in chosen.items():
+            if metric.needs <= offered:
+                try:
+                    metrics[name] = metric.open(subject)
+                except LeftOut as reason:
+                    reasons[name].append(str(reason))
+        needed = frozenset().union(*(metric.needs for metric in metrics.values()))
+        pictures = sheets.Pictures()
+        for evidence in self._evidence(needed) if metrics else ():
+            remarks = []
+            for name, metric in list(metrics.items()):
+                try:
+                    remarks.append(metric.update(evidence))
+                except LeftOut as reason:
+                    reasons[name].append(str(reason))
+                    del metrics[name]
+            pictures.add(evidence, [said for said in remarks if said])
+        where = self.folder.path / "evaluation"
+        found.files += pictures.write(where, f"{self.split}-{self.name}-step-{self.step:08d}", self.spec.data.shape.fps)
+        return Judged(self.name, self.spec.config.task, self.step, {name: metric.compute() for name, metric in metrics.items()})
+
+    def _subject(self) -> Subject:
+        captions = [self.source.caption(index) for index in range(min(FIRST_LOOK, len(self.source)))]
+        known = [caption for caption in captions if caption]
+        return Subject(self.name, self.task, self.spec.data, self.spec.data.shape, self.device, known if len(known) == len(captions) else None)
+
+    def _offered(self, subject: Subject) -> frozenset[Kind]:
+        """What this stage can show."""
+        offered: set[Kind] = {"real", "losses"}
+        if subject.captions is not None:
+            offered.add("captions")
+        if self.draws:
+            offered.add("generated")
+        if type(self.task).reconstruct is not Task.reconstruct:
+            offered.add("reconstruction")
+        if hasattr(self.task, "encode") and getattr(self.task, "vocabulary", None):
+            offered.add("tokens")
+        return frozenset(offered)
+
+    def _evidence(self, needed: frozenset[Kind]) -> Iterator[Evidence]:
+        """The same items in the same order every time; those that training validates on come first."""
+        loader = Loader(self.source, seed=key_of(self.run_seed, "validation") >> 1, batch_size=self.batch)
+        noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
+        for real in _shown(loader.fixed(self.count, self.batch), self.name, -(-self.count // self.batch)):
+            real = real.to(self.device)
+            evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
+            if real.pixels is not None:
+                evidence.real = real.video
+            if "generated" in needed:
+                evidence.generated = self._draw(real)
+            with as_judged(self.task, self.device):
+                if "reconstruction" in needed:
+                    shown = self.task.reconstruct(real)
+                    assert shown is not None
+                    evidence.reconstruction = shown.float().clamp(0, 1)
+                if "tokens" in needed:
+                    evidence.tokens = self.task.encode(real.video, real.frame_mask)  # type: ignore[operator]
+                if "losses" in needed:
+                    evidence.losses = self.task.validate(real, Noise(noise_seed, 0, real.slots))
+            yield evidence
+
+    def _draw(self, real: Batch) -> torch.Tensor:
+        options = getattr(self.spec.config, "sample", None)
+        pixels = draw(
+            self.task,
+            real.captions,
+            rows=len(real),
+            options=options,
+            shape=self.spec.data.shape,
+            seed=self.seed,
+            device=self.device,
+            real=real,
+            batch=self.batch,
+            first=int(real.slots[0]),
+        )
+        return pixels.to(self.device)
+
+
+def _open(spec: StageSpec, split: str, seed: int, dataset: Any) -> Source:
+    if spec.data.source == "dataset" and dataset is None:
+        raise InputError(f"stage {spec.name} was trained on a Dataset object: evaluate it from Python with dataset=…")
+    return open_source(spec.data, split, seed, dataset)  # type: ignore[arg-type]
+
+
+def _shown(batches: Iterator[Batch], name: str, total: int) -> Iterator[Batch]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield from batches
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(batches, description=f"judging {name}", total=total, console=Console(stderr=True), transient=True)

@@ -1,0 +1,250 @@
+"""Trains the reader on moving digits: training's glyph images, every combination, many sizes and lengths, mild damage.
+
+The shipped weights' own command is in their metadata; `--show` prints it and the reader's accuracy on held-out items.
+
+    python -m kineograph.evaluate.train_reader --device cuda --steps 12000 --batch 512 --workers 14
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from kineograph.core.noise import Noise, numpy_rng
+from kineograph.data.digit_captions import PLACES, Facts
+from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+from kineograph.evaluate.reader import (
+    COLOUR_NAMES,
+    DIRECTION_NAMES,
+    FRAMES,
+    MOST_FIGURES,
+    WEIGHTS,
+    Reader,
+    ReaderNet,
+    prepare,
+    reading_loss,
+)
+
+STILL = DIRECTION_NAMES.index(None)
+GROUP = 16  # items that share a config; a batch mixes many
+
+
+# Data ------------------------------------------------------------------------------------------------------------
+
+
+def random_config(rng: np.random.Generator, moving: bool) -> MovingDigitsConfig:
+    """Any setting that the dataset offers; the canvas up to twice as wide as high or the reverse."""
+    shorter = int(rng.choice([32, 32, 40, 48, 64, 64]))
+    longer = shorter if rng.random() < 0.7 else int(shorter * rng.uniform(1, 2))
+    size = (shorter, longer) if rng.random() < 0.5 else (longer, shorter)
+    frames = int(rng.choice([2, 4, 8, 8, 8, 16, 17])) if moving else 1
+    digits = int(rng.choice([1, 2]))
+    usual = MovingDigitsConfig(size=size, frames=frames, digits=digits)
+    speed = None
+    if moving and rng.random() < 0.7:
+        slowest = shorter / 8 / (frames - 1)
+        speed = rng.uniform(slowest, min(1.6 * usual.stage.speed, (shorter - usual.stage.side) / 0.7 / (frames - 1)))
+        speed = max(speed, slowest)
+    return MovingDigitsConfig(size=size, frames=frames, digits=digits, speed=speed, coloured=bool(rng.random() < 0.75))
+
+
+def targets_of(facts: Facts) -> np.ndarray:
+    """Figures × (digit, colour, direction, place), −1 where there is none."""
+    rows = np.full((MOST_FIGURES, 4), -1)
+    for row, figure in zip(rows, facts, strict=False):
+        row[:2] = figure.digit, COLOUR_NAMES.index(figure.colour)
+        if figure.direction:
+            row[2] = DIRECTION_NAMES.index(figure.direction)
+        if figure.place:
+            row[3] = PLACES.index(figure.place)
+    return rows
+
+
+class Batches(Dataset):
+    """Step → groups of (pixels uint8 n t 3 H W, targets n figures 4): half of the items are pictures."""
+
+    def __init__(self, seed: int, steps: int, batch: int) -> None:
+        self.seed, self.steps, self.groups = seed, steps, max(2, batch // GROUP)
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        return [self._group(step, number) for number in range(self.groups)]
+
+    def _group(self, step: int, number: int) -> tuple[Tensor, Tensor]:
+        rng = numpy_rng("reader", self.seed, step, number)
+        source = MovingDigits(random_config(rng, moving=number % 2 == 0), "train", unrestricted=True)
+        indices = rng.integers(0, 2**40, GROUP).tolist()
+        moments = torch.linspace(0, source.config.frames - 1, FRAMES if source.config.frames > 1 else 1).round().long()
+        pixels, targets = [], []
+        for index in indices:
+            item = source.item(index)
+            pixels.append(torch.from_numpy(source.paint(item))[moments])
+            targets.append(targets_of(item.facts))
+        return torch.stack(pixels), torch.from_numpy(np.stack(targets))
+
+
+def damage(frames: Tensor, targets: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """What codecs and generators do to digits: bend, shift, blur, fade, tint, speckle. And some clips stand still."""
+    count, moments = frames.shape[:2]
+    device = frames.device
+
+    def spread(name: str, low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * noise.uniform(name, *shape)
+
+    if moments > 1:
+        still = noise.happens("still", 0.06)
+        frames = torch.where(still[:, None, None, None, None], frames[:, :1], frames)
+        direction = torch.where((targets[..., 2] >= 0) & still[:, None], STILL, targets[..., 2])
+        targets = torch.cat([targets[..., :2], direction[..., None], targets[..., 3:]], -1)
+
+    # x ↦ A x + b: a small turn, stretch and slant about the middle, and a shift of less than a pixel
+    bend = spread("bend", -0.1, 0.1, 2, 2) + torch.eye(2, device=device)
+    shift = spread("shift", -0.03, 0.03, 2, 1)
+    grid = F.affine_grid(torch.cat([bend, shift], -1), [count, 1, *frames.shape[-2:]], align_corners=False)
+    bent = F.grid_sample(rearrange(frames, "b t c h w -> b (t c) h w"), grid, align_corners=False)
+
+    sigma = spread("blur", 0.05, 1.0)
+    taps = torch.exp(-0.5 * (torch.arange(-2, 3, device=device) / sigma[:, None]) ** 2)
+    taps = taps / taps.sum(-1, keepdim=True)
+    planes = bent.shape[1]
+    for axis in (2, 3):
+        kernel = taps.repeat_interleave(planes, 0).view(-1, 1, *([5, 1] if axis == 2 else [1, 5]))
+        padding = (2, 0) if axis == 2 else (0, 2)
+        bent = F.conv2d(rearrange(bent, "b p h w -> 1 (b p) h w"), kernel, padding=padding, groups=count * planes)
+        bent = rearrange(bent, "1 (b p) h w -> b p h w", b=count)
+    frames = rearrange(bent, "b (t c) h w -> b t c h w", t=moments)
+
+    frames = frames * spread("fade", 0.65, 1.1, 1, 1, 1, 1) * spread("tint", 0.88, 1.05, 1, 3, 1, 1) + spread(
+        "lift", 0, 0.06, 1, 1, 1, 1
+    )
+    speckle = spread("speckle", 0, 0.08, 1, 1, 1, 1) * noise.normal("speckles", *frames.shape[1:])
+    return (frames + speckle).clamp(0, 1), targets
+
+
+# Training --------------------------------------------------------------------------------------------------------
+
+
+def train(steps: int, batch: int, lr: float, seed: int, device: torch.device, workers: int) -> ReaderNet:
+    torch.manual_seed(seed)
+    net = ReaderNet().to(device)
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    matrices = [weight for weight in net.parameters() if weight.ndim > 1]
+    vectors = [weight for weight in net.parameters() if weight.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}], lr=lr
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    loader = DataLoader(
+        Batches(seed, steps, batch), batch_size=None, num_workers=workers, persistent_workers=workers > 0
+    )
+    began = time.monotonic()
+    for step, groups in enumerate(loader):
+        losses = training_losses(net, groups, seed, step, device)
+        total = torch.stack(list(losses.values())).sum()
+        optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 5.0)
+        optimizer.step()
+        schedule.step()
+        if step % max(1, steps // 40) == 0 or step == steps - 1:
+            parts = " ".join(f"{name} {value.item():.4f}" for name, value in losses.items())
+            print(f"step {step:6d}  {time.monotonic() - began:6.1f} s  {parts}", flush=True)
+    return net
+
+
+def training_losses(
+    net: ReaderNet, groups: list[tuple[Tensor, Tensor]], seed: int, step: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Clips and pictures go through the trunk together, so that batch statistics are over the whole mix."""
+    losses: dict[str, Tensor] = {}
+    ready = [(prepare(pixels.to(device).float() / 255), targets.to(device)) for pixels, targets in groups]
+    kinds = []
+    for moments in (FRAMES, 1):
+        mine = [pair for pair in ready if pair[0].shape[1] == moments]
+        frames, targets = torch.cat([pair[0] for pair in mine]), torch.cat([pair[1] for pair in mine])
+        kinds.append(damage(frames, targets, Noise.for_rows(seed, 2 * step + (moments == 1), len(frames), device)))
+    flat = torch.cat([rearrange(frames, "b t c h w -> (b t) c h w") for frames, _ in kinds])
+    features = net.trunk(flat.contiguous(memory_format=torch.channels_last))
+    sizes = [frames.shape[0] * frames.shape[1] for frames, _ in kinds]
+    for part, (frames, targets) in zip(features.split(sizes), kinds, strict=True):
+        reading = net.heads(rearrange(part, "(b t) d h w -> b t d h w", t=frames.shape[1]))
+        for name, value in reading_loss(reading, targets).items():
+            losses[name] = losses.get(name, 0) + value  # type: ignore[assignment]
+    return losses
+
+
+def save(net: ReaderNet, path: Path, command: str) -> None:
+    tensors = {}
+    for name, value in net.state_dict().items():
+        tensors[name] = (value.half() if value.is_floating_point() else value).contiguous().cpu()
+    save_file(tensors, str(path), metadata={"command": command})
+
+
+def report(reader: Reader, count: int) -> None:
+    """The ceiling: real held-out items, read by the reader."""
+    from kineograph.evaluate.caption_accuracy import ceiling
+
+    for frames, digits, coloured, size in (
+        (1, 1, True, 32),
+        (8, 1, True, 32),
+        (8, 1, False, 32),
+        (16, 1, True, 64),
+        (1, 2, True, 64),
+        (8, 2, True, 64),
+        (8, 2, False, 32),
+    ):
+        config = MovingDigitsConfig(frames=frames, digits=digits, coloured=coloured, size=(size, size))
+        score = ceiling(MovingDigits.open(config, "validation"), reader, count)
+        rates = " ".join(f"{name} {rate:.4f}" for name, rate in score.rates.items())
+        print(
+            f"{digits} digit{'s' * (digits > 1)}, {frames:2d} frames, {size} px, {'coloured' if coloured else 'white'}: all {score.accuracy:.4f}  {rates}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m kineograph.evaluate.train_reader",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--batch", type=int, default=512, help=f"items a step, a multiple of {2 * GROUP}")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--out", type=Path, default=WEIGHTS)
+    parser.add_argument("--show", action="store_true", help="train nothing: print the weights' command and accuracy")
+    parser.add_argument("--count", type=int, default=2000, help="held-out items to measure on")
+    arguments = parser.parse_args()
+    if not arguments.show:
+        net = train(
+            arguments.steps,
+            arguments.batch,
+            arguments.lr,
+            arguments.seed,
+            torch.device(arguments.device),
+            arguments.workers,
+        )
+        save(net, arguments.out, f"python -m kineograph.evaluate.train_reader {shlex.join(sys.argv[1:])}")
+    with safe_open(str(arguments.out), framework="pt") as file:
+        print((file.metadata() or {}).get("command"))
+    report(Reader.load(arguments.out, arguments.device), arguments.count)
+
+
+if __name__ == "__main__":
+    main()

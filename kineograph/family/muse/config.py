@@ -1,0 +1,84 @@
+"""Config of Muse's stages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from kineograph.core.config import Config, StageConfig
+from kineograph.nn.transformer import TransformerConfig
+from kineograph.process.guidance import Schedule
+from kineograph.text import TextConfig
+
+
+class MuseSample(Config):
+    steps: int = Field(18, ge=1)
+    """Forward passes from all tokens hidden to none."""
+    guidance: float = Field(3.0, ge=0)
+    """Classifier-free guidance; 1 is none, and costs half as much."""
+    guidance_schedule: Schedule = "constant"
+    """linear: from 1 at the first step to `guidance` at the last."""
+    temperature: float = Field(1.0, ge=0)
+    """Of drawing tokens; 0 always takes the likeliest."""
+    top_k: int | None = Field(None, ge=1)
+    """Draw among so many likeliest tokens; null: among all."""
+    noise: float = Field(4.5, ge=0)
+    """Gumbel noise on the confidence that decides which tokens stay, falling to 0 by the last step; without a critic."""
+    critic_noise: float = Field(1.0, ge=0)
+    """The same on a critic's scores (uniform noise)."""
+
+
+class MuseConfig(StageConfig, TransformerConfig):
+    codec: str
+    """The stage (or runs/x/stage) whose tokens are modelled."""
+    text: TextConfig = TextConfig()
+    """What reads the captions."""
+    caption_dropout: float = Field(0.1, ge=0, le=1)
+    """Share of training samples whose caption is replaced by the null text, for classifier-free guidance."""
+    positions: Literal["learned", "sincos"] = "learned"
+    """Position vectors added to the tokens."""
+    rotary: bool = True
+    """Rotate queries and keys by row and column too."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target spread evenly over all tokens."""
+    self_conditioning: bool = False
+    """Let each step read the last step's hidden states; trained by two passes on every other step."""
+    critic: Literal["none", "self"] = "none"
+    """self: a second head learns which sampled tokens are wrong, and decides in sampling what is drawn again."""
+    critic_weight: float = Field(1.0, gt=0)
+    """Weight of the self-critic's loss."""
+    low_res: str | None = None
+    """Super-resolution: the generator stage to enlarge from, or a codec stage whose tokens of a smaller image are given."""
+    low_res_size: tuple[int, int] | None = None
+    """Height and width of the smaller image; null: the generator's, or half of data.size with a codec."""
+    sample: MuseSample = MuseSample()
+    """How images are drawn."""
+
+    @field_validator("low_res_size", mode="before")
+    @classmethod
+    def _square(cls, value: object) -> object:
+        return (value, value) if isinstance(value, int) else value
+
+    @property
+    def captioned(self) -> bool:
+        """Whether training needs captions."""
+        return self.text.kind not in ("none", "given")
+
+
+class CriticConfig(StageConfig, TransformerConfig):
+    generator: str
+    """The trained Muse stage (or runs/x/stage) whose samples are judged. Its text encoder is read too."""
+    positions: Literal["learned", "sincos"] = "learned"
+    """Position vectors added to the tokens."""
+    rotary: bool = True
+    """Rotate queries and keys by row and column too."""
+    temperature: float = Field(1.0, gt=0)
+    """Of the generator's tokens that the critic learns to doubt."""
+    sample: MuseSample = MuseSample()
+    """How images are drawn, with the generator and this critic."""
+
+    @property
+    def captioned(self) -> bool:
+        """The generator has been trained on this data: if it needs captions, they are there."""
+        return False

@@ -1,0 +1,97 @@
+"""A token critic as a stage of its own: it learns which of a frozen generator's tokens are wrong, and steers what is drawn again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import ConfigError
+from kineograph.core.noise import Noise
+from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.family.muse.config import CriticConfig, MuseSample
+from kineograph.family.muse.network import Condition, MuseNetwork
+from kineograph.family.muse.task import Critic, Muse, critic_loss
+
+
+class Judged(NamedTuple):
+    """Sums over the places whose token was drawn by the generator."""
+
+    loss: Tensor
+    right: Tensor  # places where the critic's verdict holds
+    wrong: Tensor  # places where the generator erred
+    count: Tensor
+
+
+class MuseCritic(Task):
+    Config = CriticConfig
+    reads = frozenset({"pixels", "captions"})
+
+    def __init__(self, config: CriticConfig, context: BuildContext) -> None:
+        super().__init__()
+        generator = context.stage(config.generator)
+        if not isinstance(generator, Muse):
+            raise ConfigError(f"generator={config.generator} is no muse stage: name the stage whose task is muse")
+        self.config = config
+        self.stages["generator"] = generator
+        self.reads = generator.reads  # type: ignore[misc]
+        inner = generator.network
+        text_width = inner.text.in_features if inner.text is not None else None
+        low_res = (inner.low_res.tokens.num_embeddings, tuple(len(table) for table in inner.low_res.positions.tables)) if inner.low_res else None
+        self.network = MuseNetwork(config, generator.vocabulary, generator.grid, text_width, low_res)  # type: ignore[arg-type]
+        self.score = nn.Linear(config.width, 1)
+
+    @classmethod
+    def build(cls, config: CriticConfig, context: BuildContext) -> MuseCritic:
+        return cls(config, context)
+
+    @property
+    def generator(self) -> Muse:
+        return cast(Muse, self.stages["generator"])
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        return [self.network, self.score]
+
+    def scores(self, tokens: Tensor, condition: Condition) -> Tensor:
+        """How wrong each token looks, B N 1."""
+        return self.score(self.network(tokens, condition.text, condition.mask, condition.low_res))
+
+    def forward(self, batch: Batch, noise: Noise) -> Judged:
+        with torch.no_grad():
+            tokens = self.generator.tokens(batch)
+            condition = self.generator.condition(batch)
+            masked, rows = self.generator.predict(tokens, condition, noise)
+            filled, wrong = self.generator.redraw(rows, masked, tokens, noise, self.config.temperature)
+        scores = self.scores(filled, condition)
+        with torch.no_grad():
+            verdict = (scores.flatten().index_select(0, masked.rows) > 0) == wrong
+        return Judged(
+            critic_loss(scores, masked, wrong),
+            (verdict * masked.weights).sum(),
+            (wrong * masked.weights).sum(),
+            masked.weights.sum(),
+        )
+
+    def loss(self, player: str, shared: Judged) -> Loss:
+        terms = {"accuracy": Mean(shared.right, shared.count), "wrong": Mean(shared.wrong, shared.count)}
+        return Loss(Mean(shared.loss, shared.count), terms)
+
+    def sample(self, prompts: Prompts, options: MuseSample) -> Tensor:
+        def critic(condition: Condition) -> Critic:
+            return lambda tokens, step: self.scores(tokens, condition)[..., 0]
+
+        return self.generator.decode(self.generator.draw(prompts, options, critic))
+
+    def compiled(self) -> list[nn.Module]:
+        return [self.network]
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.network.transformer.blocks)
+
+    def tokens_per_clip(self) -> int:
+        return self.generator.tokens_per_clip()
+
+
+TASK = MuseCritic

@@ -1,0 +1,312 @@
+"""Muse as a stage: training on hidden tokens, and drawing images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise, key_of
+from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.family.muse.config import MuseConfig, MuseSample
+from kineograph.family.muse.network import Condition, MuseNetwork
+from kineograph.nn.head import Head
+from kineograph.process.guidance import guided, scale_at
+from kineograph.process.masking import Masked, find_tokens, hide
+from kineograph.process.sampling import draw_tokens
+from kineograph.text import Text, build_text
+
+Critic = Callable[[Tensor, int], Tensor]
+
+
+@dataclass
+class Scored:
+    """Sums over the scored tokens of a batch."""
+
+    cross_entropy: Tensor
+    correct: Tensor
+    count: Tensor
+    critic: Tensor | None = None
+
+
+class Muse(Task):
+    Config = MuseConfig
+    reads = frozenset({"pixels", "captions"})
+
+    def __init__(self, config: MuseConfig, context: BuildContext) -> None:
+        super().__init__()
+        shape = context.shape
+        if shape.frames != 1:
+            raise ConfigError(f"data.frames={shape.frames} does not fit muse, which draws images: set data.frames=1")
+        self.config, self.shape = config, shape
+        codec = self._codec(config.codec, context.stage(config.codec), "codec")
+        _, height, width = codec.shape_for(1, shape.height, shape.width)
+        self.grid = (height, width)
+        self.vocabulary = self.mask_id = int(codec.vocabulary)
+        self.stages["codec"] = codec
+        low_res = self._find_low_res(config, context) if config.low_res else None
+        text = build_text(config.text, context)
+        self.text = cast(nn.Module, text)
+        if text is None:
+            self.reads = frozenset({"pixels"})  # type: ignore[misc]
+        text_width = text.width if text is not None else None
+        self.network = MuseNetwork(config, self.vocabulary, self.grid, text_width, low_res, config.self_conditioning)
+        self.head = Head(config.width, self.vocabulary, config.label_smoothing)
+        self.critic = nn.Linear(config.width, 1) if config.critic == "self" else None
+
+    @classmethod
+    def build(cls, config: MuseConfig, context: BuildContext) -> Muse:
+        return cls(config, context)
+
+    @staticmethod
+    def _codec(name: str, stage: Any, key: str) -> Any:
+        if not hasattr(stage, "encode") or getattr(stage, "vocabulary", None) is None:
+            raise ConfigError(f"{key}={name} gives no tokens: muse needs a codec with a codebook, such as vqgan")
+        return stage
+
+    def _find_low_res(self, config: MuseConfig, context: BuildContext) -> tuple[int, tuple[int, int]]:
+        """Vocabulary and grid of the smaller image's tokens."""
+        assert config.low_res is not None
+        stage = context.stage(config.low_res)
+        if isinstance(stage, Muse):
+            self.stages["base"] = stage
+            codec, size = stage.stages["codec"], (stage.shape.height, stage.shape.width)
+            if config.low_res_size not in (None, size):
+                raise ConfigError(f"low_res_size={config.low_res_size} does not fit low_res={config.low_res}, which draws {size}: leave it out")
+        else:
+            codec = self._codec(config.low_res, stage, "low_res")
+            size = config.low_res_size or (self.shape.height // 2, self.shape.width // 2)
+        self.stages["low_res"], self.low_res_size = codec, size
+        _, height, width = cast(Any, codec).shape_for(1, *size)
+        return int(cast(Any, codec).vocabulary), (height, width)
+
+    # conditions ----------------------------------------------------------------------------------------------------
+
+    def tokens(self, batch: Batch) -> Tensor:
+        """B N: from a cache, or from the codec."""
+        if batch.tokens is not None:
+            tokens = batch.tokens
+        else:
+            with torch.no_grad():
+                tokens = cast(Any, self.stages["codec"]).encode(batch.video, batch.frame_mask)
+        if tuple(tokens.shape[1:]) != (1, *self.grid):
+            raise InputError(f"tokens of shape {tuple(tokens.shape[1:])} do not fit muse's grid {(1, *self.grid)}: were they cached at another data.size?")
+        return rearrange(tokens, "b 1 h w -> b (h w)")
+
+    def read_text(self, captions: list[str] | None, batch: Batch | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Embeddings and mask of captions, or those that come with the batch. Empty captions are the null text."""
+        if self.text is None:
+            return None, None
+        text = cast(Text, self.text)
+        if batch is not None and batch.text_embeds is not None and not text.trained:
+            embeddings, mask = batch.text_embeds, batch.text_mask
+            if embeddings.shape[2] != text.width:
+                raise InputError(f"text embeddings have {embeddings.shape[2]} channels and text.width={text.width}: make them alike")
+            if mask is None:
+                mask = (embeddings != 0).any(dim=-1)
+            return text.drop(embeddings, mask, torch.zeros_like(mask[:, 0]))
+        if captions is None:
+            raise InputError("these samples have no captions: add them, or set text.kind=none to train without text")
+        embeddings, mask = text.encode(captions)
+        empty = torch.tensor([not caption.strip() for caption in captions]).to(mask.device, non_blocking=True)
+        return text.drop(embeddings, mask, empty)
+
+    def no_text(self, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """The null text for every row."""
+        if self.text is None:
+            return None, None
+        text = cast(Text, self.text)
+        embeddings = torch.zeros(rows, text.length, text.width, device=device)
+        mask = torch.zeros(rows, text.length, dtype=torch.bool, device=device)
+        return text.drop(embeddings, mask, torch.ones(rows, dtype=torch.bool, device=device))
+
+    def read_low_res(self, batch: Batch) -> Tensor | None:
+        """Tokens of the same images made smaller, B M."""
+        if "low_res" not in self.stages:
+            return None
+        if "low_res_tokens" in batch.extra:
+            return batch.extra["low_res_tokens"].flatten(1)
+        if batch.pixels is None:
+            raise InputError("super-resolution reads pixels to make them smaller: cache low_res_tokens beside the tokens, or train from pixels")
+        return self.shrink(batch.video)
+
+    @torch.no_grad()
+    def shrink(self, pixels: Tensor) -> Tensor:
+        """B 1 C H W → tokens of the smaller image, B M."""
+        small = F.interpolate(pixels[:, 0], self.low_res_size, mode="bicubic", antialias=True).clamp(0, 1)
+        return cast(Any, self.stages["low_res"]).encode(small[:, None]).flatten(1)
+
+    def condition(self, batch: Batch, dropped: Tensor | None = None) -> Condition:
+        text, mask = self.read_text(batch.captions, batch)
+        if text is not None and mask is not None and dropped is not None:
+            text, mask = cast(Text, self.text).drop(text, mask, dropped)
+        return Condition(text, mask, self.read_low_res(batch))
+
+    # training ------------------------------------------------------------------------------------------------------
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        return [module for module in (self.network, self.head, self.text, self.critic) if module is not None]
+
+    def hidden(self, tokens: Tensor, condition: Condition, previous: Tensor | None = None) -> Tensor:
+        """B N → B N D."""
+        if self.config.self_conditioning and previous is None:
+            previous = torch.zeros(*tokens.shape, self.config.width, device=tokens.device)
+        return self.network(tokens, condition.text, condition.mask, condition.low_res, previous)
+
+    def predict(self, tokens: Tensor, condition: Condition, noise: Noise) -> tuple[Masked, Tensor]:
+        """Hide tokens and run the network: where the scored ones lie, and their hidden states, R D."""
+        masked = hide(noise, tokens.shape[1])
+        inputs = tokens.masked_fill(masked.mask, self.mask_id)
+        previous = None
+        if self.config.self_conditioning and key_of(noise.seed, noise.step, "self-conditioning") % 2:
+            with torch.no_grad():
+                previous = self.hidden(inputs, condition)
+        hidden = self.hidden(inputs, condition, previous)
+        return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
+
+    @torch.no_grad()
+    def redraw(self, rows: Tensor, masked: Masked, tokens: Tensor, noise: Noise, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Tokens with the model's own draws at the scored places, B N, and which of the R draws are wrong."""
+        uniforms = noise.uniform("redraw", tokens.shape[1]).flatten().index_select(0, masked.rows)
+        drawn = torch.cat([draw_tokens(self.head.logits(rows[part]), uniforms[part], temperature)[0] for part in self.head.chunks(len(rows))])
+        targets = tokens.flatten().index_select(0, masked.rows)
+        drawn = torch.where(masked.weights > 0, drawn, targets)
+        return tokens.flatten().scatter(0, masked.rows, drawn).view_as(tokens), drawn != targets
+
+    def forward(self, batch: Batch, noise: Noise) -> Scored:
+        tokens = self.tokens(batch)
+        dropped = noise.happens("caption dropout", self.config.caption_dropout) if self.training else None
+        condition = self.condition(batch, dropped)
+        masked, rows = self.predict(tokens, condition, noise)
+        targets = tokens.flatten().index_select(0, masked.rows)
+        loss, correct = self.head(rows, targets, masked.weights)
+        scored = Scored(loss, correct, masked.weights.sum())
+        if self.critic is not None:
+            filled, wrong = self.redraw(rows.detach(), masked, tokens, noise)
+            scored.critic = critic_loss(self.critic(self.hidden(filled, condition)), masked, wrong)
+        return scored
+
+    def loss(self, player: str, shared: Scored) -> Loss:
+        terms = {
+            "cross_entropy": Mean(shared.cross_entropy.detach(), shared.count),
+            "accuracy": Mean(shared.correct, shared.count),
+        }
+        total = shared.cross_entropy
+        if shared.critic is not None:
+            total = total + self.config.critic_weight * shared.critic
+            terms["critic"] = Mean(shared.critic.detach(), shared.count)
+        return Loss(Mean(total, shared.count), terms)
+
+    # sampling ------------------------------------------------------------------------------------------------------
+
+    def prompted(self, prompts: Prompts) -> tuple[Condition, Condition | None]:
+        """What is asked for, and what to be guided away from (None: nothing was asked for)."""
+        shape, rows, device = self.shape, len(prompts), prompts.noise.device
+        asked = (prompts.frames or 1, prompts.height or shape.height, prompts.width or shape.width)
+        if asked != (1, shape.height, shape.width):
+            raise InputError(f"frames × height × width = {asked} cannot be drawn: this muse was trained for {(1, shape.height, shape.width)}")
+        low_res = self.prompted_low_res(prompts)
+        null = Condition(*self.no_text(rows, device), low_res)
+        given = prompts.batch is not None and prompts.batch.text_embeds is not None and prompts.captions is None
+        if self.text is None or not (given or prompts.captions is not None):
+            return null, None
+        wanted = Condition(*self.read_text(prompts.captions, prompts.batch if given else None), low_res)
+        if prompts.negative is None:
+            return wanted, null
+        return wanted, Condition(*self.read_text(prompts.negative), low_res)
+
+    def prompted_low_res(self, prompts: Prompts) -> Tensor | None:
+        """The smaller image's tokens: of a given picture, or drawn by the base generator, or of a real sample beside the prompt."""
+        if "low_res" not in self.stages:
+            if prompts.prime is not None:
+                raise InputError("muse draws images from text: a given picture is used by super-resolution stages only")
+            return None
+        if prompts.prime is not None:
+            return self.shrink(prompts.prime[:, :1])
+        if "base" in self.stages:
+            base = cast(Muse, self.stages["base"])
+            inner = Prompts(prompts.noise, prompts.captions, prompts.negative, batch=prompts.batch)
+            return base.draw(inner, base.config.sample).flatten(1)
+        if prompts.batch is None:
+            raise InputError("this super-resolution stage has a codec as low_res and nothing to enlarge: give a picture with --prime")
+        return self.read_low_res(prompts.batch)
+
+    @torch.no_grad()
+    def draw(self, prompts: Prompts, options: MuseSample, make_critic: Callable[[Condition], Critic] | None = None) -> Tensor:
+        """Tokens for prompts, B 1 h w."""
+        wanted, other = self.prompted(prompts)
+        rows, length = len(prompts), self.grid[0] * self.grid[1]
+        guide = options.guidance != 1 and other is not None
+        both = wanted.join(other) if guide and other is not None else wanted
+        memory = self.network.memory(both)
+        previous: list[Tensor | None] = [None]
+        if self.config.self_conditioning:
+            previous[0] = torch.zeros(rows * (2 if guide else 1), length, self.config.width, device=prompts.noise.device)
+
+        def hidden(tokens: Tensor, step: int) -> Tensor:
+            found = self.network(tokens, both.text, both.mask, both.low_res, previous[0], memory)
+            if self.config.self_conditioning:
+                previous[0] = found
+            return found
+
+        # the head is linear: guiding hidden states is guiding logits, at half the price
+        step_hidden = guided(hidden, lambda step: scale_at(options.guidance, step, options.steps, options.guidance_schedule)) if guide else hidden
+
+        def denoise(tokens: Tensor, places: Tensor, step: int) -> Tensor:
+            found = step_hidden(tokens, step)  # B N D
+            return self.head.logits(found.gather(1, places[..., None].expand(-1, -1, found.shape[2])))  # B m V
+
+        if make_critic is None and self.critic is not None:
+            make_critic = self._self_critic
+        tokens = find_tokens(
+            denoise,
+            torch.full((rows, length), self.mask_id, device=prompts.noise.device),
+            mask_id=self.mask_id,
+            steps=options.steps,
+            noise=prompts.noise,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            confidence_noise=options.noise,
+            critic=make_critic(wanted) if make_critic is not None else None,
+            critic_noise=options.critic_noise,
+        )
+        return rearrange(tokens, "b (h w) -> b 1 h w", h=self.grid[0])
+
+    def _self_critic(self, condition: Condition) -> Critic:
+        assert self.critic is not None
+        head = self.critic
+        return lambda tokens, step: head(self.hidden(tokens, condition))[..., 0]
+
+    def sample(self, prompts: Prompts, options: MuseSample) -> Tensor:
+        return self.decode(self.draw(prompts, options))
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> Tensor:
+        return cast(Any, self.stages["codec"]).decode(tokens)
+
+    # how the outside treats it -------------------------------------------------------------------------------------
+
+    def compiled(self) -> list[nn.Module]:
+        return [self.network, self.head.softmax]
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.network.transformer.blocks)
+
+    def assets(self) -> dict[str, str]:
+        return cast(Text, self.text).assets() if self.text is not None else {}
+
+    def tokens_per_clip(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+def critic_loss(scores: Tensor, masked: Masked, wrong: Tensor) -> Tensor:
+    """Sum of the binary cross-entropy of "this token is wrong" (scores B N 1), over the scored places alone."""
+    found = scores.flatten().index_select(0, masked.rows).float()
+    return (F.binary_cross_entropy_with_logits(found, wrong.float(), reduction="none") * masked.weights).sum()

@@ -1,0 +1,233 @@
+"""curves.png: how a run went, from its metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kineograph.media.frames import atomically
+
+DENSE = 2_000  # lines of a stage and split that are all read; of what follows, an even share
+POINTS = 1_500  # drawn a curve
+PARTS = 8  # curves in the panel of loss parts and scores
+_COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")
+
+Curves = dict[str, dict[str, list[tuple[float, float]]]]  # name → stage → (x, y); null in the file is nan here, a gap
+
+
+@dataclass
+class _Panel:
+    title: str
+    log: bool = False
+    curves: Curves = field(default_factory=dict)
+
+
+def draw_curves(metrics: str | Path, out: str | Path) -> Path:
+    """Draw losses, learning rate, gradient norm, throughput and codebook use over the steps of all stages, one after another."""
+    out = Path(out)
+    records = list(read_records(Path(metrics)))
+    axis = _Axis(records)
+    panels = [panel for panel in _panels(records, axis) if panel.curves]
+    with atomically(out) as temporary:
+        _draw(panels, axis, temporary)
+    return out
+
+
+# Reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole records in order; of a long file the beginning of each stage and an even share of the rest."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(65_536)
+        stride = max(1, int(size / max(1, len(head)) * head.count(b"\n")) // (4 * DENSE))
+        file.seek(0)
+        met: Counter[bytes] = Counter()
+        for line in file:
+            kind = b"".join(line.split(b",", 2)[:2])  # stage and split come first
+            met[kind] += 1
+            if met[kind] > DENSE and met[kind] % stride:
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:  # torn by a kill, or not text
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), (int, float)) and "stage" in record:
+                yield record
+
+
+class _Axis:
+    """Stages side by side on one x axis. Each is as wide as its share of the steps, short ones at least a fifth of the widest."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.steps: dict[str, float] = {}
+        for record in records:
+            stage = str(record["stage"])
+            self.steps[stage] = max(self.steps.get(stage, 1), record["step"])
+        longest = max(self.steps.values(), default=1)
+        self.width = {stage: max(steps / longest, 0.2) for stage, steps in self.steps.items()}
+        ends = np.cumsum([0.0, *self.width.values()])
+        self.start = dict(zip(self.steps, ends.tolist()))
+        self.end = float(ends[-1]) or 1.0
+
+    def place(self, stage: str, step: float) -> float:
+        return self.start[stage] + step / self.steps[stage] * self.width[stage]
+
+    def ticks(self) -> tuple[list[float], list[str]]:
+        """Half-way and at the end of each stage, labelled with its own steps."""
+        places, labels = [0.0], ["0"]
+        for stage, steps in self.steps.items():
+            for share in (0.5, 1.0):
+                if share == 1.0 or self.width[stage] > 0.3:
+                    places.append(self.start[stage] + share * self.width[stage])
+                    labels.append(_short(steps * share))
+        return places, labels
+
+
+def _short(number: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
+    loss = _Panel("loss", log=True)
+    parts = _Panel("parts of the loss, and scores", log=True)
+    rate = _Panel("learning rate")
+    norm = _Panel("gradient norm", log=True)
+    speed = _Panel("samples a second")
+    codes = _Panel("codebook: share of codes in use")
+    for record in records:
+        stage, split = str(record["stage"]), str(record.get("split", "train"))
+        x = axis.place(stage, record["step"])
+        for name, value in record.items():
+            if name == "step" or isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+                continue
+            panel, label = parts, f"{name}, {split}"
+            last = name.rpartition("/")[2]
+            if name == "loss":
+                panel, label = loss, split
+            elif last == "loss":
+                panel = loss
+            elif last == "lr":
+                panel, label = rate, name
+            elif last in ("gradient_norm", "grad_norm"):
+                panel, label = norm, name
+            elif name == "time/samples_per_second":
+                panel, label = speed, "samples/s"
+            elif name.startswith("time/") or last in ("skipped", "ema_decay"):
+                continue
+            elif _is_codebook_share(name):
+                panel = codes
+            panel.curves.setdefault(label, {}).setdefault(stage, []).append(
+                (x, math.nan if value is None else float(value))
+            )
+    for panel in (panels := [loss, parts, rate, norm, speed, codes]):
+        panel.curves = {name: segments for name, segments in panel.curves.items() if _finite(segments)}
+    parts.curves = dict(sorted(parts.curves.items(), key=lambda item: -_finite(item[1]))[:PARTS])
+    return panels
+
+
+def _finite(segments: dict[str, list[tuple[float, float]]]) -> int:
+    return sum(math.isfinite(y) for points in segments.values() for _, y in points)
+
+
+def _is_codebook_share(name: str) -> bool:
+    last = name.rpartition("/")[2]
+    return last in ("use", "usage") or ("codebook" in name and "perplexity" not in name and "loss" not in name)
+
+
+# Drawing ---------------------------------------------------------------------------------------------------------
+
+
+def _draw(panels: list[_Panel], axis: _Axis, path: Path) -> None:
+    # Without pyplot: no global state, and half the import time.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = max(1, math.ceil(len(panels) / 2))
+    high = 2.9 * rows
+    figure = Figure(figsize=(12, high), dpi=100)
+    FigureCanvasAgg(figure)
+    # Fixed margins: a layout engine draws everything twice.
+    figure.subplots_adjust(left=0.055, right=0.985, bottom=0.3 / high, top=1 - 0.5 / high, wspace=0.13, hspace=0.4)
+    if not panels:
+        figure.text(0.5, 0.5, "no numbers yet", ha="center", va="center", color="#777777")
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, 2, index + 1)
+        for number, (name, segments) in enumerate(panel.curves.items()):
+            label: str | None = name
+            for points in segments.values():
+                _draw_curve(axes, label, np.asarray(points, dtype=float), _COLOURS[number % len(_COLOURS)])
+                label = None  # one entry in the legend
+        _dress(axes, panel, axis)
+    figure.savefig(path, format="png")
+
+
+def _draw_curve(axes: Any, label: str | None, points: np.ndarray, colour: str) -> None:
+    """One stage's part of a curve: as it is where it is short, else faint with a running mean over it."""
+    if len(points) > POINTS:
+        points = points[np.linspace(0, len(points) - 1, POINTS).round().astype(int)]
+    x, y = points.T
+    y = np.where(np.isfinite(y), y, np.nan)
+    if len(y) < 100:
+        axes.plot(x, y, color=colour, lw=1.3, marker="o" if len(y) < 30 else None, ms=2.5, label=label)
+    else:
+        axes.plot(x, y, color=colour, lw=0.6, alpha=0.3)
+        axes.plot(x, _smooth(y, max(3, len(y) // 100)), color=colour, lw=1.4, label=label)
+
+
+def _smooth(y: np.ndarray, window: int) -> np.ndarray:
+    """Running mean that skips gaps, and leaves them gaps."""
+    known = np.isfinite(y)
+    kernel = np.ones(window)
+    total = np.convolve(np.where(known, y, 0.0), kernel, mode="same")
+    count = np.convolve(known.astype(float), kernel, mode="same")
+    return np.where(known, total / np.maximum(count, 1.0), np.nan)
+
+
+def _dress(axes: Any, panel: _Panel, axis: _Axis) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    values = np.asarray(
+        [y for segments in panel.curves.values() for points in segments.values() for _, y in points], dtype=float
+    )
+    values = values[np.isfinite(values)]
+    if panel.log and (values > 0).all() and values.max() > 8 * values.min():
+        axes.set_yscale("log")
+        few = values.max() < 1000 * values.min()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_title(panel.title, fontsize=10, loc="left", pad=15)
+    axes.set_xlim(0, axis.end)
+    axes.set_xticks(*axis.ticks(), fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.grid(alpha=0.25, lw=0.6)
+    for spine in ("top", "right"):
+        axes.spines[spine].set_visible(False)
+    for number, (stage, start) in enumerate(axis.start.items()):
+        if number:
+            axes.axvline(start, color="#555555", lw=0.9, ls="--")
+        middle = start + axis.width[stage] / 2
+        axes.text(
+            middle,
+            1.01,
+            stage,
+            transform=axes.get_xaxis_transform(),
+            fontsize=8,
+            color="#555555",
+            ha="center",
+            va="bottom",
+        )
+    if len(panel.curves) > 1:
+        axes.legend(fontsize=7, frameon=False, ncols=2 if len(panel.curves) > 4 else 1)

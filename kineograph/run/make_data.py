@@ -1,0 +1,198 @@
+"""`kineo data make`: moving digits written as a real dataset, in each form that is read back.
+
+    gif, mp4, png   000017.gif beside 000017.txt (its caption); png is one picture an item
+    memmap          videos.npy, uint8, N T C H W · labels.npy, int64, N × digits, in the order of the caption · captions.txt, one a line
+    webdataset      shard-000000.tar … with KEY.gif (or mp4, png), KEY.txt and KEY.json for each item
+
+The folder appears under its name when all of it is there: a kill leaves a hidden folder beside it and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import shutil
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from kineograph.core.config import Tree, parse, parse_override, unknown_key
+from kineograph.core.errors import InputError
+from kineograph.data.config import Split
+from kineograph.data.digit_captions import Facts
+from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+from kineograph.media.clips import write_clip
+
+KINDS = ("moving-digits",)
+CLIP_FRAMES = 16  # unless `frames` says otherwise; png has one
+# Keys of data.* that choose among items: here --count and --split do.
+_NOT_HERE = ("source", "validation", "test", "max_unreadable", "count")
+_SHARD = 1000
+_LINE_EVERY = 10.0  # seconds between lines when there is no terminal
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is written where."""
+
+    source: MovingDigits
+    count: int
+    folder: Path
+    suffix: str  # of media files
+    shard: int
+
+    def name(self, index: int) -> str:
+        return f"{index:0{max(6, len(str(self.count - 1)))}d}"
+
+
+def make(
+    what: str, out: str | Path, count: int, as_: str = "gif", settings: Sequence[str] = (), split: str = "train"
+) -> Path:
+    """Write `count` items into a new or empty folder. → the folder."""
+    if what.replace("_", "-") not in KINDS:
+        raise InputError(f"{what!r} is not a dataset that can be made: use {', '.join(KINDS)}")
+    if as_ not in FORMATS:
+        raise InputError(f"--as {as_}: use {', '.join(FORMATS)}")
+    if split not in get_args(Split):
+        raise InputError(f"--split {split}: use {', '.join(get_args(Split))}")
+    if count < 1:
+        raise InputError(f"--count {count}: write at least 1 item")
+    config, shard, suffix = _read_settings(settings, as_)
+    source = MovingDigits(config, split)  # type: ignore[arg-type]
+    with _folder(Path(out)) as folder:
+        FORMATS[as_](Job(source, count, folder, suffix, shard))
+    return Path(out)
+
+
+def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfig, int, str]:
+    """`key=value` of data.*, and for webdataset `shard` (items a file) and `format` (of its media)."""
+    known = [name for name in MovingDigitsConfig.model_fields if name not in _NOT_HERE]
+    if as_ == "webdataset":
+        known += ["shard", "format"]
+    tree: Tree = {}
+    for text in settings:
+        key, value = parse_override(text)
+        key = key.removeprefix("data.")
+        if key not in known:
+            raise InputError(unknown_key(key, known))
+        tree[key] = value
+    shard, media = tree.pop("shard", _SHARD), tree.pop("format", None)
+    if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
+        raise InputError(f"shard={shard!r}: give the number of items a tar file, at least 1")
+    still = as_ == "png" or media == "png"
+    config = parse(MovingDigitsConfig, {"frames": 1 if still else CLIP_FRAMES, **tree})
+    if media is None:
+        media = as_ if as_ in _MEDIA else "png" if config.frames == 1 else "gif"
+    if media not in _MEDIA:
+        raise InputError(f"format={media}: use {', '.join(_MEDIA)}")
+    if media == "png" and config.frames > 1:
+        raise InputError(
+            f"frames={config.frames} does not fit png, which holds one picture: use frames=1, or gif or mp4 for clips"
+        )
+    return config, shard, f".{media}"
+
+
+@contextmanager
+def _folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out` that takes its name at the end."""
+    place = out.resolve()
+    try:
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise InputError(f"{out} exists and is not an empty folder: name a new one, nothing is ever overwritten")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        hidden = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
+        hidden.mkdir()
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror}") from None
+    try:
+        yield hidden
+        os.rename(hidden, place)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+# Formats ---------------------------------------------------------------------------------------------------------
+
+
+def _write_files(job: Job) -> None:
+    for index in _counted(job):
+        sample = job.source.read(index)
+        path = write_clip(job.folder / f"{job.name(index)}{job.suffix}", sample.pixels, sample.fps)  # type: ignore[arg-type]
+        path.with_suffix(".txt").write_text(f"{sample.caption}\n", encoding="utf-8")
+
+
+def _write_memmap(job: Job) -> None:
+    config = job.source.config
+    shape = (job.count, config.frames, config.channels, *config.size)
+    videos = np.lib.format.open_memmap(job.folder / "videos.npy", mode="w+", dtype=np.uint8, shape=shape)
+    labels = np.empty((job.count, config.digits), dtype=np.int64)
+    with open(job.folder / "captions.txt", "w", encoding="utf-8") as captions:
+        for index in _counted(job):
+            sample = job.source.read(index)
+            videos[index] = sample.pixels.numpy()  # type: ignore[union-attr]
+            labels[index] = [figure.digit for figure in job.source.facts(index)]
+            captions.write(f"{sample.caption}\n")
+    videos.flush()
+    np.save(job.folder / "labels.npy", labels)
+
+
+def _write_shards(job: Job) -> None:
+    indices = _counted(job)
+    for shard in range(-(-job.count // job.shard)):
+        with tarfile.open(job.folder / f"shard-{shard:06d}.tar", "w") as tar:
+            for index in islice(indices, job.shard):
+                _add_item(tar, job, index)
+
+
+def _add_item(tar: tarfile.TarFile, job: Job, index: int) -> None:
+    sample, key = job.source.read(index), job.name(index)
+    path = write_clip(job.folder / f"{key}{job.suffix}", sample.pixels, sample.fps)  # type: ignore[arg-type]
+    _add(tar, path.name, path.read_bytes())
+    path.unlink()
+    facts = {"identity": job.source.identity(index), "fps": sample.fps, "figures": _facts(job.source.facts(index))}
+    _add(tar, f"{key}.txt", str(sample.caption).encode())
+    _add(tar, f"{key}.json", json.dumps({"caption": sample.caption, **facts}, ensure_ascii=False).encode())
+
+
+def _facts(facts: Facts) -> list[dict[str, Any]]:
+    return [{key: value for key, value in vars(figure).items() if value is not None} for figure in facts]
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)  # no time and no owner: the same items make the same bytes
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+_MEDIA = ("gif", "mp4", "png")
+FORMATS: dict[str, Callable[[Job], None]] = {
+    **dict.fromkeys(_MEDIA, _write_files),
+    "memmap": _write_memmap,
+    "webdataset": _write_shards,
+}
+
+
+def _counted(job: Job) -> Iterator[int]:
+    """Indices, with a bar on a terminal and a line now and then elsewhere."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        yield from track(range(job.count), "writing", console=Console(stderr=True), transient=True)
+        return
+    last = time.monotonic()
+    for index in range(job.count):
+        if time.monotonic() - last > _LINE_EVERY:
+            last = time.monotonic()
+            print(f"{index} of {job.count} written", file=sys.stderr, flush=True)
+        yield index

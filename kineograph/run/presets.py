@@ -1,0 +1,93 @@
+"""`kineo presets`: what ships, read from the head of each preset's file.
+
+A preset begins with comment lines of the form `# Key: text`, each key once and in any order, before anything else:
+
+    # Summary: what it is, in one line
+    # Command: kineo train NAME
+    # Hardware: what it was made for
+    # Time: how long it takes there
+    # Expect: the result to expect
+
+A text may go on in comment lines that are indented by two spaces or more after the `#`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kineograph.core.errors import ConfigError
+from kineograph.run.layers import PRESETS, preset_names, read_layers
+
+KEYS = ("Summary", "Command", "Hardware", "Time", "Expect")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One row of the table."""
+
+    name: str
+    family: str
+    stages: tuple[str, ...]
+    summary: str
+    command: str
+    hardware: str
+    time: str
+    expect: str
+
+
+def header(path: Path) -> dict[str, str]:
+    """The `# Key: text` lines at the head of a file."""
+    found: dict[str, str] = {}
+    last = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        text = line[1:]
+        key, colon, value = text.strip().partition(":")
+        if colon and key in KEYS:
+            if key in found:
+                raise ConfigError(f"{path}: '# {key}:' stands there twice")
+            found[key], last = value.strip(), key
+        elif last and text.startswith("  "):
+            found[last] = f"{found[last]} {text.strip()}"
+        else:
+            last = None
+    return found
+
+
+def read_preset(path: Path) -> Preset:
+    """Header and stages of one preset."""
+    head = header(path)
+    missing = [key for key in KEYS if not head.get(key)]
+    if missing:
+        raise ConfigError(f"{path}: the header lacks {', '.join(f'# {key}:' for key in missing)}")
+    tree = read_layers(path)
+    stages = tree.get("stages") or {}
+    tasks = [str((stage or {}).get("task", "")) for stage in stages.values()]
+    # The family is what the last stages build up to: `muse` of vqgan, muse, muse.critic.
+    family = tasks[-1].partition(".")[0] if tasks else ""
+    return Preset(path.stem, family, tuple(stages), *(head[key] for key in KEYS))
+
+
+def presets() -> list[Preset]:
+    return [read_preset(PRESETS / f"{name}.yaml") for name in preset_names()]
+
+
+def table() -> None:
+    """Print all presets: family, stages, hardware, time, expected result."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = Table(
+        "preset", "family", "stages", "hardware", "time", "expect", box=None, pad_edge=False, header_style="bold"
+    )
+    for preset in presets():
+        rows.add_row(preset.name, preset.family, " → ".join(preset.stages), preset.hardware, preset.time, preset.expect)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no edge to fold at
+    console.print(rows)
+    console.print(
+        "\nkineo train PRESET trains one; kineo doctor PRESET tells what it needs of this machine.", markup=False
+    )

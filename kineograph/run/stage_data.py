@@ -1,0 +1,147 @@
+"""A stage's data, opened and checked: training and validation sources, loaders, captions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kineograph.core import ranks
+from kineograph.core.batch import Batch
+from kineograph.core.errors import InputError
+from kineograph.core.noise import key_of
+from kineograph.core.seams import Source
+from kineograph.data.loader import Loader
+from kineograph.data.opening import open_source
+from kineograph.data.scan import scan, write_skipped
+from kineograph.run.plan import StagePlan
+from kineograph.train.config import TrainConfig
+
+VOCABULARY_CAPTIONS = 20_000  # captions that a learned vocabulary is made from
+
+
+@dataclass
+class StageData:
+    """What a stage trains and validates on."""
+
+    stage: StagePlan
+    seed: int
+    source: Source
+    validation: Source
+    skipped: dict[str, str]  # item → why it cannot be read
+
+    def loader(self, source: Source | None = None) -> Loader:
+        """Batches of `source` (by default the training source) as training reads them."""
+        train = self.stage.train
+        return Loader(
+            source if source is not None else self.source,
+            seed=self.seed,
+            batch_size=train.batch_size,
+            accumulate=train.accumulate,
+            workers=workers_for(train),
+            rank=ranks.rank(),
+            world=ranks.world(),
+            pin=torch.cuda.is_available(),
+            timeout=train.timeout,
+            max_unreadable=self.stage.spec.data.max_unreadable,
+        )
+
+    def validation_loader(self) -> Loader:
+        train = self.stage.train
+        return Loader(
+            self.validation,
+            seed=key_of(self.seed, "validation") >> 1,
+            batch_size=train.batch_size,
+            workers=0,
+            rank=ranks.rank(),
+            world=ranks.world(),
+            timeout=train.timeout,
+        )
+
+    @cached_property
+    def _validation(self) -> Loader:
+        return self.validation_loader()
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """The same items with the same crops every time."""
+        train = self.stage.train
+        count = min(train.validation_samples, len(self.validation))
+        micro = max(1, train.batch_size // train.accumulate)
+        return self._validation.fixed(count, min(micro, count))
+
+    def pictures(self, count: int) -> Batch:
+        """A few validation items, always the same, to show."""
+        count = min(count, len(self.validation))
+        return next(iter(self._validation.fixed(count, count)))
+
+    def write_skipped(self, path: Path, loader: Loader) -> None:
+        """List what could not be read, found at the start or met on the way."""
+        skipped = self.skipped | loader.skipped | self._validation.skipped
+        if skipped and ranks.is_first():
+            write_skipped(path, skipped)
+
+    def captions(self) -> list[str]:
+        """Training captions, for a vocabulary."""
+        found = (self.source.caption(index) for index in range(min(len(self.source), VOCABULARY_CAPTIONS)))
+        return list(dict.fromkeys(caption for caption in found if caption))
+
+    def prompts(self, wanted: list[str] | str, count: int) -> list[str] | None:
+        """The prompts that training samples show; None where nothing has a caption."""
+        if isinstance(wanted, list):
+            return wanted[:count]
+        captions = [self.validation.caption(index) for index in range(min(len(self.validation), count))]
+        found = [caption for caption in captions if caption]
+        return found or None
+
+
+def workers_for(train: TrainConfig) -> int:
+    if train.workers != "auto":
+        return train.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, cores // 2)
+
+
+def open_data(
+    stage: StagePlan,
+    seed: int,
+    dataset: Any = None,
+    note: Callable[[str], None] = print,
+    memory: Path | None = None,
+    opened: dict[str, StageData] | None = None,
+) -> StageData:
+    """Open and check a stage's data before anything is written.
+
+    `memory` is where the scan of the files is remembered; `opened` holds the data of earlier stages: the same config is read once.
+    """
+    config = stage.spec.data
+    same = next((other for other in (opened or {}).values() if other.stage.spec.data == config), None)
+    if same is not None:
+        found = StageData(stage, seed, same.source, same.validation, same.skipped)
+    else:
+        source = open_source(config, "train", seed, dataset)
+        if len(source) == 0:
+            raise InputError(f"data.source={config.source} has no training items: lower data.validation and data.test, or add data")
+        scanned = scan(source, config.max_unreadable, memory)
+        if scanned.skipped:
+            note(f"{len(scanned.skipped)} of {len(source)} items cannot be read and are left out; skipped.jsonl lists them with the reason")
+        if config.validation == 0:
+            note("data.validation=0: validation runs on training data")
+        found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), scanned.skipped)
+    if "captions" in stage.spec.task.reads_for(stage.spec.config):
+        _need_captions(found.source, stage)
+    return found
+
+
+def _need_captions(source: Source, stage: StagePlan) -> None:
+    looked = min(len(source), 1000)
+    missing = [source.identity(index) for index in range(looked) if not source.caption(index)]
+    if missing:
+        raise InputError(
+            f"stage {stage.name} ({stage.spec.config.task}) reads captions, and {len(missing)} of the first {looked} items have none, "
+            f"such as {missing[0]}: put a caption into a .txt file of the same name, or into metadata.jsonl (file_name, text)"
+        )

@@ -1,0 +1,1 @@
+def cached_source(*a, **k): return None

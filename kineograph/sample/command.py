@@ -1,0 +1,73 @@
+"""`kineo sample`: open a run, draw, write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kineograph.core.config import parse_override
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.run_folder import RunFolder
+from kineograph.sample.draw import Sampler
+from kineograph.sample.write import check_format, write
+
+
+def draw_and_write(
+    run: str | Path,
+    prompts: Sequence[str] | None,
+    *,
+    out: Path | None = None,
+    count: int = 1,
+    seed: int = 0,
+    guidance: float | None = None,
+    steps: int | None = None,
+    frames: int | None = None,
+    size: str | None = None,
+    prime: Path | None = None,
+    negative: str | None = None,
+    checkpoint: str | int = "last",
+    format: str | None = None,
+    stage: str | None = None,
+    settings: Sequence[str] = (),
+    device: str = "auto",
+    ema: bool = True,
+) -> list[Path]:
+    """→ the files, media first. Nothing is written when anything about the call is wrong."""
+    check_format(format)
+    folder = RunFolder.existing(run)
+    height_width = _size(size)
+    options = dict(_setting(text) for text in settings)
+    sampler = Sampler.open(folder, checkpoint, stage, device, ema)
+    drawn = sampler.sample(
+        prompts,
+        count=count,
+        seed=seed,
+        guidance=guidance,
+        steps=steps,
+        frames=frames,
+        size=height_width,
+        prime=prime,
+        negative=negative,
+        options=options,
+    )
+    return write(drawn, out if out is not None else folder.path / "drawn", format)
+
+
+def _setting(text: str) -> tuple[str, object]:
+    key, value = parse_override(text)
+    if not key.startswith("sample."):
+        raise ConfigError(f"--set {text}: only sampling options can be set here; they look like sample.guidance=3")
+    return key, value
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    """`64` or `48x64` (height × width)."""
+    if text is None:
+        return None
+    try:
+        parts = [int(part) for part in text.lower().split("x")]
+    except ValueError:
+        parts = []
+    if len(parts) not in (1, 2):
+        raise InputError(f"--size {text} is not a size: use 64, or height x width as in 48x64")
+    return parts[0], parts[-1]

@@ -1,0 +1,340 @@
+"""Prompts to pixels: with a run's trained stage (`Sampler`), or with a Task that is being trained. Both take one path, `draw`,
+so that a picture seen while training is the picture that the same weights draw later."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from kineograph.core import ranks
+from kineograph.core.batch import Batch, Prompts, Shape
+from kineograph.core.config import Config, flatten, merge, nest, parse
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise, key_of
+from kineograph.core.run_folder import RunFolder
+from kineograph.core.task import Task
+from kineograph.sample.stages import Stages, read_stage, sampling_stage
+from kineograph.train import checkpoint as checkpoints
+from kineograph.train.stepper import precision_for
+
+BATCH = 32  # rows drawn at once unless told otherwise
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where pictures came from: everything that drawing them again takes."""
+
+    run: str
+    stage: str
+    step: int
+    ema: bool
+    weights: dict[str, str]  # run/stage of every stage that took part → sha256 of its weights
+    seed: int
+    captions: list[str] | None
+    count: int  # a caption
+    negative: str | None
+    frames: int | None
+    size: tuple[int, int] | None
+    prime: dict[str, Any] | None
+    options: dict[str, Any]  # all of them, resolved
+    changed: dict[str, Any]  # those that differ from the run's own
+    device: str
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures or clips, a row each, with the caption of each row."""
+
+    pixels: Tensor  # B T C H W, float in [0, 1], on the CPU
+    fps: float
+    captions: list[str | None]
+    options: Any
+    origin: Origin
+
+    def __len__(self) -> int:
+        return self.pixels.shape[0]
+
+    def save(self, folder: str | Path, format: str | None = None) -> list[Path]:
+        """Write each as media with a JSON file beside it; see sample/write.py."""
+        from kineograph.sample.write import write
+
+        return write(self, folder, format)
+
+
+class Sampler:
+    """A trained stage that draws. `kineograph.load("runs/x")` gives one."""
+
+    def __init__(self, stages: Stages, stage: str, task: Task, found: checkpoints.Checkpoint, ema: bool) -> None:
+        spec = read_stage(stages.run.config(), stage)
+        self.run = stages.run
+        self.stage = stage
+        self.task = task
+        self.task_name = spec.config.task
+        self.step = found.step
+        self.ema = ema
+        self.shape: Shape = spec.data.shape
+        self.options = getattr(spec.config, "sample", None)
+        self.device = stages.device
+        self._stages = stages
+
+    @staticmethod
+    def open(
+        run: str | Path | RunFolder,
+        checkpoint: str | int = "last",
+        stage: str | None = None,
+        device: str = "auto",
+        ema: bool = True,
+        compile: bool = False,
+    ) -> Sampler:
+        """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn."""
+        folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
+        stages = Stages(folder, device_for(device))
+        name = sampling_stage(folder, stage)
+        found = checkpoints.choose(folder.checkpoints(name), checkpoint)
+        task = stages.load(name, found.step, ema)
+        if not task.can_sample:
+            raise InputError(f"stage {name!r} of {folder.path} draws nothing: {type(task).__name__} only encodes and decodes; name a generator's stage")
+        if compile:
+            for part in (task, *task.stages.values()):
+                for module in part.compiled():
+                    module.compile(dynamic=False)
+        return Sampler(stages, name, task, found, ema)
+
+    def sample(
+        self,
+        captions: Sequence[str] | str | None = None,
+        *,
+        count: int = 1,
+        seed: int = 0,
+        guidance: float | None = None,
+        steps: int | None = None,
+        frames: int | None = None,
+        size: int | tuple[int, int] | None = None,
+        prime: str | Path | Tensor | None = None,
+        negative: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        batch: int = BATCH,
+    ) -> Drawn:
+        """`count` samples of each caption (of nothing in particular for None). The same arguments give the same pictures.
+
+        Row `caption index × count + number` has its own noise, whatever `batch` is. `options` are keys of the stage's `sample` section.
+        """
+        texts = [captions] if isinstance(captions, str) else None if captions is None else list(captions)
+        if texts is not None and not texts:
+            raise InputError("there is nothing to draw: give at least one caption (or None for a model without captions)")
+        if count < 1:
+            raise InputError(f"count={count}: draw at least 1 of each caption")
+        chosen = self.resolve(options, guidance=guidance, steps=steps)
+        height_width = (size, size) if isinstance(size, int) else size
+        self._check_size(frames, height_width)
+        rows = [text for text in texts for _ in range(count)] if texts is not None else None
+        total = count if rows is None else len(rows)
+        start, told = self._prime(prime, height_width)
+        pixels = draw(
+            self.task,
+            rows,
+            rows=total,
+            options=chosen,
+            shape=self.shape,
+            seed=seed,
+            device=self.device,
+            frames=frames,
+            size=height_width,
+            prime=start,
+            negative=negative,
+            batch=batch,
+        )
+        origin = Origin(
+            run=str(self.run.path),
+            stage=self.stage,
+            step=self.step,
+            ema=self.ema,
+            weights=dict(self._stages.opened),
+            seed=seed,
+            captions=texts,
+            count=count,
+            negative=negative,
+            frames=frames,
+            size=height_width,
+            prime=told,
+            options=_dump(chosen),
+            changed=_changes(self.options, chosen),
+            device=str(self.device),
+        )
+        return Drawn(pixels, self.shape.fps, list(rows) if rows is not None else [None] * total, chosen, origin)
+
+    def resolve(self, options: Mapping[str, Any] | None = None, **shortcuts: Any) -> Any:
+        """The stage's sampling options with some of them changed. Keys may be written `sample.K` or `K`."""
+        changes = {key.removeprefix("sample."): value for key, value in (options or {}).items()}
+        asked = {key: value for key, value in shortcuts.items() if value is not None}
+        if not changes and not asked:
+            return self.options
+        if not isinstance(self.options, Config):
+            wrong = next(iter([*asked, *changes]))
+            raise ConfigError(f"{self.task_name} has no sampling options, so {wrong} cannot be set")
+        known = type(self.options).model_fields
+        for key in asked:
+            if key not in known:
+                raise ConfigError(f"--{key}: {self.task_name} has no sample.{key}; its sampling options are {', '.join(known) or 'none'}")
+        tree = self.options.model_dump()
+        for key, value in (changes | asked).items():
+            tree = merge(tree, nest(key, value))
+        return parse(type(self.options), tree, "sample")
+
+    def _check_size(self, frames: int | None, size: tuple[int, int] | None) -> None:
+        """Codecs know which clips they can make; their error names the ones that fit."""
+        if frames is None and size is None:
+            return
+        if (frames is not None and frames < 1) or (size is not None and min(size) < 1):
+            raise InputError(f"frames={frames}, size={size}: both start at 1")
+        height, width = size or (self.shape.height, self.shape.width)
+        for part in (self.task, *self.task.stages.values()):
+            if hasattr(part, "shape_for"):
+                part.shape_for(frames or self.shape.frames, height, width)
+
+    def _prime(self, prime: str | Path | Tensor | None, size: tuple[int, int] | None) -> tuple[Tensor | None, dict[str, Any] | None]:
+        """Frames to continue from, T C H W in [0, 1] as the run's own, and what the sidecar tells about them."""
+        if prime is None:
+            return None, None
+        wanted = size or (self.shape.height, self.shape.width)
+        if isinstance(prime, Tensor):
+            clip = prime if prime.is_floating_point() else prime.float() / 255
+            told = {"sha256": hashlib.sha256(np.ascontiguousarray(prime.cpu().numpy()).tobytes()).hexdigest()}
+            if clip.ndim != 4:
+                raise InputError(f"prime has shape {tuple(prime.shape)}: give frames as T C H W")
+        else:
+            from kineograph.media.clips import read_clip
+
+            told = {"file": str(prime)}
+            clip = read_clip(prime, self.shape.channels)[0].float() / 255
+            told["sha256"] = hashlib.sha256(Path(prime).read_bytes()).hexdigest()
+        if clip.shape[1:] != (self.shape.channels, *wanted):
+            clip = _fitted(clip, wanted, self.shape.channels)
+        return clip, told
+
+
+def _fitted(clip: Tensor, size: tuple[int, int], channels: int) -> Tensor:
+    """T C H W of any size and colour, resized and cropped as training data are."""
+    from kineograph.data.transforms import fit
+
+    frames = rearrange(clip.cpu().clamp(0, 1) * 255, "t c h w -> t h w c").round().to(torch.uint8).numpy()
+    return rearrange(torch.from_numpy(fit(frames, size, channels)), "t h w c -> t c h w").float() / 255
+
+
+def draw_for_training(
+    task: Task,
+    captions: list[str] | None,
+    options: Any,
+    shape: Shape,
+    seed: int,
+    device: torch.device | str,
+    frames: int | None = None,
+    count: int = 1,
+    real: Batch | None = None,
+    batch: int = BATCH,
+) -> Tensor:
+    """What `Sampler.sample(captions, seed=seed, frames=frames)` would draw with the weights that `task` has now. → B T C H W, on the CPU.
+
+    `real` holds a sample beside each prompt, for tasks that draw from one (super-resolution, given text embeddings).
+    """
+    rows = len(captions) if captions is not None else count
+    return draw(task, captions, rows=rows, options=options, shape=shape, seed=seed, device=device, frames=frames, real=real, batch=batch)
+
+
+def draw(
+    task: Task,
+    captions: Sequence[str] | None,
+    *,
+    rows: int,
+    options: Any,
+    shape: Shape,
+    seed: int,
+    device: torch.device | str,
+    frames: int | None = None,
+    size: tuple[int, int] | None = None,
+    prime: Tensor | None = None,
+    negative: str | None = None,
+    real: Batch | None = None,
+    batch: int = BATCH,
+    first: int = 0,
+) -> Tensor:
+    """Rows `first` … `first + rows − 1` of a call, `batch` at a time; row r's noise is keyed by (seed, "sample", r). → B T C H W, on the CPU."""
+    device = torch.device(device)
+    height, width = size or (None, None)
+    parts = []
+    with as_judged(task, device):
+        for start in range(0, rows, batch):
+            stop = min(start + batch, rows)
+            prompts = Prompts(
+                noise=noise_for(seed, start + first, stop + first, device),
+                captions=list(captions[start:stop]) if captions is not None else None,
+                negative=[negative] * (stop - start) if negative is not None else None,
+                frames=frames,
+                height=height,
+                width=width,
+                prime=repeat(prime, "t c h w -> b t c h w", b=stop - start).to(device) if prime is not None else None,
+                batch=_rows(real, start, stop).to(device) if real is not None else None,
+            )
+            pixels = task.sample(prompts, options)  # B T C H W
+            if pixels.ndim != 5 or pixels.shape[0] != stop - start or pixels.shape[2] != shape.channels:
+                raise InputError(
+                    f"{type(task).__name__}.sample gave {tuple(pixels.shape)} for {stop - start} prompts: a Task gives B T C H W with {shape.channels} channels"
+                )
+            parts.append(pixels.float().clamp(0, 1).cpu())
+    return torch.cat(parts)
+
+
+def _rows(batch: Batch, start: int, stop: int) -> Batch:
+    part = batch.map(lambda tensor: tensor[start:stop])
+    return replace(part, captions=part.captions[start:stop] if part.captions is not None else None)
+
+
+def noise_for(seed: int, start: int, stop: int, device: torch.device | str) -> Noise:
+    """The draws of rows start … stop − 1 of a sampling call."""
+    return Noise.for_rows(key_of(seed, "sample"), 0, stop - start, device, first=start)
+
+
+@contextmanager
+def as_judged(task: Task, device: torch.device) -> Iterator[None]:
+    """Eval mode, no gradients, the device's precision; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in task.modules()]
+    trains = any(p.requires_grad for p in task.parameters())
+    task.eval()
+    try:
+        with ExitStack() as stack:
+            # Tensors made in inference mode and kept (position tables) could never take part in training again.
+            stack.enter_context(torch.no_grad() if trains else torch.inference_mode())
+            stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=precision_for("auto", device) == "bf16"))
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def device_for(name: str) -> torch.device:
+    """`auto`, or a device that must be there."""
+    try:
+        device = ranks.device_of(name)
+    except RuntimeError:
+        raise InputError(f"--device {name} is not a device: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+    return device
+
+
+def _dump(options: Any) -> dict[str, Any]:
+    return options.model_dump(mode="json") if isinstance(options, Config) else {}
+
+
+def _changes(own: Any, chosen: Any) -> dict[str, Any]:
+    before, after = flatten(_dump(own)), flatten(_dump(chosen))
+    return {key: value for key, value in after.items() if key not in before or before[key] != value}

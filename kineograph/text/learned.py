@@ -1,0 +1,101 @@
+"""A text encoder trained with the model: a vocabulary found in the training captions, and a small transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.task import BuildContext
+from kineograph.nn.positions import LearnedPositions
+from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
+from kineograph.text.null import NullText
+
+if TYPE_CHECKING:
+    from kineograph.text.config import TextConfig
+
+PAD, BOS, EOS = 0, 1, 2
+ASSET = "text/tokenizer.json"
+
+
+class Vocabulary:
+    """Caption → token ids, begun with BOS, ended with EOS and padded with PAD. Made of bytes, so that no caption has unknown letters."""
+
+    def __init__(self, text: str, length: int, note: Callable[[str], None]) -> None:
+        from tokenizers import Tokenizer
+
+        self.text, self.length, self.note = text, length, note
+        self.tokenizer = Tokenizer.from_str(text)
+        self.size: int = self.tokenizer.get_vocab_size()
+        self.ids = lru_cache(maxsize=65536)(self._ids)  # captions repeat from epoch to epoch
+        self._said = False
+
+    @staticmethod
+    def learn(captions: Iterable[str], size: int) -> str:
+        """Byte-pair merges over the captions, as the JSON of the tokenizers library."""
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase(), normalizers.Strip()])
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=["<pad>", "<bos>", "<eos>"],  # ids 0, 1, 2
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            min_frequency=2,
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(captions, trainer)
+        return tokenizer.to_str()
+
+    def _ids(self, caption: str) -> tuple[int, ...]:
+        pieces = self.tokenizer.encode(caption, add_special_tokens=False).ids
+        room = self.length - 2
+        if len(pieces) > room and not self._said:
+            self._said = True
+            self.note(f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(pieces) + 2} (said once)")
+        ids = (BOS, *pieces[:room], EOS)
+        return ids + (PAD,) * (self.length - len(ids))
+
+    def batch(self, captions: list[str]) -> Tensor:
+        """B L, on the host."""
+        return torch.tensor([self.ids(caption) for caption in captions], dtype=torch.int64)
+
+
+class LearnedText(nn.Module):
+    trained = True
+
+    def __init__(self, config: TextConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.width, self.length = config.width or 256, config.length
+        text = context.assets.get(ASSET)
+        if text is None:
+            size = config.vocabulary if config.tokenizer == "bpe" else 259
+            text = Vocabulary.learn(context.captions() if config.tokenizer == "bpe" else (), size)
+        self.vocabulary = Vocabulary(text, self.length, context.note)
+        self.tokens = nn.Embedding(self.vocabulary.size, self.width)
+        self.positions = LearnedPositions((self.length,), self.width)
+        init_weights(self, 1)
+        shape = TransformerConfig(width=self.width, depth=max(config.depth, 1), heads=config.heads, dropout=config.dropout)
+        self.transformer = Transformer(shape) if config.depth else None
+        self.null = NullText(self.width)
+
+    def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
+        device = self.tokens.weight.device
+        ids = self.vocabulary.batch(captions)
+        if device.type == "cuda":
+            ids = ids.pin_memory()
+        ids = ids.to(device, non_blocking=True)  # B L
+        mask = ids != PAD
+        x = self.tokens(ids) + self.positions()  # B L D
+        return (self.transformer(x, mask) if self.transformer is not None else x), mask
+
+    def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
+        return self.null(embeddings, mask, dropped)
+
+    def assets(self) -> dict[str, str]:
+        return {ASSET: self.vocabulary.text}

@@ -1,0 +1,124 @@
+"""T5 and CLIP text encoders through transformers: frozen, loaded when the first caption must be encoded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.errors import InputError
+from kineograph.core.task import freeze
+from kineograph.text.null import NullText
+
+if TYPE_CHECKING:
+    from kineograph.text.config import TextConfig
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+class PretrainedText(nn.Module):
+    """The encoder itself is no submodule: it is neither trained, saved nor averaged, and with embeddings from a cache it is never loaded."""
+
+    trained = False
+
+    def __init__(self, config: TextConfig, note: Callable[[str], None]) -> None:
+        super().__init__()
+        assert config.name is not None
+        self.kind, self.name, self.length, self.note = config.kind, config.name, config.length, note
+        folder = Path(config.name).expanduser()
+        self.local = folder.exists() or config.name.startswith((".", "/", "~")) or config.name.count("/") > 1
+        if self.local:
+            check_folder(folder)
+            self.name = str(folder)
+        self.width = config.width or self._config_width()
+        self.ids = lru_cache(maxsize=65536)(self._ids)
+        self.null = NullText(self.width)
+        self._parts: dict[str, Any] = {}  # a plain dict, so that modules in it do not become submodules
+        self._said = False
+
+    def _config_width(self) -> int:
+        if self.local:
+            found = json.loads((Path(self.name) / "config.json").read_text(encoding="utf-8"))
+        else:
+            from transformers import AutoConfig
+
+            found = self._hub(lambda: AutoConfig.from_pretrained(self.name)).to_dict()
+        text = found.get("text_config") or found  # a whole CLIP keeps its text tower's config inside
+        width = text.get("d_model") or text.get("hidden_size")
+        if not width:
+            raise InputError(f"{self.name}: config.json has neither d_model nor hidden_size; set text.width")
+        return int(width)
+
+    def _hub(self, load: Callable[[], Any]) -> Any:
+        try:
+            return load()
+        except (OSError, ValueError, ImportError) as error:
+            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise InputError(f"text.name={self.name} cannot be loaded as {self.kind}: {line}; give a local folder, or check the name") from None
+
+    def _load(self, device: torch.device) -> None:
+        from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+
+        family = T5EncoderModel if self.kind == "t5" else CLIPTextModel
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # T5 overflows in float16
+        options: dict[str, Any] = {"local_files_only": True} if self.local else {}
+        self._parts["tokenizer"] = self._hub(lambda: AutoTokenizer.from_pretrained(self.name, **options))
+        model = self._hub(lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options))
+        found = model.config.d_model if self.kind == "t5" else model.config.hidden_size
+        if found != self.width:
+            raise InputError(f"text.width={self.width} does not fit {self.name}: its embeddings have {found} channels")
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and self.length > positions:
+            raise InputError(f"text.length={self.length} is more than {self.name} reads: at most {positions}")
+        self._parts["model"] = freeze(model)
+
+    def _ids(self, caption: str) -> tuple[tuple[int, ...], int]:
+        """Token ids padded to the length, and how many are real."""
+        tokenizer = self._parts["tokenizer"]
+        ids: list[int] = tokenizer(caption, truncation=False, verbose=False)["input_ids"]
+        if len(ids) > self.length:
+            if not self._said:
+                self._said = True
+                self.note(f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(ids)} (said once)")
+            ids = tokenizer(caption, truncation=True, max_length=self.length)["input_ids"]  # keeps the end token
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        return tuple(ids) + (pad,) * (self.length - len(ids)), len(ids)
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
+        device = self.null.token.device
+        if not self._parts:
+            self._load(device)
+        model = self._parts["model"].to(device)
+        rows = [self.ids(caption) for caption in captions]
+        ids = torch.tensor([ids for ids, _ in rows], device=device)  # B L
+        lengths = torch.tensor([count for _, count in rows], device=device)
+        mask = torch.arange(self.length, device=device) < lengths[:, None]  # B L
+        embeddings = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state.float()
+        return embeddings * mask[..., None], mask
+
+    def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
+        return self.null(embeddings, mask, dropped)
+
+    def assets(self) -> dict[str, str]:
+        return {}
+
+
+def check_folder(folder: Path) -> None:
+    """A folder that transformers can load without network, or an InputError that says what is missing."""
+    if not folder.is_dir():
+        raise InputError(f"text.name={folder} does not exist: give a folder with config.json, model.safetensors and a tokenizer, or a hub name")
+    missing = []
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not any((folder / name).is_file() for name in _WEIGHTS):
+        missing.append("model.safetensors (weights in .bin files are pickles and are not read)")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model", "vocab.json")):
+        missing.append("a tokenizer (tokenizer.json, spiece.model or vocab.json)")
+    if missing:
+        raise InputError(f"text.name={folder} lacks {', '.join(missing)}")

@@ -1,0 +1,391 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from kineograph.core.config import parse
+from kineograph.core.errors import ConfigError
+from kineograph.core.lookup import find_source
+from kineograph.data import digit_captions as words
+from kineograph.data import digit_glyphs
+from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Figure, captions_for, parse_caption, wordings
+from kineograph.data.moving_digits import ENDLESS, MovingDigits, MovingDigitsConfig, held_out_prompts, kept_out
+
+
+def source(split="train", **keys):
+    return MovingDigits.open(parse(MovingDigitsConfig, keys, "data"), split)
+
+
+def clip(opened, index):
+    return opened.read(index).pixels.numpy()
+
+
+def centres(pixels):
+    """Centre of mass of each frame, T × (row, column)."""
+    light = pixels.astype(np.float64).max(1)  # T H W
+    rows, columns = np.indices(light.shape[1:])
+    mass = light.sum((1, 2))
+    return np.stack([(light * rows).sum((1, 2)) / mass, (light * columns).sum((1, 2)) / mass], -1)
+
+
+# the source ------------------------------------------------------------------------------------------------------
+
+
+def test_is_found_by_name():
+    assert find_source("moving-digits") is MovingDigits
+
+
+def test_items_depend_on_index_split_and_config_alone():
+    one, again, other_split = (
+        source(frames=4),
+        MovingDigits.open(MovingDigitsConfig(frames=4), "train", seed=7),
+        source("validation", frames=4),
+    )
+    for index in (0, 5, 2**39):
+        first, second = one.read(index, np.random.default_rng(1)), again.read(index, np.random.default_rng(2))
+        assert (first.pixels == second.pixels).all()
+        assert first.caption == second.caption == one.caption(index)
+    assert any(one.caption(index) != other_split.caption(index) for index in range(5))
+    assert len({one.caption(index) for index in range(50)}) > 40
+    assert one.identity(3) != other_split.identity(3)
+
+
+def test_size_does_not_change_what_is_told_or_shown():
+    small, large = source(size=32, frames=8), source(size=[64, 96], frames=8)
+    for index in range(20):
+        assert small.item(index).glyphs == large.item(index).glyphs
+        assert small.caption(index) == large.caption(index)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"size": 32, "frames": 8},
+        {"size": [48, 32], "frames": 16, "digits": 2},
+        {"size": [20, 70], "frames": 3, "digits": 2, "channels": 4},
+        {"size": 64, "frames": 1, "digits": 2},
+        {"size": 16, "frames": 5, "channels": 1},
+        {"size": [40, 33], "frames": 49, "channels": 2},
+    ],
+)
+def test_any_size_length_and_channels(keys):
+    opened = source(**keys)
+    height, width = opened.config.size
+    channels = opened.config.channels
+    for index in range(10):
+        pixels = clip(opened, index)
+        assert pixels.shape == (keys["frames"], channels, height, width)
+        assert pixels.dtype == np.uint8
+        ink = pixels[:, : channels - (channels % 2 == 0)]
+        assert (ink.max((1, 2, 3)) > 120).all()
+        assert (ink.min((1, 2, 3)) == 0).all()
+        if channels % 2 == 0:
+            assert (pixels[:, -1] == 255).all()
+
+
+def test_fps_travels_with_the_clip():
+    assert source(frames=4, fps=12).read(0).fps == 12
+    assert source(frames=4).read(0).fps == 8
+
+
+def test_count_limits_the_splits():
+    assert len(source()) == ENDLESS
+    assert len(source(count=200)) == 200
+    assert len(source("validation", count=200, validation=0.1)) == 20
+    with pytest.raises(ConfigError, match=r"data\.test=0\.0"):
+        len(source("test", count=200))
+
+
+def test_without_a_validation_share_validation_is_training_data():
+    train, validation = source(frames=4), source("validation", frames=4, validation=0)
+    assert all(train.caption(index) == validation.caption(index) for index in range(10))
+
+
+# motion ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "frames", "directions"), [(32, 8, 8), (64, 16, 4), ([32, 56], 8, 8), (32, 17, 8), (32, 2, 8)]
+)
+def test_the_centre_of_mass_goes_where_the_caption_says(size, frames, directions):
+    opened = source(size=size, frames=frames, directions=directions)
+    seen = set()
+    for index in range(60):
+        (figure,) = opened.facts(index)
+        way = centres(clip(opened, index))
+        begin, whole = way[frames // 2] - way[0], way[-1] - way[0]
+        for axis, step in enumerate(DIRECTIONS[figure.direction]):
+            if step:
+                assert min(begin[axis] * step, whole[axis] * step) > 0.9, (index, figure, way)
+            else:
+                assert abs(whole[axis]) < 1e-6
+        seen.add(figure.direction)
+    assert seen == set(list(DIRECTIONS)[:directions])
+
+
+def test_digits_bounce_and_stay_whole_inside_the_canvas():
+    opened = source(size=32, frames=8, channels=1)
+    bounced = 0
+    for index in range(60):
+        pixels = clip(opened, index)
+        ink = pixels.astype(int).sum((1, 2, 3))
+        assert (ink == ink[0]).all()  # no part of a digit ever leaves
+        way = np.diff(centres(pixels), axis=0)
+        bounced += bool(((way.max(0) > 0.5) & (way.min(0) < -0.5)).any())
+    assert bounced > 10
+
+
+def test_speed_is_pixels_a_frame_and_must_suit_the_clip():
+    opened = source(size=32, frames=8, speed=1, directions=4)
+    for index in range(20):
+        assert np.allclose(np.abs(np.diff(centres(clip(opened, index)), axis=0)).sum(1), 1)
+    with pytest.raises(ConfigError, match=r"data\.speed=9.*use 0\.57 to 2\.86"):
+        source(size=32, frames=8, speed=9)
+    with pytest.raises(ConfigError, match="too slow"):
+        source(size=32, frames=8, speed=0.1)
+
+
+@pytest.mark.parametrize("frames", [1, 8])
+def test_starts_lie_on_the_grid(frames):
+    free, gridded = source(size=64, frames=frames), source(size=64, frames=frames, grid=4)
+
+    def starts(opened):
+        items = [opened.item(index) for index in range(60)]
+        return np.array([opened.stage.paths(item.facts, item.starts)[0, 0] for item in items])
+
+    assert (starts(gridded) % 4 == 0).all()
+    assert not (starts(free) % 4 == 0).all()
+    with pytest.raises(ConfigError, match=r"data\.grid=9"):
+        source(size=32, frames=frames, grid=9)
+
+
+def test_two_digits_mostly_keep_apart():
+    opened = source(size=64, frames=8, digits=2)
+    covered = []
+    for index in range(100):
+        item = opened.item(index)
+        paths = opened.stage.paths(item.facts, item.starts)
+        assert paths.min() >= 0
+        assert (paths <= opened.stage.room).all()
+        common = np.clip(opened.stage.side - np.abs(paths[0] - paths[1]), 0, None).prod(-1) / opened.stage.side**2
+        covered.append(common)
+        first, second = item.facts
+        assert first.digit != second.digit
+        assert first.colour != second.colour
+    assert np.mean(np.array(covered) > 0.15) < 0.1
+
+
+@pytest.mark.parametrize("size", [32, 64, [32, 60]])
+def test_pictures_show_the_digit_at_its_place(size):
+    opened = source(size=size)
+    seen = set()
+    for index in range(80):
+        (figure,) = opened.facts(index)
+        light = clip(opened, index)[0].max(0) > 60  # H W
+        for axis, cell in enumerate(divmod(PLACES.index(figure.place), 3)):
+            inked = np.flatnonzero(light.any(1 - axis))
+            room = light.shape[axis] - opened.stage.side
+            at = (inked[0] + inked[-1] + 1 - opened.stage.side) / 2 / room  # 0 at one wall, 1 at the other
+            assert cell / 3 - 0.05 < at < (cell + 1) / 3 + 0.05, (index, figure, at)
+        seen.add(figure.place)
+    assert seen == set(PLACES)
+
+
+def test_two_digits_of_a_picture_are_each_at_their_place():
+    opened = source(size=64, digits=2)
+    for index in range(60):
+        item = opened.item(index)
+        paths = opened.stage.paths(item.facts, item.starts)[:, 0]  # figures × 2
+        cells = np.floor(3 * (paths + 0.5) / (opened.stage.room + 1)).astype(int)
+        assert [PLACES[3 * row + column] for row, column in cells] == [figure.place for figure in item.facts]
+        one, other = item.facts
+        assert one.place != other.place
+
+
+def test_small_canvas_is_refused_with_the_limit():
+    with pytest.raises(ConfigError, match="at least 16 pixels"):
+        source(size=12)
+
+
+# colour ----------------------------------------------------------------------------------------------------------
+
+
+def test_colour_is_painted_and_told():
+    opened = source(size=32, frames=2)
+    for index in range(30):
+        (figure,) = opened.facts(index)
+        pixels = clip(opened, index).reshape(2, 3, -1)
+        brightest = pixels[0][:, pixels[0].astype(int).sum(0).argmax()]
+        assert np.abs(brightest.astype(int) - COLOURS[figure.colour]).max() <= 25
+        assert figure.colour in opened.caption(index)
+
+
+def test_gray_has_no_colour_and_refuses_one():
+    for opened in (source(channels=1, frames=4), source(coloured=False, frames=4)):
+        pixels = clip(opened, 0)
+        assert (pixels == pixels[:, :1]).all()
+        assert not any(colour in opened.caption(index) for index in range(20) for colour in COLOURS)
+    with pytest.raises(ConfigError, match=r"data\.coloured=true needs data\.channels=3"):
+        source(channels=1, coloured=True)
+
+
+# splits ----------------------------------------------------------------------------------------------------------
+
+
+def test_glyph_images_are_disjoint_and_real():
+    images, labels = digit_glyphs.load_glyphs()
+    train, held = digit_glyphs.pool(False), digit_glyphs.pool(True)
+    for digit in range(10):
+        assert not set(train[digit]) & set(held[digit])
+        assert set(labels[train[digit]]) == set(labels[held[digit]]) == {digit}
+        assert len(held[digit]) >= 15
+    assert sum(map(len, train)) + sum(map(len, held)) == len(images) == 1797
+    used = {
+        glyph for split in ("validation", "test") for index in range(200) for glyph in source(split).item(index).glyphs
+    }
+    assert not used & set(np.concatenate(train))
+
+
+def test_few_glyphs_limit_training_alone():
+    train = {glyph for index in range(300) for glyph in source(glyphs=3).item(index).glyphs}
+    held = {glyph for index in range(300) for glyph in source("validation", glyphs=3).item(index).glyphs}
+    assert len(train) == 30
+    assert len(held) > 100
+    assert held <= set(np.concatenate(digit_glyphs.pool(True)))
+
+
+def test_kept_out_combinations_are_a_tenth_and_cover_no_pair():
+    figures = [Figure(*facts) for facts in itertools.product(range(10), COLOURS, DIRECTIONS)]
+    figures += [
+        Figure(digit, colour, None, place) for digit, colour, place in itertools.product(range(10), COLOURS, PLACES)
+    ]
+    shown = [figure for figure in figures if not kept_out((figure,))]
+    assert 0.07 < 1 - len(shown) / len(figures) < 0.13
+
+    def pairs(some):
+        names = ("digit", "colour", "direction", "place")
+        return {
+            (a, getattr(f, a), b, getattr(f, b))
+            for f in some
+            for a, b in itertools.combinations(names, 2)
+            if getattr(f, a) is not None and getattr(f, b) is not None
+        }
+
+    assert pairs(shown) == pairs(figures)
+
+
+@pytest.mark.parametrize("directions", [4, 8])
+def test_without_colour_every_digit_and_every_motion_is_still_shown(directions):
+    figures = [Figure(digit, None, motion) for digit in range(10) for motion in list(DIRECTIONS)[:directions]]
+    shown = [figure for figure in figures if not kept_out((figure,))]
+    assert len(shown) < len(figures)
+    assert {figure.digit for figure in shown} == set(range(10))
+    assert len({figure.direction for figure in shown}) == directions
+
+
+@pytest.mark.parametrize(
+    "keys", [{"frames": 8}, {"frames": 1}, {"frames": 8, "digits": 2}, {"frames": 8, "channels": 1, "directions": 4}]
+)
+def test_training_never_shows_what_is_kept_out_and_half_of_validation_does(keys):
+    train, validation = source(**keys), source("validation", **keys)
+    assert not any(kept_out(train.facts(index)) for index in range(600))
+    share = np.mean([kept_out(validation.facts(index)) for index in range(600)])
+    assert 0.4 < share < 0.6
+
+
+def test_kept_out_share_can_be_changed():
+    everything = source(frames=8, kept_out=0.0)
+    assert any(kept_out(everything.facts(index)) for index in range(200))
+
+
+def test_held_out_prompts_are_validation_captions():
+    config = MovingDigitsConfig(frames=8)
+    prompts = held_out_prompts(config, 40)
+    assert prompts == [source("validation", frames=8).caption(index) for index in range(40)]
+
+
+# captions --------------------------------------------------------------------------------------------------------
+
+SINGLES = [
+    *[(Figure(*facts),) for facts in itertools.product(range(10), [None, *COLOURS], DIRECTIONS)],
+    *[
+        (Figure(digit, colour, None, place),)
+        for digit, colour, place in itertools.product(range(10), [None, *COLOURS], PLACES)
+    ],
+]
+
+
+def test_every_wording_of_every_single_figure_is_parsed_back():
+    for facts in SINGLES[::7]:
+        for split in ("train", "validation"):
+            for caption in captions_for(facts, split):
+                assert parse_caption(caption) == facts, caption
+    for facts in SINGLES:
+        assert parse_caption(words.caption_of(facts)) == facts
+
+
+def test_every_wording_of_two_figures_is_parsed_back():
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        kind = int(rng.integers(2))
+        pool = [single for single in SINGLES if bool(single[0].direction) == bool(kind)]
+        facts = tuple(pool[int(rng.integers(len(pool)))][0] for _ in range(2))
+        for split in ("train", "validation"):
+            for caption in captions_for(facts, split):
+                assert parse_caption(caption) == facts, caption
+
+
+def test_wordings_say_different_things_differently():
+    captions = [
+        caption
+        for facts in SINGLES[::11]
+        for split in ("train", "validation")
+        for caption in captions_for(facts, split)
+    ]
+    assert len(set(captions)) == len(captions)
+
+
+def test_parser_is_lenient_with_people_and_strict_with_nonsense():
+    assert parse_caption("  A red 3 moves LEFT. ") == (Figure(3, "red", "left"),)
+    assert parse_caption("a blue seven moving up") == (Figure(7, "blue", "up"),)
+    assert parse_caption("an 8 in the center") == (Figure(8, None, None, "centre"),)
+    assert parse_caption("a red 3") == (Figure(3, "red"),)
+    for nonsense in (
+        "",
+        "a cat moves left",
+        "a red 3 in blue moves left",
+        "a 3 moves sideways",
+        "12 moves left",
+        "a 3 moves left a 4 moves up",
+    ):
+        assert parse_caption(nonsense) is None
+
+
+@pytest.mark.parametrize("moving", [True, False])
+def test_held_out_wordings_are_new_but_their_words_are_not(moving):
+    train, held = wordings("train", moving), wordings("validation", moving)
+    assert not set(train) & set(held)
+    assert len(held) > 20
+    for part in ("noun", "spelled", "verb", "phrase"):
+        assert {getattr(w, part) for w in held} <= {getattr(w, part) for w in train}
+    facts = (Figure(8, "red", "up left") if moving else Figure(8, "red", None, "top"),)
+    taught = {word for caption in captions_for(facts, "train") for word in caption.split()}
+    assert {word for caption in captions_for(facts, "validation") for word in caption.split()} <= taught
+
+
+@pytest.mark.parametrize("keys", [{"frames": 8}, {"frames": 1, "digits": 2}])
+def test_training_never_uses_a_held_out_wording_and_half_of_validation_does(keys):
+    train, validation = source(**keys), source("validation", **keys)
+    for index in range(150):
+        assert train.caption(index) in captions_for(train.facts(index), "train")
+    new = [validation.caption(index) in captions_for(validation.facts(index), "validation") for index in range(150)]
+    assert 0.35 < np.mean(new) < 0.65
+
+
+def test_plain_wordings_are_one():
+    for split in ("train", "validation"):
+        opened = source(split, frames=8, wordings="plain")
+        for index in range(20):
+            (figure,) = opened.facts(index)
+            phrase = figure.direction.replace(" ", " and ")
+            assert opened.caption(index) == f"a {figure.colour} {figure.digit} moves {phrase}"

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise, key_of
+from kineograph.core.run_folder import RunFolder
+from kineograph.data.loader import Loader
+from kineograph.data.moving_digits import MovingDigits
+from kineograph.evaluate.evidence import Evidence, LeftOut, Result, Subject
+from kineograph.evaluate.metric import caption_accuracy
+from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
+from kineograph.evaluate.reader import ReaderNet
+from kineograph.evaluate.runner import evaluate
+from kineograph.sample.stages import Stages, read_stage
+from tests.sample.tiny_task import make_run, save_stage
+
+
+class Brightness:
+    """A metric that knows nothing of the runner, named by its dotted path."""
+
+    name: ClassVar[str] = "brightness"
+    needs: ClassVar[frozenset] = frozenset({"generated", "captions"})
+
+    def __init__(self) -> None:
+        self.batches: list[Evidence] = []
+
+    @classmethod
+    def open(cls, subject: Subject) -> Brightness:
+        return cls()
+
+    def update(self, evidence: Evidence) -> list[str]:
+        assert evidence.generated is not None
+        self.batches.append(evidence)
+        return [f"{row.mean():.2f}" for row in evidence.generated]
+
+    def compute(self) -> Result:
+        drawn = torch.cat([batch.generated for batch in self.batches])  # type: ignore[misc]
+        captions = [text for batch in self.batches for text in batch.captions or []]
+        return Result({"brightness": float(drawn.mean()), "captions": float(len(set(captions)))}, {"count": len(drawn)})
+
+
+class Picky(Brightness):
+    @classmethod
+    def open(cls, subject: Subject) -> Picky:
+        raise LeftOut("it wants colour television")
+
+
+MINE = f"{__name__ if __name__.startswith('tests') else 'tests.evaluate.test_runner'}.Brightness"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _reader(tmp_path_factory):
+    """Any reader will do here, and an untrained one is at hand."""
+    path = tmp_path_factory.mktemp("reader") / "reader.safetensors"
+    save_file(ReaderNet().state_dict(), path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caption_accuracy, "WEIGHTS", path)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> RunFolder:
+    return make_run(tmp_path_factory.mktemp("runs") / "run", coloured=False)
+
+
+def test_all_that_applies_is_judged(run):
+    found = evaluate(run.path, samples=20, batch=8, device="cpu")
+    assert [(judged.stage, judged.step) for judged in found.judged] == [("tokenizer", 20), ("generator", 20)]
+    tokenizer, generator = (judged.results for judged in found.judged)
+    assert set(tokenizer) == {"reconstruction", "codebook", "loss"}
+    assert set(generator) == {"caption_accuracy", "loss"}
+    assert generator["caption_accuracy"].labels["count"] == 20
+    assert found["psnr"] == tokenizer["reconstruction"].values["psnr"]
+    saved = json.loads((run.path / "evaluation.json").read_text())["results"]["validation"]
+    assert saved["tokenizer/step-00000020"]["reconstruction"]["values"]["psnr"] == found["psnr"]
+    assert saved["generator/step-00000020"]["caption_accuracy"]["samples"] == 20
+    sheets = [path for path in found.files if path.suffix == ".png"]
+    assert all(Image.open(path).width > 100 for path in sheets)
+    assert {path.name for path in sheets} == {
+        "validation-generator-step-00000020.png",
+        "validation-tokenizer-step-00000020-reconstructions.png",
+    }
+
+
+def test_numbers_do_not_depend_on_the_batch(run):
+    one = evaluate(run.path, samples=11, batch=11, device="cpu")
+    many = evaluate(run.path, samples=11, batch=4, device="cpu")
+    for before, after in zip(one.judged, many.judged, strict=True):
+        for name, result in before.results.items():
+            assert result.values == pytest.approx(after.results[name].values, abs=1e-5), name
+
+
+def test_psnr_codebook_and_loss_are_those_of_the_whole_set(run):
+    found = evaluate(run.path, ["reconstruction", "codebook", "loss"], samples=12, batch=5, stage="tokenizer", device="cpu")
+    spec = read_stage(run.config(), "tokenizer")
+    task = Stages(run).load("tokenizer")
+    loader = Loader(MovingDigits.open(spec.data, "validation"), seed=key_of(3, "validation") >> 1, batch_size=12)
+    batch = next(iter(loader.fixed(12, 12)))
+    error = (task.reconstruct(batch) - batch.video).square().flatten(1).mean(1)
+    assert found["psnr"] == pytest.approx(float((-10 * error.log10()).mean()), abs=1e-4)
+    counts = torch.bincount(task.encode(batch.video).flatten(), minlength=4).double()
+    share = counts[counts > 0] / counts.sum()
+    assert found["codebook_use"] == float((counts > 0).double().mean())
+    assert found["codebook_perplexity"] == pytest.approx(math.exp(-(share * share.log()).sum()))
+    assert found["loss"] == pytest.approx(float((error * task.gain).mean()), rel=1e-5)
+
+
+def test_the_loss_is_the_trainers_own(run):
+    """The same items and the same noise as Trainer._validate."""
+    found = evaluate(run.path, ["loss"], samples=6, stage="generator", device="cpu")
+    spec = read_stage(run.config(), "generator")
+    loader = Loader(MovingDigits.open(spec.data, "validation"), seed=key_of(3, "validation") >> 1, batch_size=6)
+    batch = next(iter(loader.fixed(6, 6)))
+    task = Stages(run).load("generator")
+    noise = Noise(key_of(key_of(3, "generator") >> 1, "validation"), 0, batch.slots)
+    assert found["loss"] == pytest.approx(float(task.validate(batch, noise)["loss"].value()), rel=1e-6)
+
+
+def test_a_metric_by_dotted_path_sees_held_out_prompts(run):
+    found = evaluate(run.path, [MINE], samples=10, batch=4, device="cpu")
+    assert found.judged[0].results[MINE].labels == {"count": 10}
+    assert found["captions"] > 5
+    with pytest.raises(InputError, match="colour television"):
+        evaluate(run.path, [MINE.replace("Brightness", "Picky")], samples=2, device="cpu")
+    with pytest.raises(ConfigError, match="did you mean metrics=caption_accuracy"):
+        evaluate(run.path, ["caption-acuracy"], samples=2, device="cpu")
+
+
+def test_results_of_other_splits_checkpoints_and_metrics_stay(tmp_path):
+    run = make_run(tmp_path / "run", "tokenizer", step=10)
+    evaluate(run.path, ["loss"], samples=4, device="cpu")
+    evaluate(run.path, ["codebook"], samples=4, device="cpu")
+    evaluate(run.path, ["loss"], samples=4, split="test", device="cpu")
+    save_stage(run, "tokenizer", 20)
+    evaluate(run.path, ["loss"], samples=4, device="cpu")
+    results = json.loads((run.path / "evaluation.json").read_text())["results"]
+    assert set(results["validation"]["tokenizer/step-00000010"]) == {"loss", "codebook"}
+    assert set(results["validation"]["tokenizer/step-00000020"]) == {"loss"}
+    assert set(results["test"]) == {"tokenizer/step-00000010"}
+    (run.path / "evaluation.json").write_text('{"results": {"valid')
+    evaluate(run.path, ["loss"], samples=4, device="cpu")
+    assert (run.path / "evaluation.damaged.json").read_text().startswith('{"results"')
+    assert json.loads((run.path / "evaluation.json").read_text())["results"]["validation"]
+
+
+def test_what_is_left_out_says_why(tmp_path):
+    from kineograph.media.clips import write_clip
+
+    photos = tmp_path / "photos"
+    for number in range(8):
+        write_clip(photos / f"{number}.png", torch.rand(1, 3, 32, 32), 8)
+        (photos / f"{number}.txt").write_text(f"a photo of cat {number}")
+    lines: list[str] = []
+    run = make_run(tmp_path / "run", source="folder", folder=str(photos), validation=0.4)
+    found = evaluate(run.path, samples=50, device="cpu", note=lines.append)
+    assert any("caption_accuracy is left out" in line and "a photo of cat" in line for line in found.left_out)
+    assert any("instead of 50" in line for line in lines)
+    assert "generated" not in found.left_out[0]
+    found.show()
+    with pytest.raises(InputError, match="--metrics caption_accuracy does not apply"):
+        evaluate(run.path, ["caption_accuracy"], samples=4, device="cpu")
+    with pytest.raises(InputError, match="test split"):
+        evaluate(run.path, samples=4, split="test", device="cpu")
+
+
+def test_mistakes_are_told(tmp_path, run):
+    with pytest.raises(InputError, match="--split nowhere"):
+        evaluate(run.path, split="nowhere")
+    with pytest.raises(InputError, match="not a run folder"):
+        evaluate(tmp_path)
+    codec = make_run(tmp_path / "codec", "tokenizer")
+    with pytest.raises(InputError, match="caption_accuracy.*offers captions, generated, real"):
+        evaluate(codec.path, ["caption_accuracy"], samples=2, device="cpu")
+    empty = make_run(tmp_path / "empty", "tokenizer")
+    (empty.checkpoints("tokenizer") / "step-00000020").rename(tmp_path / "gone")
+    with pytest.raises(InputError, match="no checkpoint"):
+        evaluate(empty.path)
+
+
+class _Scripted:
+    """Stands in for the reader: tells what it is told."""
+
+    def __init__(self, *answers: list) -> None:
+        self.answers = list(answers)
+
+    def read(self, pixels: torch.Tensor) -> list:
+        return self.answers.pop(0)
+
+
+def test_caption_accuracy_counts_generated_and_real_apart():
+    from kineograph.data.digit_captions import Figure
+
+    three, seven = (Figure(3, "red", place="top"),), (Figure(7, "blue", place="left"),)
+    wrong = (Figure(3, "green", place="top"),)
+    metric = CaptionAccuracy(_Scripted([wrong, seven], [three, seven]))  # type: ignore[arg-type]
+    captions = ["a red 3 at the top", "a blue 7 at the left"]
+    remarks = metric.update(Evidence(captions=captions, generated=torch.zeros(2), real=torch.zeros(2)))
+    assert remarks == ["✗ reads: a green 3 is at the top", "✓"]
+    result = metric.compute()
+    assert result.values == {"caption_accuracy": 0.5, "number": 1.0, "digit": 1.0, "colour": 0.5, "place": 1.0}
+    assert result.labels["ceiling"] == 1.0

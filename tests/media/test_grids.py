@@ -1,0 +1,122 @@
+"""Sheets: every cell is on the page, at its place, large enough to see."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kineograph.media.grids import LEAST, MOST, film_strip, grid, moving_grid, side_by_side, wrap
+
+
+def flat(red: int, frames: int = 1, size: tuple[int, int] = (32, 32)) -> torch.Tensor:
+    pixels = torch.zeros(frames, 3, *size, dtype=torch.uint8)
+    pixels[:, 0] = red
+    return pixels
+
+
+def area(image, red: int) -> int:
+    array = np.asarray(image).astype(int)
+    return int(((array[..., 0] == red) & (array[..., 1] == 0)).sum())
+
+
+def test_grid_shows_every_picture_enlarged():
+    cells = [flat(10 + index) for index in range(7)]
+    sheet = grid(cells, columns=3)
+    assert [area(sheet, 10 + index) for index in range(7)] == [LEAST * LEAST] * 7
+    assert sheet.width < 3 * (LEAST + 10)
+    assert sheet.height < 3 * (LEAST + 10)
+
+
+def test_grid_order_is_reading_order():
+    array = np.asarray(grid([flat(10 + index) for index in range(4)], columns=2)).astype(int)[..., 0]
+    y, x = zip(*[[axis.mean() for axis in np.nonzero(array == 10 + index)] for index in range(4)])
+    assert y[0] == y[1] < y[2] == y[3]
+    assert x[0] == x[2] < x[1] == x[3]
+
+
+def test_enlarging_keeps_pixels_square_and_sharp():
+    picture = torch.rand(1, 3, 5, 7)
+    array = np.asarray(grid([picture]))
+    assert len(np.unique(array.reshape(-1, 3), axis=0)) == 5 * 7 + 1  # nothing blended; and the page
+
+
+def test_large_pictures_are_reduced():
+    assert max(grid([flat(9, size=(1000, 500))]).size) <= MOST + 20
+
+
+def test_captions_take_room_below_and_leave_ink():
+    cells = [flat(0), flat(0)]
+    plain, with_text = grid(cells, 2), grid(cells, 2, ["a red 3 moves left and then on and on", "sept « à gauche », 猫"])
+    assert with_text.height > plain.height
+    ink = np.asarray(with_text)[plain.height - 5 :]
+    assert (ink[:, : LEAST // 2] < 200).any()
+    assert (ink[:, LEAST + 10 :] < 200).any()
+    assert grid(cells, 2, ["", None]).size == plain.size
+
+
+def test_wrap_fits_and_ends_in_an_ellipsis():
+    assert wrap("", 100) == []
+    assert wrap("short", 100) == ["short"]
+    lines = wrap("the quick brown fox jumps over the lazy dog " * 5, 100, 3)
+    assert len(lines) == 3
+    assert lines[-1].endswith("…")
+    assert " ".join(lines).startswith("the quick brown")
+    assert all(len(line) < 30 for line in lines)
+    assert "".join(wrap("a" * 40, 60, 30)) == "a" * 40  # a word that does not fit is broken, not lost
+    assert wrap("ab", 1, 1) == ["a…"]  # too narrow for anything: ends all the same
+
+
+def test_a_clip_in_a_still_grid_shows_its_motion():
+    clip = torch.cat([flat(10 + t) for t in range(9)])
+    sheet = grid([clip])
+    assert area(sheet, 10) == area(sheet, 18) == LEAST * LEAST
+    assert sum(area(sheet, 10 + t) > 0 for t in range(9)) == 4
+
+
+def test_moving_grid_plays_and_holds_the_last_frame():
+    long, short = torch.cat([flat(10 + t) for t in range(4)]), torch.cat([flat(20 + t) for t in range(2)])
+    page = moving_grid([long, short], 2)
+    assert page.shape[:2] == (4, 3)
+    frames = page.permute(0, 2, 3, 1).numpy()
+    assert area(frames[3], 13) == area(frames[3], 21) == LEAST * LEAST
+
+
+def test_film_strip_holds_all_frames_and_thins_long_clips():
+    clip = torch.cat([flat(10 + t) for t in range(20)])
+    assert all(area(film_strip(clip), 10 + t) == LEAST * LEAST for t in range(20))
+    long = torch.cat([flat(t) for t in range(100)])
+    strip = film_strip(long)
+    shown = [t for t in range(100) if area(strip, t)]
+    assert len(shown) == 32
+    assert (shown[0], shown[-1]) == (0, 99)
+
+
+def test_side_by_side_rows_stand_under_one_another():
+    inputs, online, average = [flat(10), flat(11)], [flat(20), flat(21)], [flat(30)]
+    page = side_by_side([("input", inputs), ("reconstruction, online", online), ("reconstruction, EMA", average)])
+    assert page.shape[:2] == (1, 3)
+    array = page[0].permute(1, 2, 0).numpy()
+    places = {red: [axis.mean() for axis in np.nonzero((array[..., 0] == red) & (array[..., 1] == 0))] for red in (10, 11, 20, 21, 30)}
+    assert places[10][1] == places[20][1] == places[30][1] < places[11][1] == places[21][1]
+    assert places[10][0] < places[20][0] < places[30][0]
+    assert (array[: int(places[10][0] - LEAST / 2)] < 128).any()  # a title above the first row
+
+
+def test_side_by_side_plays_clips():
+    clips = [torch.cat([flat(10 + t) for t in range(3)])]
+    page = side_by_side([("input", clips), ("output", clips)])
+    assert page.shape[0] == 3
+    assert area(page[2].permute(1, 2, 0).numpy(), 12) == 2 * LEAST * LEAST
+
+
+def test_channels_may_differ_from_three():
+    grey, alpha = torch.full((1, 1, 8, 8), 77, dtype=torch.uint8), torch.zeros(1, 4, 8, 8)
+    array = np.asarray(grid([grey, alpha], 2))
+    assert (array == 77).all(axis=-1).sum() >= LEAST * LEAST
+    assert (array == 0).all(axis=-1).sum() >= LEAST * LEAST
+
+
+def test_nothing_to_show_is_an_error():
+    with pytest.raises(ValueError, match="at least one"):
+        grid([])

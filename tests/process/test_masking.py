@@ -1,0 +1,178 @@
+import math
+
+import pytest
+import torch
+
+from kineograph.core.noise import Noise
+from kineograph.process.masking import capacity, find_tokens, hidden_counts, hide, mask_ratios
+
+
+def noise(rows: int, step: int = 0, first: int = 0, seed: int = 0) -> Noise:
+    return Noise.for_rows(seed, step, rows, first=first)
+
+
+# hiding
+
+
+def test_ratios_follow_the_cosine():
+    drawn = torch.cat([mask_ratios(noise(16, step)) for step in range(500)])
+    expected = torch.cos((torch.arange(8000) + 0.5) / 8000 * math.pi / 2)  # γ of an even r
+    torch.testing.assert_close(drawn.sort(descending=True).values, expected, atol=0.02, rtol=0)
+    one = torch.stack([mask_ratios(noise(16, step))[5] for step in range(2000)])  # each sample by itself, too
+    assert float(one.mean()) == pytest.approx(2 / math.pi, abs=0.02)
+
+
+def test_at_least_one_token_is_hidden_and_counts_follow_the_ratio():
+    for step in range(50):
+        masked = hide(noise(8, step), 16)
+        expected = (mask_ratios(noise(8, step)) * 16).ceil().clamp(1, 16)
+        assert torch.equal(masked.mask.sum(1).float(), expected)
+
+
+def test_places_are_uniform():
+    share = torch.stack([hide(noise(32, step), 10).mask.float().mean(0) for step in range(200)]).mean(0)
+    torch.testing.assert_close(share, share.mean().expand(10), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 64), (2, 64), (7, 64), (32, 256), (64, 64), (48, 100), (129, 16)])
+def test_capacity_holds_all_hidden_tokens_of_neighbouring_slots(rows, tokens):
+    limit = capacity(rows, tokens)
+    assert limit <= rows * tokens
+    for step in range(300):
+        masked = hide(noise(rows, step, first=step * 13), tokens)
+        assert masked.rows.shape == (limit,)
+        assert int(masked.weights.sum()) == int(masked.mask.sum())
+
+
+def test_capacity_spares_the_head_a_quarter_of_the_rows():
+    assert capacity(32, 256) < 0.75 * 32 * 256
+
+
+def test_scored_rows_are_the_hidden_places_each_once():
+    masked = hide(noise(9, 3), 20)
+    kept = masked.rows[masked.weights > 0]
+    assert torch.equal(kept.sort().values, masked.mask.flatten().nonzero()[:, 0])
+    assert len(set(masked.rows.tolist())) == len(masked.rows)
+
+
+def test_more_than_fits_is_a_random_choice_of_hidden_places():
+    far = Noise(0, 0, torch.zeros(64, dtype=torch.int64) + 3)  # one slot many times: all ratios alike
+    step = next(step for step in range(50) if float(mask_ratios(Noise(0, step, far.slots))[0]) > 0.95)
+    masked = hide(Noise(0, step, far.slots), 32)
+    assert int(masked.weights.sum()) == capacity(64, 32) < int(masked.mask.sum())
+    assert masked.mask.flatten()[masked.rows].all()
+
+
+def test_masks_belong_to_slots_not_to_batches():
+    whole = hide(noise(8, 5), 30).mask
+    parts = torch.cat([hide(noise(3, 5), 30).mask, hide(noise(5, 5, first=3), 30).mask])
+    assert torch.equal(whole, parts)
+    assert not torch.equal(whole, hide(noise(8, 6), 30).mask)
+
+
+# finding
+
+
+def test_counts_fall_from_all_to_none():
+    for tokens, steps in ((256, 18), (16, 24), (64, 1)):
+        counts = hidden_counts(tokens, steps)
+        assert counts[0] == tokens and counts[-1] == 0 and len(counts) == steps + 1
+        assert counts == sorted(counts, reverse=True) and min(counts[:-1]) >= 1
+    assert hidden_counts(256, 18)[9] == math.floor(256 * math.cos(math.pi / 4))
+
+
+class Oracle:
+    """Logits that point at `truth`; remembers what it was shown."""
+
+    def __init__(self, truth: torch.Tensor, vocabulary: int, sharpness: float = 50.0) -> None:
+        self.logits = torch.nn.functional.one_hot(truth, vocabulary).float() * sharpness
+        self.seen: list[torch.Tensor] = []
+        self.places: list[torch.Tensor] = []
+
+    def __call__(self, tokens, places, step):
+        self.seen.append(tokens.clone())
+        self.places.append(places)
+        return self.logits.gather(1, places[..., None].expand(-1, -1, self.logits.shape[2]))
+
+
+def truth(rows: int = 3, length: int = 20, vocabulary: int = 11) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_an_oracle_is_followed_and_only_hidden_places_are_asked():
+    oracle = Oracle(truth(), 11)
+    found = find_tokens(oracle, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3))
+    assert torch.equal(found, truth())
+    for seen, places, count in zip(oracle.seen, oracle.places, hidden_counts(20, 6), strict=False):
+        assert (seen == 11).sum(1).tolist() == [count] * 3
+        assert (seen.gather(1, places) == 11).all() and places.shape == (3, count)
+
+
+@pytest.mark.parametrize("with_critic", [False, True])
+def test_given_tokens_are_never_hidden(with_critic):
+    given = torch.zeros(20, dtype=torch.bool)
+    given[[0, 1, 7, 19]] = True
+    start = torch.full((3, 20), 10)
+    oracle = Oracle(truth(vocabulary=10), 12)
+    critic = (lambda tokens, step: (tokens == 10).float() * 100) if with_critic else None  # a critic that hates what was given
+    found = find_tokens(oracle, start, mask_id=11, steps=5, noise=noise(3), given=given, critic=critic)
+    assert (found[:, given] == 10).all() and torch.equal(found[:, ~given], truth(vocabulary=10)[:, ~given])
+    assert all((seen[:, given] == 10).all() for seen in oracle.seen)
+    assert (oracle.seen[0] == 11).sum() == 3 * 16
+
+
+def test_kept_tokens_stay_without_a_critic_and_may_be_redrawn_with_one():
+    flat = Oracle(truth(), 11, sharpness=0.5)
+    find_tokens(flat, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3))
+    for before, after in zip(flat.seen, flat.seen[1:], strict=False):
+        assert torch.equal(before[before != 11], after[before != 11])
+    judged = Oracle(truth(), 11, sharpness=0.5)
+    find_tokens(judged, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3), critic=lambda tokens, step: (tokens != truth()).float() * 9)
+    pairs = list(zip(judged.seen, judged.seen[1:], strict=False))
+    assert any(((before != 11) & (after == 11)).any() for before, after in pairs)
+
+
+def test_a_critic_mends_what_the_model_gets_wrong():
+    def right(critic):
+        oracle = Oracle(truth(), 11, sharpness=2.0)
+        found = find_tokens(oracle, torch.full((3, 20), 11), mask_id=11, steps=12, noise=noise(3), critic=critic, critic_noise=0.0)
+        return float((found == truth()).float().mean())
+
+    assert right(lambda tokens, step: (tokens != truth()).float()) > right(None) + 0.2
+
+
+def test_chunks_of_a_batch_draw_alike_and_seeds_differ():
+    def found(rows, first=0, seed=0, **keys):
+        oracle = Oracle(truth()[first : first + rows], 11, sharpness=1.0)
+        return find_tokens(oracle, torch.full((rows, 20), 11), mask_id=11, steps=5, noise=noise(rows, first=first, seed=seed), **keys)
+
+    whole = found(3)
+    assert torch.equal(whole, torch.cat([found(1), found(2, first=1)]))
+    assert not torch.equal(whole, found(3, seed=1))
+    critic = lambda tokens, step: tokens.float() / 11  # noqa: E731
+    assert torch.equal(found(3, critic=critic), torch.cat([found(2, critic=critic), found(1, first=2, critic=critic)]))
+
+
+def test_noise_on_confidence_and_on_critic_scores_changes_the_order():
+    def order(**keys):
+        oracle = Oracle(truth(), 11, sharpness=3.0)
+        find_tokens(oracle, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3), **keys)
+        return oracle.seen[1] == 11
+
+    assert not torch.equal(order(confidence_noise=0.0), order(confidence_noise=20.0))
+    critic = lambda tokens, step: tokens.float() / 11  # noqa: E731
+    assert not torch.equal(order(critic=critic, critic_noise=0.0), order(critic=critic, critic_noise=20.0))
+
+
+def test_the_surest_tokens_are_kept_first():
+    sure = torch.arange(20).expand(3, 20).float()  # later places are surer
+    logits = torch.nn.functional.one_hot(truth(), 11).float() * (1 + 0.3 * sure[..., None])
+    seen = []
+
+    def denoise(tokens, places, step):
+        seen.append(tokens)
+        return logits.gather(1, places[..., None].expand(-1, -1, 11))
+
+    find_tokens(denoise, torch.full((3, 20), 11), mask_id=11, steps=4, noise=noise(3), temperature=0.0, confidence_noise=0.0)
+    left = hidden_counts(20, 4)[1]
+    assert (seen[1][:, :left] == 11).all() and (seen[1][:, left:] != 11).all()

@@ -1,0 +1,148 @@
+"""`kineo data make`: what is written reads back as what was drawn, and nothing is ever half there."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kineograph.core.errors import InputError
+from kineograph.data.folder import Folder, FolderConfig
+from kineograph.data.memmap import Memmap, MemmapConfig
+from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+from kineograph.media.clips import read_clip
+from kineograph.run import make_data
+from kineograph.run.make_data import make
+
+RNG = np.random.default_rng(0)
+
+
+def drawn(index: int, **keys):
+    return MovingDigits(MovingDigitsConfig(**keys), "train").read(index)
+
+
+def test_gif_folder_reads_back_as_drawn(tmp_path: Path) -> None:
+    out = make("moving-digits", tmp_path / "clips", 3, "gif", ["size=32", "frames=6", "fps=10"])
+    assert sorted(path.name for path in out.iterdir()) == [f"{i:06d}.{s}" for i in range(3) for s in ("gif", "txt")]
+    for index in range(3):
+        pixels, fps = read_clip(out / f"{index:06d}.gif", channels=3)
+        expected = drawn(index, size=32, frames=6, fps=10)
+        assert torch.equal(pixels, expected.pixels)  # few colours, so the palette is exact
+        assert fps == 10
+        assert (out / f"{index:06d}.txt").read_text().strip() == expected.caption
+
+
+def test_the_folder_source_takes_what_was_written(tmp_path: Path) -> None:
+    make("moving-digits", tmp_path / "pictures", 4, "png", ["size=24", "channels=1"])
+    source = Folder.open(FolderConfig(folder=str(tmp_path / "pictures"), size=24, channels=1, validation=0), "train", 0)
+    expected = drawn(2, size=24, frames=1, channels=1)
+    found = source.read(2, RNG)
+    assert torch.equal(found.pixels, expected.pixels)
+    assert found.caption == expected.caption
+
+
+def test_the_memmap_source_takes_what_was_written(tmp_path: Path) -> None:
+    out = make(
+        "moving-digits", tmp_path / "array", 5, "memmap", ["size=[24, 32]", "frames=4", "channels=1", "digits=2"]
+    )
+    assert np.load(out / "videos.npy", mmap_mode="r").shape == (5, 4, 1, 24, 32)
+    assert np.load(out / "labels.npy").shape == (5, 2)
+    keys = {"size": (24, 32), "frames": 4, "channels": 1}
+    source = Memmap.open(MemmapConfig(folder=str(out), validation=0, **keys), "train", 0)
+    found = [source.read(index, RNG) for index in range(5)]
+    expected = [drawn(index, digits=2, **keys) for index in range(5)]
+    assert all(torch.equal(one.pixels, two.pixels) and one.caption == two.caption for one, two in zip(found, expected))
+    digits = MovingDigits(MovingDigitsConfig(digits=2, **keys), "train")
+    assert np.load(out / "labels.npy")[3].tolist() == [figure.digit for figure in digits.facts(3)]
+
+
+def test_webdataset_shards(tmp_path: Path) -> None:
+    out = make("moving-digits", tmp_path / "shards", 5, "webdataset", ["size=24", "frames=3", "shard=2"])
+    assert sorted(path.name for path in out.iterdir()) == [f"shard-00000{i}.tar" for i in range(3)]
+    names: list[str] = []
+    for path in sorted(out.iterdir()):
+        with tarfile.open(path) as tar:
+            names += tar.getnames()
+            content = json.loads(tar.extractfile(tar.getnames()[2]).read())  # type: ignore[union-attr]
+    assert names == [f"{i:06d}.{suffix}" for i in range(5) for suffix in ("gif", "txt", "json")]
+    assert content["caption"] == drawn(4, size=24, frames=3).caption
+    assert content["figures"][0]["digit"] in range(10)
+    again = make("moving-digits", tmp_path / "again", 5, "webdataset", ["size=24", "frames=3", "shard=2"])
+    assert (again / "shard-000001.tar").read_bytes() == (out / "shard-000001.tar").read_bytes()
+
+
+def test_webdataset_media_format(tmp_path: Path) -> None:
+    make("moving-digits", tmp_path / "stills", 1, "webdataset", ["size=24", "format=png"])
+    with tarfile.open(tmp_path / "stills/shard-000000.tar") as tar:
+        assert tar.getnames()[0] == "000000.png"
+
+
+def test_mp4_has_the_frames_and_the_speed(tmp_path: Path) -> None:
+    out = make("moving_digits", tmp_path / "films", 1, "mp4", ["size=32", "frames=5", "fps=12"])
+    pixels, fps = read_clip(out / "000000.mp4")
+    assert (tuple(pixels.shape), fps) == ((5, 3, 32, 32), 12)
+
+
+def test_split_decides_the_items(tmp_path: Path) -> None:
+    train, held = (
+        make("moving-digits", tmp_path / split, 2, "png", ["size=24"], split) for split in ("train", "validation")
+    )
+    assert (train / "000000.png").read_bytes() != (held / "000000.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"what": "moving-letters"}, "use moving-digits"),
+        ({"as_": "avi"}, "use gif, mp4, png, memmap, webdataset"),
+        ({"split": "dev"}, "use train, validation, test"),
+        ({"count": 0}, "at least 1"),
+        ({"settings": ["frame=3"]}, "did you mean frames?"),
+        ({"settings": ["shard=3"]}, "unknown key shard"),  # only shards have a size
+        ({"settings": ["count=3"]}, "unknown key count"),  # --count says it
+        ({"settings": ["frames=few"]}, "frames='few'"),
+        ({"settings": ["frames=4"], "as_": "png"}, "frames=4 does not fit png"),
+        ({"settings": ["shard=0"], "as_": "webdataset"}, "shard=0"),
+        ({"settings": ["format=avi"], "as_": "webdataset"}, "format=avi: use gif, mp4, png"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path, call: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message.replace("?", r"\?")):
+        make(**{"what": "moving-digits", "out": tmp_path / "out", "count": 2, "as_": "gif", **call})
+    assert not any(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(InputError, match="not an empty folder"):
+        make("moving-digits", tmp_path, 1)
+    with pytest.raises(InputError, match="not an empty folder"):
+        make("moving-digits", tmp_path / "mine.txt", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert (tmp_path / "mine.txt").read_text() == "keep me"
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    make("moving-digits", tmp_path / "empty", 1, "png", ["size=24"])
+    assert len(list((tmp_path / "empty").iterdir())) == 2
+
+
+@pytest.mark.parametrize("as_", ["gif", "memmap", "webdataset"])
+def test_a_failure_half_way_leaves_nothing(tmp_path: Path, as_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = MovingDigits.read
+
+    def failing(self, index, rng=None):
+        if index == 2:
+            assert not (tmp_path / "out").exists()  # the name appears at the end only
+            raise KeyboardInterrupt
+        return read(self, index, rng)
+
+    monkeypatch.setattr(make_data.MovingDigits, "read", failing)
+    with pytest.raises(KeyboardInterrupt):
+        make("moving-digits", tmp_path / "out", 4, as_, ["size=24", "frames=2"])
+    assert not any(tmp_path.iterdir())

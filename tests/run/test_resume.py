@@ -1,0 +1,200 @@
+"""A run that was killed goes on as if nothing had happened: `loss` after the checkpoint is bit-identical."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+# A GAN stage (two players, a codebook with moving averages) and a transformer stage, both as small as they get.
+CONFIG = {
+    "seed": 3,
+    "prompts": ["a red 3 at the top left", "a blue 5 at the centre"],
+    "data": {"source": "moving_digits", "size": 16, "frames": 1, "glyphs": 2},
+    "train": {
+        "steps": 10, "batch_size": 8, "log_every": 1, "save_every": 3, "validate_every": 4, "validation_samples": 8,
+        "sample_every": 0, "workers": 0, "warmup": 2, "trackers": [], "device": "cpu", "accumulate": 2,
+    },
+    "stages": {
+        "tokenizer": {
+            "task": "vqgan", "width": 8, "multipliers": [1, 2], "patch": 2, "quantizer": {"kind": "vq", "codes": 32, "dim": 4},
+            "adversarial": {"width": 8, "start": 3, "penalty_every": 2, "layers": 1}, "perceptual": {"weight": 0},
+        },
+        "generator": {"task": "muse", "codec": "tokenizer", "width": 32, "depth": 1, "heads": 2, "text": {"kind": "learned", "width": 16, "depth": 1}},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "small.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def command(config: Path, run: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "kineograph", "train", str(config), "--run", str(run), *more]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def train(config: Path, run: Path, *more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(config, run, *more), capture_output=True, text=True, env=environment(), timeout=240)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def losses(run: Path) -> dict[tuple[str, str, int], float]:
+    found: dict[tuple[str, str, int], float] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        key = (record["stage"], record["split"], record["step"])
+        assert key not in found, f"{key} was logged twice"
+        found[key] = record["loss"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], float]:
+    """Losses of a run that nothing interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(config, run)
+    found = losses(run)
+    assert len([key for key in found if key[:2] == ("tokenizer", "train")]) == 10
+    assert len([key for key in found if key[:2] == ("generator", "train")]) == 10
+    return found
+
+
+# Kill the process with SIGKILL at the n-th time that it comes by a place inside the save.
+KILLER = """
+import os, signal, sys
+import kineograph.train.checkpoint as checkpoint
+place, nth = sys.argv[1], int(sys.argv[2])
+seen = 0
+original = getattr(checkpoint, place)
+def deadly(*arguments, **named):
+    global seen
+    seen += 1
+    if seen == nth:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments, **named)
+setattr(checkpoint, place, deadly)
+from kineograph.cli import main
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "nth"), [("save_file", 4), ("_fingerprint", 6), ("write_json", 3), ("sync_folder", 2), ("_remove", 1)]
+)
+def test_killed_inside_a_save(config: Path, whole: dict, tmp_path: Path, place: str, nth: int) -> None:
+    run = tmp_path / "run"
+    words = [sys.executable, "-c", KILLER, place, str(nth), *command(config, run)[3:]]
+    died = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=240)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    train(config, run)
+    assert losses(run) == whole
+
+
+def test_killed_anywhere_again_and_again(config: Path, whole: dict, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for after in (0, 2, 5, 1, 3):  # lines of metrics that each life may add before it is killed
+        process = subprocess.Popen(
+            command(config, run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+        )
+        deadline = time.monotonic() + 120
+        start = _lines(run)
+        while process.poll() is None and _lines(run) - start < after + 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    train(config, run)
+    assert losses(run) == whole
+
+
+def _lines(run: Path) -> int:
+    try:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_ends_with_75(config: Path, whole: dict, tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        command(config, run), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    while _lines(run) < 5 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert (run / "stopped").is_file()
+    assert "run the same command to go on" in errors and "Traceback" not in errors
+    train(config, run)
+    assert not (run / "stopped").exists()
+    assert losses(run) == whole
+
+
+def test_damaged_checkpoint_falls_back(config: Path, whole: dict, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(config, run)
+    newest = sorted((run / "generator" / "checkpoints").glob("step-*"))[-1]
+    file = newest / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    done = train(config, run)
+    assert newest.name in done.stderr and "checksum" in done.stderr
+    assert losses(run) == whole
+
+
+def test_resume_rules(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(config, run, "--resume", "must", check=False).returncode == 2
+    assert not run.exists()
+    train(config, run, "train.steps=2")
+    before = (run / "config.yaml").read_text()
+    for words, named in (
+        (["--resume", "never"], "holds a run already"),
+        (["train.lr=1e-5"], "train.lr"),
+        (["stages.generator.depth=2"], "stages.generator.depth"),
+        (["seed=4"], "seed"),
+        (["data.glyphs=3"], "data.glyphs"),
+    ):
+        done = train(config, run, *words, check=False)
+        assert done.returncode == 2, words
+        assert named in done.stderr and "Traceback" not in done.stderr
+        assert (run / "config.yaml").read_text() == before
+    done = train(config, run, "train.steps=4", "train.save_every=1", "prompts=[a green 1 at the centre]")
+    assert max(step for stage, split, step in losses(run)) == 4
+
+
+def test_run_in_use_is_refused(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = subprocess.Popen(
+        command(config, run, "train.steps=100000"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
+    try:
+        while _lines(run) < 1 and first.poll() is None:
+            time.sleep(0.02)
+        done = train(config, run, "train.steps=100000", check=False)
+        assert done.returncode == 3
+        assert str(first.pid) in done.stderr
+    finally:
+        first.kill()
+        first.wait()
+    train(config, run, "train.steps=3")

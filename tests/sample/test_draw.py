@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kineograph.core.batch import Batch, Prompts, Sample
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.task import BuildContext
+from kineograph.media.clips import write_clip
+from kineograph.sample.draw import Sampler, draw_for_training
+from kineograph.train import checkpoint
+from tests.sample.tiny_task import TinyConfig, TinyGenerator, make_run, save_stage
+
+CAPTIONS = ["a 3", "a red 7 moves left", "an 8"]
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory) -> Sampler:
+    return Sampler.open(make_run(tmp_path_factory.mktemp("runs") / "clips", frames=4).path, device="cpu")
+
+
+def test_rows_are_captions_times_count(sampler):
+    drawn = sampler.sample(CAPTIONS, count=2)
+    assert drawn.pixels.shape == (6, 4, 3, 32, 32)
+    assert drawn.captions == [text for text in CAPTIONS for _ in range(2)]
+    assert drawn.pixels.min() >= 0 and drawn.pixels.max() <= 1
+    assert not torch.equal(drawn.pixels[0], drawn.pixels[1])  # two samples of one caption differ
+
+
+def test_same_seed_same_pictures_whatever_the_batch(sampler):
+    whole = sampler.sample(CAPTIONS, count=2, seed=5, batch=6)
+    parts = sampler.sample(CAPTIONS, count=2, seed=5, batch=4)
+    torch.testing.assert_close(whole.pixels, parts.pixels, rtol=0, atol=1e-6)
+    assert torch.equal(whole.pixels, sampler.sample(CAPTIONS, count=2, seed=5, batch=6).pixels)
+    assert not torch.equal(whole.pixels, sampler.sample(CAPTIONS, count=2, seed=6, batch=6).pixels)
+
+
+def test_options_reach_the_task_and_unknown_ones_name_the_right_key(sampler):
+    plain = sampler.sample(CAPTIONS)
+    assert sampler.sample(CAPTIONS, guidance=2.0).pixels.mean() != plain.pixels.mean()
+    assert sampler.sample(CAPTIONS, options={"sample.guidance": 2.0}).options == sampler.resolve(guidance=2.0)
+    assert sampler.resolve({"palette": [0.2, 0.3]}, steps=4).palette == (0.2, 0.3)
+    with pytest.raises(ConfigError, match=r"sample\.guidence.*did you mean sample\.guidance"):
+        sampler.sample(CAPTIONS, options={"sample.guidence": 2.0})
+    with pytest.raises(ConfigError, match=r"sample\.steps"):
+        sampler.sample(CAPTIONS, steps=0)
+
+
+def test_negative_prompt_and_count_without_captions(sampler):
+    assert not torch.equal(sampler.sample(["a 3"], negative="blurred").pixels, sampler.sample(["a 3"]).pixels)
+    drawn = sampler.sample(None, count=3)
+    assert len(drawn) == 3 and drawn.captions == [None] * 3
+
+
+def test_frames_and_size(sampler):
+    assert sampler.sample("a 3", frames=6, size=(16, 40)).pixels.shape == (1, 6, 3, 16, 40)
+    with pytest.raises(ConfigError, match="multiples of 8"):
+        sampler.sample("a 3", size=30)
+    with pytest.raises(InputError, match="frames=0"):
+        sampler.sample("a 3", frames=0)
+    with pytest.raises(InputError, match="at least one caption"):
+        sampler.sample([])
+
+
+def test_prime_is_read_resized_and_recoloured(sampler, tmp_path):
+    gray = torch.zeros(2, 1, 64, 96)
+    gray[:, :, :, 48:] = 1.0
+    path = write_clip(tmp_path / "start.gif", gray, fps=8)
+    drawn = sampler.sample(["a 3", "a 4"], prime=path)
+    assert drawn.pixels[:, :2, :, :, :14].max() < 0.02 and drawn.pixels[:, :2, :, :, 18:].min() > 0.98
+    same_size = torch.rand(1, 3, 32, 32)
+    torch.testing.assert_close(sampler.sample("a 3", prime=same_size).pixels[0, :1], same_size)
+    with pytest.raises(InputError, match="does not exist"):
+        sampler.sample("a 3", prime=tmp_path / "gone.gif")
+
+
+def test_a_real_sample_beside_each_prompt_reaches_the_task(sampler):
+    real = Batch.collate([Sample(pixels=torch.full((4, 3, 32, 32), level, dtype=torch.uint8), caption="") for level in (0, 100, 200)], [0, 1, 2])
+    seen: list[Tensor] = []
+
+    class Looking(TinyGenerator):
+        def sample(self, prompts: Prompts, options: object) -> Tensor:
+            assert prompts.batch is not None and prompts.batch.pixels is not None and len(prompts.batch.captions or []) == len(prompts)
+            seen.append(prompts.batch.pixels)
+            return super().sample(prompts, options)
+
+    task = Looking(TinyConfig(task="x"), BuildContext(sampler.shape))
+    draw_for_training(task, CAPTIONS, sampler.options, sampler.shape, seed=0, device="cpu", real=real, batch=2)
+    assert torch.equal(torch.cat(seen), real.pixels)
+
+
+def test_training_samples_equal_later_inference(tmp_path):
+    run = make_run(tmp_path / "run", frames=2)
+    task = save_stage(run, "generator", 20)  # unfrozen, with the averaged weights, as the Trainer judges it
+    later = Sampler.open(run.path, device="cpu")
+    task.train()
+    now = draw_for_training(task, CAPTIONS, later.options, later.shape, seed=9, device="cpu", frames=3)
+    assert torch.equal(now, later.sample(CAPTIONS, seed=9, frames=3).pixels)
+    assert all(module.training for module in task.modules())  # dropout is on again
+    assert not now.is_inference()
+    loss = task.dropout(task.mix(torch.ones(1, 4))).sum()
+    loss.backward()
+
+
+def test_checkpoints_and_ema(tmp_path):
+    run = make_run(tmp_path / "run", step=10)
+    save_stage(run, "generator", 20, tweak=0.3)
+    checkpoint.set_best(run.checkpoints("generator"), 10, 0.5)
+    last, best, tenth = (Sampler.open(run.path, which, device="cpu") for which in ("last", "best", 10))
+    assert (last.step, best.step, tenth.step) == (20, 10, 10)
+    assert torch.equal(best.sample("a 3").pixels, tenth.sample("a 3").pixels)
+    assert not torch.equal(last.sample("a 3").pixels, best.sample("a 3").pixels)
+    online = Sampler.open(run.path, 20, device="cpu", ema=False)
+    assert not torch.equal(online.sample("a 3").pixels, last.sample("a 3").pixels)
+    assert online.sample("a 3").origin.weights != last.sample("a 3").origin.weights
+    with pytest.raises(InputError, match="no checkpoint of step 15"):
+        Sampler.open(run.path, 15, device="cpu")
+
+
+def test_what_cannot_draw_says_so(tmp_path):
+    codec_only = make_run(tmp_path / "codec", generator=None)
+    with pytest.raises(InputError, match="no trained stage that draws"):
+        Sampler.open(codec_only.path, device="cpu")
+    with pytest.raises(InputError, match="only encodes and decodes"):
+        Sampler.open(codec_only.path, stage="tokenizer", device="cpu")
+    untrained = make_run(tmp_path / "untrained", "tokenizer")
+    with pytest.raises(InputError, match="generator is not trained yet"):
+        Sampler.open(untrained.path, device="cpu")
+    with pytest.raises(InputError, match="not a run folder"):
+        Sampler.open(tmp_path / "nowhere", device="cpu")
+    with pytest.raises(InputError, match="CUDA devices"):
+        Sampler.open(codec_only.path, device="cuda:99")
+
+
+def test_a_task_without_options(tmp_path):
+    plain = Sampler.open(make_run(tmp_path / "run", generator="OptionlessGenerator", codec=False).path, device="cpu")
+    assert plain.sample("a 3").origin.options == {}
+    with pytest.raises(ConfigError, match=r"OptionlessGenerator has no sampling options, so guidance"):
+        plain.sample("a 3", guidance=3.0)

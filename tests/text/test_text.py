@@ -1,0 +1,229 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+from kineograph.core.batch import Shape
+from kineograph.core.config import parse
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.task import BuildContext, weights_of
+from kineograph.text import TextConfig, build_text
+from kineograph.text.learned import BOS, EOS, PAD
+
+CAPTIONS = ["a red 3 moves left", "a blue 7 moves up", "a red 7 moves left", "the blue 3 goes up"] * 3
+
+
+def build(captions=CAPTIONS, assets=None, notes=None, **keys):
+    torch.manual_seed(0)
+    context = BuildContext(
+        shape=Shape(1, 16, 16, 3, 8.0),
+        captions=lambda: list(captions),
+        assets=assets or {},
+        note=(notes if notes is not None else []).append,
+    )
+    return build_text(TextConfig(**keys), context)
+
+
+SMALL = {"width": 16, "heads": 2, "depth": 1, "length": 12}
+
+
+# learned
+
+
+def test_ids_begin_end_and_pad():
+    text = build(**SMALL)
+    ids = text.vocabulary.ids("a red 3")
+    real = [i for i in ids if i != PAD]
+    assert len(ids) == 12 and real[0] == BOS and real[-1] == EOS and real == list(ids[: len(real)])
+    assert BOS not in real[1:] and EOS not in real[:-1]
+    assert len({PAD, BOS, EOS}) == 3
+
+
+def test_bpe_learns_words_and_bytes_do_not():
+    words, letters = build(**SMALL), build(**SMALL, tokenizer="byte")
+    assert letters.vocabulary.size == 259 < words.vocabulary.size
+    assert sum(i != PAD for i in words.vocabulary.ids("a red 3")) == 5  # BOS, three words, EOS
+    assert build(**SMALL, vocabulary=265).vocabulary.size == 265
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "byte"])
+def test_unseen_wordings_and_letters_are_read(tokenizer):
+    text = build(**{**SMALL, "length": 40}, tokenizer=tokenizer)
+    for caption in ("zebra ünïcode 猫 🙂", "a RED 3 moves left", ""):
+        ids = text.vocabulary.ids(caption)
+        assert "�" not in text.vocabulary.tokenizer.decode([i for i in ids if i > EOS])
+        embeddings, mask = text.encode([caption])
+        assert embeddings.shape == (1, 40, 16) and embeddings.isfinite().all() and int(mask.sum()) >= 2
+    assert text.vocabulary.ids("a RED 3") == text.vocabulary.ids("a red 3")
+
+
+def test_truncation_is_said_once_and_keeps_the_end():
+    notes = []
+    text = build(notes=notes, **SMALL)
+    long = "a red 3 moves left and a blue 7 moves up and on and on"
+    ids = text.vocabulary.ids(long)
+    text.vocabulary.ids(long + " and on")
+    assert len(ids) == 12 and ids[-1] == EOS
+    assert len(notes) == 1 and "text.length=12" in notes[0]
+
+
+def test_repeated_captions_are_tokenized_once():
+    text = build(**SMALL)
+    for _ in range(5):
+        text.encode(["a red 3", "a blue 7"])
+    assert text.vocabulary.ids.cache_info().misses == 2
+
+
+def test_the_vocabulary_travels_as_an_asset():
+    first = build(**SMALL)
+    assets = json.loads(json.dumps(first.assets()))
+    again = build(captions=[], assets=assets, **SMALL)
+    again.load_state_dict(first.state_dict())
+    torch.testing.assert_close(first.encode(["the blue 3"])[0], again.encode(["the blue 3"])[0])
+
+
+def test_words_and_their_order_matter_and_padding_does_not():
+    text = build(**SMALL).eval()
+    a, mask = text.encode(["a red 3"])
+    b, _ = text.encode(["3 red a"])
+    assert not torch.allclose(a[mask], b[mask], atol=1e-2)
+    longer = build(**{**SMALL, "length": 20})
+    state = {k: v for k, v in text.state_dict().items() if "positions" not in k}
+    longer.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        longer.positions.tables[0][:12] = text.positions.tables[0]
+    c, _ = longer.encode(["a red 3"])
+    torch.testing.assert_close(a[:, :5], c[:, :5])
+
+
+def test_depth_zero_and_dropout():
+    bare = build(**{**SMALL, "depth": 0})
+    assert bare.transformer is None and bare.encode(["a red 3"])[0].shape == (1, 12, 16)
+    noisy = build(**SMALL, dropout=0.5)
+    assert not torch.equal(noisy.encode(["a red 3"])[0], noisy.encode(["a red 3"])[0])
+
+
+# null text
+
+
+@pytest.mark.parametrize("keys", [SMALL, {"kind": "given", "width": 16, "length": 12}])
+def test_dropped_rows_become_the_null_token_and_others_stay(keys):
+    text = build(**keys)
+    embeddings, mask = torch.randn(3, 12, 16), torch.ones(3, 12, dtype=torch.bool)
+    mask[2] = False  # a row without any token can only be null
+    dropped, kept = text.drop(embeddings, mask, torch.tensor([True, False, False]))
+    assert kept.tolist() == [[True] + [False] * 11, [True] * 12, [True] + [False] * 11]
+    torch.testing.assert_close(dropped[1], embeddings[1])
+    torch.testing.assert_close(dropped[0], dropped[2])
+    torch.testing.assert_close(dropped[0, 0], text.null.token.detach())
+    dropped.sum().backward()
+    assert text.null.token.grad.abs().sum() > 0
+
+
+def test_given_text_has_no_encoder():
+    with pytest.raises(InputError, match="text.kind=given"):
+        build(kind="given", width=8).encode(["a"])
+
+
+def test_none_is_no_text():
+    assert build(kind="none") is None
+
+
+# config
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"kind": "t5"}, "needs name"),
+        ({"kind": "given"}, "needs width"),
+        ({"kind": "none", "length": 12}, "length is read by kind"),
+        ({"kind": "clip", "name": "x", "vocabulary": 300}, "vocabulary is read by kind learned only"),
+        ({"width": 30}, "multiple of"),
+        ({"witdh": 3}, "width"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(TextConfig, keys, "text")
+
+
+def test_a_resolved_config_reads_back():
+    for config in (TextConfig(), TextConfig(kind="none"), TextConfig(kind="given", width=8)):
+        assert parse(TextConfig, config.model_dump(), "text") == config
+
+
+# T5 and CLIP, with random weights
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    words = ["<pad>", "</s>", "<unk>", "<s>", *"a red blue green 3 7 cat moves left up".split()]
+    root, found = tmp_path_factory.mktemp("text"), {}
+    for kind in ("t5", "clip"):
+        inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.Whitespace()
+        inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+        folder = root / kind
+        PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+        if kind == "t5":
+            model = T5EncoderModel(T5Config(vocab_size=16, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=3))
+        else:
+            shape = {"vocab_size": 16, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 3}
+            model = CLIPTextModel(CLIPTextConfig(**shape, max_position_embeddings=10, eos_token_id=1, bos_token_id=3, pad_token_id=0))
+        model.save_pretrained(folder)
+        found[kind] = folder
+    return found
+
+
+@pytest.mark.parametrize("kind", ["t5", "clip"])
+def test_pretrained_encoders_load_from_a_folder(folders, kind):
+    notes = []
+    text = build(kind=kind, name=str(folders[kind]), length=6, notes=notes)
+    assert text.width == 24 and "transformers_model" not in str(text)
+    assert list(weights_of(text)) == ["null.token"]  # the encoder is not saved with the stage
+    embeddings, mask = text.encode(["a red 3", "a blue cat moves left up"])
+    assert embeddings.shape == (2, 6, 24) and mask.sum(1).tolist() == [4, 6]
+    assert not embeddings.requires_grad and (embeddings[0, 4:] == 0).all()
+    assert len(notes) == 1 and "text.length=6" in notes[0]
+    alone, _ = text.encode(["a red 3"])
+    torch.testing.assert_close(alone[0], embeddings[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(embeddings[0], embeddings[1], atol=1e-3)
+    text.train()
+    assert not text._parts["model"].training
+    assert [p.shape for p in text.parameters() if p.requires_grad] == [(24,)]
+
+
+def test_nothing_is_loaded_before_a_caption_is_read(folders, monkeypatch):
+    text = build(kind="t5", name=str(folders["t5"]))
+    monkeypatch.setattr(text, "_load", lambda device: pytest.fail("loaded"))
+    text.drop(torch.zeros(1, 64, 24), torch.ones(1, 64, dtype=torch.bool), torch.tensor([True]))
+    assert build(kind="t5", name="some-owner/some-t5", width=768).width == 768
+
+
+def test_missing_folders_and_files_are_named(folders, tmp_path):
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        build(kind="t5", name=str(tmp_path / "nowhere"))
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        folder = tmp_path / f"without-{name}"
+        shutil.copytree(folders["t5"], folder)
+        (folder / name).unlink()
+        with pytest.raises(InputError, match=f"lacks.*{name}"):
+            build(kind="t5", name=str(folder))
+
+
+def test_a_hub_name_that_cannot_be_reached_is_an_input_error():
+    with pytest.raises(InputError, match="text.name=nobody/nothing"):
+        build(kind="clip", name="nobody/nothing")
+
+
+def test_lengths_and_widths_that_the_weights_do_not_have(folders):
+    with pytest.raises(InputError, match="at most 10"):
+        build(kind="clip", name=str(folders["clip"]), length=11).encode(["a"])
+    with pytest.raises(InputError, match="24 channels"):
+        build(kind="t5", name=str(folders["t5"]), width=32).encode(["a"])

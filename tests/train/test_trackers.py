@@ -1,0 +1,305 @@
+"""metrics.jsonl, TensorBoard and W&B: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kineograph.core.errors import InputError
+from kineograph.train import trackers
+from kineograph.train.trackers import MetricsFile, TensorBoard, WeightsAndBiases, check_trackers, open_trackers
+
+
+def record(step: int, stage: str = "tokenizer", split: str = "train", **numbers) -> dict:
+    return {"loss": float(step), **numbers, "step": step, "split": split, "stage": stage}
+
+
+def picture(path: Path, moving: bool = False) -> Path:
+    first = Image.new("RGB", (8, 6), (255, 0, 0))
+    rest = [Image.new("RGB", (8, 6), (0, 0, 40 * n)) for n in range(3)] if moving else []
+    first.save(path, save_all=bool(rest), append_images=rest)
+    return path
+
+
+# metrics.jsonl ---------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_one_object_a_line_in_order(tmp_path):
+    file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    file.write(record(1, accuracy=0.5))
+    file.write(record(2, caption="une bête"))
+    lines = file.path.read_text(encoding="utf-8").splitlines()
+    assert [list(json.loads(line))[:3] for line in lines] == [["stage", "split", "step"]] * 2
+    assert "bête" in lines[1]
+    assert file.read() == [record(1, accuracy=0.5), record(2, caption="une bête")]
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    values = {"a": float("nan"), "b": float("inf"), "c": torch.tensor(-float("inf")), "d": np.float32("nan"), "e": [1.0, float("nan")]}
+    file.write(record(1, **values, fine=torch.tensor(2.5), whole=np.int64(7), flag=True, none=None))
+    (written,) = file.read()
+    assert [written[name] for name in "abcd"] == [None] * 4
+    assert written["e"] == [1.0, None]
+    assert (written["fine"], written["whole"], written["flag"], written["none"]) == (2.5, 7, True, None)
+    assert "NaN" not in file.path.read_text()
+    assert "Infinity" not in file.path.read_text()
+
+
+def test_each_line_is_there_at_once(tmp_path):
+    writer, reader = MetricsFile(tmp_path / "metrics.jsonl"), MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(1, 4):
+        writer.write(record(step))
+        assert len(reader.read()) == step
+
+
+def test_truncate_drops_what_lies_beyond_the_checkpoint(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (10, 20, 30):
+        file.write(record(step))
+        file.write(record(step, split="validation"))
+    for step in (10, 20, 30):
+        file.write(record(step, "generator"))
+    file.write(record(5, "removed"))
+    file.truncate("generator", 20, ["tokenizer", "generator"])
+    kept = [(r["stage"], r["split"], r["step"]) for r in file.read()]
+    assert kept == [("tokenizer", s, n) for n in (10, 20, 30) for s in ("train", "validation")] + [("generator", "train", n) for n in (10, 20)]
+    file.truncate("tokenizer", 10)
+    kept = [(r["stage"], r["step"]) for r in file.read()]
+    assert kept == [("tokenizer", 10)] * 2 + [("generator", 10), ("generator", 20)]
+    file.truncate("generator", 0)
+    assert {r["stage"] for r in file.read()} == {"tokenizer"}
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_truncate_keeps_the_bytes_of_what_it_keeps(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        file.write(record(step, value=0.1 * step))
+    before = file.path.read_bytes()
+    file.truncate("tokenizer", 3)
+    assert file.path.read_bytes() == b"".join(before.splitlines(keepends=True)[:3])
+
+
+@pytest.mark.parametrize("tail", [b'{"stage": "tokenizer", "st', b"\xff\xfe\n", b'{"step": 1}\n[]\n7\n', b'{"stage": "tokenizer", "split": "train", "step": 2}'])
+def test_a_torn_end_costs_itself_only(tmp_path, tail):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(record(1))
+    with file.path.open("ab") as raw:
+        raw.write(tail)
+    assert file.read() == [record(1)]
+    file.write(record(3))  # starts on a line of its own
+    assert file.read()[-1] == record(3)
+    file.truncate("tokenizer", 1)
+    assert file.read() == [record(1)]
+    assert len(file.path.read_bytes().splitlines()) == 1
+
+
+def test_nothing_to_truncate(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.truncate("tokenizer", 10)
+    assert file.read() == []
+    assert not file.path.exists()
+
+
+def test_only_the_first_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr("kineograph.core.ranks.rank", lambda: 1)
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(record(1))
+    assert not file.path.exists()
+    assert open_trackers(["tensorboard"], tmp_path, "x", {}) == []
+    assert not list(tmp_path.iterdir())
+
+
+# TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_tags(tmp_path):
+    (board,) = open_trackers(["tensorboard", "tensorboard"], tmp_path, "x", {})
+    board.begin("tokenizer", 0)
+    board.log(record(1, note="text", flag=True, missing=None, lr=torch.tensor(0.25)))
+    board.log(record(1, split="validation", psnr=20.0))
+    board.close()
+    folder = tmp_path / "tensorboard" / "tokenizer"
+    assert points(folder, "tokenizer/train/loss") == [(1, 1.0)]
+    assert points(folder, "tokenizer/train/lr") == [(1, 0.25)]
+    assert points(folder, "tokenizer/validation/psnr") == [(1, 20.0)]
+    for tag in ("note", "flag", "missing", "step"):
+        with pytest.raises(KeyError):
+            points(folder, f"tokenizer/train/{tag}")
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_resume_does_not_repeat_points(tmp_path, announced):
+    def run(stage: str, start: int, stop: int, offset: float) -> None:
+        board = TensorBoard(tmp_path)
+        if announced:
+            board.begin(stage, start)
+        for step in range(start + 1, stop + 1):
+            board.log(record(step, stage, loss=step + offset))
+        board.close()
+
+    run("tokenizer", 0, 30, 0.0)
+    run("generator", 0, 20, 0.0)
+    run("generator", 12, 25, 0.5)  # killed at 20, back from the checkpoint at 12
+    expected = [(n, float(n)) for n in range(1, 13)] + [(n, n + 0.5) for n in range(13, 26)]
+    assert points(tmp_path / "generator", "generator/train/loss") == expected
+    assert len(points(tmp_path / "tokenizer", "tokenizer/train/loss")) == 30  # another stage's steps are its own
+
+
+def test_tensorboard_media(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path / "board")
+    still, moving, film = picture(tmp_path / "a.png"), picture(tmp_path / "b.gif", moving=True), _film(tmp_path / "c.mp4")
+    for step, (name, path) in enumerate({"samples": still, "clips": moving, "films": film}.items()):
+        board.media(step, f"tokenizer/{name}", path, "a red 3")
+    board.close()
+    events = EventAccumulator(str(tmp_path / "board" / "tokenizer"), size_guidance={"images": 0})
+    events.Reload()
+    assert events.Images("tokenizer/samples")[0].encoded_image_string == still.read_bytes()
+    assert events.Images("tokenizer/clips")[0].encoded_image_string == moving.read_bytes()
+    shown = events.Images("tokenizer/films")[0]
+    assert shown.encoded_image_string.startswith(b"GIF89a")
+    assert (shown.width, shown.height, shown.step) == (8, 6, 2)
+    assert "tokenizer/samples/caption/text_summary" in events.Tags()["tensors"]
+
+
+def _film(path: Path) -> Path:
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 8, 6, "yuv420p"
+        for value in (0, 128, 255):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((6, 8, 3), value, dtype=np.uint8), format="rgb24")))
+        container.mux(stream.encode(None))
+    return path
+
+
+# Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+def test_wandb_asked_for_and_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what import does when a module is missing
+    for call in (lambda: check_trackers(("wandb",)), lambda: open_trackers(("tensorboard", "wandb"), tmp_path, "x", {})):
+        with pytest.raises(InputError, match=r"train\.trackers.*pip install kineograph\[wandb\]"):
+            call()
+    assert not list(tmp_path.iterdir())
+    check_trackers(("tensorboard",))
+
+
+def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    try:
+        with pytest.raises(InputError, match=r"kineograph\[wandb\]"):
+            check_trackers(("wandb",))
+    finally:
+        sys.modules.pop("wandb", None)
+
+
+class FakeRun:
+    def __init__(self, told: list) -> None:
+        self.told, self.metrics = told, {}
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.metrics[name] = step_metric
+
+    def log(self, values: dict) -> None:
+        self.told.append(values)
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+class FakeWandb:
+    """Stands in where only what is told matters."""
+
+    class errors:
+        Error = RuntimeError
+
+    def __init__(self) -> None:
+        self.told: list = []
+        self.started: list[dict] = []
+
+    def Settings(self, **settings):
+        return settings
+
+    def Image(self, path, caption=None):
+        return ("image", Path(path).name, caption)
+
+    def Video(self, path, caption=None):
+        return ("video", Path(path).name, caption)
+
+    def init(self, **arguments):
+        self.started.append(arguments)
+        return FakeRun(self.told)
+
+
+def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setattr(trackers, "_wandb", lambda: fake)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for start, stop in ((0, 4), (2, 6)):
+        tracker = WeightsAndBiases(tmp_path, "demo", {"seed": 3})
+        tracker.begin("tokenizer", start)
+        for step in range(start + 1, stop + 1):
+            tracker.log(record(step))
+        tracker.media(stop, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
+        tracker.media(stop, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True))
+        tracker.close()
+    first, second = fake.started
+    assert first["id"] == second["id"]
+    assert (first["project"], first["name"], first["config"], first["dir"]) == ("kineograph", "demo", {"seed": 3}, str(tmp_path))
+    steps = [told["tokenizer/step"] for told in fake.told if "tokenizer/train/loss" in told]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [told["tokenizer/samples"] for told in fake.told if "tokenizer/samples" in told] == [("image", "a.png", "a 3")] * 2
+    assert [told["tokenizer/clips"][0] for told in fake.told if "tokenizer/clips" in told] == ["video"] * 2
+
+
+def test_wandb_that_refuses_names_the_remedy(tmp_path, monkeypatch):
+    fake = FakeWandb()
+
+    def refuse(**arguments):
+        raise RuntimeError("no API key")
+
+    fake.init = refuse
+    monkeypatch.setattr(trackers, "_wandb", lambda: fake)
+    with pytest.raises(InputError, match=r"no API key.*wandb login.*WANDB_MODE=offline"):
+        WeightsAndBiases(tmp_path, "demo", {})
+
+
+@pytest.mark.timeout(120)
+def test_wandb_works_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tensorboard, tracker = open_trackers(("tensorboard", "wandb"), tmp_path, "demo", {"train": {"steps": 5}})
+    tracker.begin("tokenizer", 0)
+    tracker.log(record(1, bad=float("nan")))
+    tracker.media(1, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
+    tracker.media(1, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True), "a 7")
+    tracker.close()
+    tensorboard.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    kinds = {path.suffix for path in run.rglob("media/**/*") if path.is_file()}
+    assert kinds == {".png", ".gif"}
+    (log,) = run.glob("*.wandb")
+    assert b"tokenizer/train/loss" in log.read_bytes()
