@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine, report
-from benchmarks.case import Case, Work, all_cases, find_cases
+from benchmarks.case import Sizes, Work, all_cases, find_cases
 from benchmarks.measure import matmul_ceiling, release, time_calls
 from benchmarks.report import Row
 from kineograph.core.errors import InputError, KineoError
@@ -51,24 +51,18 @@ def run(options: argparse.Namespace, command: str) -> list[Row]:
         sizes = case.sized(options.small)
         repeat = options.repeat or (2 if options.small else case.repeat)
         warmup = 1 if options.small else case.warmup
-        _add(rows, _measured(case, "ours", "", lambda c=case, s=sizes: c.ours(s, device), device, warmup, repeat))
+        _add(rows, _measured(case.name, "ours", "", case.ours, sizes, device, warmup, repeat))
         if options.peer and case.peer:
             side = f"{case.peer.package} {case.peer.installed_version()}"
             for precision in case.peer.precisions if device.type == "cuda" else ("fp32",):
                 # bf16 on a CPU is emulated and says nothing
-                build = _peer_builder(case, {**sizes, "precision": precision}, device)
-                _add(rows, _measured(case, side, precision, build, device, warmup, repeat))
+                asked = {**sizes, "precision": precision}
+                _add(rows, _measured(case.name, side, precision, case.peer.build, asked, device, warmup, repeat))
     report.show(rows, facts)
     name = machine.slug(device) + ("-small" if options.small else "")
     path = report.write(report.as_json(rows, facts, command), options.out, name)
     print(f"written: {path}")
     return rows
-
-
-def _peer_builder(case: Case, sizes: dict, device: torch.device) -> Callable[[], Work]:
-    assert case.peer is not None
-    build = case.peer.build
-    return lambda: build(sizes, device)
 
 
 def _add(rows: list[Row], row: Row) -> None:
@@ -79,16 +73,23 @@ def _add(rows: list[Row], row: Row) -> None:
 
 
 def _measured(
-    case: Case, side: str, precision: str, build: Callable[[], Work], device: torch.device, warmup: int, repeat: int
+    case: str,
+    side: str,
+    precision: str,
+    build: Callable[[Sizes, torch.device], Work],
+    sizes: Sizes,
+    device: torch.device,
+    warmup: int,
+    repeat: int,
 ) -> Row:
     """One side, built, timed and released. A failure is a row too: the other cases still run."""
     torch.manual_seed(0)
     work = None
     try:
-        work = build()
+        work = build(sizes, device)
         timing = time_calls(work.call, device, warmup, repeat)
         return Row(
-            case.name,
+            case,
             side,
             work.precision or precision,
             samples=work.samples,
@@ -99,7 +100,7 @@ def _measured(
         )
     except Exception as error:
         traceback.print_exc(limit=-6)
-        return Row(case.name, side, precision, error=f"{type(error).__name__}: {error}"[:400])
+        return Row(case, side, precision, error=f"{type(error).__name__}: {error}"[:400])
     finally:
         if work is not None:
             work.close()

@@ -1,9 +1,9 @@
 """Kineograph trains, samples and judges text-to-image and text-to-video models.
 
-    import kineograph as kg
+import kineograph as kg
 
-    run = kg.train("muse-tiny", **{"data.source": "folder", "data.folder": "photos"}, on_log=print)
-    drawn = kg.load(run).sample(["a red 3 at the top left"])
+run = kg.train("muse-tiny", **{"data.source": "folder", "data.folder": "photos"}, on_log=print)
+drawn = kg.load(run).sample(["a red 3 at the top left"])
 """
 
 from __future__ import annotations

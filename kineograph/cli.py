@@ -40,7 +40,12 @@ def presets() -> None:
 @app.command(context_settings={"ignore_unknown_options": False})
 def train(
     what: Annotated[
-        list[str], typer.Argument(metavar="PRESET|FILE.yaml … [key=value …]", help="A preset or YAML files, then overrides.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="PRESET|FILE.yaml … [key=value …]",
+            help="A preset or YAML files, then overrides.",
+            show_default=False,
+        ),
     ],
     run: Annotated[Path | None, typer.Option(help="Run folder. [default: runs/<name>]", show_default=False)] = None,
     resume: Annotated[str, typer.Option(help="auto: go on if the run exists; never; must.")] = "auto",
@@ -66,8 +71,12 @@ def train(
 @app.command()
 def sample(
     run: Run,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Captions; none for an unconditional model.", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the media. [default: RUN/drawn]", show_default=False)] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Captions; none for an unconditional model.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the media. [default: RUN/drawn]", show_default=False)
+    ] = None,
     count: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     guidance: Annotated[float | None, typer.Option(help="Classifier-free guidance scale.", show_default=False)] = None,
@@ -77,8 +86,13 @@ def sample(
     negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
     checkpoint: Checkpoint = "last",
     format: Annotated[str | None, typer.Option(help="gif, mp4 or png.", show_default=False)] = None,
-    stage: Annotated[str | None, typer.Option(help="Which stage draws. [default: the last that can]", show_default=False)] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False)] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="Which stage draws. [default: the last that can]", show_default=False)
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
@@ -95,7 +109,9 @@ def sample(
 @app.command()
 def evaluate(
     run: Run,
-    metrics: Annotated[str | None, typer.Option(help="Comma-separated names. [default: all that apply]", show_default=False)] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Comma-separated names. [default: all that apply]", show_default=False)
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to judge.")] = 256,
     split: Annotated[str, typer.Option(help="validation or test.")] = "validation",
     checkpoint: Checkpoint = "last",
@@ -113,7 +129,9 @@ def evaluate(
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="Write comparison.json and comparison.png here.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write comparison.json and comparison.png here.", show_default=False)
+    ] = None,
 ) -> None:
     """Put runs side by side."""
     from kineograph.evaluate.compare import compare as put_together
@@ -128,7 +146,9 @@ def compare(
 @app.command()
 def cache(
     what: Annotated[list[str], typer.Argument(metavar="RUN|FILE.yaml [key=value …]", show_default=False)],
-    run: Annotated[Path | None, typer.Option(help="Run folder, when a file or preset is named.", show_default=False)] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Run folder, when a file or preset is named.", show_default=False)
+    ] = None,
 ) -> None:
     """Encode the data once with the trained codecs (and frozen text encoders), to disk; training then reads that."""
     from kineograph.run.token_cache import cache_run
@@ -143,7 +163,10 @@ def data_make(
     out: Annotated[Path, typer.Option(help="A new or empty folder.", show_default=False)],
     count: Annotated[int, typer.Option(min=1, help="How many items.")] = 100,
     as_: Annotated[str, typer.Option("--as", help="gif, mp4, png, memmap or webdataset.")] = "gif",
-    setting: Annotated[list[str] | None, typer.Argument(metavar="[key=value …]", help="Keys of data.*, such as size=64 frames=16 digits=2.")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value …]", help="Keys of data.*, such as size=64 frames=16 digits=2."),
+    ] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
 ) -> None:
     """Write moving digits as a real dataset."""
@@ -166,7 +189,9 @@ def data_check(folder: Annotated[Path, typer.Argument(help="A dataset folder.", 
 
 @app.command()
 def doctor(
-    what: Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE.yaml] [key=value …]", show_default=False)] = None,
+    what: Annotated[
+        list[str] | None, typer.Argument(metavar="[PRESET|FILE.yaml] [key=value …]", show_default=False)
+    ] = None,
 ) -> None:
     """Look at the machine, and at what a preset will need of it, before anything is spent."""
     from kineograph.run.doctor import examine

@@ -14,12 +14,30 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-HEAVY = ("torch", "transformers", "av", "vector_quantize_pytorch", "wandb", "matplotlib", "sklearn", "tensorboard", "webdataset")
+HEAVY = (
+    "torch",
+    "transformers",
+    "av",
+    "vector_quantize_pytorch",
+    "wandb",
+    "matplotlib",
+    "sklearn",
+    "tensorboard",
+    "webdataset",
+)
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from importlinter.cli import lint_imports_command as f; f()", "--no-logo", "--no-cache"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(folder)})
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from importlinter.cli import lint_imports_command as f; f()",
+        "--no-logo",
+        "--no-cache",
+    ]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(folder)}
+    )
 
 
 def copy_of_package(folder: Path) -> Path:
@@ -59,7 +77,11 @@ def test_contracts_hold():
 
 def loaded_by(code: str) -> set[str]:
     output = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return set(output.stdout.split())
 
@@ -90,7 +112,9 @@ def _names(requirements: list[str]) -> set[str]:
 def test_constraints_pin_everything_that_make_installs():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pins), "a plain version each: no local suffix, no address"
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pins), (
+        "a plain version each: no local suffix, no address"
+    )
     extras = PROJECT["project"]["optional-dependencies"]
     wanted = _names([*PROJECT["project"]["dependencies"], *extras["dev"], *extras["wandb"], *extras["metrics"]])
     assert wanted <= _names(pins)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
 from benchmarks.case import Case, Sizes, Work
+from kineograph.core.batch import Batch
 from kineograph.core.seams import Source
 
 
@@ -17,7 +20,7 @@ def _loading(source: Source, sizes: Sizes) -> Work:
     from kineograph.data.loader import Loader
 
     loader = Loader(source, seed=0, batch_size=sizes["batch"], workers=sizes["workers"])
-    batches = loader.steps(0, 1_000_000)
+    batches = cast(Generator[list[Batch], None, None], loader.steps(0, 1_000_000))
 
     def call() -> None:
         for _ in range(sizes["batches"]):

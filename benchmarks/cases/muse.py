@@ -48,6 +48,7 @@ def _our_model(sizes: Sizes) -> Muse:
         parse(VQGANConfig, layout(sizes["codec_width"], sizes["codes"]) | {"perceptual": {"weight": 0}}),
         BuildContext(shape),
     )
+    freeze(codec)
     length, width = sizes["text"]
     config = parse(
         MuseConfig,
@@ -61,7 +62,7 @@ def _our_model(sizes: Sizes) -> Muse:
             "caption_dropout": CAPTION_DROPOUT,
         },
     )
-    return Muse.build(config, BuildContext(shape, stage=lambda name: freeze(codec)))
+    return Muse(config, BuildContext(shape, stage=lambda name: codec))
 
 
 def ours_train(sizes: Sizes, device: torch.device) -> Work:
@@ -85,7 +86,8 @@ def ours_sample(sizes: Sizes, device: torch.device) -> Work:
     from kineograph.sample.draw import draw
     from kineograph.train.stepper import precision_for
 
-    task = freeze(_our_model(sizes).to(device))
+    task = _our_model(sizes).to(device)
+    freeze(task)
     codec = task.stages["codec"].to(device)
     batch = sizes["batch"]
     embeddings = Batch(

@@ -81,7 +81,7 @@ CASES = (
         name="vqgan-train",
         about="VQGAN, generator and discriminator step, 65,536 codes, 256 px",
         sizes={"width": 128, "codes": 65536, "pixels": 256, "batch": 8},
-        small={"width": 32, "codes": 1024, "pixels": 64, "batch": 2},
+        small={"width": 16, "codes": 256, "pixels": 64, "batch": 1},
         ours=ours,
         peer=Peer("muse-maskgit-pytorch", "0.3.5", "muse_maskgit_pytorch", muse_maskgit_pytorch),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from kineograph.codec.adversarial import (
     fooling,
     gradient_at,
     hinge,
+    nudged,
     slope,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
@@ -161,7 +162,7 @@ class VQGAN(Task):
     """Codec and its training: generator (encoder, quantizer, decoder) against discriminator."""
 
     Config = VQGANConfig
-    players = ("generator", "discriminator")  # an instance without a GAN has the first alone
+    players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
 
     def __init__(self, config: VQGANConfig, shape: Shape, perceptual: Lpips | None = None) -> None:
         super().__init__()
@@ -267,11 +268,14 @@ class VQGAN(Task):
         game, judge = self.config.adversarial, self.discriminator
         assert game is not None
         assert judge is not None
-        real, fake = judge(shared.real), judge(shared.fake.detach())
+        pictures = [shared.real, shared.fake.detach()]
+        if game.penalty and shared.noise.step % game.penalty_every == 0:
+            pictures.append(nudged(shared.real, shared.noise))
+        real, fake, *moved = judge(torch.cat(pictures)).chunk(len(pictures))  # no norm looks across the batch
         each = hinge(real, fake)
         terms = {"hinge": each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
-        if game.penalty and shared.noise.step % game.penalty_every == 0:
-            terms["penalty"] = slope(judge, shared.real, real, shared.noise)
+        if moved:
+            terms["penalty"] = slope(real, *moved)
             each = each + game.penalty / 2 * game.penalty_every * terms["penalty"]
         named = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in terms.items()}
         return Loss(Mean((each * shared.keep).sum(), shared.count), named)

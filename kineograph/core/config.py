@@ -53,7 +53,9 @@ def parse(cls: type[C], tree: Mapping[str, Any], where: str = "") -> C:
             subject, message = _explain(cls, problem, where)
             found.setdefault(subject, []).append(message)
         # A value that fits no member of a union is refused once by each of them.
-        raise ConfigError("\n".join(subject + ", or ".join(dict.fromkeys(messages)) for subject, messages in found.items())) from None
+        raise ConfigError(
+            "\n".join(subject + ", or ".join(dict.fromkeys(messages)) for subject, messages in found.items())
+        ) from None
 
 
 def _explain(cls: type[Config], problem: Any, where: str) -> tuple[str, str]:
@@ -82,7 +84,9 @@ def _keys(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
             continue
         path.append(str(part))
         if field is not None:
-            in_union = len([a for a in get_args(field.annotation) if a is not type(None)]) > 1 and get_origin(field.annotation) in (Union, UnionType)
+            in_union = len([a for a in get_args(field.annotation) if a is not type(None)]) > 1 and get_origin(
+                field.annotation
+            ) in (Union, UnionType)
             model = _model_in(field.annotation)
     return path
 
@@ -91,7 +95,11 @@ def unknown_key(key: str, known: list[str]) -> str:
     """The message for a key that nothing reads."""
     parent, _, last = key.rpartition(".")
     close = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
-    hint = f"did you mean {parent + '.' if parent else ''}{close[0]}?" if close else f"known here: {', '.join(sorted(known)) or 'none'}"
+    hint = (
+        f"did you mean {parent + '.' if parent else ''}{close[0]}?"
+        if close
+        else f"known here: {', '.join(sorted(known)) or 'none'}"
+    )
     return f"unknown key {key}: {hint}"
 
 
@@ -185,7 +193,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def read_yaml(text: str, where: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506: a SafeLoader
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
 
 
 def load_file(path: Path) -> Tree:

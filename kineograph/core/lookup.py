@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import pkgutil
 from typing import Any
 
-from kineograph.core.config import unknown_key
 from kineograph.core.errors import ConfigError
 
 TASK_PACKAGES = ("kineograph.family", "kineograph.codec", "kineograph.text")
@@ -45,7 +45,10 @@ def _find(name: str, key: str, packages: tuple[str, ...], attribute: str) -> Any
         module = _module(module_name)
         if module is not None and hasattr(module, class_name):
             return getattr(module, class_name)
-    raise ConfigError(f"{unknown_key(f'{key}={name}', _names(packages, attribute))} (or a dotted path to a class of yours)")
+    known = _names(packages, attribute)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    raise ConfigError(f"{key}={name} is not known: {hint} (or give the dotted path to a class of yours)")
 
 
 def _module(path: str) -> Any:

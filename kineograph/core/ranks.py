@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kineograph.core.errors import InputError
+
 
 def active() -> bool:
     return dist.is_available() and dist.is_initialized()
@@ -43,7 +45,19 @@ def barrier() -> None:
 def device_of(name: str = "auto") -> torch.device:
     """`auto` is this process's GPU where there is one."""
     if name != "auto":
-        return torch.device(name)
+        return _checked(name)
     if torch.cuda.is_available():
         return torch.device("cuda", rank() % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _checked(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device {name} is not there: torch {torch.__version__} sees no GPU; use auto or cpu (kineo doctor shows what there is)")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device {name} is not there: the GPUs are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return device

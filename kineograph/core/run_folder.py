@@ -26,7 +26,9 @@ class RunFolder:
         """A folder that must hold a run already."""
         folder = RunFolder(path)
         if not folder.exists():
-            raise InputError(f"{path} is not a run folder: it has no config.yaml (kineo runs lists the runs that there are)")
+            raise InputError(
+                f"{path} is not a run folder: it has no config.yaml (kineo runs lists the runs that there are)"
+            )
         return folder
 
     def exists(self) -> bool:
@@ -63,21 +65,35 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Hold the run for this process. The kernel drops the lock when the process dies, so none goes stale."""
         self.path.mkdir(parents=True, exist_ok=True)
-        # A record lock: unlike flock, data workers forked from this process do not keep it alive.
+        place = self.path.resolve()
+        # A record lock: unlike flock, data workers forked from this process do not keep it alive. But it does not keep this
+        # process itself out, and closing the file anywhere in it drops the lock; so what is held here is remembered.
+        if place in _held:
+            raise RunInUse(
+                f"{self.path} is in use by this very process: wait for the other training call, or give it another run folder"
+            )
         with open(self.path / ".lock", "a+", encoding="utf-8") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 file.seek(0)
-                raise RunInUse(f"{self.path} is in use by {file.read().strip() or 'another process'}: wait for it, stop it, or give --run another folder") from None
+                raise RunInUse(
+                    f"{self.path} is in use by {file.read().strip() or 'another process'}: wait for it, stop it, or give --run another folder"
+                ) from None
             file.seek(0)
             file.truncate()
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-            yield
+            _held.add(place)
+            try:
+                yield
+            finally:
+                _held.discard(place)
 
     def in_use(self) -> bool:
-        """Whether another live process holds the run."""
+        """Whether a live process holds the run."""
+        if self.path.resolve() in _held:
+            return True
         try:
             with open(self.path / ".lock", "r+", encoding="utf-8") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,6 +102,9 @@ class RunFolder:
             return False
         except OSError:
             return True
+
+
+_held: set[Path] = set()  # runs that this process holds
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -14,7 +14,8 @@ from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 
 
-class Mean(NamedTuple):
+@dataclass(frozen=True)
+class Mean:
     """A mean that can still be joined with others: over micro-batches, ranks and validation batches."""
 
     sum: Tensor
@@ -165,7 +166,11 @@ def frozen_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 def weights_of(task: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint holds of a task: parameters and buffers, without frozen helpers (they come from elsewhere)."""
     frozen = tuple(f"{name}." for name in frozen_names(task))
-    return {name: value for name, value in task.state_dict().items() if not name.startswith(frozen)} if frozen else task.state_dict()
+    return (
+        {name: value for name, value in task.state_dict().items() if not name.startswith(frozen)}
+        if frozen
+        else task.state_dict()
+    )
 
 
 def load_weights(task: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -62,7 +62,7 @@ def read_header(folder: Path) -> Header | None:
     try:
         tree = json.loads((folder / HEADER).read_text(encoding="utf-8"))
         return Header.model_validate({name: value for name, value in tree.items() if name != "complete"})
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise InputError(

@@ -15,6 +15,8 @@ from kineograph.data.captions import Problem, find_captions, read_caption
 from kineograph.data.decode import VIDEOS, kind_of, measure_picture, reasons
 from kineograph.data.folder import list_folder
 
+_ABOUT = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are about the folder
+
 
 @dataclass(frozen=True)
 class Media:
@@ -156,7 +158,8 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
                 continue
             report.problems.append(Problem(text_file, "an empty caption"))
         unread.add(name)
-    report.problems += [Problem(name, "a caption without picture or clip") for name in found.unused]
+    lonely = [name for name in found.unused if PurePosixPath(name).stem.lower() not in _ABOUT]
+    report.problems += [Problem(name, "a caption without picture or clip") for name in lonely]
     if report.captions or unread:  # a folder without any captions is no problem: a tokenizer trains on it
         report.problems += [
             Problem(name, "no caption") for name in names if name not in report.captions and name not in unread

@@ -279,14 +279,17 @@ def _as_clip(value: Tensor | Image.Image, channels: int, name: str) -> np.ndarra
     if isinstance(value, Image.Image):
         pixels = np.asarray(to_channels(value, channels))
         return pixels.reshape(1, *pixels.shape[:2], channels)
+    if value.shape[-1] in (1, 3, 4) and value.shape[-2] > 4:
+        raise InputError(
+            f"{name}: pixels of shape {tuple(value.shape)} have their channels last: T C H W, C T H W or C H W is needed"
+        )
     clip = value if value.ndim == 4 else value[None]
-    second, first = clip.shape[1], clip.shape[0]
-    if second != channels and value.ndim == 4 and (first == channels or second not in (1, 2, 3, 4)):
+    first, second = clip.shape[:2]
+    if value.ndim == 4 and second != channels and (first == channels or second > 4):
         clip = rearrange(clip, "c t h w -> t c h w")
     if clip.shape[1] not in (1, 2, 3, 4) or 0 in clip.shape:
-        hint = " (height, width, channels? the channels come first)" if value.shape[-1] in (1, 3, 4) else ""
         raise InputError(
-            f"{name}: pixels of shape {tuple(value.shape)} have no axis of 1 to 4 channels where T C H W, C T H W or C H W has it{hint}"
+            f"{name}: pixels of shape {tuple(value.shape)} have no axis of 1 to 4 channels where T C H W, C T H W or C H W has it"
         )
     return rearrange(clip, "t c h w -> t h w c").numpy()
 

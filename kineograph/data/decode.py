@@ -91,14 +91,19 @@ def read_picture(data: bytes, wanted: Wanted, rng: np.random.Generator) -> Clip:
     if not data:
         raise Unreadable("", "empty file (0 bytes)")
     with Image.open(io.BytesIO(data)) as image, _truncation(wanted.truncated):
-        if getattr(image, "is_animated", False):
+        if is_animation(image):
             return _read_animation(image, data, wanted, rng)
-        if image.format == "JPEG":
+        if image.format in ("JPEG", "MPO"):
             _shrink_while_decoding(image, wanted)
         image.load()
         upright = ImageOps.exif_transpose(image) if _has_orientation(image) else image
         place = wanted.framing.place(upright.width, upright.height, rng)
         return Clip(place.apply(to_channels(upright, wanted.channels, wanted.background))[None], None)
+
+
+def is_animation(image: Any) -> bool:
+    """Not the pages of a TIFF, nor the second view that phones keep inside a JPEG (MPO)."""
+    return image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False)
 
 
 def _read_animation(image: Any, data: bytes, wanted: Wanted, rng: np.random.Generator) -> Clip:
@@ -192,7 +197,7 @@ def measure_picture(data: bytes) -> tuple[int, int, int, float]:
     if not data:
         raise Unreadable("", "empty file (0 bytes)")
     with Image.open(io.BytesIO(data)) as image, _truncation(False):
-        if not getattr(image, "is_animated", False):
+        if not is_animation(image):
             image.load()
             width, height = image.size
             return (height, width, 1, 0.0) if image.getexif().get(0x0112, 1) >= 5 else (width, height, 1, 0.0)

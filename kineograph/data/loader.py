@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from kineograph.core.noise import numpy_rng
 from kineograph.core.seams import Source
 from kineograph.data.order import items, permute, replacement, spread
 
-_POLL = 5.0  # seconds between looks at whether the workers are alive
+_POLL = 2.0  # seconds between looks at whether the workers are alive
 _TRIES = 100  # unreadable replacements in a row
 _KEEP = 256 * 2**20  # bytes of validation batches kept in memory
 
@@ -204,6 +205,16 @@ class Loader:
         if kept is not None:
             self._fixed[count, batch_size] = kept
 
+    def in_order(self, start: int, stop: int, batch_size: int) -> Iterator[Batch]:
+        """Items start … stop − 1 one after another, each once, with crops and starts that belong to the item: for caches."""
+
+        def work() -> Iterator[_Work]:
+            for first in range(start, stop, batch_size):
+                places = np.arange(first, min(first + batch_size, stop))
+                yield _Work(("in order",), places, places)
+
+        yield from self._run(work, -(-(stop - start) // batch_size))
+
     def _run(self, work: Any, count: int) -> Iterator[Batch]:
         if not count:
             return
@@ -213,23 +224,27 @@ class Loader:
                 batch = self._accept(reader[piece])
                 yield batch.pin_memory() if self.pin else batch
             return
-        loader = DataLoader(
-            reader,
-            batch_size=None,
-            sampler=_Plan(work, count),
-            collate_fn=_as_is,
-            num_workers=min(self.workers, count),
-            pin_memory=self.pin,
-            prefetch_factor=self.prefetch,
-            worker_init_fn=_prepare_worker,
-            timeout=min(_POLL, self.timeout),
-            multiprocessing_context=_start_method(self.source),
-        )
-        with _main_hidden():
+        with _main_hidden(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # train.workers is the user's choice
+            loader = DataLoader(
+                reader,
+                batch_size=None,
+                sampler=_Plan(work, count),
+                collate_fn=_as_is,
+                num_workers=min(self.workers, count),
+                pin_memory=self.pin,
+                prefetch_factor=self.prefetch,
+                worker_init_fn=_prepare_worker,
+                timeout=min(_POLL, self.timeout),
+                multiprocessing_context=_start_method(self.source),
+            )
             reads = iter(loader)
         try:
             for _ in range(count):
                 yield self._accept(self._next(reads))
+        except RunFailed:
+            _kill(reads)  # they hang, or some are gone: there is nothing to wait for
+            raise
         finally:
             _end(reads)
 
@@ -278,20 +293,26 @@ def _start_method(source: Source) -> str:
     wanted = "fork" if getattr(source, "in_memory", False) else "forkserver"
     if wanted not in methods:
         return "spawn"
-    if wanted == "forkserver":
+    if wanted == "forkserver":  # what the workers need is imported once, in the server
+        needed = ["kineograph.data.loader", "kineograph.data.folder", type(source).__module__]
         torch.multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["kineograph.data.loader", "kineograph.data.decode"]
+            [name for name in needed if name != "__main__"]
         )
     return wanted
 
 
 def _end(reads: Any) -> None:
     """Stop the workers now. They are deaf to SIGTERM, so one that is stuck is killed."""
-    workers = list(getattr(reads, "_workers", ()))
+    workers = list(reads._workers)
     reads._shutdown_workers()
     for worker in workers:
         if worker.is_alive():
             worker.kill()
+
+
+def _kill(reads: Any) -> None:
+    for worker in reads._workers:
+        worker.kill()
 
 
 def _bytes(batch: Batch) -> int:

@@ -116,6 +116,8 @@ class MovingDigits:
         self._seen = [figure for figure in figures if not kept_out((figure,), share)]
         self._unseen = [figure for figure in figures if kept_out((figure,), share)]
         self._of_digit = [[figure for figure in self._seen if figure.digit == digit] for digit in range(10)]
+        if min(map(len, self._of_digit)) < 2:
+            raise ConfigError(f"data.kept_out={share} leaves too little of some digit for training: use 0.1")
 
     @classmethod
     def open(cls, config: MovingDigitsConfig, split: Split, seed: int = 0) -> MovingDigits:

@@ -31,11 +31,11 @@ def scan(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Skipped]:
-    """Read all items of a source with up to 10,000 of them; → those that cannot be read, or an InputError where they are too many.
+    """Read all items of a source of files with up to 10,000 of them; → those that cannot be read, or an InputError where they are too many.
 
     `memory` is a file that remembers the result: nothing is decoded again while the files stay as they are.
     """
-    if len(source) > LIMIT:
+    if len(source) > LIMIT or getattr(source, "in_memory", False):  # a user's Dataset: its code may not bear threads
         return []
     fingerprint = source.fingerprint() if hasattr(source, "fingerprint") else None
     skipped = _recall(memory, fingerprint)

@@ -12,11 +12,10 @@ from PIL import Image
 from kineograph.core.errors import Unreadable
 from kineograph.data.decode import MODES, Clip, Wanted, to_channels
 from kineograph.data.timing import TOLERANCE
+from kineograph.data.transforms import Placement
 
 if TYPE_CHECKING:
     import av
-
-_REC_709 = 1  # FFmpeg's number of the colour matrix that HD video is stored in
 
 
 def read_video(path: Path, wanted: Wanted, rng: np.random.Generator) -> Clip:
@@ -55,10 +54,11 @@ def _take(container: Any, stream: Any, start: float, wanted: Wanted, rng: np.ran
     if shown is None:
         return []
     place = wanted.framing.place(shown.width, shown.height, rng, turned=quarter_turns(shown))
-    taken = [convert(shown, wanted, place)]
+    convert = Converter(wanted, place)
+    taken = [convert(shown)]
     if wanted.fps is None:
         while frame is not None and len(taken) < wanted.frames:
-            taken.append(convert(frame, wanted, place))
+            taken.append(convert(frame))
             frame = next(frames, (0.0, None))[1]
         return taken
     first = shown_at
@@ -70,7 +70,7 @@ def _take(container: Any, stream: Any, start: float, wanted: Wanted, rng: np.ran
             at, frame = next(frames, (float("inf"), None))
         if frame is None and due >= shown_at + _time_on_screen(shown, stream) - TOLERANCE:
             break
-        pixels = convert(shown, wanted, place) if pixels is None else pixels
+        pixels = convert(shown) if pixels is None else pixels
         taken.append(pixels)
     return taken
 
@@ -98,20 +98,26 @@ def _frames_from(container: Any, stream: Any, start: float, truncated: bool) -> 
             raise
 
 
-def convert(frame: Any, wanted: Wanted, place: Any) -> np.ndarray:
-    """→ H W C, uint8. Alpha is kept only where it is wanted or must be laid over the background."""
-    has_alpha = any(part.is_alpha for part in frame.format.components)
-    layout = "rgba" if has_alpha else "gray" if wanted.channels == 1 else "rgb24"
-    hints = (
-        {"src_colorspace": "ITU709", "dst_colorspace": "ITU709"}
-        if frame.colorspace == _REC_709 and layout == "rgb24"
-        else {}
-    )
-    pixels = frame.to_ndarray(format=layout, **hints)
-    image = Image.fromarray(pixels)
-    return place.apply(
-        image if image.mode == MODES[wanted.channels] else to_channels(image, wanted.channels, wanted.background)
-    )
+class Converter:
+    """Decoded frames of one clip → H W C, uint8, all alike."""
+
+    def __init__(self, wanted: Wanted, place: Placement) -> None:
+        import av
+        from av.video.reformatter import VideoReformatter
+
+        self.wanted, self.place = wanted, place
+        self._reformatter = VideoReformatter()  # kept, since setting one up costs ten times a conversion
+        self._options = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
+
+    def __call__(self, frame: Any) -> np.ndarray:
+        channels = self.wanted.channels
+        has_alpha = any(part.is_alpha for part in frame.format.components)
+        layout = "rgba" if has_alpha else "gray" if channels == 1 else "rgb24"
+        # FFmpeg follows the frame's own colour matrix and range
+        image = Image.fromarray(self._reformatter.reformat(frame, format=layout, **self._options).to_ndarray())
+        return self.place.apply(
+            image if image.mode == MODES[channels] else to_channels(image, channels, self.wanted.background)
+        )
 
 
 def quarter_turns(frame: Any) -> int:

@@ -59,6 +59,6 @@ class Metric(Protocol):
     needs: ClassVar[frozenset[Kind]]
 
     def update(self, evidence: Evidence) -> list[str] | None:
-        """Take in a batch. May answer a remark a row, shown under the samples (✓, ✗ reads as …)."""
+        """Take in a batch. May answer a remark a row, shown under the samples (✓, ✗ red 3 left)."""
 
     def compute(self) -> Result: ...

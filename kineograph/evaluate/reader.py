@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
@@ -121,7 +121,7 @@ class Reader:
         try:
             with safe_open(str(path), framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, ValueError) as error:
+        except (OSError, SafetensorError) as error:
             raise InputError(
                 f"{path} is not a readable safetensors file ({error}): python -m kineograph.evaluate.train_reader writes one"
             ) from None

@@ -21,6 +21,7 @@ from kineograph.data.config import Split
 from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
 from kineograph.evaluate import record, sheets
+from kineograph.evaluate.console import open_console
 from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject
 from kineograph.sample.draw import as_judged, device_for, draw
 from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
@@ -66,18 +67,18 @@ class Evaluation:
 
         table = Table("stage", "metric", "value", "of", title=f"{self.run}: {self.split}", title_justify="left")
         for judged in self.judged:
+            title = f"{judged.stage} @ {judged.step:,}"
             for metric, result in judged.results.items():
                 labels = ", ".join(f"{key} {_short(value)}" for key, value in result.labels.items())
-                for number, (name, value) in enumerate(result.values.items()):
-                    first = f"{judged.stage} @ {judged.step}" if number == 0 else ""
-                    shown = name if name.startswith(metric) or name == metric else f"{metric}: {name}"
-                    table.add_row(first, shown, _short(value), labels if number == 0 else "")
+                for name, value in result.values.items():
+                    shown = name if name.startswith(metric) else f"{metric}: {name}"
+                    table.add_row(title, shown, _short(value), labels)
+                    title = labels = ""
+            table.add_section()
         return table
 
     def show(self) -> None:
-        from rich.console import Console
-
-        console = Console(soft_wrap=not sys.stdout.isatty())
+        console = open_console()
         console.print(self.table())
         for line in (*self.left_out, *(f"wrote {path}" for path in self.files)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -110,8 +111,8 @@ def evaluate(
     if samples < 1 or batch < 1:
         raise InputError(f"samples={samples}, batch={batch}: both start at 1")
     folder = RunFolder.existing(run)
-    chosen = {name.replace("-", "_"): find_metric(name) for name in (metrics if metrics is not None else metric_names())}
-    stages = Stages(folder, device_for(device), note)
+    chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
+    stages = Stages(folder, device_for(device))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
     reasons: dict[str, list[str]] = {name: [] for name in chosen}
@@ -147,7 +148,10 @@ def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[s
     for name, metric in chosen.items():
         if name in done:
             continue
-        why = "; ".join(dict.fromkeys(reasons[name])) or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
+        why = (
+            "; ".join(dict.fromkeys(reasons[name]))
+            or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
+        )
         if asked:
             raise InputError(f"--metrics {name} does not apply to {found.run}: {why}")
         if reasons[name]:
@@ -181,7 +185,9 @@ class _Judge:
         self.source = _open(self.spec, split, self.run_seed, dataset)
         self.count = min(samples, len(self.source))
         if self.count < samples:
-            note(f"{name}: the {split} split has {self.count} items, so {self.count} samples are judged instead of {samples}")
+            note(
+                f"{name}: the {split} split has {self.count} items, so {self.count} samples are judged instead of {samples}"
+            )
 
     def run(self, chosen: dict[str, Any], reasons: dict[str, list[str]], found: Evaluation) -> Judged:
         subject = self._subject()
@@ -206,12 +212,21 @@ class _Judge:
             pictures.add(evidence, [said for said in remarks if said])
         where = self.folder.path / "evaluation"
         found.files += pictures.write(where, f"{self.split}-{self.name}-step-{self.step:08d}", self.spec.data.shape.fps)
-        return Judged(self.name, self.spec.config.task, self.step, {name: metric.compute() for name, metric in metrics.items()})
+        return Judged(
+            self.name, self.spec.config.task, self.step, {name: metric.compute() for name, metric in metrics.items()}
+        )
 
     def _subject(self) -> Subject:
         captions = [self.source.caption(index) for index in range(min(FIRST_LOOK, len(self.source)))]
         known = [caption for caption in captions if caption]
-        return Subject(self.name, self.task, self.spec.data, self.spec.data.shape, self.device, known if len(known) == len(captions) else None)
+        return Subject(
+            self.name,
+            self.task,
+            self.spec.data,
+            self.spec.data.shape,
+            self.device,
+            known if len(known) == len(captions) else None,
+        )
 
     def _offered(self, subject: Subject) -> frozenset[Kind]:
         """What this stage can show."""

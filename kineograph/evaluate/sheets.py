@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+from einops import repeat
 from torch import Tensor
 
 from kineograph.evaluate.evidence import Evidence
@@ -12,6 +14,7 @@ from kineograph.media.grids import grid, side_by_side
 
 SAMPLES = 36  # on a sheet
 RECONSTRUCTIONS = 8
+WIDE = 160  # pixels of a picture on the sheet, at least
 
 
 class Pictures:
@@ -39,9 +42,15 @@ class Pictures:
         if self.samples:
             folder.mkdir(parents=True, exist_ok=True)
             written.append(folder / f"{name}.png")
-            grid(self.samples, captions=self.captions).save(written[-1])
+            grid([_enlarged(clip) for clip in self.samples], captions=self.captions).save(written[-1])
         if self.inputs:
             sheet = side_by_side([("input", self.inputs), ("reconstruction", self.outputs)])  # T 3 H W
             path = folder / f"{name}-reconstructions.{'png' if sheet.shape[0] == 1 else 'gif'}"
             written.append(write_clip(path, sheet, fps))
         return written
+
+
+def _enlarged(clip: Tensor) -> Tensor:
+    """A small picture needs room for its caption below; a clip's frames stand side by side and have it."""
+    factor = max(1, math.ceil(WIDE / clip.shape[-1]) if clip.shape[0] == 1 else 1)
+    return repeat(clip, "t c h w -> t c (h i) (w j)", i=factor, j=factor)

@@ -8,8 +8,6 @@ The shipped weights' own command is in their metadata; `--show` prints it and th
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.evaluate.reader import (
     COLOUR_NAMES,
     DIRECTION_NAMES,
-    FRAMES,
     MOST_FIGURES,
     WEIGHTS,
     Reader,
@@ -73,28 +70,29 @@ def targets_of(facts: Facts) -> np.ndarray:
 
 
 class Batches(Dataset):
-    """Step → groups of (pixels uint8 n t 3 H W, targets n figures 4): half of the items are pictures."""
+    """Step → clips and pictures, half of the items each: frames uint8 n t 3 SIDE SIDE, targets n figures 4."""
 
     def __init__(self, seed: int, steps: int, batch: int) -> None:
-        self.seed, self.steps, self.groups = seed, steps, max(2, batch // GROUP)
+        self.seed, self.steps, self.groups = seed, steps, max(1, batch // (2 * GROUP))
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        return [self._group(step, number) for number in range(self.groups)]
+        return [self._kind(step, moving) for moving in (True, False)]
 
-    def _group(self, step: int, number: int) -> tuple[Tensor, Tensor]:
-        rng = numpy_rng("reader", self.seed, step, number)
-        source = MovingDigits(random_config(rng, moving=number % 2 == 0), "train", unrestricted=True)
-        indices = rng.integers(0, 2**40, GROUP).tolist()
-        moments = torch.linspace(0, source.config.frames - 1, FRAMES if source.config.frames > 1 else 1).round().long()
-        pixels, targets = [], []
-        for index in indices:
-            item = source.item(index)
-            pixels.append(torch.from_numpy(source.paint(item))[moments])
-            targets.append(targets_of(item.facts))
-        return torch.stack(pixels), torch.from_numpy(np.stack(targets))
+    def _kind(self, step: int, moving: bool) -> tuple[Tensor, Tensor]:
+        groups = [
+            self._group(numpy_rng("reader", self.seed, step, number, moving), moving) for number in range(self.groups)
+        ]
+        return torch.cat([frames for frames, _ in groups]), torch.cat([targets for _, targets in groups])
+
+    def _group(self, rng: np.random.Generator, moving: bool) -> tuple[Tensor, Tensor]:
+        source = MovingDigits(random_config(rng, moving), "train", unrestricted=True)
+        items = [source.item(index) for index in rng.integers(0, 2**40, GROUP).tolist()]
+        pixels = torch.from_numpy(np.stack([source.paint(item) for item in items]))
+        frames = (prepare(pixels.float() / 255) * 255).round().to(torch.uint8)  # small, so that little travels
+        return frames, torch.from_numpy(np.stack([targets_of(item.facts) for item in items]))
 
 
 def damage(frames: Tensor, targets: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
@@ -111,8 +109,10 @@ def damage(frames: Tensor, targets: Tensor, noise: Noise) -> tuple[Tensor, Tenso
         direction = torch.where((targets[..., 2] >= 0) & still[:, None], STILL, targets[..., 2])
         targets = torch.cat([targets[..., :2], direction[..., None], targets[..., 3:]], -1)
 
-    # x ↦ A x + b: a small turn, stretch and slant about the middle, and a shift of less than a pixel
-    bend = spread("bend", -0.1, 0.1, 2, 2) + torch.eye(2, device=device)
+    # x ↦ A x + b: a small turn, stretch and slant about the middle (less for pictures, whose places lie close together),
+    # and a shift of less than a pixel
+    most = 0.12 if moments > 1 else 0.06
+    bend = spread("bend", -most, most, 2, 2) + torch.eye(2, device=device)
     shift = spread("shift", -0.03, 0.03, 2, 1)
     grid = F.affine_grid(torch.cat([bend, shift], -1), [count, 1, *frames.shape[-2:]], align_corners=False)
     bent = F.grid_sample(rearrange(frames, "b t c h w -> b (t c) h w"), grid, align_corners=False)
@@ -152,8 +152,8 @@ def train(steps: int, batch: int, lr: float, seed: int, device: torch.device, wo
         Batches(seed, steps, batch), batch_size=None, num_workers=workers, persistent_workers=workers > 0
     )
     began = time.monotonic()
-    for step, groups in enumerate(loader):
-        losses = training_losses(net, groups, seed, step, device)
+    for step, kinds in enumerate(loader):
+        losses = training_losses(net, kinds, seed, step, device)
         total = torch.stack(list(losses.values())).sum()
         optimizer.zero_grad(set_to_none=True)
         total.backward()
@@ -167,24 +167,28 @@ def train(steps: int, batch: int, lr: float, seed: int, device: torch.device, wo
 
 
 def training_losses(
-    net: ReaderNet, groups: list[tuple[Tensor, Tensor]], seed: int, step: int, device: torch.device
+    net: ReaderNet, kinds: list[tuple[Tensor, Tensor]], seed: int, step: int, device: torch.device
 ) -> dict[str, Tensor]:
     """Clips and pictures go through the trunk together, so that batch statistics are over the whole mix."""
-    losses: dict[str, Tensor] = {}
-    ready = [(prepare(pixels.to(device).float() / 255), targets.to(device)) for pixels, targets in groups]
-    kinds = []
-    for moments in (FRAMES, 1):
-        mine = [pair for pair in ready if pair[0].shape[1] == moments]
-        frames, targets = torch.cat([pair[0] for pair in mine]), torch.cat([pair[1] for pair in mine])
-        kinds.append(damage(frames, targets, Noise.for_rows(seed, 2 * step + (moments == 1), len(frames), device)))
-    flat = torch.cat([rearrange(frames, "b t c h w -> (b t) c h w") for frames, _ in kinds])
+    ready = []
+    for number, (frames, targets) in enumerate(kinds):
+        noise = Noise.for_rows(seed, 2 * step + number, len(frames), device)
+        ready.append(damage(frames.to(device).float() / 255, targets.to(device), noise))
+    flat = torch.cat([rearrange(frames, "b t c h w -> (b t) c h w") for frames, _ in ready])
     features = net.trunk(flat.contiguous(memory_format=torch.channels_last))
-    sizes = [frames.shape[0] * frames.shape[1] for frames, _ in kinds]
-    for part, (frames, targets) in zip(features.split(sizes), kinds, strict=True):
+    sizes = [frames.shape[0] * frames.shape[1] for frames, _ in ready]
+    losses: dict[str, Tensor] = {}
+    for part, (frames, targets) in zip(features.split(sizes), ready, strict=True):
         reading = net.heads(rearrange(part, "(b t) d h w -> b t d h w", t=frames.shape[1]))
         for name, value in reading_loss(reading, targets).items():
-            losses[name] = losses.get(name, 0) + value  # type: ignore[assignment]
+            losses[name] = losses[name] + value if name in losses else value
     return losses
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    """The command that makes these weights again: the options that they depend on."""
+    options = " ".join(f"--{name} {getattr(arguments, name)}" for name in ("steps", "batch", "lr", "seed", "device"))
+    return f"python -m kineograph.evaluate.train_reader {options}"
 
 
 def save(net: ReaderNet, path: Path, command: str) -> None:
@@ -240,7 +244,7 @@ def main() -> None:
             torch.device(arguments.device),
             arguments.workers,
         )
-        save(net, arguments.out, f"python -m kineograph.evaluate.train_reader {shlex.join(sys.argv[1:])}")
+        save(net, arguments.out, command_of(arguments))
     with safe_open(str(arguments.out), framework="pt") as file:
         print((file.metadata() or {}).get("command"))
     report(Reader.load(arguments.out, arguments.device), arguments.count)

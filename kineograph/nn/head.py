@@ -70,7 +70,9 @@ class SoftmaxGradient(nn.Module):
         super().__init__()
         self.smoothing = smoothing
 
-    def forward(self, logits: Tensor, targets: Tensor, weights: Tensor, gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(
+        self, logits: Tensor, targets: Tensor, weights: Tensor, gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         x = logits.float()  # R V
         total = x.logsumexp(dim=-1)
         chosen = x.gather(1, targets[:, None])[:, 0]
@@ -106,7 +108,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if slope is not None and grad_hidden is not None:
                     torch.mm(slope, matrix, out=grad_hidden[part])
                     chunk_weight = slope.T @ rows[part]  # V D
-                    grad_weight = chunk_weight.to(weight.dtype) if grad_weight is None else grad_weight.add_(chunk_weight)
+                    grad_weight = (
+                        chunk_weight.to(weight.dtype) if grad_weight is None else grad_weight.add_(chunk_weight)
+                    )
         if gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.hidden_dtype = hidden.dtype

@@ -7,7 +7,9 @@ the whole batch (moving averages of the codebook, entropies of code use) is redu
 
 vector-quantize-pytorch has all three, and the tests hold these against it where they do the same. They are written anew
 because its LFQ materialises a tokens × codes tensor, its VQ reads device values back in every training step (whether it
-is initialised, whether a code is dead), and its FSQ cannot be built on the meta device. @MEASURED@
+is initialised, whether a code is dead), and its FSQ cannot be built on the meta device. Measured on two CPU
+cores, forward and backward: VQ with 8,192 codes and 2,048 tokens takes 0.27 of its time, LFQ with 65,536 codes and 256
+tokens 0.03.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class VQConfig(Config):
     """Codebook entries."""
     dim: int = Field(8, ge=2)
     """Width of a code; features are projected down to it. Small ones keep more of the codebook in use."""
-    decay: float = Field(0.99, ge=0, lt=1)
-    """Weight of the past in the codebook's moving average."""
+    decay: float = Field(0.8, ge=0, lt=1)
+    """Weight of the past in the codebook's moving average. A codebook that lags behind a young encoder holds it back."""
     commitment: float = Field(0.25, ge=0)
     """Weight of the pull of the features towards their codes."""
     kmeans: int = Field(10, ge=0)
@@ -177,8 +179,9 @@ class LFQConfig(Config):
     """Weight of the entropy term: E[H(code | token)] − diversity · H(code)."""
     diversity: float = Field(1.0, ge=0)
     """Weight of spreading code use, beside being sure of each code."""
-    temperature: float = Field(0.01, gt=0)
-    """Softness of the code probabilities inside the entropy term, exp(−|z − code|² / temperature)."""
+    temperature: float = Field(1.0, gt=0)
+    """Softness of the code probabilities inside the entropy term, exp(−|z − code|² / temperature). At 0.01 only features
+    within a hundredth of zero feel it."""
     commitment: float = Field(0.25, ge=0)
     """Weight of the pull of the features towards ±1."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch.nn.functional as F
 from pydantic import Field, model_validator
@@ -35,7 +35,9 @@ class TransformerConfig(Config):
     @model_validator(mode="after")
     def _divides(self) -> TransformerConfig:
         if self.width % (2 * self.heads):
-            raise ValueError(f"width={self.width} must be a multiple of 2 × heads = {2 * self.heads} (channels turn in pairs)")
+            raise ValueError(
+                f"width={self.width} must be a multiple of 2 × heads = {2 * self.heads} (channels turn in pairs)"
+            )
         return self
 
 
@@ -62,7 +64,11 @@ class Block(nn.Module):
         self.norm_attention = norm_layer(config.norm, config.width)
         self.attention = SelfAttention(config.width, config.heads, qk_norm=config.qk_norm, dropout=config.dropout)
         self.norm_cross = norm_layer(config.norm, config.width) if cross else None
-        self.cross = CrossAttention(config.width, config.heads, qk_norm=config.qk_norm, dropout=config.dropout) if cross else None
+        self.cross = (
+            CrossAttention(config.width, config.heads, qk_norm=config.qk_norm, dropout=config.dropout)
+            if cross
+            else None
+        )
         self.norm_mlp = norm_layer(config.norm, config.width)
         self.mlp = Mlp(config.width, config.mlp_ratio, config.mlp)
         self.drop = nn.Dropout(config.dropout)
@@ -98,7 +104,7 @@ class Transformer(nn.Module):
 
     def memory(self, context: Tensor) -> list[Memory]:
         """Keys and values of a context for every block."""
-        return [block.cross.memory(context) for block in self.blocks]
+        return [cast(CrossAttention, block.cross).memory(context) for block in self.blocks]
 
     def forward(
         self,

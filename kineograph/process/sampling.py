@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 
-def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_k: int | None = None) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_k: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Tokens from softmax(logits / temperature) over the top_k classes (null: over all); 0 takes the likeliest.
 
     logits are … V, uniforms are … in (0, 1). Gives tokens and their log-probabilities under softmax(logits), untouched by temperature and top-k.
@@ -70,7 +71,9 @@ def _inverse(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def _pass(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The first place whose cumulative weight exceeds the uniform's share, and how far (0 … 1) into that place's weight the share lies."""
     sums = weights.cumsum(dim=-1)  # … n
-    share = uniforms * sums[..., -1] * (1 - 2**-23)  # below the last sum even after rounding, so a place of weight 0 is never taken
+    share = (
+        uniforms * sums[..., -1] * (1 - 2**-23)
+    )  # below the last sum even after rounding, so a place of weight 0 is never taken
     place = (sums <= share[..., None]).sum(dim=-1).clamp_(max=weights.shape[-1] - 1)
     after, weight = sums.gather(-1, place[..., None])[..., 0], weights.gather(-1, place[..., None])[..., 0]
     return place, (1 - (after - share) / weight).clamp(0.0, 1 - 2**-24)

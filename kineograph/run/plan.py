@@ -99,8 +99,13 @@ def _plan_stage(tree: Tree, name: str) -> StagePlan:
     given = stage.get("players") or {}
     for player in given:
         if player not in names:
-            raise ConfigError(f"unknown key stages.{name}.players.{player}: the players of {spec.config.task} are {', '.join(names)}")
-    players = {player: parse(PlayerConfig, merge(base, given.get(player) or {}), f"stages.{name}.players.{player}") for player in names}
+            raise ConfigError(
+                f"unknown key stages.{name}.players.{player}: the players of {spec.config.task} are {', '.join(names)}"
+            )
+    players = {
+        player: parse(PlayerConfig, merge(base, given.get(player) or {}), f"stages.{name}.players.{player}")
+        for player in names
+    }
     return StagePlan(spec, train, players)
 
 

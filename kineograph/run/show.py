@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import torch
@@ -25,8 +26,23 @@ from kineograph.train.trackers import Tracker
 class Show:
     """Called by the Trainer with (step, stepper)."""
 
-    def __init__(self, plan: Plan, stage: StagePlan, folder: RunFolder, data: StageData, trackers: list[Tracker], device: torch.device) -> None:
-        self.plan, self.stage, self.folder, self.data, self.trackers, self.device = plan, stage, folder, data, trackers, device
+    def __init__(
+        self,
+        plan: Plan,
+        stage: StagePlan,
+        folder: RunFolder,
+        data: StageData,
+        trackers: list[Tracker],
+        device: torch.device,
+    ) -> None:
+        self.plan, self.stage, self.folder, self.data, self.trackers, self.device = (
+            plan,
+            stage,
+            folder,
+            data,
+            trackers,
+            device,
+        )
         self.shape = stage.spec.data.shape
 
     def __call__(self, step: int, stepper: Stepper) -> None:
@@ -45,6 +61,7 @@ class Show:
         train = self.stage.train
         prompts = self.data.prompts(self.plan.prompts, train.samples)
         out = self.folder.samples(self.stage.name, step)
+        shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
         with stepper.eval_mode() as task:
             pixels = self._draw(task, prompts)
         captions = prompts or [""] * len(pixels)
@@ -61,7 +78,11 @@ class Show:
         if stepper.averages:
             with stepper.eval_mode(ema=False) as task:
                 online = self._draw(task, prompts)
-            write_clip(out / f"online-beside-ema.{_moving(online)}", side_by_side([("online", list(online)), ("EMA", list(pixels))]), self.shape.fps)
+            write_clip(
+                out / f"online-beside-ema.{_moving(online)}",
+                side_by_side([("online", list(online)), ("EMA", list(pixels))]),
+                self.shape.fps,
+            )
         self._track(step, "samples", sheet, "; ".join(captions))
 
     def _draw(self, task: Task, prompts: list[str] | None) -> Tensor:
@@ -80,7 +101,10 @@ class Show:
             shown = task.reconstruct(moved)
         if shown is None:
             return
-        rows = [("input", list(moved.video.cpu())), ("EMA" if stepper.averages else "reconstruction", list(shown.float().cpu()))]
+        rows = [
+            ("input", list(moved.video.cpu())),
+            ("EMA" if stepper.averages else "reconstruction", list(shown.float().cpu())),
+        ]
         if stepper.averages:
             with stepper.eval_mode(ema=False) as task:
                 online = task.reconstruct(moved)

@@ -125,13 +125,13 @@ def open_data(
     else:
         source = open_source(config, "train", seed, dataset)
         if len(source) == 0:
-            raise InputError(f"data.source={config.source} has no training items: lower data.validation and data.test, or add data")
-        scanned = scan(source, config.max_unreadable, memory)
-        if scanned.skipped:
-            note(f"{len(scanned.skipped)} of {len(source)} items cannot be read and are left out; skipped.jsonl lists them with the reason")
+            raise InputError(
+                f"data.source={config.source} has no training items: lower data.validation and data.test, or add data"
+            )
+        skipped = dict(scan(source, config.max_unreadable, note, memory))
         if config.validation == 0:
             note("data.validation=0: validation runs on training data")
-        found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), scanned.skipped)
+        found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), skipped)
     if "captions" in stage.spec.task.reads_for(stage.spec.config):
         _need_captions(found.source, stage)
     return found

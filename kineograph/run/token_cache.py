@@ -1,1 +1,192 @@
-def cached_source(*a, **k): return None
+"""`kineo cache`: encode a stage's training data once, through its trained codec and frozen text encoder, to disk.
+
+A cache lies in RUN/<stage>/cache/<key>, where the key is a hash of the data's content, its preprocessing and the weights that
+encode it: whatever changes makes another cache, and an old one is never taken for a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from kineograph.core import ranks
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.run_folder import RunFolder
+from kineograph.core.seams import Source
+from kineograph.core.task import Task
+from kineograph.data.cache import Cache, CacheConfig, read_header
+from kineograph.data.cache_writer import CacheWriter
+from kineograph.run.plan import Plan, StagePlan, make_plan
+from kineograph.run.stage_data import StageData, open_data
+from kineograph.sample.stages import Stages
+from kineograph.train.stepper import autocast, precision_for
+
+LARGEST = 50_000_000  # items; an endless source is beyond it
+BATCH = 256  # items encoded, written and flushed together
+
+
+def cache_folder(stage: StagePlan, folder: RunFolder, stages: Stages, source: Source) -> Path:
+    """Where this stage's cache lies, whether it is there or not."""
+    config = stage.spec.config
+    encoders = {
+        key: stages.digest(getattr(config, key)) for key in config.references if getattr(config, key) is not None
+    }
+    content = source.fingerprint() if hasattr(source, "fingerprint") else f"{len(source)} items"
+    facts = {
+        "data": stage.spec.data.model_dump(mode="json"),
+        "content": content,
+        "encoders": encoders,
+        "text": config.model_dump(mode="json").get("text"),
+    }
+    key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return folder.stage(stage.name) / "cache" / key
+
+
+def cached_source(
+    plan: Plan,
+    stage: StagePlan,
+    task: Task,
+    stages: Stages,
+    folder: RunFolder,
+    data: StageData,
+    device: torch.device,
+    note: Callable[[str], None],
+) -> Source | None:
+    """The cache that a stage trains from, made first where `cache: true` asks for it; None: train from pixels."""
+    wanted = stage.spec.config.cache
+    if wanted is False or (wanted == "auto" and not (folder.stage(stage.name) / "cache").is_dir()):
+        return None
+    path = cache_folder(stage, folder, stages, data.source)
+    if wanted is True:
+        fill(path, task, data, device, note, folder)
+    header = read_header(path)
+    if header is None or not header.complete:
+        if wanted == "auto":
+            note(
+                f"{stage.name}: the cache in {path.parent} does not fit this run (data, codec or preprocessing changed), so it is not used"
+            )
+        return None
+    note(f"{stage.name}: trains from {header.count} cached items in {path}")
+    config = CacheConfig.model_validate(
+        {"folder": str(path), **{key: getattr(stage.spec.data, key) for key in ("size", "frames", "fps", "channels")}}
+    )
+    source = Cache.open(config, "train", data.seed)
+    codec = task.stages.get("codec")
+    source.expect(vocabulary=getattr(codec, "vocabulary", None), key=path.name)
+    return source
+
+
+@torch.no_grad()
+def fill(
+    path: Path, task: Task, data: StageData, device: torch.device, note: Callable[[str], None], folder: RunFolder
+) -> None:
+    """Encode everything; goes on where an interrupted call stopped."""
+    source, stage = data.source, data.stage
+    if len(source) > LARGEST:
+        raise ConfigError(
+            f"data.source={stage.spec.data.source} is endless and cannot be cached: set data.count, such as data.count=100000"
+        )
+    header = read_header(path)
+    if header is not None and header.complete:
+        return
+    was_training = task.training
+    task.eval()
+    precision = precision_for(stage.train.precision, device)
+    writer: CacheWriter | None = None
+    progress = _Progress(stage.name, len(source))
+    loader = data.loader(source)
+    try:
+        start = header.done if header is not None else 0
+        for batch in loader.in_order(start, len(source), BATCH):
+            moved = batch.to(device)
+            with autocast(precision, device):
+                made = task.precompute(moved)
+            if not made:
+                raise InputError(
+                    f"stage {stage.name} ({stage.spec.config.task}) has nothing that can be cached: set stages.{stage.name}.cache=false"
+                )
+            kind = "tokens" if "tokens" in made else "latents"
+            if writer is None:
+                text = made.get("text_embeds")
+                writer = CacheWriter(
+                    path,
+                    kind,
+                    len(source),
+                    tuple(made[kind].shape[1:]),
+                    vocabulary=getattr(task.stages.get("codec"), "vocabulary", None),
+                    key=path.name,
+                    split="train",
+                    text=(text.shape[1], text.shape[2]) if text is not None else None,
+                )
+            first = writer.done
+            writer.append(
+                made[kind],
+                [source.identity(index) for index in range(first, first + len(batch))],
+                captions=batch.captions,
+                fps=batch.fps if batch.fps is not None else stage.spec.data.shape.fps,
+                text_embeds=made.get("text_embeds"),
+                text_mask=made.get("text_mask"),
+            )
+            progress.show(writer.done)
+    finally:
+        if writer is not None:
+            writer.close()
+        task.train(was_training)
+    data.write_skipped(folder.path / "skipped.jsonl", loader)
+    note(f"{stage.name}: {len(source)} items encoded into {path}")
+
+
+def cache_run(arguments: Sequence[str], run: str | Path | None = None) -> list[Path]:
+    """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
+    from kineograph.run.train import resolve, say
+
+    first = RunFolder(arguments[0])
+    if first.exists():
+        if len(arguments) > 1:
+            raise InputError(f"{first.path} is a run: its config stands, so {' '.join(arguments[1:])} cannot change it")
+        folder, plan = first, make_plan(first.config())
+    else:
+        plan, folder = resolve(arguments, run, "auto")
+    if not folder.exists():
+        raise InputError(f"{folder.path} holds no run: train its codec first (kineo train {' '.join(arguments)})")
+    made = []
+    with folder.lock():
+        for stage in plan.stages:
+            if "codec" in stage.spec.config.references and not stage.spec.config.skip:
+                made.append(_cache_stage(plan, stage, folder, say))
+    if not made:
+        raise InputError(f"{folder.path} has no stage that reads a codec's tokens: there is nothing to cache")
+    return made
+
+
+def _cache_stage(plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> Path:
+    from kineograph.run.train import build_task
+
+    device = ranks.device_of(stage.train.device)
+    stages = Stages(folder, device, note)
+    data = open_data(stage, plan.seed, None, note)
+    task = build_task(plan, stage, stages, data, folder, note).to(device)
+    path = cache_folder(stage, folder, stages, data.source)
+    fill(path, task, data, device, note, folder)
+    return path
+
+
+class _Progress:
+    """A line that is written over on a terminal, one in ten per cent elsewhere."""
+
+    def __init__(self, stage: str, count: int) -> None:
+        self.stage, self.count, self.told = stage, count, -1
+
+    def show(self, done: int) -> None:
+        percent = 100 * done // self.count
+        terminal = sys.stderr.isatty()
+        if percent == self.told or (not terminal and percent // 10 == self.told // 10):
+            return
+        self.told = percent
+        end = "\r" if terminal and done < self.count else "\n"
+        print(f"{self.stage}  encoding {done}/{self.count} ({percent} %)", end=end, file=sys.stderr, flush=True)

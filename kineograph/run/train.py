@@ -103,6 +103,29 @@ def train(
     return folder.path
 
 
+def stage_seed(plan: Plan, stage: StagePlan) -> int:
+    """Stages of one run draw different numbers."""
+    return key_of(plan.seed, stage.name) >> 1
+
+
+def build_task(
+    plan: Plan, stage: StagePlan, stages: Stages, data: StageData, folder: RunFolder, note: Callable[[str], None]
+) -> Task:
+    """A stage's Task with its starting weights. What it once learned from the data (a vocabulary) comes from its checkpoint."""
+    seed = stage_seed(plan, stage)
+    torch.manual_seed(key_of(seed, "init") >> 1)
+    found = checkpoint.latest(folder.checkpoints(stage.name))
+    context = BuildContext(
+        shape=stage.spec.data.shape,
+        seed=seed,
+        stage=stages.load,
+        captions=data.captions,
+        assets=found.state().get("assets", {}) if found else {},
+        note=note,
+    )
+    return stage.spec.task.build(stage.spec.config, context)
+
+
 class _StageRun:
     """Everything that one stage's training needs, put together."""
 
@@ -128,12 +151,22 @@ class _StageRun:
     def train(self) -> None:
         stage = self.stage
         done = checkpoint.steps(self.checkpoints)
-        if done and done[-1] >= stage.train.steps and checkpoint.problem(checkpoint.at(self.checkpoints, done[-1]).path) is None:
+        if (
+            done
+            and done[-1] >= stage.train.steps
+            and checkpoint.problem(checkpoint.at(self.checkpoints, done[-1]).path) is None
+        ):
             self.note(f"{stage.name}: finished at step {done[-1]}")
             return
-        task = self._build()
+        task = build_task(self.plan, stage, self.stages, self.data, self.folder, self.note)
         self._warm_start(task)
-        stepper = Stepper(task, stage.train, {name: stage.players[name] for name in task.players}, self.device, self.seed)
+        stepper = Stepper(
+            task,
+            stage.train,
+            {name: stage.players[name] for name in task.players},
+            self.device,
+            stage_seed(self.plan, stage),
+        )
         source = cached_source(self.plan, stage, task, self.stages, self.folder, self.data, self.device, self.note)
         show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device)
         around = Surroundings(
@@ -158,24 +191,6 @@ class _StageRun:
             self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
             show.curves()
 
-    @property
-    def seed(self) -> int:
-        """Stages of one run draw different numbers."""
-        return key_of(self.plan.seed, self.stage.name) >> 1
-
-    def _build(self) -> Task:
-        torch.manual_seed(key_of(self.seed, "init") >> 1)
-        found = checkpoint.latest(self.checkpoints)
-        context = BuildContext(
-            shape=self.stage.spec.data.shape,
-            seed=self.seed,
-            stage=self.stages.load,
-            captions=self.data.captions,
-            assets=found.state().get("assets", {}) if found else {},
-            note=self.note,
-        )
-        return self.stage.spec.task.build(self.stage.spec.config, context)
-
     def _warm_start(self, task: Task) -> None:
         """Copy what fits from `init`; the run's own checkpoint, if there is one, overrides it afterwards."""
         init = self.stage.spec.config.init
@@ -189,7 +204,9 @@ class _StageRun:
         own = weights_of(task)
         fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
         if not fitting:
-            raise InputError(f"stages.{self.stage.name}.init={init}: none of its {len(given)} tensors fits a name and shape of this stage")
+            raise InputError(
+                f"stages.{self.stage.name}.init={init}: none of its {len(given)} tensors fits a name and shape of this stage"
+            )
         load_weights(task, own | fitting)
         self.note(f"{self.stage.name}: {len(fitting)} of {len(own)} tensors taken from {init}")
 

@@ -102,7 +102,9 @@ class Sampler:
         found = checkpoints.choose(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)
         if not task.can_sample:
-            raise InputError(f"stage {name!r} of {folder.path} draws nothing: {type(task).__name__} only encodes and decodes; name a generator's stage")
+            raise InputError(
+                f"stage {name!r} of {folder.path} draws nothing: {type(task).__name__} only encodes and decodes; name a generator's stage"
+            )
         if compile:
             for part in (task, *task.stages.values()):
                 for module in part.compiled():
@@ -130,7 +132,9 @@ class Sampler:
         """
         texts = [captions] if isinstance(captions, str) else None if captions is None else list(captions)
         if texts is not None and not texts:
-            raise InputError("there is nothing to draw: give at least one caption (or None for a model without captions)")
+            raise InputError(
+                "there is nothing to draw: give at least one caption (or None for a model without captions)"
+            )
         if count < 1:
             raise InputError(f"count={count}: draw at least 1 of each caption")
         chosen = self.resolve(options, guidance=guidance, steps=steps)
@@ -184,7 +188,9 @@ class Sampler:
         known = type(self.options).model_fields
         for key in asked:
             if key not in known:
-                raise ConfigError(f"--{key}: {self.task_name} has no sample.{key}; its sampling options are {', '.join(known) or 'none'}")
+                raise ConfigError(
+                    f"--{key}: {self.task_name} has no sample.{key}; its sampling options are {', '.join(known) or 'none'}"
+                )
         tree = self.options.model_dump()
         for key, value in (changes | asked).items():
             tree = merge(tree, nest(key, value))
@@ -197,11 +203,14 @@ class Sampler:
         if (frames is not None and frames < 1) or (size is not None and min(size) < 1):
             raise InputError(f"frames={frames}, size={size}: both start at 1")
         height, width = size or (self.shape.height, self.shape.width)
-        for part in (self.task, *self.task.stages.values()):
-            if hasattr(part, "shape_for"):
-                part.shape_for(frames or self.shape.frames, height, width)
+        for part in (self.task, self.task.stages.get("codec")):
+            check = getattr(part, "shape_for", None)
+            if check is not None:
+                check(frames or self.shape.frames, height, width)
 
-    def _prime(self, prime: str | Path | Tensor | None, size: tuple[int, int] | None) -> tuple[Tensor | None, dict[str, Any] | None]:
+    def _prime(
+        self, prime: str | Path | Tensor | None, size: tuple[int, int] | None
+    ) -> tuple[Tensor | None, dict[str, Any] | None]:
         """Frames to continue from, T C H W in [0, 1] as the run's own, and what the sidecar tells about them."""
         if prime is None:
             return None, None
@@ -247,7 +256,18 @@ def draw_for_training(
     `real` holds a sample beside each prompt, for tasks that draw from one (super-resolution, given text embeddings).
     """
     rows = len(captions) if captions is not None else count
-    return draw(task, captions, rows=rows, options=options, shape=shape, seed=seed, device=device, frames=frames, real=real, batch=batch)
+    return draw(
+        task,
+        captions,
+        rows=rows,
+        options=options,
+        shape=shape,
+        seed=seed,
+        device=device,
+        frames=frames,
+        real=real,
+        batch=batch,
+    )
 
 
 def draw(
@@ -313,7 +333,9 @@ def as_judged(task: Task, device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
             # Tensors made in inference mode and kept (position tables) could never take part in training again.
             stack.enter_context(torch.no_grad() if trains else torch.inference_mode())
-            stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=precision_for("auto", device) == "bf16"))
+            stack.enter_context(
+                torch.autocast(device.type, torch.bfloat16, enabled=precision_for("auto", device) == "bf16")
+            )
             yield
     finally:
         for module, mode in modes:

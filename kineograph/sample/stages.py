@@ -50,7 +50,9 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
 class Stages:
     """Trained stages of a run and of the runs that it refers to, each loaded once."""
 
-    def __init__(self, run: RunFolder, device: torch.device | str = "cpu", note: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, run: RunFolder, device: torch.device | str = "cpu", note: Callable[[str], None] = lambda line: None
+    ) -> None:
         self.run = run
         self.device = torch.device(device)
         self.note = note
@@ -87,7 +89,9 @@ class Stages:
         return lambda name: self.load(name if "/" in name else f"{run.path}/{name}")
 
 
-def build(run: RunFolder, name: str, assets: dict[str, str], stage: Callable[[str], Task], note: Callable[[str], None]) -> Task:
+def build(
+    run: RunFolder, name: str, assets: dict[str, str], stage: Callable[[str], Task], note: Callable[[str], None]
+) -> Task:
     """A stage's Task as its saved config says, with fresh weights."""
     spec = read_stage(run.config(), name)
     context = BuildContext(shape=spec.data.shape, stage=stage, assets=assets, note=note)

@@ -70,14 +70,20 @@ def _sidecar(drawn: Drawn, row: int, path: Path, command: str) -> dict[str, Any]
         **origin,
         "changed_options": changed,
         "drawn": {"frames": drawn.pixels.shape[1], "size": [height, width], "channels": channels, "fps": drawn.fps},
-        "versions": {"kineograph": kineograph.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "kineograph": kineograph.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
 
 
 def command_for(origin: Origin, out: Path, format: str | None = None) -> str:
     """The command line that draws the same rows again, from the same checkpoint."""
     captions = origin.captions or []
-    dashed = any(caption.startswith("-") for caption in captions)  # would be taken for options unless they come after --
+    dashed = any(
+        caption.startswith("-") for caption in captions
+    )  # would be taken for options unless they come after --
     words = ["kineo", "sample", origin.run, *([] if dashed else captions)]
     words += ["--stage", origin.stage, "--checkpoint", str(origin.step)]
     words += ["--seed", str(origin.seed), "--count", str(origin.count)]

@@ -61,7 +61,9 @@ class TextConfig(Config):
     def _fits(self) -> TextConfig:
         for name, kinds in _READ_BY.items():
             if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is read by kind {' and '.join(kinds)} only, not by kind={self.kind}: leave it out")
+                raise ValueError(
+                    f"{name} is read by kind {' and '.join(kinds)} only, not by kind={self.kind}: leave it out"
+                )
         if self.kind in ("t5", "clip") and not self.name:
             raise ValueError(f"kind={self.kind} needs name: a local folder or a hub name")
         if self.kind == "given" and self.width is None:

@@ -17,7 +17,9 @@ class GivenText(nn.Module):
         self.null = NullText(width)
 
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        raise InputError("text.kind=given has no encoder for captions: give embeddings with the data, or set text.kind to learned, t5 or clip")
+        raise InputError(
+            "text.kind=given has no encoder for captions: give embeddings with the data, or set text.kind to learned, t5 or clip"
+        )
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
         return self.null(embeddings, mask, dropped)

@@ -57,7 +57,9 @@ class Vocabulary:
         room = self.length - 2
         if len(pieces) > room and not self._said:
             self._said = True
-            self.note(f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(pieces) + 2} (said once)")
+            self.note(
+                f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(pieces) + 2} (said once)"
+            )
         ids = (BOS, *pieces[:room], EOS)
         return ids + (PAD,) * (self.length - len(ids))
 
@@ -80,7 +82,9 @@ class LearnedText(nn.Module):
         self.tokens = nn.Embedding(self.vocabulary.size, self.width)
         self.positions = LearnedPositions((self.length,), self.width)
         init_weights(self, 1)
-        shape = TransformerConfig(width=self.width, depth=max(config.depth, 1), heads=config.heads, dropout=config.dropout)
+        shape = TransformerConfig(
+            width=self.width, depth=max(config.depth, 1), heads=config.heads, dropout=config.dropout
+        )
         self.transformer = Transformer(shape) if config.depth else None
         self.null = NullText(self.width)
 

@@ -59,7 +59,9 @@ class PretrainedText(nn.Module):
             return load()
         except (OSError, ValueError, ImportError) as error:
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"text.name={self.name} cannot be loaded as {self.kind}: {line}; give a local folder, or check the name") from None
+            raise InputError(
+                f"text.name={self.name} cannot be loaded as {self.kind}: {line}; give a local folder, or check the name"
+            ) from None
 
     def _load(self, device: torch.device) -> None:
         from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
@@ -84,7 +86,9 @@ class PretrainedText(nn.Module):
         if len(ids) > self.length:
             if not self._said:
                 self._said = True
-                self.note(f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(ids)} (said once)")
+                self.note(
+                    f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(ids)} (said once)"
+                )
             ids = tokenizer(caption, truncation=True, max_length=self.length)["input_ids"]  # keeps the end token
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         return tuple(ids) + (pad,) * (self.length - len(ids)), len(ids)
@@ -112,7 +116,9 @@ class PretrainedText(nn.Module):
 def check_folder(folder: Path) -> None:
     """A folder that transformers can load without network, or an InputError that says what is missing."""
     if not folder.is_dir():
-        raise InputError(f"text.name={folder} does not exist: give a folder with config.json, model.safetensors and a tokenizer, or a hub name")
+        raise InputError(
+            f"text.name={folder} does not exist: give a folder with config.json, model.safetensors and a tokenizer, or a hub name"
+        )
     missing = []
     if not (folder / "config.json").is_file():
         missing.append("config.json")

@@ -69,7 +69,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], s
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         for name, group in tensors.items():
-            save_file({key: value.detach().contiguous().cpu() for key, value in group.items()}, temporary / f"{name}.safetensors")
+            save_file(_separate(group), temporary / f"{name}.safetensors")
         with open(temporary / "state.json", "w", encoding="utf-8") as file:
             json.dump({"step": step, **state}, file, ensure_ascii=False)
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
@@ -82,9 +82,24 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], s
         sync_folder(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunFailed(f"cannot save {target}: {error}; make room or permission and run the same command to go on from the last checkpoint") from error
+        raise RunFailed(
+            f"cannot save {target}: {error}; make room or permission and run the same command to go on from the last checkpoint"
+        ) from error
     shutil.rmtree(folder / f".replaced-{target.name}", ignore_errors=True)
     return Checkpoint(target, step)
+
+
+def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, none sharing memory with another: safetensors refuses that, and tied weights have it."""
+    seen: set[int] = set()
+    result = {}
+    for name, value in group.items():
+        value = value.detach().cpu().contiguous()
+        if value.untyped_storage().data_ptr() in seen:
+            value = value.clone()
+        seen.add(value.untyped_storage().data_ptr())
+        result[name] = value
+    return result
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -156,12 +171,16 @@ def choose(folder: Path, which: str | int = "last") -> Checkpoint:
     if which == "best":
         score = best(folder)
         if score is None:
-            raise InputError(f"{folder} has no best checkpoint: it was trained without validation; use --checkpoint last")
+            raise InputError(
+                f"{folder} has no best checkpoint: it was trained without validation; use --checkpoint last"
+            )
         which = score["step"]
     try:
         step = int(which)
     except ValueError:
-        raise InputError(f"--checkpoint {which}: use last, best or a step of {', '.join(map(str, available))}") from None
+        raise InputError(
+            f"--checkpoint {which}: use last, best or a step of {', '.join(map(str, available))}"
+        ) from None
     if step not in available:
         raise InputError(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, available))}")
     fault = problem(at(folder, step).path)
@@ -182,10 +201,13 @@ def set_best(folder: Path, step: int, loss: float) -> None:
     write_json(folder / "best.json", {"step": step, "loss": loss})
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` and the best; and what an interrupted save left behind."""
+def prune(folder: Path, keep_last: int, newest: int) -> None:
+    """Delete all but the last `keep_last` up to step `newest`, which was just written, and the best; and what an interrupted save left.
+
+    What lies beyond `newest` is damaged: the run was taken up before it.
+    """
     score = best(folder)
-    keep = set(steps(folder)[-keep_last:]) | ({score["step"]} if score else set())
+    keep = set([step for step in steps(folder) if step <= newest][-keep_last:]) | ({score["step"]} if score else set())
     for step in steps(folder):
         if step not in keep:
             _remove(at(folder, step).path)
@@ -211,6 +233,6 @@ def read_file(path: Path) -> dict[str, Tensor]:
     """Weights of one safetensors file, with an error for people."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: not a dict
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from None

@@ -70,7 +70,9 @@ class Optimizer:
     def load(self, state: Mapping[str, Tensor]) -> None:
         names = {key.partition(".")[2] for key in state}
         if not names <= self.parameters.keys():
-            raise InputError(f"the saved optimizer has moments of {sorted(names - self.parameters.keys())[:3]}, which this task does not train")
+            raise InputError(
+                f"the saved optimizer has moments of {sorted(names - self.parameters.keys())[:3]}, which this task does not train"
+            )
         for name in names:
             p = self.parameters[name]
             kinds = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LINE_EVERY = 15.0  # seconds between lines when there is no terminal
 
@@ -17,7 +18,7 @@ class Progress:
         self.stage = stage
         self.steps = steps
         self.quiet = quiet
-        self._bar = None
+        self._bar: Any = None
         self._started = time.monotonic()
         self._first: int | None = None
         self._last_line = 0.0
@@ -29,7 +30,8 @@ class Progress:
             yield self
             return
         from rich.console import Console
-        from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
 
         columns = (
             TextColumn("{task.description:>12}"),

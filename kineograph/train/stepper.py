@@ -63,6 +63,8 @@ class Stepper:
         seed: int = 0,
     ) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # shapes repeat step after step: let cuDNN find its fastest kernels once
         self.task = task.to(self.device)
         self.config = config
         self.seed = seed
@@ -71,7 +73,9 @@ class Stepper:
         self.parameters = {name: parameters_of(task, name) for name in task.players}
         self.optimizers = {name: Optimizer(self.parameters[name], self.players[name]) for name in task.players}
         self.averages = {
-            name: Ema(self.parameters[name], self.players[name].ema) for name in task.players if self.players[name].ema.decay > 0
+            name: Ema(self.parameters[name], self.players[name].ema)
+            for name in task.players
+            if self.players[name].ema.decay > 0
         }
         self._awake = dict.fromkeys(task.players, True)  # whose parameters take gradients now
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
@@ -86,15 +90,10 @@ class Stepper:
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
-        torch.manual_seed(key_of(self.seed, step, "torch") >> 1)  # dropout, revival of dead codes
-        playing = [name for name in self.task.players if self.task.plays(name, step)]
-        joined: dict[str, _Joined] = {name: _Joined() for name in playing}
-        for batch in batches:
-            batch = batch.to(self.device)
-            self._accumulate(playing, batch, Noise(self.seed, step, batch.slots), joined)
+        joined = self.gradients(step, batches)
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
-        for name in playing:
+        for name in joined:
             count = ranks.sum_(joined[name].total_count())
             divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
             norm, skipped = self.optimizers[name].step(rate_at(self.players[name], step, self.config.steps), divisor)
@@ -108,6 +107,16 @@ class Stepper:
         self.skipped = self.skipped + overflow
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * overflow
         return values
+
+    def gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _Joined]:
+        """Add the gradients of these micro-batches to the parameters of every player that plays. → each one's losses."""
+        torch.manual_seed(key_of(self.seed, step, "torch") >> 1)  # dropout, revival of dead codes
+        playing = [name for name in self.task.players if self.task.plays(name, step)]
+        joined: dict[str, _Joined] = {name: _Joined() for name in playing}
+        for batch in batches:
+            batch = batch.to(self.device)
+            self._accumulate(playing, batch, Noise(self.seed, step, batch.slots), joined)
+        return joined
 
     def _accumulate(self, playing: list[str], batch: Batch, noise: Noise, joined: dict[str, _Joined]) -> None:
         """Add one micro-batch's gradients to every playing player."""
@@ -137,7 +146,8 @@ class Stepper:
         """Learning rates of the update from `step`, for the log."""
         first = self.task.players[0]
         return {
-            "lr" if name == first else f"{name}/lr": rate_at(config, step, self.config.steps) for name, config in self.players.items()
+            "lr" if name == first else f"{name}/lr": rate_at(config, step, self.config.steps)
+            for name, config in self.players.items()
         }
 
     @contextmanager
@@ -146,7 +156,11 @@ class Stepper:
         was_training = self.task.training
         self.task.eval()
         try:
-            with averaged(list(self.averages.values()) if ema else []), torch.no_grad(), autocast(self.precision, self.device):
+            with (
+                averaged(list(self.averages.values()) if ema else []),
+                torch.no_grad(),
+                autocast(self.precision, self.device),
+            ):
                 yield self.task
         finally:
             self.task.train(was_training)
@@ -155,13 +169,17 @@ class Stepper:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything with a tensor that the next step depends on."""
-        model = weights_of(self.task)
         saved = {
-            "model": model,
-            "optimizer": {f"{name}/{key}": value for name, optimizer in self.optimizers.items() for key, value in optimizer.state().items()},
+            "model": weights_of(self.task),
+            "optimizer": {
+                f"{name}/{key}": value
+                for name, optimizer in self.optimizers.items()
+                for key, value in optimizer.state().items()
+            },
         }
         if self.averages:
-            saved["ema"] = model | {key: value for ema in self.averages.values() for key, value in ema.state().items()}
+            with averaged(list(self.averages.values())):  # weights under two names are averaged under both
+                saved["ema"] = weights_of(self.task)
         return saved
 
     def state(self) -> dict[str, Any]:
@@ -177,7 +195,9 @@ class Stepper:
         state = saved.state()["stepper"]
         moments = saved.tensors("optimizer")
         for name, optimizer in self.optimizers.items():
-            optimizer.load({key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name})
+            optimizer.load(
+                {key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name}
+            )
         if self.averages:
             average = saved.tensors("ema")
             for name, ema in self.averages.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,5 +40,5 @@ class StopRequest:
             os.kill(os.getpid(), number)
             return
         self.by = signal.Signals(number).name
-        # A plain write: the handler may interrupt any other output.
-        os.write(sys.__stderr__.fileno(), f"\n{self.by}: finishing the step, then saving; once more ends at once\n".encode())  # type: ignore[union-attr]
+        # A plain write to stderr: the handler may interrupt any other output.
+        os.write(2, f"\n{self.by}: finishing the step, then saving; once more ends at once\n".encode())

@@ -242,6 +242,7 @@ class WeightsAndBiases:
         known = _read_json(self._memory)
         self._id: str = known.get("id") or secrets.token_hex(4)
         self._reached: dict[str, int] = known.get("reached", {})
+        self._begun: set[str] = set()
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._run = self._module.init(
@@ -259,6 +260,7 @@ class WeightsAndBiases:
             ) from None
 
     def begin(self, stage: str, step: int) -> None:
+        self._begun.add(stage)
         self._run.define_metric(f"{stage}/step")
         self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
@@ -266,17 +268,22 @@ class WeightsAndBiases:
         stage, split, step = record["stage"], record["split"], record["step"]
         if self._is_new(f"{stage}/{split}", step):
             numbers = {f"{stage}/{split}/{name}": value for name, value in _numbers(record)}
-            self._run.log({**numbers, f"{stage}/step": step})
+            self._tell(stage, step, numbers)
 
     def media(self, step: int, name: str, path: Path, caption: str = "") -> None:
         stage = name.partition("/")[0]
         moving = Path(path).suffix.lower() in (".gif", ".mp4", ".webm")
         shown = (self._module.Video if moving else self._module.Image)(str(path), caption=caption or None)
         if self._is_new(name, step):
-            self._run.log({name: shown, f"{stage}/step": step})
+            self._tell(stage, step, {name: shown})
 
     def close(self) -> None:
         self._run.finish()
+
+    def _tell(self, stage: str, step: int, values: dict[str, Any]) -> None:
+        if stage not in self._begun:
+            self.begin(stage, step - 1)
+        self._run.log({**values, f"{stage}/step": step})
 
     def _is_new(self, series: str, step: int) -> bool:
         if step <= self._reached.get(series, -1):

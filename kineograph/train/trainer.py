@@ -39,7 +39,9 @@ class Surroundings:
     log: Callable[[Record], None]
     validation: Callable[[], Iterable[Batch]] | None = None
     show: Callable[[int, Stepper], None] | None = None  # draw samples and reconstructions after a step
-    saved: dict[str, Any] = field(default_factory=dict)  # what else belongs into each checkpoint: assets, resolved config
+    saved: dict[str, Any] = field(
+        default_factory=dict
+    )  # what else belongs into each checkpoint: assets, resolved config
     stop: StopRequest = field(default_factory=StopRequest)
     quiet: bool = False
 
@@ -96,7 +98,9 @@ class Trainer:
                     if improved or last or done % config.save_every == 0 or self.around.stop:
                         self._save(done, improved)
                 if self.around.stop and not last:
-                    raise Stopped(f"stopped by {self.around.stop.by} at step {done} of {self.stage}, saved; run the same command to go on")
+                    raise Stopped(
+                        f"stopped by {self.around.stop.by} at step {done} of {self.stage}, saved; run the same command to go on"
+                    )
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and (done % every == 0 or done == self.config.steps)
@@ -118,7 +122,7 @@ class Trainer:
             record["ema_decay"] = first.decay
         record |= clock.report(stepper.device)
         self.around.log(record)
-        self.progress.numbers(done, numbers["loss"], record["time/samples_per_second"])
+        self.progress.numbers(done, numbers.get("loss", math.nan), record["time/samples_per_second"])
 
     @torch.no_grad()
     def _validate(self, done: int) -> bool:
@@ -137,7 +141,9 @@ class Trainer:
                     joined[name] = Mean(before.sum + mean.sum.to(torch.float64), before.count + count)
         means = {name: float(ranks.sum_(mean.sum) / ranks.sum_(mean.count)) for name, mean in joined.items()}  # type: ignore[arg-type]
         seconds = time.monotonic() - started
-        self.around.log({"stage": self.stage, "split": "validation", "step": done, **means, "time/validation_seconds": seconds})
+        self.around.log(
+            {"stage": self.stage, "split": "validation", "step": done, **means, "time/validation_seconds": seconds}
+        )
         self.progress.note(f"{self.stage}  step {done}  validation loss {means['loss']:.4g}")
         improved = means["loss"] < self.best
         if improved:
@@ -146,12 +152,18 @@ class Trainer:
 
     def _save(self, done: int, improved: bool = False) -> None:
         best = None if math.isinf(self.best) else self.best
-        state = {"stage": self.stage, "stepper": self.stepper.state(), "best": best, "elapsed": self.elapsed, **self.around.saved}
+        state = {
+            "stage": self.stage,
+            "stepper": self.stepper.state(),
+            "best": best,
+            "elapsed": self.elapsed,
+            **self.around.saved,
+        }
         if ranks.is_first():
             checkpoint.save(self.around.checkpoints, done, self.stepper.tensors(), state)
             if improved:
                 checkpoint.set_best(self.around.checkpoints, done, self.best)
-            checkpoint.prune(self.around.checkpoints, self.config.keep_last)
+            checkpoint.prune(self.around.checkpoints, self.config.keep_last, done)
         ranks.barrier()
 
 

@@ -13,6 +13,7 @@ from kineograph.codec.adversarial import (
     fooling,
     gradient_at,
     hinge,
+    nudged,
     slope,
 )
 from kineograph.core.errors import ConfigError
@@ -63,7 +64,7 @@ def test_slope_of_a_linear_judge_is_its_gradient():
             return (x * weights).sum((1, 2, 3))[:, None, None]
 
     judge, real = Linear(), torch.rand(4000, 3, 8, 8)
-    found = slope(judge, real, judge(real), Noise.for_rows(0, 0, 4000))
+    found = slope(judge(real), judge(nudged(real, Noise.for_rows(0, 0, 4000))))
     assert found.mean().item() == pytest.approx(weights.square().sum().item(), rel=0.1)
 
 
@@ -81,26 +82,28 @@ def test_slope_is_near_the_exact_penalty_and_descending_it_lowers_the_exact_one(
                 total = total + gradient.square().sum((1, 2, 3)) / 4
         return total.mean().item()
 
+    def penalty(step: int) -> torch.Tensor:
+        return slope(judge(real), judge(nudged(real, Noise.for_rows(0, step, 8)))).mean()
+
     before = exact()
-    estimates = [slope(judge, real, judge(real), Noise.for_rows(0, step, 8)).mean() for step in range(200)]
+    estimates = [penalty(step) for step in range(200)]
     assert torch.stack(estimates).mean().item() == pytest.approx(before, rel=0.25)
     optimizer = torch.optim.Adam(judge.parameters(), 1e-3)
     for step in range(20):
         optimizer.zero_grad()
-        slope(judge, real, judge(real), Noise.for_rows(0, step, 8)).mean().backward()
+        penalty(step).backward()
         optimizer.step()
     assert exact() < 0.7 * before
 
 
-def test_slope_is_keyed_by_sample_and_step():
-    judge = Discriminator(1, AdversarialConfig(width=8, levels=2))
+def test_nudges_are_keyed_by_sample_and_step():
     real = torch.randn(4, 1, 8, 8)
-    logits = judge(real)
-    together = slope(judge, real, logits, Noise.for_rows(3, 5, 4))
-    second_half = slope(judge, real[2:], logits[2:], Noise.for_rows(3, 5, 2, first=2))
-    assert torch.allclose(together[2:], second_half, rtol=1e-3)
-    assert not torch.allclose(together, slope(judge, real, logits, Noise.for_rows(3, 6, 4)), rtol=1e-3)
-    assert 0 < PENALTY_STEP < 0.1
+    together = nudged(real, Noise.for_rows(3, 5, 4))
+    assert torch.equal(together[2:], nudged(real[2:], Noise.for_rows(3, 5, 2, first=2)))
+    assert not torch.equal(together, nudged(real, Noise.for_rows(3, 6, 4)))
+    assert torch.allclose((together - real).abs(), torch.tensor(PENALTY_STEP), atol=1e-6)
+    clips = nudged(real.expand(4, 3, 8, 8).reshape(12, 1, 8, 8), Noise.for_rows(3, 5, 4))  # three frames a sample
+    assert clips.shape == (12, 1, 8, 8)
 
 
 def test_gradient_at_is_the_gradient_of_kept_samples():

@@ -13,7 +13,9 @@ from PIL import Image
 MakeVideo = Callable[..., Path]
 
 
-def write_video(path: Path, frames: np.ndarray, fps: int = 30, codec: str | None = None, rotation: int = 0, **options: str) -> Path:
+def write_video(
+    path: Path, frames: np.ndarray, fps: int = 30, codec: str | None = None, rotation: int = 0, **options: str
+) -> Path:
     """T H W 3 → a file; `rotation` is stored as a note, as phones do."""
     with av.open(str(path), "w", options={k: v for k, v in options.items() if k == "movflags"}) as container:
         stream = container.add_stream(codec or ("libvpx" if path.suffix == ".webm" else "libx264"), rate=fps)

@@ -136,7 +136,7 @@ def test_truncated_pictures_are_refused_and_accepted_by_option(tmp_path, rng, na
     assert caught.value.path == "x/" + name
     if name != "a.webp":  # its decoder gives all or nothing
         pixels = read_media(tmp_path / name, name, wanted((64, 64), truncated=True), rng).pixels
-        assert np.abs(pixels[0, :20].astype(int) - np.asarray(noise)[:20]).mean() < 40
+        assert np.abs(pixels[0, :20].astype(int) - np.asarray(noise)[:20]).mean() < 60  # unrelated noise: 85
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,33 @@ def test_missing_file(tmp_path, rng):
         read_media(tmp_path / "a.png", "a.png", wanted(), rng)
 
 
+def test_second_view_inside_a_phone_picture_is_no_frame(tmp_path, rng):
+    first, second = Image.new("RGB", (32, 32), (200, 0, 0)), Image.new("RGB", (32, 32), (0, 0, 200))
+    first.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[second])
+    clip = read_media(tmp_path / "a.jpg", "a.jpg", wanted(frames=2), rng)
+    assert len(clip.pixels) == 1
+    assert clip.pixels[0, 0, 0, 0] > 180
+
+
+def test_pages_are_no_frames(tmp_path, rng):
+    Image.new("L", (8, 8), 9).save(tmp_path / "a.tiff", save_all=True, append_images=[Image.new("L", (8, 8), 99)])
+    assert read_media(tmp_path / "a.tiff", "a.tiff", wanted(frames=2), rng).pixels.max() == 9
+
+
 # Animations ---------------------------------------------------------------------------------------------------------
 
 
 def animation(path, delays):
     """Frame i is a flat gray of 40 i; each stays for its own delay in ms."""
     frames = [Image.new("L", (8, 8), 40 * index) for index in range(len(delays))]
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=delays, loop=0, **({"lossless": True} if path.suffix == ".webp" else {}))
+    frames[0].save(
+        path,
+        save_all=True,
+        append_images=frames[1:],
+        duration=delays,
+        loop=0,
+        **({"lossless": True} if path.suffix == ".webp" else {}),
+    )
 
 
 def shown(clip):
@@ -196,13 +216,19 @@ def test_short_clip_gives_what_it_has(tmp_path, rng):
 
 def test_random_start_reaches_every_window(tmp_path):
     animation(tmp_path / "a.gif", [100] * 6)
-    starts = {tuple(shown(read_media(tmp_path / "a.gif", "a", wanted(frames=4, fps=10), np.random.default_rng(seed)))) for seed in range(30)}
+    starts = {
+        tuple(shown(read_media(tmp_path / "a.gif", "a", wanted(frames=4, fps=10), np.random.default_rng(seed))))
+        for seed in range(30)
+    }
     assert starts == {(0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5)}
 
 
 def test_one_frame_of_a_clip(tmp_path):
     animation(tmp_path / "a.gif", [100] * 6)
-    found = {shown(read_media(tmp_path / "a.gif", "a", wanted(frames=1, fps=10), np.random.default_rng(seed)))[0] for seed in range(60)}
+    found = {
+        shown(read_media(tmp_path / "a.gif", "a", wanted(frames=1, fps=10), np.random.default_rng(seed)))[0]
+        for seed in range(60)
+    }
     assert found == set(range(6))
 
 

@@ -298,6 +298,11 @@ def test_kept_out_share_can_be_changed():
     assert any(kept_out(everything.facts(index)) for index in range(200))
 
 
+def test_keeping_out_too_much_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.kept_out=0\.5"):
+        source(frames=8, channels=1, directions=4, kept_out=0.5)
+
+
 def test_held_out_prompts_are_validation_captions():
     config = MovingDigitsConfig(frames=8)
     prompts = held_out_prompts(config, 40)

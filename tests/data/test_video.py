@@ -121,7 +121,9 @@ def test_hd_colours_use_their_own_matrix(tmp_path):
         stream.codec_context.colorspace = 1
         pixels = np.zeros((64, 64, 3), np.uint8)
         pixels[:] = (30, 200, 60)
-        frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p", src_colorspace="ITU709", dst_colorspace="ITU709")
+        frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+            format="yuv420p", src_colorspace="ITU709", dst_colorspace="ITU709"
+        )
         for _ in range(3):
             frame.pts = None
             container.mux(stream.encode(frame))
@@ -133,7 +135,11 @@ def test_hd_colours_use_their_own_matrix(tmp_path):
 
 def test_cut_video(tmp_path, make_video, counting, numbers):
     """With its index in front a cut file still opens: what is left is taken, wherever the start fell."""
-    path = make_video(tmp_path / "a.mp4", np.random.default_rng(0).integers(0, 255, (60, 64, 64, 3), dtype=np.uint8), movflags="faststart")
+    path = make_video(
+        tmp_path / "a.mp4",
+        np.random.default_rng(0).integers(0, 255, (60, 64, 64, 3), dtype=np.uint8),
+        movflags="faststart",
+    )
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
     for seed in range(8):

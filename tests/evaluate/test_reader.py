@@ -64,13 +64,7 @@ def test_direction_turns_with_the_clip(reader):
     mirrored = reader.read(pixels.flip(-1))
     turned = 0
     for facts, other in zip(reader.read(pixels), mirrored, strict=True):
-        swapped = (
-            facts[0]
-            .direction.translate(str.maketrans({}))
-            .replace("left", "L")
-            .replace("right", "left")
-            .replace("L", "right")
-        )
+        swapped = facts[0].direction.replace("left", "L").replace("right", "left").replace("L", "right")
         turned += other[0].direction == swapped
     assert turned >= 36
 
@@ -117,8 +111,10 @@ def test_training_batches_are_repeatable_and_fit_one_group():
         torch.equal(a, b) for one, other in zip(first, again, strict=True) for a, b in zip(one, other, strict=True)
     )
     assert not torch.equal(batches[2][0][1], first[0][1])
-    moments = sorted(pixels.shape[1] for pixels, _ in first)
-    assert moments == [1, FRAMES]
+    assert [frames.shape for frames, _ in first] == [(16, FRAMES, 3, SIDE, SIDE), (16, 1, 3, SIDE, SIDE)]
+    clips, pictures = (targets for _, targets in first)
+    assert (clips[:, 0, 2] >= 0).all()
+    assert (pictures[:, 0, 3] >= 0).all()
 
 
 def test_the_reader_trains_on_training_glyphs_in_every_combination():
@@ -150,14 +146,14 @@ def test_the_reader_learns_one_batch():
     torch.manual_seed(0)
     net = ReaderNet(width=32)
     groups = train_reader.Batches(seed=0, steps=1, batch=32)[0]
-    frames, targets = prepare(groups[0][0].float() / 255), groups[0][1]
+    frames, targets = groups[1][0].float() / 255, groups[1][1]
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
     history = []
-    for _ in range(60):
+    for _ in range(30):
         losses = reading_loss(net(frames), targets)
         total = torch.stack(list(losses.values())).sum()
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
         history.append(total.item())
-    assert history[-1] < 0.25 * history[0]
+    assert history[-1] < 0.5 * history[0]

@@ -47,7 +47,10 @@ def test_large_pictures_are_reduced():
 
 def test_captions_take_room_below_and_leave_ink():
     cells = [flat(0), flat(0)]
-    plain, with_text = grid(cells, 2), grid(cells, 2, ["a red 3 moves left and then on and on", "sept « à gauche », 猫"])
+    plain, with_text = (
+        grid(cells, 2),
+        grid(cells, 2, ["a red 3 moves left and then on and on", "sept « à gauche », 猫"]),
+    )
     assert with_text.height > plain.height
     ink = np.asarray(with_text)[plain.height - 5 :]
     assert (ink[:, : LEAST // 2] < 200).any()
@@ -97,7 +100,10 @@ def test_side_by_side_rows_stand_under_one_another():
     page = side_by_side([("input", inputs), ("reconstruction, online", online), ("reconstruction, EMA", average)])
     assert page.shape[:2] == (1, 3)
     array = page[0].permute(1, 2, 0).numpy()
-    places = {red: [axis.mean() for axis in np.nonzero((array[..., 0] == red) & (array[..., 1] == 0))] for red in (10, 11, 20, 21, 30)}
+    places = {
+        red: [axis.mean() for axis in np.nonzero((array[..., 0] == red) & (array[..., 1] == 0))]
+        for red in (10, 11, 20, 21, 30)
+    }
     assert places[10][1] == places[20][1] == places[30][1] < places[11][1] == places[21][1]
     assert places[10][0] < places[20][0] < places[30][0]
     assert (array[: int(places[10][0] - LEAST / 2)] < 128).any()  # a title above the first row

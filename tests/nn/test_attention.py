@@ -74,7 +74,9 @@ def test_memory_is_the_context():
     net = Transformer(TransformerConfig(width=32, depth=2, heads=4), cross=True)
     x, context = draw(2, 5, 32), draw(2, 3, 32)
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    torch.testing.assert_close(net(x, context=context, context_mask=mask), net(x, context_mask=mask, memory=net.memory(context)))
+    torch.testing.assert_close(
+        net(x, context=context, context_mask=mask), net(x, context_mask=mask, memory=net.memory(context))
+    )
 
 
 def test_queries_and_keys_are_normalised_only_when_asked():
@@ -110,13 +112,15 @@ def test_each_option_changes_the_network(key, value):
 
 def test_gated_and_plain_mlps_weigh_the_same():
     def weight(kind: str) -> int:
-        return sum(p.numel() for p in Transformer(TransformerConfig(width=512, depth=1, heads=8, mlp=kind)).parameters())
+        return sum(
+            p.numel() for p in Transformer(TransformerConfig(width=512, depth=1, heads=8, mlp=kind)).parameters()
+        )
 
     assert weight("geglu") == pytest.approx(weight("gelu"), rel=0.01)
 
 
 def test_width_that_heads_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="width=30.*16"):
+    with pytest.raises(ValueError, match=r"width=30.*16"):
         TransformerConfig(width=30, heads=8)
 
 
@@ -125,7 +129,7 @@ def test_residual_stream_keeps_its_size_at_any_depth():
         torch.manual_seed(0)
         net = Transformer(TransformerConfig(width=64, depth=depth, heads=4))
         x, kept = draw(2, 16, 64), []
-        net.norm.register_forward_pre_hook(lambda module, inputs: kept.append(inputs[0]))
+        net.norm.register_forward_pre_hook(lambda module, inputs, kept=kept: kept.append(inputs[0]))
         net(x)
         assert 0.8 < float(kept[0].detach().std()) < 2.5
     assert isinstance(net.blocks, nn.ModuleList)

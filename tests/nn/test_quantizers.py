@@ -278,7 +278,7 @@ def test_lfq_descent_spreads_code_use():
 
 def test_lfq_entropy_is_finite_for_sure_tokens():
     features = (torch.randint(0, 2, (2, 16, 4, 4)) * 2.0 - 1).requires_grad_()
-    quantizer = LFQ(8, LFQConfig())
+    quantizer = LFQ(8, LFQConfig(temperature=0.01))
     unsure, spread = quantizer.entropies(features)
     (unsure - spread).backward()
     assert torch.isfinite(features.grad).all()

@@ -15,10 +15,10 @@ def noise(rows: int, step: int = 0, first: int = 0, seed: int = 0) -> Noise:
 
 
 def test_ratios_follow_the_cosine():
-    drawn = torch.cat([mask_ratios(noise(16, step)) for step in range(500)])
-    expected = torch.cos((torch.arange(8000) + 0.5) / 8000 * math.pi / 2)  # γ of an even r
+    drawn = torch.cat([mask_ratios(noise(16, step)) for step in range(250)])
+    expected = torch.cos((torch.arange(4000) + 0.5) / 4000 * math.pi / 2)  # γ of an even r
     torch.testing.assert_close(drawn.sort(descending=True).values, expected, atol=0.02, rtol=0)
-    one = torch.stack([mask_ratios(noise(16, step))[5] for step in range(2000)])  # each sample by itself, too
+    one = torch.stack([mask_ratios(noise(16, step))[5] for step in range(600)])  # each sample by itself, too
     assert float(one.mean()) == pytest.approx(2 / math.pi, abs=0.02)
 
 
@@ -38,7 +38,7 @@ def test_places_are_uniform():
 def test_capacity_holds_all_hidden_tokens_of_neighbouring_slots(rows, tokens):
     limit = capacity(rows, tokens)
     assert limit <= rows * tokens
-    for step in range(300):
+    for step in range(120):
         masked = hide(noise(rows, step, first=step * 13), tokens)
         assert masked.rows.shape == (limit,)
         assert int(masked.weights.sum()) == int(masked.mask.sum())
@@ -76,8 +76,11 @@ def test_masks_belong_to_slots_not_to_batches():
 def test_counts_fall_from_all_to_none():
     for tokens, steps in ((256, 18), (16, 24), (64, 1)):
         counts = hidden_counts(tokens, steps)
-        assert counts[0] == tokens and counts[-1] == 0 and len(counts) == steps + 1
-        assert counts == sorted(counts, reverse=True) and min(counts[:-1]) >= 1
+        assert counts[0] == tokens
+        assert counts[-1] == 0
+        assert len(counts) == steps + 1
+        assert counts == sorted(counts, reverse=True)
+        assert min(counts[:-1]) >= 1
     assert hidden_counts(256, 18)[9] == math.floor(256 * math.cos(math.pi / 4))
 
 
@@ -105,7 +108,8 @@ def test_an_oracle_is_followed_and_only_hidden_places_are_asked():
     assert torch.equal(found, truth())
     for seen, places, count in zip(oracle.seen, oracle.places, hidden_counts(20, 6), strict=False):
         assert (seen == 11).sum(1).tolist() == [count] * 3
-        assert (seen.gather(1, places) == 11).all() and places.shape == (3, count)
+        assert (seen.gather(1, places) == 11).all()
+        assert places.shape == (3, count)
 
 
 @pytest.mark.parametrize("with_critic", [False, True])
@@ -114,9 +118,12 @@ def test_given_tokens_are_never_hidden(with_critic):
     given[[0, 1, 7, 19]] = True
     start = torch.full((3, 20), 10)
     oracle = Oracle(truth(vocabulary=10), 12)
-    critic = (lambda tokens, step: (tokens == 10).float() * 100) if with_critic else None  # a critic that hates what was given
+    critic = (
+        (lambda tokens, step: (tokens == 10).float() * 100) if with_critic else None
+    )  # a critic that hates what was given
     found = find_tokens(oracle, start, mask_id=11, steps=5, noise=noise(3), given=given, critic=critic)
-    assert (found[:, given] == 10).all() and torch.equal(found[:, ~given], truth(vocabulary=10)[:, ~given])
+    assert (found[:, given] == 10).all()
+    assert torch.equal(found[:, ~given], truth(vocabulary=10)[:, ~given])
     assert all((seen[:, given] == 10).all() for seen in oracle.seen)
     assert (oracle.seen[0] == 11).sum() == 3 * 16
 
@@ -127,7 +134,14 @@ def test_kept_tokens_stay_without_a_critic_and_may_be_redrawn_with_one():
     for before, after in zip(flat.seen, flat.seen[1:], strict=False):
         assert torch.equal(before[before != 11], after[before != 11])
     judged = Oracle(truth(), 11, sharpness=0.5)
-    find_tokens(judged, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3), critic=lambda tokens, step: (tokens != truth()).float() * 9)
+    find_tokens(
+        judged,
+        torch.full((3, 20), 11),
+        mask_id=11,
+        steps=6,
+        noise=noise(3),
+        critic=lambda tokens, step: (tokens != truth()).float() * 9,
+    )
     pairs = list(zip(judged.seen, judged.seen[1:], strict=False))
     assert any(((before != 11) & (after == 11)).any() for before, after in pairs)
 
@@ -135,7 +149,9 @@ def test_kept_tokens_stay_without_a_critic_and_may_be_redrawn_with_one():
 def test_a_critic_mends_what_the_model_gets_wrong():
     def right(critic):
         oracle = Oracle(truth(), 11, sharpness=2.0)
-        found = find_tokens(oracle, torch.full((3, 20), 11), mask_id=11, steps=12, noise=noise(3), critic=critic, critic_noise=0.0)
+        found = find_tokens(
+            oracle, torch.full((3, 20), 11), mask_id=11, steps=12, noise=noise(3), critic=critic, critic_noise=0.0
+        )
         return float((found == truth()).float().mean())
 
     assert right(lambda tokens, step: (tokens != truth()).float()) > right(None) + 0.2
@@ -144,7 +160,9 @@ def test_a_critic_mends_what_the_model_gets_wrong():
 def test_chunks_of_a_batch_draw_alike_and_seeds_differ():
     def found(rows, first=0, seed=0, **keys):
         oracle = Oracle(truth()[first : first + rows], 11, sharpness=1.0)
-        return find_tokens(oracle, torch.full((rows, 20), 11), mask_id=11, steps=5, noise=noise(rows, first=first, seed=seed), **keys)
+        return find_tokens(
+            oracle, torch.full((rows, 20), 11), mask_id=11, steps=5, noise=noise(rows, first=first, seed=seed), **keys
+        )
 
     whole = found(3)
     assert torch.equal(whole, torch.cat([found(1), found(2, first=1)]))
@@ -173,6 +191,9 @@ def test_the_surest_tokens_are_kept_first():
         seen.append(tokens)
         return logits.gather(1, places[..., None].expand(-1, -1, 11))
 
-    find_tokens(denoise, torch.full((3, 20), 11), mask_id=11, steps=4, noise=noise(3), temperature=0.0, confidence_noise=0.0)
+    find_tokens(
+        denoise, torch.full((3, 20), 11), mask_id=11, steps=4, noise=noise(3), temperature=0.0, confidence_noise=0.0
+    )
     left = hidden_counts(20, 4)[1]
-    assert (seen[1][:, :left] == 11).all() and (seen[1][:, left:] != 11).all()
+    assert (seen[1][:, :left] == 11).all()
+    assert (seen[1][:, left:] != 11).all()

@@ -11,17 +11,17 @@ from kineograph.process.sampling import draw_tokens, top_classes
 @pytest.mark.parametrize("classes", [2, 13, 16, 1000, 96])
 def test_draws_follow_the_softmax(classes):
     logits = torch.randn(classes, generator=torch.Generator().manual_seed(0)) * 1.5
-    count = 200_000
+    count = 60_000
     u = (torch.arange(count) + 0.5) / count  # evenly spaced: the counts must match the distribution closely
     tokens, log_probability = draw_tokens(logits.expand(count, -1), u)
     found = torch.bincount(tokens, minlength=classes) / count
-    torch.testing.assert_close(found, logits.softmax(0), atol=2e-4, rtol=0)
+    torch.testing.assert_close(found, logits.softmax(0), atol=5e-4, rtol=0)
     torch.testing.assert_close(log_probability, logits.log_softmax(0)[tokens])
 
 
 def test_temperature_and_top_k():
     logits = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 2
-    u = ((torch.arange(50_000) + 0.5) / 50_000)
+    u = (torch.arange(50_000) + 0.5) / 50_000
     rows = logits.expand(50_000, -1)
     cold = torch.bincount(draw_tokens(rows, u, temperature=0.5)[0], minlength=64) / 50_000
     torch.testing.assert_close(cold, (logits / 0.5).softmax(0), atol=1e-3, rtol=0)
@@ -51,8 +51,8 @@ def test_top_classes_by_blocks_are_the_top_classes(classes, k):
 
 def test_one_draw_of_a_large_vocabulary_is_exact_in_float32():
     logits = torch.zeros(65536)
-    u = Noise.for_rows(0, 0, 1).uniform("u", 4096)[0]
-    tokens = draw_tokens(logits.expand(4096, -1), u)[0]
+    u = Noise.for_rows(0, 0, 1).uniform("u", 512)[0]
+    tokens = draw_tokens(logits.expand(512, -1), u)[0]
     assert int((tokens - (u.double() * 65536).floor()).abs().max()) <= 1
 
 

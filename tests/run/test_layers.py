@@ -34,7 +34,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def file(name: str, **tree) -> str:
+def file(name: str, /, **tree) -> str:
     Path(name).write_text(yaml.safe_dump(tree))
     return name
 

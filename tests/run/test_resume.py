@@ -25,7 +25,7 @@ CONFIG = {
     "stages": {
         "tokenizer": {
             "task": "vqgan", "width": 8, "multipliers": [1, 2], "patch": 2, "quantizer": {"kind": "vq", "codes": 32, "dim": 4},
-            "adversarial": {"width": 8, "start": 3, "penalty_every": 2, "layers": 1}, "perceptual": {"weight": 0},
+            "adversarial": {"width": 8, "start": 3, "penalty_every": 2, "levels": 2}, "perceptual": {"weight": 0},
         },
         "generator": {"task": "muse", "codec": "tokenizer", "width": 32, "depth": 1, "heads": 2, "text": {"kind": "learned", "width": 16, "depth": 1}},
     },
@@ -35,7 +35,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "small.yaml"
-    path.write_text(yaml.safe_dump(CONFIG))
+    path.write_text(yaml.safe_dump(CONFIG, sort_keys=False))
     return path
 
 

@@ -24,7 +24,8 @@ def test_rows_are_captions_times_count(sampler):
     drawn = sampler.sample(CAPTIONS, count=2)
     assert drawn.pixels.shape == (6, 4, 3, 32, 32)
     assert drawn.captions == [text for text in CAPTIONS for _ in range(2)]
-    assert drawn.pixels.min() >= 0 and drawn.pixels.max() <= 1
+    assert drawn.pixels.min() >= 0
+    assert drawn.pixels.max() <= 1
     assert not torch.equal(drawn.pixels[0], drawn.pixels[1])  # two samples of one caption differ
 
 
@@ -50,7 +51,8 @@ def test_options_reach_the_task_and_unknown_ones_name_the_right_key(sampler):
 def test_negative_prompt_and_count_without_captions(sampler):
     assert not torch.equal(sampler.sample(["a 3"], negative="blurred").pixels, sampler.sample(["a 3"]).pixels)
     drawn = sampler.sample(None, count=3)
-    assert len(drawn) == 3 and drawn.captions == [None] * 3
+    assert len(drawn) == 3
+    assert drawn.captions == [None] * 3
 
 
 def test_frames_and_size(sampler):
@@ -68,7 +70,8 @@ def test_prime_is_read_resized_and_recoloured(sampler, tmp_path):
     gray[:, :, :, 48:] = 1.0
     path = write_clip(tmp_path / "start.gif", gray, fps=8)
     drawn = sampler.sample(["a 3", "a 4"], prime=path)
-    assert drawn.pixels[:, :2, :, :, :14].max() < 0.02 and drawn.pixels[:, :2, :, :, 18:].min() > 0.98
+    assert drawn.pixels[:, :2, :, :, :14].max() < 0.02
+    assert drawn.pixels[:, :2, :, :, 18:].min() > 0.98
     same_size = torch.rand(1, 3, 32, 32)
     torch.testing.assert_close(sampler.sample("a 3", prime=same_size).pixels[0, :1], same_size)
     with pytest.raises(InputError, match="does not exist"):
@@ -76,12 +79,17 @@ def test_prime_is_read_resized_and_recoloured(sampler, tmp_path):
 
 
 def test_a_real_sample_beside_each_prompt_reaches_the_task(sampler):
-    real = Batch.collate([Sample(pixels=torch.full((4, 3, 32, 32), level, dtype=torch.uint8), caption="") for level in (0, 100, 200)], [0, 1, 2])
+    real = Batch.collate(
+        [Sample(pixels=torch.full((4, 3, 32, 32), level, dtype=torch.uint8), caption="") for level in (0, 100, 200)],
+        [0, 1, 2],
+    )
     seen: list[Tensor] = []
 
     class Looking(TinyGenerator):
         def sample(self, prompts: Prompts, options: object) -> Tensor:
-            assert prompts.batch is not None and prompts.batch.pixels is not None and len(prompts.batch.captions or []) == len(prompts)
+            assert prompts.batch is not None
+            assert prompts.batch.pixels is not None
+            assert len(prompts.batch.captions or []) == len(prompts)
             seen.append(prompts.batch.pixels)
             return super().sample(prompts, options)
 
@@ -118,6 +126,16 @@ def test_checkpoints_and_ema(tmp_path):
         Sampler.open(run.path, 15, device="cpu")
 
 
+def test_compile_is_asked_for(tmp_path, monkeypatch):
+    asked: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append(self))
+    run = make_run(tmp_path / "run")
+    Sampler.open(run.path, device="cpu")
+    assert asked == []
+    sampler = Sampler.open(run.path, device="cpu", compile=True)
+    assert asked == [sampler.task.mix]
+
+
 def test_what_cannot_draw_says_so(tmp_path):
     codec_only = make_run(tmp_path / "codec", generator=None)
     with pytest.raises(InputError, match="no trained stage that draws"):
@@ -138,3 +156,13 @@ def test_a_task_without_options(tmp_path):
     assert plain.sample("a 3").origin.options == {}
     with pytest.raises(ConfigError, match=r"OptionlessGenerator has no sampling options, so guidance"):
         plain.sample("a 3", guidance=3.0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_same_rows_come_out(tmp_path):
+    run = make_run(tmp_path / "run", frames=2)
+    here, there = Sampler.open(run.path, device="cpu"), Sampler.open(run.path, device="cuda")
+    wanted = here.sample(CAPTIONS, count=2, seed=4).pixels
+    drawn = there.sample(CAPTIONS, count=2, seed=4, batch=4)
+    assert drawn.pixels.device.type == "cpu"
+    torch.testing.assert_close(drawn.pixels, wanted, rtol=0, atol=0.02)  # bf16 there, fp32 here

@@ -23,11 +23,16 @@ def test_media_sidecars_and_sheet(run, tmp_path):
     written = draw_and_write(run, ["A red 3!", "a red 3", "數字 7"], out=tmp_path, count=2, device="cpu")
     media = written[:-1]
     assert len({path.name for path in media}) == 6  # two captions share a slug and still do not share files
-    assert all(path.suffix == ".gif" for path in media) and written[-1].name.startswith("sheet")
+    assert all(path.suffix == ".gif" for path in media)
+    assert written[-1].name.startswith("sheet")
     pixels, fps = read_clip(media[0])
-    assert pixels.shape[0] == 4 and fps == pytest.approx(8, rel=0.1)
+    assert pixels.shape[0] == 4
+    assert fps == pytest.approx(8, rel=0.1)
     told = json.loads(media[3].with_suffix(".json").read_text())
-    assert told["row"] == 3 and told["caption"] == "a red 3" and told["seed"] == 0 and told["step"] == 20
+    assert told["row"] == 3
+    assert told["caption"] == "a red 3"
+    assert told["seed"] == 0
+    assert told["step"] == 20
     assert len(told["weights"]) == 2  # generator and the codec under it
     assert Image.open(written[-1]).width > 64
 
@@ -36,21 +41,33 @@ def test_nothing_is_overwritten(run, tmp_path):
     first = draw_and_write(run, ["a 3"], out=tmp_path, seed=1, device="cpu")
     before = first[0].read_bytes()
     second = draw_and_write(run, ["a 3"], out=tmp_path, seed=2, device="cpu")
-    assert first[0] != second[0] and first[0].read_bytes() == before != second[0].read_bytes()
+    assert first[0] != second[0]
+    assert first[0].read_bytes() == before != second[0].read_bytes()
 
 
 def test_the_sidecars_command_draws_the_same_bytes(run, tmp_path):
     start = draw_and_write(run, ["a 5"], out=tmp_path / "prime", frames=1, device="cpu")[0]
-    call = {"count": 2, "seed": 7, "guidance": 2.5, "frames": 3, "size": "16x24", "prime": start, "negative": "it's dull", "format": "png"}
+    call = {
+        "count": 2,
+        "seed": 7,
+        "guidance": 2.5,
+        "frames": 3,
+        "size": "16x24",
+        "prime": start,
+        "negative": "it's dull",
+        "format": "png",
+    }
     settings = ["sample.palette=[0.5, 0.25]"]
-    written = draw_and_write(run, ["a 3", "say \"hi\""], out=tmp_path / "one", settings=settings, device="cpu", **call)
+    written = draw_and_write(run, ["a 3", 'say "hi"'], out=tmp_path / "one", settings=settings, device="cpu", **call)
     told = json.loads(written[2].with_suffix(".json").read_text())
     words = shlex.split(told["command"])
     assert words[:2] == ["kineo", "sample"]
     repeated = draw_and_write(**_parse(words[2:], tmp_path / "two"), device="cpu")
     assert [path.name for path in repeated] == [path.name for path in written]
     assert [path.read_bytes() for path in repeated] == [path.read_bytes() for path in written]
-    plain = draw_and_write(run, ["a 3", "say \"hi\""], out=tmp_path / "three", count=2, seed=7, format="png", device="cpu")
+    plain = draw_and_write(
+        run, ["a 3", 'say "hi"'], out=tmp_path / "three", count=2, seed=7, format="png", device="cpu"
+    )
     assert plain[2].read_bytes() != written[2].read_bytes()
 
 

@@ -104,6 +104,9 @@ class TinyGenerator(Task):
     def loss(self, player: str, shared: Tensor) -> Loss:
         return Loss(Mean(shared.sum(), float(len(shared))))
 
+    def compiled(self) -> list[nn.Module]:
+        return [self.mix]
+
     def sample(self, prompts: Prompts, options: TinySampling) -> Tensor:
         frames = prompts.frames or self.shape.frames
         height, width = prompts.height or self.shape.height, prompts.width or self.shape.width
@@ -112,7 +115,9 @@ class TinyGenerator(Task):
         lengths = torch.tensor([len(text) for text in prompts.captions or [""] * len(prompts)], device=pixels.device)
         less = torch.tensor([len(text) for text in prompts.negative or [""] * len(prompts)], device=pixels.device)
         level = options.guidance * (0.01 * (lengths - less) + hint) + sum(options.palette) / options.steps
-        pixels = 0.5 * level.sigmoid()[:, None, None, None, None] + pixels * self.scale  # inside [0, 1], so that nothing hides in a clamp
+        pixels = (
+            0.5 * level.sigmoid()[:, None, None, None, None] + pixels * self.scale
+        )  # inside [0, 1], so that nothing hides in a clamp
         if prompts.prime is not None:
             pixels[:, : prompts.prime.shape[1]] = prompts.prime
         return pixels
@@ -137,7 +142,9 @@ class OptionlessGenerator(TinyGenerator):
 HERE = "tests.sample.tiny_task"
 
 
-def tree_for(frames: int = 1, generator: str | None = "TinyGenerator", codec: bool = True, steps: int = 20, **data: object) -> Tree:
+def tree_for(
+    frames: int = 1, generator: str | None = "TinyGenerator", codec: bool = True, steps: int = 20, **data: object
+) -> Tree:
     """A resolved config as `kineo train` saves it."""
     stages: Tree = {}
     if codec:

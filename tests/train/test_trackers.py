@@ -43,7 +43,13 @@ def test_metrics_are_one_object_a_line_in_order(tmp_path):
 
 def test_what_is_not_finite_is_null(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    values = {"a": float("nan"), "b": float("inf"), "c": torch.tensor(-float("inf")), "d": np.float32("nan"), "e": [1.0, float("nan")]}
+    values = {
+        "a": float("nan"),
+        "b": float("inf"),
+        "c": torch.tensor(-float("inf")),
+        "d": np.float32("nan"),
+        "e": [1.0, float("nan")],
+    }
     file.write(record(1, **values, fine=torch.tensor(2.5), whole=np.int64(7), flag=True, none=None))
     (written,) = file.read()
     assert [written[name] for name in "abcd"] == [None] * 4
@@ -70,7 +76,9 @@ def test_truncate_drops_what_lies_beyond_the_checkpoint(tmp_path):
     file.write(record(5, "removed"))
     file.truncate("generator", 20, ["tokenizer", "generator"])
     kept = [(r["stage"], r["split"], r["step"]) for r in file.read()]
-    assert kept == [("tokenizer", s, n) for n in (10, 20, 30) for s in ("train", "validation")] + [("generator", "train", n) for n in (10, 20)]
+    assert kept == [("tokenizer", s, n) for n in (10, 20, 30) for s in ("train", "validation")] + [
+        ("generator", "train", n) for n in (10, 20)
+    ]
     file.truncate("tokenizer", 10)
     kept = [(r["stage"], r["step"]) for r in file.read()]
     assert kept == [("tokenizer", 10)] * 2 + [("generator", 10), ("generator", 20)]
@@ -88,7 +96,15 @@ def test_truncate_keeps_the_bytes_of_what_it_keeps(tmp_path):
     assert file.path.read_bytes() == b"".join(before.splitlines(keepends=True)[:3])
 
 
-@pytest.mark.parametrize("tail", [b'{"stage": "tokenizer", "st', b"\xff\xfe\n", b'{"step": 1}\n[]\n7\n', b'{"stage": "tokenizer", "split": "train", "step": 2}'])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'{"stage": "tokenizer", "st',
+        b"\xff\xfe\n",
+        b'{"step": 1}\n[]\n7\n',
+        b'{"stage": "tokenizer", "split": "train", "step": 2}',
+    ],
+)
 def test_a_torn_end_costs_itself_only(tmp_path, tail):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(record(1))
@@ -166,7 +182,11 @@ def test_tensorboard_media(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path / "board")
-    still, moving, film = picture(tmp_path / "a.png"), picture(tmp_path / "b.gif", moving=True), _film(tmp_path / "c.mp4")
+    still, moving, film = (
+        picture(tmp_path / "a.png"),
+        picture(tmp_path / "b.gif", moving=True),
+        _film(tmp_path / "c.mp4"),
+    )
     for step, (name, path) in enumerate({"samples": still, "clips": moving, "films": film}.items()):
         board.media(step, f"tokenizer/{name}", path, "a red 3")
     board.close()
@@ -187,7 +207,9 @@ def _film(path: Path) -> Path:
         stream = container.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = 8, 6, "yuv420p"
         for value in (0, 128, 255):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((6, 8, 3), value, dtype=np.uint8), format="rgb24")))
+            container.mux(
+                stream.encode(av.VideoFrame.from_ndarray(np.full((6, 8, 3), value, dtype=np.uint8), format="rgb24"))
+            )
         container.mux(stream.encode(None))
     return path
 
@@ -197,7 +219,10 @@ def _film(path: Path) -> Path:
 
 def test_wandb_asked_for_and_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what import does when a module is missing
-    for call in (lambda: check_trackers(("wandb",)), lambda: open_trackers(("tensorboard", "wandb"), tmp_path, "x", {})):
+    for call in (
+        lambda: check_trackers(("wandb",)),
+        lambda: open_trackers(("tensorboard", "wandb"), tmp_path, "x", {}),
+    ):
         with pytest.raises(InputError, match=r"train\.trackers.*pip install kineograph\[wandb\]"):
             call()
     assert not list(tmp_path.iterdir())
@@ -260,18 +285,28 @@ def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     for start, stop in ((0, 4), (2, 6)):
         tracker = WeightsAndBiases(tmp_path, "demo", {"seed": 3})
-        tracker.begin("tokenizer", start)
         for step in range(start + 1, stop + 1):
             tracker.log(record(step))
+        assert tracker._run.metrics == {
+            "tokenizer/step": None,
+            "tokenizer/*": "tokenizer/step",
+        }  # stages have steps of their own
         tracker.media(stop, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
         tracker.media(stop, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True))
         tracker.close()
     first, second = fake.started
     assert first["id"] == second["id"]
-    assert (first["project"], first["name"], first["config"], first["dir"]) == ("kineograph", "demo", {"seed": 3}, str(tmp_path))
+    assert (first["project"], first["name"], first["config"], first["dir"]) == (
+        "kineograph",
+        "demo",
+        {"seed": 3},
+        str(tmp_path),
+    )
     steps = [told["tokenizer/step"] for told in fake.told if "tokenizer/train/loss" in told]
     assert steps == [1, 2, 3, 4, 5, 6]
-    assert [told["tokenizer/samples"] for told in fake.told if "tokenizer/samples" in told] == [("image", "a.png", "a 3")] * 2
+    assert [told["tokenizer/samples"] for told in fake.told if "tokenizer/samples" in told] == [
+        ("image", "a.png", "a 3")
+    ] * 2
     assert [told["tokenizer/clips"][0] for told in fake.told if "tokenizer/clips" in told] == ["video"] * 2
 
 

@@ -6,7 +6,7 @@ import hashlib
 from typing import ClassVar
 
 from kineograph.core.errors import InputError
-from kineograph.data.digit_captions import Facts, caption_of
+from kineograph.data.digit_captions import Facts
 from kineograph.evaluate.caption_accuracy import ATTRIBUTES, compare, facts_of
 from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Result, Subject
 from kineograph.evaluate.reader import WEIGHTS, Reader
@@ -28,14 +28,16 @@ class CaptionAccuracy:
         return cls(Reader.load(WEIGHTS, subject.device))
 
     def update(self, evidence: Evidence) -> list[str]:
-        assert evidence.captions is not None and evidence.generated is not None and evidence.real is not None
+        assert evidence.captions is not None
+        assert evidence.generated is not None
+        assert evidence.real is not None
         wanted = _wanted(evidence.captions)
         drawn = self.reader.read(evidence.generated)
         self.wanted += wanted
         self.drawn += drawn
         self.real += self.reader.read(evidence.real)
         right = compare(wanted, drawn).right
-        return ["✓" if ok else f"✗ reads: {caption_of(facts)}" for ok, facts in zip(right, drawn, strict=True)]
+        return ["✓" if ok else f"✗ {_told(facts)}" for ok, facts in zip(right, drawn, strict=True)]
 
     def compute(self) -> Result:
         found, ceiling = compare(self.wanted, self.drawn), compare(self.wanted, self.real)
@@ -50,6 +52,13 @@ def _wanted(captions: list[str]) -> list[Facts]:
         return [facts_of(caption) for caption in captions]
     except InputError as error:
         raise LeftOut(str(error)) from None
+
+
+def _told(facts: Facts) -> str:
+    """`red 3 left`, as short as it can be told."""
+    return ", ".join(
+        " ".join(str(part) for part in (f.colour, f.digit, f.direction or f.place) if part is not None) for f in facts
+    )
 
 
 def _digest() -> str:

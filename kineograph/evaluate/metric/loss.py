@@ -22,13 +22,18 @@ class HeldOutLoss:
     def update(self, evidence: Evidence) -> None:
         assert evidence.losses is not None
         for name, mean in evidence.losses.items():
-            if "/" in name:  # about the batch as such, such as the codes that it uses: its mean says little about the set
+            if (
+                "/" in name
+            ):  # about the batch as such, such as the codes that it uses: its mean says little about the set
                 continue
             self.sums[name] = self.sums.get(name, 0.0) + float(mean.sum)
             self.counts[name] = self.counts.get(name, 0.0) + float(mean.count)
 
     def compute(self) -> Result:
-        return Result({name: total / self.counts[name] if self.counts[name] else float("nan") for name, total in self.sums.items()})
+        names = sorted(self.sums, key=lambda name: name != "loss")  # the loss before its parts
+        return Result(
+            {name: self.sums[name] / self.counts[name] if self.counts[name] else float("nan") for name in names}
+        )
 
 
 METRIC = HeldOutLoss

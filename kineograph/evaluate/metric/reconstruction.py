@@ -25,7 +25,8 @@ class Reconstruction:
         return cls()
 
     def update(self, evidence: Evidence) -> None:
-        assert evidence.real is not None and evidence.reconstruction is not None
+        assert evidence.real is not None
+        assert evidence.reconstruction is not None
         error = reduce((evidence.real.float() - evidence.reconstruction.float()).square(), "b t c h w -> b t", "mean")
         psnr = -10 * torch.log10(error.clamp_min(SMALLEST))  # B T
         keep = evidence.frame_mask if evidence.frame_mask is not None else torch.ones_like(psnr, dtype=torch.bool)

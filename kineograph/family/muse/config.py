@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -30,6 +30,7 @@ class MuseSample(Config):
 
 
 class MuseConfig(StageConfig, TransformerConfig):
+    references: ClassVar[tuple[str, ...]] = ("codec", "low_res")
     codec: str
     """The stage (or runs/x/stage) whose tokens are modelled."""
     text: TextConfig = TextConfig()
@@ -67,6 +68,7 @@ class MuseConfig(StageConfig, TransformerConfig):
 
 
 class CriticConfig(StageConfig, TransformerConfig):
+    references: ClassVar[tuple[str, ...]] = ("generator",)
     generator: str
     """The trained Muse stage (or runs/x/stage) whose samples are judged. Its text encoder is read too."""
     positions: Literal["learned", "sincos"] = "learned"

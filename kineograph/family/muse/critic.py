@@ -1,8 +1,9 @@
-"""A token critic as a stage of its own: it learns which of a frozen generator's tokens are wrong, and steers what is drawn again."""
+"""A token critic as a stage: it learns which of a frozen generator's tokens are wrong, and steers what is drawn again."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from kineograph.family.muse.network import Condition, MuseNetwork
 from kineograph.family.muse.task import Critic, Muse, critic_loss
 
 
-class Judged(NamedTuple):
+@dataclass
+class Judged:
     """Sums over the places whose token was drawn by the generator."""
 
     loss: Tensor
@@ -27,7 +29,7 @@ class Judged(NamedTuple):
 
 class MuseCritic(Task):
     Config = CriticConfig
-    reads = frozenset({"pixels", "captions"})
+    reads = frozenset({"pixels"})  # captions where the generator reads them, and it has asked for them already
 
     def __init__(self, config: CriticConfig, context: BuildContext) -> None:
         super().__init__()
@@ -39,8 +41,7 @@ class MuseCritic(Task):
         self.reads = generator.reads  # type: ignore[misc]
         inner = generator.network
         text_width = inner.text.in_features if inner.text is not None else None
-        low_res = (inner.low_res.tokens.num_embeddings, tuple(len(table) for table in inner.low_res.positions.tables)) if inner.low_res else None
-        self.network = MuseNetwork(config, generator.vocabulary, generator.grid, text_width, low_res)  # type: ignore[arg-type]
+        self.network = MuseNetwork(config, generator.vocabulary, generator.grid, text_width, generator.low_res)
         self.score = nn.Linear(config.width, 1)
 
     @classmethod

@@ -70,7 +70,9 @@ class MuseNetwork(nn.Module):
         self.recall = nn.Linear(width, width, bias=False) if self_conditioning else None
         self.low_res = LowRes(low_res[0], low_res[1], grid, width) if low_res is not None else None
         init_weights(self, 1)
-        self.positions = LearnedPositions(grid, width) if config.positions == "learned" else SincosPositions(grid, width)
+        self.positions = (
+            LearnedPositions(grid, width) if config.positions == "learned" else SincosPositions(grid, width)
+        )
         rotary = Rotary(grid, width // config.heads) if config.rotary else None
         self.reads_context = text_width is not None or low_res is not None
         self.transformer = Transformer(config, cross=self.reads_context, rotary=rotary)
@@ -79,7 +81,8 @@ class MuseNetwork(nn.Module):
         """The sequence to attend to, B M D, its mask, B M, and what is added to the tokens, B N D."""
         parts, masks, added = [], [], None
         if self.text is not None:
-            assert condition.text is not None and condition.mask is not None
+            assert condition.text is not None
+            assert condition.mask is not None
             parts.append(self.text(condition.text.to(self.text.weight.dtype)))
             masks.append(condition.mask)
         if self.low_res is not None:

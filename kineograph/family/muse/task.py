@@ -40,6 +40,10 @@ class Muse(Task):
     Config = MuseConfig
     reads = frozenset({"pixels", "captions"})
 
+    @classmethod
+    def reads_for(cls, config: MuseConfig) -> frozenset[str]:
+        return cls.reads if config.text.kind in ("learned", "t5", "clip") else frozenset({"pixels"})
+
     def __init__(self, config: MuseConfig, context: BuildContext) -> None:
         super().__init__()
         shape = context.shape
@@ -51,13 +55,15 @@ class Muse(Task):
         self.grid = (height, width)
         self.vocabulary = self.mask_id = int(codec.vocabulary)
         self.stages["codec"] = codec
-        low_res = self._find_low_res(config, context) if config.low_res else None
+        self.low_res = self._find_low_res(config, context) if config.low_res else None
         text = build_text(config.text, context)
         self.text = cast(nn.Module, text)
         if text is None:
             self.reads = frozenset({"pixels"})  # type: ignore[misc]
         text_width = text.width if text is not None else None
-        self.network = MuseNetwork(config, self.vocabulary, self.grid, text_width, low_res, config.self_conditioning)
+        self.network = MuseNetwork(
+            config, self.vocabulary, self.grid, text_width, self.low_res, config.self_conditioning
+        )
         self.head = Head(config.width, self.vocabulary, config.label_smoothing)
         self.critic = nn.Linear(config.width, 1) if config.critic == "self" else None
 
@@ -79,7 +85,9 @@ class Muse(Task):
             self.stages["base"] = stage
             codec, size = stage.stages["codec"], (stage.shape.height, stage.shape.width)
             if config.low_res_size not in (None, size):
-                raise ConfigError(f"low_res_size={config.low_res_size} does not fit low_res={config.low_res}, which draws {size}: leave it out")
+                raise ConfigError(
+                    f"low_res_size={config.low_res_size} does not fit low_res={config.low_res}, which draws {size}: leave it out"
+                )
         else:
             codec = self._codec(config.low_res, stage, "low_res")
             size = config.low_res_size or (self.shape.height // 2, self.shape.width // 2)
@@ -97,7 +105,9 @@ class Muse(Task):
             with torch.no_grad():
                 tokens = cast(Any, self.stages["codec"]).encode(batch.video, batch.frame_mask)
         if tuple(tokens.shape[1:]) != (1, *self.grid):
-            raise InputError(f"tokens of shape {tuple(tokens.shape[1:])} do not fit muse's grid {(1, *self.grid)}: were they cached at another data.size?")
+            raise InputError(
+                f"tokens of shape {tuple(tokens.shape[1:])} do not fit muse's grid {(1, *self.grid)}: were they cached at another data.size?"
+            )
         return rearrange(tokens, "b 1 h w -> b (h w)")
 
     def read_text(self, captions: list[str] | None, batch: Batch | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -108,7 +118,9 @@ class Muse(Task):
         if batch is not None and batch.text_embeds is not None and not text.trained:
             embeddings, mask = batch.text_embeds, batch.text_mask
             if embeddings.shape[2] != text.width:
-                raise InputError(f"text embeddings have {embeddings.shape[2]} channels and text.width={text.width}: make them alike")
+                raise InputError(
+                    f"text embeddings have {embeddings.shape[2]} channels and text.width={text.width}: make them alike"
+                )
             if mask is None:
                 mask = (embeddings != 0).any(dim=-1)
             return text.drop(embeddings, mask, torch.zeros_like(mask[:, 0]))
@@ -134,7 +146,9 @@ class Muse(Task):
         if "low_res_tokens" in batch.extra:
             return batch.extra["low_res_tokens"].flatten(1)
         if batch.pixels is None:
-            raise InputError("super-resolution reads pixels to make them smaller: cache low_res_tokens beside the tokens, or train from pixels")
+            raise InputError(
+                "super-resolution reads pixels to make them smaller: cache low_res_tokens beside the tokens, or train from pixels"
+            )
         return self.shrink(batch.video)
 
     @torch.no_grad()
@@ -172,10 +186,17 @@ class Muse(Task):
         return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
 
     @torch.no_grad()
-    def redraw(self, rows: Tensor, masked: Masked, tokens: Tensor, noise: Noise, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def redraw(
+        self, rows: Tensor, masked: Masked, tokens: Tensor, noise: Noise, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """Tokens with the model's own draws at the scored places, B N, and which of the R draws are wrong."""
         uniforms = noise.uniform("redraw", tokens.shape[1]).flatten().index_select(0, masked.rows)
-        drawn = torch.cat([draw_tokens(self.head.logits(rows[part]), uniforms[part], temperature)[0] for part in self.head.chunks(len(rows))])
+        drawn = torch.cat(
+            [
+                draw_tokens(self.head.logits(rows[part]), uniforms[part], temperature)[0]
+                for part in self.head.chunks(len(rows))
+            ]
+        )
         targets = tokens.flatten().index_select(0, masked.rows)
         drawn = torch.where(masked.weights > 0, drawn, targets)
         return tokens.flatten().scatter(0, masked.rows, drawn).view_as(tokens), drawn != targets
@@ -211,7 +232,9 @@ class Muse(Task):
         shape, rows, device = self.shape, len(prompts), prompts.noise.device
         asked = (prompts.frames or 1, prompts.height or shape.height, prompts.width or shape.width)
         if asked != (1, shape.height, shape.width):
-            raise InputError(f"frames × height × width = {asked} cannot be drawn: this muse was trained for {(1, shape.height, shape.width)}")
+            raise InputError(
+                f"frames × height × width = {asked} cannot be drawn: this muse was trained for {(1, shape.height, shape.width)}"
+            )
         low_res = self.prompted_low_res(prompts)
         null = Condition(*self.no_text(rows, device), low_res)
         given = prompts.batch is not None and prompts.batch.text_embeds is not None and prompts.captions is None
@@ -235,11 +258,15 @@ class Muse(Task):
             inner = Prompts(prompts.noise, prompts.captions, prompts.negative, batch=prompts.batch)
             return base.draw(inner, base.config.sample).flatten(1)
         if prompts.batch is None:
-            raise InputError("this super-resolution stage has a codec as low_res and nothing to enlarge: give a picture with --prime")
+            raise InputError(
+                "this super-resolution stage has a codec as low_res and nothing to enlarge: give a picture with --prime"
+            )
         return self.read_low_res(prompts.batch)
 
     @torch.no_grad()
-    def draw(self, prompts: Prompts, options: MuseSample, make_critic: Callable[[Condition], Critic] | None = None) -> Tensor:
+    def draw(
+        self, prompts: Prompts, options: MuseSample, make_critic: Callable[[Condition], Critic] | None = None
+    ) -> Tensor:
         """Tokens for prompts, B 1 h w."""
         wanted, other = self.prompted(prompts)
         rows, length = len(prompts), self.grid[0] * self.grid[1]
@@ -248,7 +275,9 @@ class Muse(Task):
         memory = self.network.memory(both)
         previous: list[Tensor | None] = [None]
         if self.config.self_conditioning:
-            previous[0] = torch.zeros(rows * (2 if guide else 1), length, self.config.width, device=prompts.noise.device)
+            previous[0] = torch.zeros(
+                rows * (2 if guide else 1), length, self.config.width, device=prompts.noise.device
+            )
 
         def hidden(tokens: Tensor, step: int) -> Tensor:
             found = self.network(tokens, both.text, both.mask, both.low_res, previous[0], memory)
@@ -257,7 +286,11 @@ class Muse(Task):
             return found
 
         # the head is linear: guiding hidden states is guiding logits, at half the price
-        step_hidden = guided(hidden, lambda step: scale_at(options.guidance, step, options.steps, options.guidance_schedule)) if guide else hidden
+        step_hidden = (
+            guided(hidden, lambda step: scale_at(options.guidance, step, options.steps, options.guidance_schedule))
+            if guide
+            else hidden
+        )
 
         def denoise(tokens: Tensor, places: Tensor, step: int) -> Tensor:
             found = step_hidden(tokens, step)  # B N D
@@ -290,6 +323,17 @@ class Muse(Task):
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
         return cast(Any, self.stages["codec"]).decode(tokens)
+
+    @torch.no_grad()
+    def precompute(self, batch: Batch) -> dict[str, Tensor]:
+        """Tokens, and the text where its encoder is frozen. A super-resolution stage reads pixels to make them smaller."""
+        if "low_res" in self.stages:
+            return {}
+        made = {"tokens": self.tokens(batch).view(len(batch), 1, *self.grid)}
+        text = cast(Text, self.text) if self.text is not None else None
+        if text is not None and not text.trained and batch.captions is not None:
+            made["text_embeds"], made["text_mask"] = text.encode(batch.captions)
+        return made
 
     # how the outside treats it -------------------------------------------------------------------------------------
 

@@ -15,7 +15,16 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Task, freeze
 from kineograph.family.muse import Muse, MuseConfig
 
-CAPTIONS = ["a red one", "a blue one", "two green", "three", "a cat at the top", "a cat below", "nothing at all here", "seven, left"]
+CAPTIONS = [
+    "a red one",
+    "a blue one",
+    "two green",
+    "three",
+    "a cat at the top",
+    "a cat below",
+    "nothing at all here",
+    "seven, left",
+]
 
 
 class PatchCodec(Task):
@@ -35,7 +44,9 @@ class PatchCodec(Task):
 
     def decode(self, tokens: Tensor) -> Tensor:
         assert int(tokens.max()) < self.vocabulary, "the mask id was left in"
-        return repeat(tokens / (self.vocabulary - 1), "b t h w -> b t 3 (h p) (w q)", p=self.patch, q=self.patch).clamp(0, 1)
+        return repeat(tokens / (self.vocabulary - 1), "b t h w -> b t 3 (h p) (w q)", p=self.patch, q=self.patch).clamp(
+            0, 1
+        )
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         return frames, height // self.patch, width // self.patch
@@ -52,7 +63,13 @@ def make(codec: PatchCodec) -> Callable[..., Muse]:
 
     def make(stages: dict | None = None, frames: int = 1, size: int = 16, assets: dict | None = None, **keys) -> Muse:
         torch.manual_seed(0)
-        keys = {"width": 32, "depth": 2, "heads": 2, "text": {"width": 32, "heads": 2, "depth": 1, "length": 16}, **keys}
+        keys = {
+            "width": 32,
+            "depth": 2,
+            "heads": 2,
+            "text": {"width": 32, "heads": 2, "depth": 1, "length": 16},
+            **keys,
+        }
         found = {"tokenizer": codec, **(stages or {})}
         context = BuildContext(
             shape=Shape(frames, size, size, 3, 8.0),
@@ -68,7 +85,9 @@ def make(codec: PatchCodec) -> Callable[..., Muse]:
 
 def pictures(rows: int, size: int = 16, seed: int = 0, patch: int = 4) -> Tensor:
     """B T C H W uint8, one brightness a patch."""
-    levels = torch.randint(0, 16, (rows, size // patch, size // patch), generator=torch.Generator().manual_seed(seed)) * 17
+    levels = (
+        torch.randint(0, 16, (rows, size // patch, size // patch), generator=torch.Generator().manual_seed(seed)) * 17
+    )
     return repeat(levels, "b h w -> b 1 3 (h p) (w q)", p=patch, q=patch).to(torch.uint8)
 
 
@@ -101,6 +120,6 @@ def train(task: Task, batch: Batch, steps: int, lr: float = 3e-3) -> list[float]
         total.backward()
         torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
         optimizer.step()
-        losses.append(float(total))
+        losses.append(float(total.detach()))
     task.eval()
     return losses

@@ -1,0 +1,131 @@
+"""`kineo compare`: runs side by side, from what their folders tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kineograph.core.errors import InputError
+from kineograph.core.run_folder import write_json
+from kineograph.evaluate.console import open_console
+from kineograph.evaluate.facts import Fact, RunFacts, gather
+
+RATES = ("caption accuracy", "  digit right", "  colour right", "  direction right", "  place right", "codebook use")
+_COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")
+
+
+@dataclass
+class Comparison:
+    runs: list[RunFacts]
+    split: str
+
+    @property
+    def names(self) -> list[str]:
+        """Folder names, or whole paths where two are alike."""
+        short = [run.path.name for run in self.runs]
+        return short if len(set(short)) == len(short) else [str(run.path) for run in self.runs]
+
+    def rows(self) -> dict[str, list[Fact]]:
+        """Row → one cell a run. A row that no run has a value or a command for is left out."""
+        table = {title: [run.facts[title] for run in self.runs] for title in self.runs[0].facts}
+        return {
+            title: cells
+            for title, cells in table.items()
+            if any(cell.value is not None or cell.command for cell in cells)
+        }
+
+    def missing(self) -> list[str]:
+        """Commands that would fill empty cells, each with what it fills."""
+        found: dict[str, list[str]] = {}
+        for title, cells in self.rows().items():
+            for cell in cells:
+                if cell.value is None and cell.command:
+                    found.setdefault(cell.command, []).append(title.strip())
+        return [f"{command}   fills {', '.join(dict.fromkeys(titles))}" for command, titles in found.items()]
+
+    def table(self) -> Any:
+        """A rich table: a column a run."""
+        from rich.table import Table
+
+        table = Table("", *self.names, title=f"{len(self.runs)} runs, {self.split}", title_justify="left")
+        for title, cells in self.rows().items():
+            table.add_row(title, *(cell.text for cell in cells))
+        return table
+
+    def show(self) -> None:
+        console = open_console()
+        console.print(self.table())
+        missing = self.missing()
+        if missing:
+            console.print("– is not known yet:", markup=False)
+            for line in missing:
+                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def json(self) -> dict[str, Any]:
+        rows = self.rows()
+        return {
+            "split": self.split,
+            "runs": {
+                str(run.path): {title.strip(): cells[index].value for title, cells in rows.items()}
+                for index, run in enumerate(self.runs)
+            },
+            "missing": self.missing(),
+        }
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """comparison.json, and comparison.png where there is something to draw."""
+        folder = Path(folder)
+        write_json(folder / "comparison.json", self.json())
+        written = [folder / "comparison.json"]
+        if self.plot(folder / "comparison.png"):
+            written.append(folder / "comparison.png")
+        return written
+
+    def plot(self, path: Path) -> bool:
+        """Rates as bars, training losses over time as curves. → whether there was anything to draw."""
+        rows = self.rows()
+        rates = [title for title in RATES if title in rows and any(cell.value is not None for cell in rows[title])]
+        curves = [(name, run.losses) for name, run in zip(self.names, self.runs, strict=True) if run.losses]
+        if not rates and not curves:
+            return False
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        figure = Figure(figsize=(6 * (bool(rates) + bool(curves)), 4.2), layout="constrained")
+        axes = list(figure.subplots(1, bool(rates) + bool(curves), squeeze=False)[0])
+        if rates:
+            self._bars(axes.pop(0), rates, rows)
+        if curves:
+            for name, points in curves:
+                axes[0].plot(*zip(*points, strict=True), color=self._colour(name), linewidth=1.2)
+            axes[0].set(xlabel="minutes of training", ylabel="training loss", title="Loss of the judged stage")
+        figure.legend(
+            handles=[Patch(color=self._colour(name), label=name) for name in self.names],
+            loc="outside lower center",
+            ncols=min(4, len(self.runs)),
+            frameon=False,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+        return True
+
+    def _bars(self, axis: Any, rates: list[str], rows: dict[str, list[Fact]]) -> None:
+        width = 0.8 / len(self.runs)
+        for index, name in enumerate(self.names):
+            places = [place + width * (index - (len(self.runs) - 1) / 2) for place in range(len(rates))]
+            heights = [float(rows[title][index].value or 0) for title in rates]
+            axis.bar(places, heights, width * 0.92, color=self._colour(name))
+        axis.set_xticks(range(len(rates)), [title.strip() for title in rates], rotation=20, ha="right")
+        axis.set(ylim=(0, 1), title=f"Shares, {self.split}")
+
+    def _colour(self, name: str) -> str:
+        return _COLOURS[self.names.index(name) % len(_COLOURS)]
+
+
+def compare(runs: Sequence[str | Path], split: str = "validation") -> Comparison:
+    """Gather what is known about each run."""
+    if not runs:
+        raise InputError("there is nothing to compare: name run folders (kineo runs lists them)")
+    return Comparison([gather(run, split) for run in runs], split)

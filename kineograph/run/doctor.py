@@ -1,0 +1,202 @@
+"""`kineo doctor` and `kineo train --dry-run`: the machine, and what a run will need of it, before anything is spent."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from kineograph.core import ranks
+from kineograph.run import layers, machine
+from kineograph.run.estimate import ROOM, Builder, Estimate, estimate
+from kineograph.run.plan import Plan, make_plan
+from kineograph.run.stage_data import StageData, open_data, workers_for
+from kineograph.train.stepper import precision_for
+
+_LABEL = 14  # characters
+
+
+def examine(arguments: Sequence[str], out: Callable[[str], None] = print) -> None:
+    """Without arguments the environment; with a preset, files or overrides also what each stage needs."""
+    environment(out)
+    if arguments:
+        plan = make_plan(layers.read(arguments))
+        out("")
+        _report(plan, _open(plan, out), out)
+
+
+def dry_run(arguments: Sequence[str], run: str | Path | None = None, resume: str = "auto", out: Callable[[str], None] = print) -> None:
+    """Everything that comes before training, and nothing that writes: resolve, check the data, build, estimate."""
+    from kineograph.run.train import resolve
+    from kineograph.train.trackers import check_trackers
+
+    plan, folder = resolve(arguments, run, resume)  # type: ignore[arg-type]
+    check_trackers(plan.stages[0].train.trackers)
+    there = "exists, so training would go on there" if folder.exists() else "is new"
+    out(f"run folder {folder.path} {there}; {size(machine.disk_free(folder.path))} of disk are free")
+    _report(plan, _open(plan, out), out)
+    out("dry run: nothing was trained and nothing was written")
+
+
+# The machine -----------------------------------------------------------------------------------------------------
+
+
+def environment(out: Callable[[str], None]) -> None:
+    from kineograph import __version__
+
+    total, available = machine.memory()
+    line = _line(out)
+    line("kineograph", f"{__version__}, Python {platform.python_version()}, {machine.system()}")
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    line("torch", f"{torch.__version__}, {cuda}" + (f", driver {machine.driver()}" if machine.driver() else ""))
+    line("cpu", f"{machine.cores()} cores, {size(available)} of {size(total)} memory free, {machine.matmul_rate() / 1e9:.0f} GFLOP/s in float32")
+    for index, gpu in enumerate(machine.gpus()):
+        line(f"cuda:{index}", f"{gpu.name}, {size(gpu.free)} of {size(gpu.memory)} free")
+    line("disk", f"{size(machine.disk_free(Path('runs')))} free where runs are written")
+    device = ranks.device_of()
+    compiles = "on" if device.type == "cuda" else "off"
+    line("auto picks", f"device {device}, precision {precision_for('auto', device)}, compile {compiles}, {_workers()} data workers")
+    missing = [name for name in machine.NEEDED if machine.version_of(name) is None]
+    line("packages", ", ".join(f"{name} {found}" for name in machine.NEEDED if (found := machine.version_of(name))))
+    for name in missing:
+        line("missing", f"{name}: pip install -e . installs everything that is needed")
+    for name, purpose, remedy in machine.OPTIONAL:
+        found = machine.version_of(name)
+        line("optional", f"{name} {found}, for {purpose}" if found else f"{name} is not installed, for {purpose}: {remedy}")
+
+
+def _workers() -> int:
+    from kineograph.train.config import TrainConfig
+
+    return workers_for(TrainConfig())
+
+
+# A plan ----------------------------------------------------------------------------------------------------------
+
+
+def _open(plan: Plan, out: Callable[[str], None]) -> dict[str, StageData]:
+    """Open and scan the data of every stage that trains."""
+    data: dict[str, StageData] = {}
+    for stage in plan.stages:
+        if not stage.spec.config.skip:
+            data[stage.name] = open_data(stage, plan.seed, note=out, opened=data)
+    return data
+
+
+def _report(plan: Plan, data: dict[str, StageData], out: Callable[[str], None]) -> None:
+    builder = Builder(plan, data, out)
+    seconds: list[float | None] = []
+    for stage in plan.stages:
+        if stage.name not in data:
+            out(f"{stage.name}: skipped, as stages.{stage.name}.skip says\n")
+            continue
+        found = estimate(builder, stage, data[stage.name])
+        for text in describe(found, data[stage.name]):
+            out(text)
+        out("")
+        seconds.append(found.seconds)
+    known = [value for value in seconds if value is not None]
+    if known and len(known) == len(seconds):
+        out(f"{plan.name}: about {clock(sum(known))} for all stages on this machine, without validation and pictures")
+
+
+def describe(found: Estimate, data: StageData) -> list[str]:
+    """One stage, in lines."""
+    lines: list[str] = []
+    line = _line(lines.append)
+    train, memory = found.stage.train, found.memory
+    players = f" ({', '.join(f'{name} {count(n)}' for name, n in found.trained.items())})" if len(found.trained) > 1 else ""
+    frozen = f", {count(found.frozen)} frozen" if found.frozen else ""
+    lines.append(f"{found.stage.name}: {found.task}, {count(sum(found.trained.values()))} parameters to train{players}{frozen}")
+    shape = found.stage.spec.data.shape
+    items = len(data.source)
+    line("data", f"{found.stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
+    clip = f"{shape.frames} frame{'s' * (shape.frames > 1)} of {shape.height} × {shape.width}, {shape.channels} channel{'s' * (shape.channels > 1)}"
+    line("clip", clip + (f" → {found.code}" if found.code else "") + (f"; {found.tokens:,} in a sequence" if found.tokens else ""))
+    parts = f"weights {size(memory.weights)} · gradients {size(memory.gradients)} · optimizer {size(memory.optimizer)} · EMA {size(memory.ema)}"
+    kind = "measured" if found.measured else "estimated"
+    line("memory", f"{parts} · activations {size(memory.activations)} (micro-batch {found.micro}, {found.precision}) = {size(memory.total)}, {kind}")
+    if found.traced:
+        line("", f"activations are scaled up from a few samples: {found.traced}")
+    line("fits" if found.fits else "DOES NOT FIT", _fitting(found))
+    if found.savings:
+        line("less memory", " · ".join(f"{switch}: {size(saved.total)}" for switch, saved in found.savings.items()))
+    line("arithmetic", f"{operations(found.flops)} a step of {train.batch_size} sample{'s' * (train.batch_size > 1)}")
+    lines += _pace(found)
+    return lines
+
+
+def _fitting(found: Estimate) -> str:
+    room = f"{size(found.memory.total)} of {size(found.free)} free on {found.device}"
+    largest = found.largest_batch()
+    if found.fits:
+        return f"{room}; micro-batches up to about {largest:,} would"
+    if largest == 0:
+        state = found.memory.total - found.memory.activations
+        return f"{room}; weights, gradients, optimizer and EMA alone take {size(state)}: make the model smaller or use a larger device"
+    remedies = [f"train.accumulate={_enough(found, largest)} (micro-batches of at most {largest})"]
+    remedies += [switch for switch, saved in found.savings.items() if not switch.startswith("train.accumulate") and saved.total <= ROOM * found.free]
+    return f"{room}; what helps: {', or '.join(remedies)}, or train.batch_size={min(largest, found.stage.train.batch_size)}"
+
+
+def _enough(found: Estimate, largest: int) -> int:
+    """The fewest micro-batches a step, each small enough."""
+    train = found.stage.train
+    share = train.batch_size // ranks.world()
+    return next(k for k in range(1, share + 1) if share % k == 0 and share // k <= largest)
+
+
+def _pace(found: Estimate) -> list[str]:
+    lines: list[str] = []
+    line = _line(lines.append)
+    train, speed = found.stage.train, found.speed
+    if speed is None or found.step_seconds is None or found.seconds is None:
+        line("speed", f"not probed: {found.unprobed}")
+        return lines
+    how = f"{speed.steps} steps of {speed.samples} sample{'s' * (speed.samples > 1)} on {found.device}"
+    eager = ", without torch.compile, which makes training faster" if found.device.type == "cuda" and not speed.compiled and train.compile else ""
+    line("speed", f"{3600 / found.step_seconds:,.0f} steps an hour, {train.batch_size / found.step_seconds:,.0f} samples/s (probed: {how}{eager})")
+    if found.step_seconds > 1.2 * speed.step_seconds:
+        workers = workers_for(train)
+        why = "readers do not keep up" if workers else "reading waits for computing"
+        line("", f"{why} ({1000 * speed.read_seconds:.1f} ms a sample): raise train.workers, now {workers}, to {min(machine.cores(), 2 * workers + 1)}")
+    line("time", f"{clock(found.seconds)} for {train.steps:,} steps, without validation and pictures")
+    return lines
+
+
+# Numbers for people ----------------------------------------------------------------------------------------------
+
+
+def _line(out: Callable[[str], None]) -> Callable[[str, str], None]:
+    return lambda label, text: out(f"  {label:<{_LABEL}}{text}")
+
+
+def size(number: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"
+
+
+def operations(number: float) -> str:
+    return f"{number / 1e12:,.3g} TFLOP" if number >= 1e12 else f"{number / 1e9:.3g} GFLOP"
+
+
+def count(number: int) -> str:
+    for limit, unit in ((1e9, "billion"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g} {unit}"
+    return str(number)
+
+
+def clock(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"

@@ -1,0 +1,227 @@
+"""The harness on shrunk cases: what it times, what it writes, what it says."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import date
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import case as cases
+from benchmarks.case import Case, Peer, Work, all_cases
+from benchmarks.cases import muse, vqgan
+from benchmarks.machine import Machine
+from benchmarks.measure import Timing, count_flops, time_calls
+from benchmarks.report import Row, as_json, compare, write
+
+CPU = torch.device("cpu")
+MACHINE = Machine("a machine", 2, "3.12", "2.11", None, "abc", 0.1)
+
+# The peers' trainable parameters at the full sizes, counted on muse-maskgit-pytorch 0.3.5
+PEER_VQGAN = 93_681_556
+PEER_MUSE = 103_325_181
+
+
+def toy(name: str = "toy", call=lambda: None, peer: Peer | None = None, parameters: int = 100) -> Case:
+    return Case(name, "a toy", {"batch": 4}, {}, lambda sizes, device: Work(call, sizes["batch"], parameters), peer)
+
+
+def toy_peer(module: str = "torch", seconds: dict[str, float] | None = None, parameters: int = 100) -> Peer:
+    def build(sizes, device):
+        return Work(lambda: time.sleep((seconds or {}).get(sizes["precision"], 0.0)), sizes["batch"], parameters)
+
+    return Peer("torch", "1.0", module, build, needs=())
+
+
+@pytest.fixture
+def only(monkeypatch):
+    def use(*given: Case) -> None:
+        monkeypatch.setattr(cases, "all_cases", lambda: {case.name: case for case in given})
+
+    return use
+
+
+def run(tmp_path, *arguments: str) -> tuple[int, dict | None]:
+    code = command.main([*arguments, "--device", "cpu", "--small", "--repeat", "1", "--out", str(tmp_path)])
+    found = list(tmp_path.glob("*.json"))
+    return code, json.loads(found[0].read_text())["runs"][-1] if found else None
+
+
+# Cases -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(all_cases()))
+def test_every_case_runs_shrunk_and_is_written(name, tmp_path):
+    code, written = run(tmp_path, name)
+    assert code == 0
+    (row,) = written["rows"]
+    assert row["case"] == name
+    assert row["side"] == "ours"
+    assert row["error"] is None
+    assert row["timing"]["ms"] > 0
+    assert row["samples_per_s"] == pytest.approx(row["samples"] / row["timing"]["ms"] * 1000)
+    if not name.startswith("data"):
+        assert row["parameters"] > 1000
+        assert row["tflops"] > 0
+        assert row["mfu"] == pytest.approx(row["tflops"] / written["machine"]["matmul_tflops"])
+
+
+def test_full_sizes_match_the_peers():
+    from kineograph.codec.vqgan import VQGAN, VQGANConfig
+    from kineograph.core.batch import Shape
+    from kineograph.core.config import parse
+
+    with torch.device("meta"):
+        tree = vqgan.layout(128, 65536) | {"adversarial": {"width": 128, "levels": 4}}
+        codec = VQGAN(parse(VQGANConfig, tree), Shape(1, 256, 256, 3, 8.0))
+        generator = muse._our_model(muse.TRAIN)
+    assert sum(p.numel() for p in codec.parameters()) == pytest.approx(PEER_VQGAN, rel=0.05)
+    assert sum(p.numel() for p in generator.parameters()) == pytest.approx(PEER_MUSE, rel=0.05)
+    assert generator.grid == (16, 16)
+
+
+def test_vqgan_pays_the_penalty_at_every_step(monkeypatch):
+    """The peer does; a lazy penalty would make the ratio a lie."""
+    from kineograph.codec import vqgan as codec
+
+    paid = []
+    slope = codec.slope
+    monkeypatch.setattr(codec, "slope", lambda *given: paid.append(1) or slope(*given))
+    work = vqgan.ours(all_cases()["vqgan-train"].sized(small=True), CPU)
+    paid.clear()
+    for _ in range(2):
+        work.call()
+    assert len(paid) == 2
+
+
+# Measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_timing_is_the_median_of_the_repeats_without_the_warm_up(monkeypatch):
+    clock = [0.0]
+    durations = iter([100.0, 100.0, 1.0, 5.0, 2.0, 3.0, 4.0, *[7.0] * 5])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def call() -> None:
+        clock[0] += next(durations)
+
+    timing = time_calls(call, CPU, warmup=2, repeat=5)
+    assert timing.ms == pytest.approx(3000)
+    assert (timing.low, timing.high) == (pytest.approx(2000), pytest.approx(4000))
+    assert timing.pipelined_ms == pytest.approx(7000)
+
+
+def test_operations_are_those_of_forward_and_backward():
+    rows, inner, out = 3, 5, 7
+    x, w = torch.randn(rows, inner, requires_grad=True), torch.randn(inner, out, requires_grad=True)
+    assert count_flops(lambda: x @ w) == 2 * rows * inner * out
+    assert count_flops(lambda: (x @ w).sum().backward()) == 3 * 2 * rows * inner * out
+
+
+def test_operations_are_counted_through_inner_gradients_and_in_inference_mode():
+    layer = torch.nn.Linear(5, 7)
+    x = torch.randn(3, 5, requires_grad=True)
+
+    def penalised() -> None:
+        (slope,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    assert count_flops(penalised) >= 2 * 2 * 3 * 5 * 7
+    with torch.inference_mode():
+        assert count_flops(lambda: layer(torch.randn(3, 5))) == 2 * 3 * 5 * 7
+
+
+# Comparing -------------------------------------------------------------------------------------------------------
+
+
+def row(side: str, ms: float | None, precision: str = "fp32", parameters: int = 100) -> Row:
+    timing = Timing(ms, ms, ms, ms, 1, None) if ms is not None else None
+    return Row("case", side, precision, 4, parameters, None, timing, error=None if timing else "crashed")
+
+
+def test_the_peers_fastest_precision_counts_and_a_crashed_one_does_not():
+    (pair,) = compare([row("ours", 10.0), row("peer 1", 40.0), row("peer 1", 30.0, "bf16")])
+    assert pair.ratio == pytest.approx(3.0)
+    (pair,) = compare([row("ours", 10.0), row("peer 1", 40.0), row("peer 1", None, "bf16")])
+    assert pair.ratio == pytest.approx(4.0)
+    assert compare([row("ours", 10.0), row("peer 1", None)]) == []
+
+
+@pytest.mark.parametrize(("parameters", "matched"), [(104, True), (96, True), (106, False), (94, False)])
+def test_sizes_more_than_five_percent_apart_are_flagged(parameters, matched):
+    (pair,) = compare([row("ours", 1.0, parameters=parameters), row("peer 1", 1.0)])
+    assert pair.matched is matched
+
+
+def test_the_peer_runs_in_the_same_call(tmp_path, only, capsys):
+    only(toy(peer=toy_peer(seconds={"fp32": 0.05}, parameters=200)))
+    code, written = run(tmp_path, "--peer")
+    assert code == 0
+    assert [row["side"] for row in written["rows"]] == ["ours", f"torch {torch.__version__}"]
+    assert written["comparisons"][0]["ratio"] > 1
+    assert written["comparisons"][0]["parameters_apart"] == pytest.approx(-0.5)
+    assert "MORE THAN 5% APART" in capsys.readouterr().out
+
+
+# Saying what is wrong --------------------------------------------------------------------------------------------
+
+
+def test_a_missing_peer_is_named_before_anything_is_timed(tmp_path, only, capsys):
+    timed = []
+    only(toy(call=lambda: timed.append(1), peer=toy_peer(module="a_peer_that_is_not_here")))
+    code, written = run(tmp_path, "--peer")
+    assert (code, written, timed) == (2, None, [])
+    message = capsys.readouterr().err
+    assert "a_peer_that_is_not_here" in message
+    assert "pip install torch==1.0" in message
+
+
+def test_a_missing_peer_does_not_matter_without_the_flag(tmp_path, only):
+    only(toy(peer=toy_peer(module="a_peer_that_is_not_here")))
+    assert run(tmp_path)[0] == 0
+
+
+def test_an_unknown_case_names_the_closest(tmp_path, capsys):
+    assert run(tmp_path, "muse-trian") == (2, None)
+    assert "did you mean muse-train?" in capsys.readouterr().err
+
+
+def test_a_case_that_fails_leaves_the_others_running(tmp_path, only):
+    def broken() -> None:
+        raise RuntimeError("no kernel for this")
+
+    only(toy("broken", broken), toy("fine"))
+    code, written = run(tmp_path)
+    assert code == 1
+    first, second = written["rows"]
+    assert first["error"] == "RuntimeError: no kernel for this"
+    assert first["timing"] is None
+    assert second["timing"]["ms"] >= 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there(tmp_path, capsys):
+    assert command.main(["data-digits", "--device", "cuda", "--out", str(tmp_path)]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+
+
+# Writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_tells_what_was_measured_on_what(tmp_path, only):
+    only(toy())
+    _, written = run(tmp_path, "toy")
+    assert written["command"] == f"python -m benchmarks toy --device cpu --small --repeat 1 --out {tmp_path}"
+    assert written["machine"]["torch"] == torch.__version__
+    assert {"device", "cores", "python", "cuda", "commit", "matmul_tflops"} <= written["machine"].keys()
+    assert (tmp_path / f"{date.today().isoformat()}-cpu-small.json").exists()
+
+
+def test_runs_of_one_day_share_a_file(tmp_path):
+    run_ = as_json([row("ours", 1.0)], MACHINE, "python -m benchmarks case")
+    path = write(run_, tmp_path, "cpu")
+    assert write(run_, tmp_path, "cpu") == path
+    assert len(json.loads(path.read_text())["runs"]) == 2

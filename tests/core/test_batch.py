@@ -1,0 +1,66 @@
+"""Samples side by side: padding, masks, and tensors that move together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kineograph.core.batch import Batch, Prompts, Sample
+from kineograph.core.noise import Noise
+
+
+def clip(frames: int, value: int = 0) -> torch.Tensor:
+    return torch.full((frames, 3, 4, 4), value, dtype=torch.uint8) + torch.arange(frames, dtype=torch.uint8)[:, None, None, None]
+
+
+def test_shorter_clips_are_padded_and_masked() -> None:
+    batch = Batch.collate([Sample(pixels=clip(1, 50), fps=8, caption="a"), Sample(pixels=clip(3), fps=12, caption="b")], [4, 9])
+    assert batch.pixels.shape == (2, 3, 3, 4, 4)
+    assert batch.frame_mask.tolist() == [[True, False, False], [True, True, True]]
+    assert batch.pixels[0, :, 0, 0, 0].tolist() == [50, 50, 50]  # the last frame repeated
+    assert batch.slots.tolist() == [4, 9]
+    assert batch.fps.tolist() == [8, 12]
+    assert batch.captions == ["a", "b"]
+    assert len(batch) == 2
+
+
+def test_a_given_mask_is_kept_and_padded_with_false() -> None:
+    given = Sample(pixels=clip(2), frame_mask=torch.tensor([True, False]))
+    batch = Batch.collate([given, Sample(pixels=clip(3))], [0, 1])
+    assert batch.frame_mask.tolist() == [[True, False, False], [True, True, True]]
+
+
+def test_what_not_every_sample_has_is_left_out() -> None:
+    batch = Batch.collate([Sample(pixels=clip(1), caption="a"), Sample(pixels=clip(1), fps=8)], [0, 1])
+    assert batch.captions is None
+    assert batch.fps is None
+
+
+def test_tokens_and_extras_are_stacked() -> None:
+    samples = [Sample(tokens=torch.full((1, 2, 2), i), text_embeds=torch.ones(3, 5), text_mask=torch.ones(3).bool(), extra={"z": torch.ones(2)}) for i in range(3)]
+    batch = Batch.collate(samples, [0, 1, 2])
+    assert batch.pixels is None
+    assert batch.tokens[:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert batch.text_embeds.shape == (3, 3, 5)
+    assert batch.extra["z"].shape == (3, 2)
+    with pytest.raises(ValueError, match="cache"):
+        _ = batch.video
+
+
+def test_video_is_float_in_unit_range_and_the_bytes_stay() -> None:
+    batch = Batch.collate([Sample(pixels=torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 3, 1, 1))], [0])
+    assert torch.allclose(batch.video.flatten(), torch.tensor([0.0, 0.2, 1.0]))
+    assert batch.pixels.flatten().tolist() == [0, 51, 255]
+    assert batch.pixels.dtype == torch.uint8
+
+
+def test_map_reaches_every_tensor_and_nothing_else() -> None:
+    batch = Batch.collate([Sample(pixels=clip(1), fps=8, caption="a", extra={"z": torch.ones(2)})], [0])
+    moved = batch.to(torch.device("meta"))
+    assert {moved.slots.device.type, moved.pixels.device.type, moved.frame_mask.device.type, moved.fps.device.type, moved.extra["z"].device.type} == {"meta"}
+    assert moved.captions == ["a"]
+    assert batch.pixels.device.type == "cpu"
+
+
+def test_prompts_are_as_many_as_their_noise() -> None:
+    assert len(Prompts(noise=Noise.for_rows(0, 0, 5))) == 5

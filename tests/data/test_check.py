@@ -1,0 +1,124 @@
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kineograph.core.errors import InputError
+from kineograph.data.check import check_folder
+
+
+def problems(report):
+    return dict(report.problems)
+
+
+def test_sound_folder(pictures, make_video, counting):
+    make_video(pictures / "clip.mp4", counting(15), fps=30)
+    (pictures / "clip.txt").write_text("gray 3")
+    (pictures / "README.txt").write_text("about this folder")
+    report = check_folder(pictures)
+    assert report.problems == []
+    assert report.kinds == {"images (png)": 12, "clips (mp4)": 1}
+    text = "\n".join(report.lines())
+    for line in (
+        "12 images (png), 1 clips (mp4)",
+        "width: 8 to 48, median 8",
+        "aspect: 1.00 to 1.50",
+        "clip frames: 15",
+        "clip seconds: 0.50",
+        "clip fps: 30.00",
+    ):
+        assert line in text
+    assert "captions: 13 of 13 (0 missing), 1 repeated, words 2 to 2 (median 2)" in text
+    assert text.endswith("0 problems")
+
+
+def test_every_problem_is_named(pictures):
+    (pictures / "broken.png").write_bytes(b"nothing")
+    (pictures / "zero.mp4").write_bytes(b"")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(pictures / "cut.png")
+    (pictures / "cut.png").write_bytes((pictures / "cut.png").read_bytes()[:1000])
+    (pictures / "p01.txt").unlink()
+    (pictures / "p02.txt").write_text(" ")
+    (pictures / "p03.txt").write_bytes(b"\xff\xff")
+    (pictures / "lonely.txt").write_text("where is my picture?")
+    (pictures / "metadata.jsonl").write_text(
+        json.dumps({"file_name": "gone.png", "text": "x"}) + "\n{\n" + json.dumps({"text": "no name"})
+    )
+    for name in ("broken", "zero", "cut"):
+        (pictures / f"{name}.txt").write_text("x")
+    report = check_folder(pictures)
+    found = problems(report)
+    assert "not a picture" in found["broken.png"]
+    assert "0 bytes" in found["zero.mp4"]
+    assert "cut.png" in found
+    assert found["p01.png"] == "no caption"
+    assert found["p02.txt"] == "an empty caption"
+    assert found["p03.txt"] == "not UTF-8 text"
+    assert found["lonely.txt"] == "a caption without picture or clip"
+    metadata = [reason for path, reason in report.problems if path == "metadata.jsonl"]
+    assert len(metadata) == 3
+    assert any("gone.png" in reason for reason in metadata)
+    assert len(report.problems) == 10
+    assert "10 problems" in report.lines()
+
+
+def test_no_captions_at_all_is_fine(pictures):
+    for text in pictures.glob("*.txt"):
+        text.unlink()
+    report = check_folder(pictures)
+    assert report.problems == []
+    assert any("captions: none" in line for line in report.lines())
+
+
+def test_gif_lengths(tmp_path):
+    frames = [Image.new("L", (8, 8), 40 * index) for index in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=[100, 500, 100, 300])
+    (media,) = check_folder(tmp_path).media
+    assert (media.frames, media.seconds, media.fps) == (4, pytest.approx(1.0), pytest.approx(4.0))
+
+
+def test_empty_and_missing(tmp_path):
+    assert "no files at all" in check_folder(tmp_path).problems[0].reason
+    with pytest.raises(InputError, match="does not exist"):
+        check_folder(tmp_path / "gone")
+
+
+def test_arrays(tmp_path):
+    np.save(tmp_path / "videos.npy", np.zeros((6, 4, 8, 8), np.uint8))
+    np.save(tmp_path / "labels.npy", np.zeros(6))
+    (tmp_path / "captions.txt").write_text("a\n" * 6)
+    report = check_folder(tmp_path)
+    assert report.problems == []
+    assert "videos.npy: uint8 6 × 4 × 8 × 8" in report.lines()
+    np.save(tmp_path / "labels.npy", np.zeros(5))
+    (tmp_path / "other.npy").write_bytes(b"no array")
+    found = problems(check_folder(tmp_path))
+    assert "5 labels" in found["videos.npy"]
+    assert "not a readable" in found["other.npy"]
+
+
+def test_tar_shards(tmp_path):
+    def add(shard, name, data):
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        shard.addfile(info, io.BytesIO(data))
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    with tarfile.open(tmp_path / "0000.tar", "w") as shard:
+        add(shard, "a.png", buffer.getvalue())
+        add(shard, "a.txt", b"hello")
+        add(shard, "b.png", buffer.getvalue())
+        add(shard, "c.png", b"nothing")
+        add(shard, "c.txt", b"hello")
+    whole = (tmp_path / "0000.tar").read_bytes()
+    (tmp_path / "0001.tar").write_bytes(whole[:700])
+    report = check_folder(tmp_path)
+    found = problems(report)
+    assert "0000.tar: 3 samples, 2 with text" in report.lines()
+    assert found["0000.tar:b"] == "no caption"
+    assert "not a picture" in found["0000.tar:c.png"]
+    assert any(path.startswith("0001.tar") for path in found)

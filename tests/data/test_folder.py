@@ -1,0 +1,247 @@
+import csv
+import json
+import os
+import shutil
+import unicodedata
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kineograph.core.errors import InputError
+from kineograph.data.captions import require_captions
+from kineograph.data.folder import Folder
+
+
+def picture(path, gray=100, size=(8, 8)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (gray,) * 3).save(path)
+
+
+def opened(root, split="train", **options):
+    return Folder.open(Folder.Config(folder=str(root), **({"size": 8, "validation": 0} | options)), split, 0)
+
+
+def captions(source):
+    return {source.identity(index): source.caption(index) for index in range(len(source))}
+
+
+def test_finds_pictures_and_clips_in_subfolders(tmp_path, make_video, counting, rng):
+    for name in ("a.png", "b.JPG", "sub/c.webp", "sub/deeper/d.jpeg", ".hidden.png", ".cache/e.png"):
+        picture(tmp_path / name)
+    Image.new("L", (8, 8)).save(tmp_path / "f.gif", save_all=True, append_images=[Image.new("L", (8, 8), 9)])
+    make_video(tmp_path / "sub/g.mp4", counting(4))
+    (tmp_path / "notes.pdf").write_bytes(b"x")
+    source = opened(tmp_path, frames=2)
+    assert [source.identity(index) for index in range(len(source))] == [
+        "a.png",
+        "b.JPG",
+        "f.gif",
+        "sub/c.webp",
+        "sub/deeper/d.jpeg",
+        "sub/g.mp4",
+    ]
+    samples = [source.read(index, rng) for index in range(6)]
+    assert {tuple(sample.pixels.shape) for sample in samples} == {(2, 3, 8, 8)}
+    assert [sample.frame_mask.tolist() for sample in samples] == [[True, i in (2, 5)] for i in range(6)]
+
+
+def test_sidecar_captions(tmp_path):
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "sub/b.png")
+    (tmp_path / "a.txt").write_text("\ufeffa  red\n ball \n", encoding="utf-8")
+    (tmp_path / "sub/b.txt").write_text("naïve 猫")
+    assert captions(opened(tmp_path)) == {"a.png": "a red ball", "sub/b.png": "naïve 猫"}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_metadata(tmp_path, form):
+    rows = [("a.png", 'one, "two"'), ("sub/b.png", "three\nfour"), ("gone.png", "x")]
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "sub/b.png")
+    if form == "jsonl":
+        (tmp_path / "metadata.jsonl").write_text(
+            "".join(json.dumps({"file_name": name, "text": text}) + "\n" for name, text in rows) + "{broken\n"
+        )
+    else:
+        with open(tmp_path / "metadata.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("file_name", "text"), *rows])
+    source = opened(tmp_path)
+    assert captions(source) == {"a.png": 'one, "two"', "sub/b.png": "three four"}
+    assert any("gone.png" in problem.reason for problem in source.problems)
+    assert (form == "csv") or any("line 4 is not JSON" in problem.reason for problem in source.problems)
+
+
+def test_metadata_in_each_subfolder(tmp_path):
+    for part in ("x", "y"):
+        picture(tmp_path / part / "a.png")
+        (tmp_path / part / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": f"in {part}"}))
+    assert captions(opened(tmp_path)) == {"x/a.png": "in x", "y/a.png": "in y"}
+
+
+def test_metadata_without_the_column(tmp_path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_text("image,text\na.png,hello\n")
+    with pytest.raises(InputError, match=r"image, text: file_name"):
+        opened(tmp_path)
+
+
+def test_videos_and_labels(tmp_path, make_video, counting):
+    for name in ("videos", "labels/sub", "videos/sub"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    make_video(tmp_path / "videos/1.mp4", counting(2))
+    make_video(tmp_path / "videos/sub/2.mp4", counting(2))
+    (tmp_path / "labels/1.txt").write_text("first")
+    (tmp_path / "labels/sub/2.txt").write_text("second")
+    assert captions(opened(tmp_path)) == {"videos/1.mp4": "first", "videos/sub/2.mp4": "second"}
+
+
+def test_prompts_and_videos_lists(tmp_path):
+    picture(tmp_path / "videos/1.png")
+    picture(tmp_path / "videos/2.png")
+    (tmp_path / "videos.txt").write_text("videos/2.png\nvideos/1.png\n")
+    (tmp_path / "prompts.txt").write_text("two\none\n")
+    assert captions(opened(tmp_path)) == {"videos/1.png": "one", "videos/2.png": "two"}
+    (tmp_path / "prompts.txt").write_text("two\n")
+    with pytest.raises(InputError, match=r"2 lines .* 1: each video"):
+        opened(tmp_path)
+
+
+def test_captions_are_required_only_on_request(tmp_path, rng):
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "b.png")
+    (tmp_path / "b.txt").write_text("a ball")
+    (tmp_path / "c.txt").write_text("")
+    source = opened(tmp_path)
+    assert source.read(0, rng).caption is None
+    assert source.missing_captions() == ["a.png"]
+    with pytest.raises(InputError, match=r"stage generator reads captions, and 1 of 2 items have none \(a.png\)"):
+        require_captions(source, "stage generator")
+    (tmp_path / "a.txt").write_text("a cube")
+    require_captions(opened(tmp_path), "stage generator")
+
+
+@pytest.mark.parametrize("content", [b"", b"   \n", b"\xff\xfe\xfa bad"])
+def test_empty_or_undecodable_text_is_no_caption(tmp_path, content):
+    picture(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_bytes(content)
+    assert opened(tmp_path).missing_captions() == ["a.png"]
+
+
+def test_unicode_names_in_either_spelling(tmp_path, rng):
+    name = "Café – 猫 🎈.png"
+    picture(tmp_path / unicodedata.normalize("NFD", name), 50)
+    (tmp_path / "metadata.jsonl").write_text(
+        json.dumps({"file_name": unicodedata.normalize("NFC", name), "text": "un chat"})
+    )
+    source = opened(tmp_path)
+    assert captions(source) == {unicodedata.normalize("NFC", name): "un chat"}
+    assert source.read(0, rng).pixels.float().mean() == 50
+
+
+def test_name_that_is_not_unicode(tmp_path, rng):
+    shutil.copy(_made(tmp_path), os.fsencode(tmp_path) + b"/bad\xff.png")
+    source = opened(tmp_path)
+    assert len(source) == 2
+    assert len(source.fingerprint()) == 32
+    assert all(source.read(index, rng).pixels is not None for index in range(2))
+
+
+def _made(root):
+    picture(root / "a.png")
+    return root / "a.png"
+
+
+def test_empty_folder_says_what_was_looked_for_and_found(tmp_path):
+    with pytest.raises(InputError, match=r"png, jpg.*gif, mp4.*found no files at all"):
+        opened(tmp_path)
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.pdf").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"found 1 \.txt, 1 \.pdf|found 1 \.pdf, 1 \.txt"):
+        opened(tmp_path)
+    (tmp_path / "c.npy").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"data.source=memmap"):
+        opened(tmp_path)
+
+
+def test_missing_folder_file_and_permission(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="does not exist"):
+        opened(tmp_path / "gone")
+    with pytest.raises(InputError, match="is a file"):
+        opened(_made(tmp_path))
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path).endswith(("locked", "sub")):
+            raise PermissionError(13, "no")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    (tmp_path / "locked").mkdir()
+    with pytest.raises(InputError, match="no permission"):
+        opened(tmp_path / "locked")
+    (tmp_path / "sub").mkdir()
+    assert any(problem.path == "sub" for problem in opened(tmp_path).problems)
+
+
+def test_links_that_lead_in_a_circle(tmp_path):
+    picture(tmp_path / "sub/a.png")
+    (tmp_path / "sub/up").symlink_to(tmp_path)
+    assert len(opened(tmp_path)) == 1
+
+
+def test_split_does_not_depend_on_where_the_folder_lies(tmp_path, pictures):
+    first = set(captions(opened(pictures, "validation", validation=0.3)))
+    shutil.move(pictures, tmp_path / "elsewhere")
+    second = opened(tmp_path / "elsewhere", "validation", validation=0.3)
+    assert set(captions(second)) == first
+    train = set(captions(opened(tmp_path / "elsewhere", validation=0.3)))
+    assert not train & first
+    assert len(train | first) == 12
+
+
+def test_augmentation_in_training_only(tmp_path):
+    y, x = np.mgrid[0:8, 0:32]
+    Image.fromarray(np.stack([x * 8, y * 30, 0 * x], -1).astype(np.uint8)).save(tmp_path / "a.png")
+
+    def variants(split, **options):
+        source = opened(tmp_path, split, **options)
+        return len({source.read(0, np.random.default_rng(seed)).pixels.numpy().tobytes() for seed in range(12)})
+
+    for options in ({"crop": "random"}, {"flip": 0.5}, {"rotate": True}):
+        assert variants("train", **options) > 1
+        assert variants("validation", **options) == 1
+    assert variants("train") == 1
+
+
+def test_short_clips_are_padded_and_masked(tmp_path, make_video, counting, numbers, rng):
+    make_video(tmp_path / "a.mp4", counting(15), fps=30)
+    sample = opened(tmp_path, size=(32, 48), frames=8, fps=8).read(0, rng)
+    assert sample.frame_mask.tolist() == [True] * 4 + [False] * 4
+    assert numbers(sample.pixels) == [0, 3, 7, 11, 11, 11, 11, 11]
+    assert sample.fps == 8
+
+
+def test_read_is_a_pure_function(tmp_path, make_video, counting):
+    make_video(tmp_path / "a.mp4", counting(40), fps=30)
+    source = opened(tmp_path, size=(16, 16), frames=4, fps=8, crop="random", flip=0.5)
+    for seed in range(4):
+        one, other = (source.read(0, np.random.default_rng(seed)).pixels for _ in range(2))
+        assert torch.equal(one, other)
+
+
+def test_options_reach_the_decoder(tmp_path, rng):
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "a.png")
+    assert opened(tmp_path).read(0, rng).pixels.min() == 255
+    assert opened(tmp_path, background="black").read(0, rng).pixels.max() == 0
+    assert opened(tmp_path, channels=4).read(0, rng).pixels.shape == (1, 4, 8, 8)
+
+
+def test_fingerprint_follows_files_and_config(pictures):
+    first = opened(pictures).fingerprint()
+    assert opened(pictures).fingerprint() == first
+    assert opened(pictures, size=16).fingerprint() != first
+    picture(pictures / "p00.png", 5)
+    os.utime(pictures / "p00.png", ns=(1, 1))
+    assert opened(pictures).fingerprint() != first

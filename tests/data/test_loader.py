@@ -1,0 +1,307 @@
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kineograph.core.batch import Batch, Sample
+from kineograph.core.errors import ConfigError, InputError, RunFailed, Unreadable
+from kineograph.data.folder import Folder
+from kineograph.data.loader import Loader
+
+
+class Numbers:
+    """Item i is a 2 × 2 picture of i, with a random number from its rng as caption; some cannot be read."""
+
+    def __init__(self, count=20, broken=(), pause=0.0):
+        self.count, self.broken, self.pause = count, broken, pause
+        self.reads = []
+
+    def __len__(self):
+        return self.count
+
+    def read(self, index, rng):
+        self.reads.append(index)
+        if index in self.broken:
+            raise Unreadable(self.identity(index), "broken")
+        time.sleep(self.pause)
+        return Sample(
+            pixels=torch.full((1, 1, 2, 2), index % 256, dtype=torch.uint8), caption=f"{index} {rng.integers(10**9)}"
+        )
+
+    def caption(self, index):
+        return str(index)
+
+    def identity(self, index):
+        return f"item-{index}"
+
+
+class Stuck(Numbers):
+    in_memory = True
+
+    def read(self, index, rng):
+        time.sleep(3600)
+
+
+def content(batches):
+    """Slot → caption of one step; the caption tells item and randomness."""
+    return {int(slot): text for batch in batches for slot, text in zip(batch.slots, batch.captions, strict=True)}
+
+
+def run(source, start=0, stop=5, **options):
+    options = {"seed": 1, "batch_size": 8} | options
+    return [content(step) for step in Loader(source, **options).steps(start, stop)]
+
+
+def test_an_epoch_holds_every_item_once():
+    whole = [text.split()[0] for step in run(Numbers(20), stop=5) for text in step.values()]
+    assert sorted(whole[:20], key=int) == [str(index) for index in range(20)]
+    assert whole[:20] != whole[20:]
+
+
+def test_randomness_differs_by_step_and_slot():
+    texts = [text.split()[1] for step in run(Numbers(4), stop=5) for text in step.values()]
+    assert len(set(texts)) == len(texts)
+
+
+def test_resume_equals_the_tail_and_reads_nothing_else():
+    source = Numbers(20)
+    assert run(source, 3, 5) == run(Numbers(20), 0, 5)[3:]
+    assert len(source.reads) == 16
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
+def test_accumulation_cuts_the_same_batch(accumulate):
+    steps = list(Loader(Numbers(), 1, 8, accumulate).steps(0, 3))
+    assert all(len(step) == accumulate and all(len(batch) == 8 // accumulate for batch in step) for step in steps)
+    assert [content(step) for step in steps] == run(Numbers(), 0, 3)
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(2, 1), (4, 1), (2, 2), (2, 4)])
+def test_processes_share_the_same_batch(world, accumulate):
+    ranks = [list(Loader(Numbers(), 1, 8, accumulate, rank=rank, world=world).steps(0, 3)) for rank in range(world)]
+    for step, expected in enumerate(run(Numbers(), 0, 3)):
+        assert content([batch for rank in ranks for batch in rank[step]]) == expected
+        for part in range(accumulate):  # a micro-batch is the same set of slots for any world
+            slots = torch.cat([rank[step][part].slots for rank in ranks])
+            assert sorted(slots.tolist()) == list(range(part * 8 // accumulate, (part + 1) * 8 // accumulate))
+
+
+def test_batch_must_divide():
+    with pytest.raises(ConfigError, match=r"train.batch_size=10 .* use 12"):
+        Loader(Numbers(), 1, 10, accumulate=2, world=2)
+
+
+def test_unreadable_items_are_replaced_alike_everywhere():
+    source = Numbers(20, broken=(3, 4, 11))
+    loader = Loader(source, 1, 8)
+    steps = [content(step) for step in loader.steps(0, 5)]
+    assert loader.skipped == {f"item-{index}": "broken" for index in (3, 4, 11)}
+    assert run(Numbers(20, broken=(3, 4, 11)), 2, 4) == steps[2:4]
+    halves = [run(Numbers(20, broken=(3, 4, 11)), rank=rank, world=2) for rank in (0, 1)]
+    assert [a | b for a, b in zip(*halves, strict=True)] == steps
+    whole = run(Numbers(20))
+    same = [steps[i][slot] == whole[i][slot] for i in range(5) for slot in range(8)]
+    assert same.count(False) == 6  # two epochs of three: the others did not move
+
+
+def test_nothing_readable():
+    with pytest.raises(RunFailed, match=r"in a row"):
+        run(Numbers(3, broken=(0, 1, 2)))
+
+
+def test_limit_on_unreadable_items_as_they_are_met():
+    source = Numbers(1000, broken=range(300))
+    with pytest.raises(RunFailed, match=r"data.max_unreadable=0.2"):
+        run(source, 0, 100, batch_size=10, max_unreadable=0.2)
+    assert len(source.reads) < 300  # long before the end
+    assert len(run(Numbers(1000, broken=range(100)), 0, 100, batch_size=10, max_unreadable=0.2)) == 100
+
+
+def test_items_that_do_not_fit_together():
+    class Mixed(Numbers):
+        def read(self, index, rng):
+            return Sample(tokens=torch.zeros(1, 2, 2 + index % 2, dtype=torch.int64))
+
+    with pytest.raises(InputError, match="different shapes"):
+        run(Mixed())
+
+
+def test_empty_source():
+    with pytest.raises(InputError, match="no items"):
+        Loader(Numbers(0), 1, 8)
+
+
+# Validation ---------------------------------------------------------------------------------------------------------
+
+
+def test_fixed_is_the_same_every_time_and_for_any_world():
+    first = Loader(Numbers(50), 1, 8)
+    expected = content(first.fixed(13, 4))
+    assert len(expected) == 13
+    assert expected == content(first.fixed(13, 4)) == content(Loader(Numbers(50), 1, 8).fixed(13, 4))
+    for world in (2, 4):
+        parts = [list(Loader(Numbers(50), 1, 8, rank=rank, world=world).fixed(13, 4)) for rank in range(world)]
+        assert len({len(part) for part in parts}) == 1
+        assert content([batch for part in parts for batch in part]) == expected
+
+
+def test_fixed_reads_once():
+    source = Numbers(50)
+    loader = Loader(source, 1, 8)
+    assert content(loader.fixed(10, 4)) == content(loader.fixed(10, 4))
+    assert len(source.reads) == 10
+
+
+def test_fixed_takes_all_there_are():
+    assert sorted(int(text.split()[0]) for text in content(Loader(Numbers(7), 1, 8).fixed(100, 4)).values()) == list(
+        range(7)
+    )
+
+
+# Workers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(pictures):
+    (pictures / "broken.png").write_bytes(b"nothing")
+    return Folder.open(Folder.Config(folder=str(pictures), size=8, validation=0, crop="random", flip=0.5), "train", 0)
+
+
+def pixels(step):
+    return torch.cat([batch.pixels for batch in step])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_any_number_of_workers_gives_the_same_batches(folder, workers):
+    alone, helped = Loader(folder, 1, 6, 2), Loader(folder, 1, 6, 2, workers=workers)
+    for one, other in zip(alone.steps(2, 7), helped.steps(2, 7), strict=True):
+        assert torch.equal(pixels(one), pixels(other))
+        assert content(one) == content(other)
+        assert [batch.slots.tolist() for batch in one] == [batch.slots.tolist() for batch in other]
+    assert helped.skipped == alone.skipped == {"broken.png": "not a picture in any format that Pillow knows"}
+
+
+def test_workers_end_when_iteration_stops_early(folder):
+    steps = Loader(folder, 1, 6, workers=2).steps(0, 1000)
+    next(steps)
+    before = children()
+    assert len(before) >= 2
+    steps.close()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while children() & before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children() & before
+
+
+def children():
+    """The workers: children of this process's fork server."""
+    parents = {int(entry): parent(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    servers = {
+        pid
+        for pid, above in parents.items()
+        if above == os.getpid() and b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
+    return {pid for pid, above in parents.items() if above in servers}
+
+
+def parent(pid):
+    """Its parent; 0 for what has ended."""
+    try:
+        state, above = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except OSError:
+        return 0
+    return 0 if state == "Z" else int(above)
+
+
+def test_killed_worker_is_an_error_and_not_a_hang(folder):
+    steps = Loader(folder, 1, 6, workers=1, prefetch=2).steps(0, 1000)
+    next(steps)
+    (worker,) = children()
+    os.kill(worker, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RunFailed, match="a data worker died"):
+        for _ in range(100):
+            next(steps)
+    assert time.monotonic() - began < 30
+
+
+def test_workers_leave_stopping_to_the_main_process(folder):
+    steps = Loader(folder, 1, 6, workers=1).steps(0, 40)
+    next(steps)
+    (worker,) = children()
+    os.kill(worker, signal.SIGTERM)
+    os.kill(worker, signal.SIGINT)
+    assert len(list(steps)) == 39
+
+
+def test_timeout_says_which_key(folder):
+    loader = Loader(Stuck(), 1, 8, workers=1, timeout=1.0)
+    with pytest.raises(RunFailed, match=r"train.timeout"):
+        next(loader.steps(0, 5))
+
+
+def test_errors_in_workers_arrive_as_they_are(tmp_path):
+    class Wrong(Numbers):
+        in_memory = True
+
+        def read(self, index, rng):
+            raise InputError("plain words")
+
+    with pytest.raises(InputError, match=r"^plain words$"):
+        next(Loader(Wrong(), 1, 8, workers=1).steps(0, 5))
+
+
+@pytest.mark.slow
+def test_script_without_main_guard(pictures, tmp_path):
+    """Worker processes must not run the user's script again."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        from kineograph.data.folder import Folder
+        from kineograph.data.loader import Loader
+        print("hello")
+        source = Folder.open(Folder.Config(folder={str(pictures)!r}, size=8), "train", 0)
+        print(sum(len(batch) for step in Loader(source, 1, 4, workers=2).steps(0, 3) for batch in step))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert done.stdout.split() == ["hello", "12"], done.stderr
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_pinning_on_request(monkeypatch, pin):
+    monkeypatch.setattr(Batch, "pin_memory", lambda self: replace(self, fps=torch.tensor(-1.0)))
+    ((batch,),) = Loader(Numbers(), 1, 8, pin=pin).steps(0, 1)
+    assert (batch.fps is not None) == pin
+
+
+@pytest.mark.gpu
+def test_pinned_in_workers(folder):
+    ((batch,),) = Loader(folder, 1, 6, workers=1, pin=True).steps(0, 1)
+    assert batch.pixels.is_pinned()
+    assert batch.to(torch.device("cuda")).pixels.is_cuda
+
+
+def test_batches_are_contiguous_bytes(folder):
+    (batch,) = next(Loader(folder, 1, 6).steps(0, 1))
+    assert batch.pixels.dtype == torch.uint8
+    assert batch.pixels.shape == (6, 1, 3, 8, 8)
+    assert batch.pixels.is_contiguous()
+    assert batch.frame_mask.all()
+    assert np.isfinite(batch.fps.numpy()).all()

@@ -1,0 +1,166 @@
+import pickle
+
+import numpy as np
+import pytest
+
+from kineograph.core.config import parse
+from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data.memmap import Memmap, infer_layout
+
+
+def clips(count=6, frames=4, size=8):
+    """Clip n, frame t is a flat gray of 10 n + t. N T H W."""
+    values = (10 * np.arange(count)[:, None] + np.arange(frames)).astype(np.uint8)
+    return np.broadcast_to(values[:, :, None, None], (count, frames, size, size)).copy()
+
+
+def opened(path, split="train", **options):
+    return Memmap.open(
+        parse(Memmap.Config, {"folder": str(path), "size": 8, "frames": 4, "validation": 0} | options, "data"), split, 0
+    )
+
+
+def values(source, index, seed=0):
+    return source.read(index, np.random.default_rng(seed)).pixels[:, 0, 0, 0].tolist()
+
+
+LAYOUTS = {"NTHW": clips(), "TNHW": clips().swapaxes(0, 1), "NTCHW": np.repeat(clips()[:, :, None], 3, 2)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("raw", [False, True])
+def test_layouts(tmp_path, layout, raw):
+    array = np.ascontiguousarray(LAYOUTS[layout])
+    options = {"layout": layout}
+    if raw:
+        array.tofile(tmp_path / "mnist.raw")
+        options |= {"array_shape": array.shape, "array_dtype": "uint8"}
+    else:
+        np.save(tmp_path / "mnist.npy", array)
+    source = opened(tmp_path / ("mnist.raw" if raw else "mnist.npy"), **options)
+    assert len(source) == 6
+    assert [values(source, index) for index in range(6)] == [[10 * n + t for t in range(4)] for n in range(6)]
+    assert source.read(0, np.random.default_rng(0)).pixels.shape == (4, 3, 8, 8)
+
+
+def test_layout_is_inferred_where_clear():
+    assert infer_layout((20, 10000, 64, 64), set()) == "TNHW"
+    assert infer_layout((10000, 20, 64, 64), set()) == "NTHW"
+    assert infer_layout((20, 30, 64, 64), {30}) == "TNHW"
+    assert infer_layout((20, 30, 64, 64), {20}) == "NTHW"
+    assert infer_layout((20, 30, 3, 64, 64), set()) == "NTCHW"
+    with pytest.raises(InputError, match=r"data.layout=NTHW or data.layout=TNHW"):
+        infer_layout((20, 30, 64, 64), set())
+    with pytest.raises(InputError, match="channels come before"):
+        infer_layout((20, 30, 64, 64, 3), set())
+    with pytest.raises(InputError, match="not understood"):
+        infer_layout((20, 64), set())
+
+
+def test_folder_with_captions_beside(tmp_path):
+    np.save(tmp_path / "videos.npy", clips())
+    np.save(tmp_path / "labels.npy", np.arange(6))
+    (tmp_path / "captions.txt").write_text("".join(f"clip {n}\n" for n in range(6)))
+    source = opened(tmp_path)
+    assert source.caption(2) == "clip 2"
+    assert source.missing_captions() == []
+    assert source.identity(2) == "videos.npy:2"
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_captions_from_labels(tmp_path, raw):
+    np.save(tmp_path / "videos.npy", clips())
+    labels = np.stack([np.arange(6), np.arange(6) + 3], 1).astype(np.uint8)
+    if raw:
+        labels.tofile(tmp_path / "answers.bin")
+    else:
+        np.save(tmp_path / "answers.npy", labels)
+    source = opened(
+        tmp_path / "videos.npy",
+        layout="NTHW",
+        labels="answers.bin" if raw else "answers.npy",
+        caption="the digits {label[0]} and {label[1]}",
+    )
+    assert source.caption(2) == "the digits 2 and 5"
+    assert source.read(2, np.random.default_rng(0)).caption == "the digits 2 and 5"
+
+
+def test_one_label_each(tmp_path):
+    np.save(tmp_path / "videos.npy", clips())
+    np.save(tmp_path / "labels.npy", np.arange(6))
+    assert opened(tmp_path, caption="the digit {label}").caption(4) == "the digit 4"
+    with pytest.raises(ConfigError, match=r"data.caption='\{label\[1\]\}' does not fit a label like 0"):
+        opened(tmp_path, caption="{label[1]}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"caption": "the digit {label}"}, "data.labels"),
+        ({"labels": "gone.npy"}, "gone.npy does not exist"),
+        ({"layout": "NTCHW"}, "data.layout=NTCHW does not fit"),
+    ],
+)
+def test_what_does_not_fit(tmp_path, options, message):
+    np.save(tmp_path / "videos.npy", clips())
+    with pytest.raises(InputError, match=message):
+        opened(tmp_path, **({"layout": "NTHW"} | options))
+
+
+def test_wrong_counts_and_sizes(tmp_path):
+    np.save(tmp_path / "videos.npy", clips())
+    (tmp_path / "captions.txt").write_text("one\ntwo\n")
+    with pytest.raises(InputError, match=r"6 clips .* 2 labels or captions"):
+        opened(tmp_path, layout="NTHW")
+    clips().tofile(tmp_path / "a.raw")
+    with pytest.raises(InputError, match=r"has 1536 bytes, .* needs 1280"):
+        opened(tmp_path / "a.raw", array_shape=[5, 4, 8, 8])
+    with pytest.raises(InputError, match=r"data.array_shape and data.array_dtype"):
+        opened(tmp_path / "a.raw")
+    with pytest.raises(ConfigError, match=r"data.array_dtype=nonsense"):
+        opened(tmp_path / "a.raw", array_shape=[6, 4, 8, 8], array_dtype="nonsense")
+    with pytest.raises(InputError, match="does not exist"):
+        opened(tmp_path / "gone.npy")
+    (tmp_path / "b.npy").write_bytes(b"no array")
+    with pytest.raises(InputError, match=r"not a readable \.npy"):
+        opened(tmp_path / "b.npy")
+    np.save(tmp_path / "c.npy", np.zeros((6, 4, 8, 8), np.int64))
+    with pytest.raises(InputError, match="holds int64"):
+        opened(tmp_path / "c.npy", layout="NTHW")
+
+
+def test_objects_are_never_unpickled(tmp_path):
+    np.save(tmp_path / "videos.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(InputError, match=r"not a readable \.npy"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("bool", 255), ("float32", 255), ("float16", 255)])
+def test_other_types(tmp_path, dtype, scale):
+    np.save(tmp_path / "videos.npy", (clips() > 25).astype(dtype))
+    assert values(opened(tmp_path, layout="NTHW"), 3) == [scale] * 4
+
+
+def test_floats_out_of_range(tmp_path):
+    np.save(tmp_path / "videos.npy", clips().astype(np.float32))
+    with pytest.raises(Unreadable, match=r"0, 1"):
+        values(opened(tmp_path, layout="NTHW"), 3)
+
+
+def test_sizes_channels_lengths(tmp_path):
+    np.save(tmp_path / "videos.npy", clips(size=16))
+    sample = opened(tmp_path, layout="NTHW", channels=1, frames=6, fps=12).read(1, np.random.default_rng(0))
+    assert sample.pixels.shape == (6, 1, 8, 8)
+    assert sample.frame_mask.tolist() == [True] * 4 + [False] * 2
+    assert sample.fps == 12
+    starts = {values(opened(tmp_path, layout="NTHW", frames=2), 0, seed)[0] for seed in range(30)}
+    assert starts == {0, 1, 2}
+
+
+def test_workers_reopen_rather_than_copy(tmp_path):
+    np.save(tmp_path / "videos.npy", np.zeros((64, 16, 32, 32), np.uint8))
+    source = opened(tmp_path, layout="NTHW")
+    values(source, 0)
+    packed = pickle.dumps(source)
+    assert len(packed) < 20_000
+    assert values(pickle.loads(packed), 0) == [0] * 4

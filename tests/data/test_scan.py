@@ -1,0 +1,92 @@
+import json
+
+import numpy as np
+import pytest
+
+from kineograph.core.errors import InputError, Unreadable
+from kineograph.data import scan as scan_module
+from kineograph.data.folder import Folder
+from kineograph.data.scan import Skipped, scan, write_skipped
+
+
+@pytest.fixture
+def source(pictures):
+    (pictures / "broken.png").write_bytes(b"nothing")
+    (pictures / "empty.jpg").write_bytes(b"")
+    return Folder.open(Folder.Config(folder=str(pictures), size=8, validation=0), "train", 0)
+
+
+EXPECTED = [
+    Skipped("broken.png", "not a picture in any format that Pillow knows"),
+    Skipped("empty.jpg", "empty file (0 bytes)"),
+]
+
+
+def test_lists_what_cannot_be_read(source):
+    notes, seen = [], []
+    assert scan(source, 0.2, notes.append, progress=lambda done, total: seen.append((done, total))) == EXPECTED
+    assert "2 of 14" in notes[0]
+    assert seen[-1] == (14, 14)
+
+
+def test_too_many_is_an_error_that_names_key_and_value(source):
+    with pytest.raises(
+        InputError,
+        match=r"(?s)2 of 14 items .*14%.*data.max_unreadable=0.1 .*broken.png: not a picture.*set data.max_unreadable=0.15",
+    ) as caught:
+        scan(source, 0.1)
+    assert scan(source, float(str(caught.value).rsplit("=", 1)[1])) == EXPECTED
+
+
+def test_unchanged_folder_is_not_decoded_again(source, tmp_path, monkeypatch):
+    memory = tmp_path / "run" / "scan.json"
+    scan(source, 0.2, memory=memory)
+    reads = []
+    read = Folder.read
+    monkeypatch.setattr(Folder, "read", lambda self, index, rng: reads.append(index) or read(self, index, rng))
+    assert scan(source, 0.2, memory=memory) == EXPECTED
+    assert reads == []
+    with pytest.raises(InputError):  # the limit still holds
+        scan(source, 0.1, memory=memory)
+    (source.root / "p01.png").write_bytes(b"spoilt")
+    assert len(scan(source, 0.3, memory=memory)) == 3
+    assert len(reads) == 14
+    memory.write_text("{torn")
+    assert len(scan(source, 0.3, memory=memory)) == 3
+
+
+def test_large_sets_are_checked_as_they_are_met(monkeypatch, source):
+    monkeypatch.setattr(scan_module, "LIMIT", 13)
+    assert scan(source, 0.0) == []
+    monkeypatch.setattr(scan_module, "LIMIT", 14)
+    assert scan(source, 0.2) == EXPECTED
+
+
+def test_own_datasets_are_checked_as_they_are_met(monkeypatch, source):
+    monkeypatch.setattr(Folder, "in_memory", True, raising=False)
+    assert scan(source, 0.0) == []
+
+
+def test_sources_without_fingerprint(tmp_path):
+    class Plain:
+        def __len__(self):
+            return 3
+
+        def read(self, index, rng: np.random.Generator):
+            if index == 1:
+                raise Unreadable("one", "because")
+
+    assert scan(Plain(), 0.5, memory=tmp_path / "scan.json") == [("one", "because")]
+    assert not (tmp_path / "scan.json").exists()
+
+
+def test_skipped_jsonl_grows_without_repeating(tmp_path):
+    path = tmp_path / "skipped.jsonl"
+    assert write_skipped(path, []) == 0
+    assert not path.exists()
+    assert write_skipped(path, EXPECTED) == 2
+    assert write_skipped(path, {"empty.jpg": "empty file (0 bytes)", "ü\udcff.png": "gone"}) == 3
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["path"] for row in rows] == ["broken.png", "empty.jpg", "ü\udcff.png"]
+    assert all(set(row) == {"path", "reason"} for row in rows)
+    assert [item.name for item in tmp_path.iterdir()] == ["skipped.jsonl"]

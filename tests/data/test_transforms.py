@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from kineograph.data.timing import pick
+from kineograph.data.transforms import Framing, fit, pad, recolour
+
+
+def gradient(width: int, height: int) -> Image.Image:
+    """Red grows to the right, green downwards."""
+    y, x = np.mgrid[0:height, 0:width]
+    return Image.fromarray(
+        np.stack([x * 255 // max(width - 1, 1), y * 255 // max(height - 1, 1), 0 * x], -1).astype(np.uint8)
+    )
+
+
+def placed(framing: Framing, image: Image.Image, seed: int = 0, **options) -> np.ndarray:
+    return framing.place(image.width, image.height, np.random.default_rng(seed), **options).apply(image).astype(int)
+
+
+def test_exact_size_is_untouched():
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 12, 3), dtype=np.uint8))
+    assert (placed(Framing((8, 12)), image) == np.asarray(image)).all()
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 32), (32, 64), (1, 1), (999, 3), (3, 999), (37, 53)])
+def test_any_aspect_fits(width, height):
+    assert placed(Framing((16, 24)), gradient(width, height)).shape == (16, 24, 3)
+
+
+def test_centre_crop_takes_the_middle():
+    pixels = placed(Framing((32, 32)), gradient(128, 32))
+    assert abs(pixels[..., 0].mean() - 127) < 3
+    assert pixels[..., 0].max() < 165  # neither end is in it
+    assert pixels[..., 1].min() < 10  # full height is
+
+
+def test_random_crop_moves_over_the_whole_picture():
+    means = [placed(Framing((32, 32), crop="random"), gradient(128, 32), seed)[..., 0].mean() for seed in range(40)]
+    assert min(means) < 50
+    assert max(means) > 205
+
+
+def test_flip_mirrors_with_its_probability():
+    image = gradient(32, 32)
+    results = [placed(Framing((32, 32), flip=0.5), image, seed) for seed in range(60)]
+    mirrored = [bool(pixels[0, 0, 0] > pixels[0, -1, 0]) for pixels in results]
+    assert 15 < sum(mirrored) < 45
+    assert (results[mirrored.index(True)] == np.asarray(image)[:, ::-1]).all()
+
+
+def test_rotation_reaches_all_four_and_keeps_size():
+    image = gradient(48, 32)
+    results = [placed(Framing((32, 48), rotate=True), image, seed) for seed in range(40)]
+    assert {pixels.shape for pixels in results} == {(32, 48, 3)}
+    corners = {tuple(pixels[0, 0, :2] > 127) for pixels in results}
+    assert len(corners) == 4
+
+
+def test_quarter_turn_is_anticlockwise():
+    image = gradient(32, 32)
+    assert (placed(Framing((32, 32)), image, turned=1) == np.rot90(np.asarray(image))).all()
+
+
+def test_still_framing_has_no_chance():
+    framing = Framing((8, 8), "random", 0.5, True).still
+    assert all(
+        (placed(framing, gradient(40, 9), seed) == placed(framing, gradient(40, 9), 0)).all() for seed in range(10)
+    )
+
+
+def test_pad_repeats_and_masks():
+    clip = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 3), np.uint8)
+    pixels, mask = pad(clip, 5)
+    assert pixels.shape == (5, 3, 2, 2)
+    assert pixels.is_contiguous()
+    assert pixels[:, 0, 0, 0].tolist() == [0, 1, 2, 2, 2]
+    assert mask.tolist() == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("have", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_recolour_agrees_with_pillow(have, channels):
+    values = np.random.default_rng(0).integers(0, 255, (1, 6, 6, have), dtype=np.uint8)
+    if have in (2, 4):
+        values[..., -1] = 255
+    modes = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+    expected = np.asarray(
+        Image.fromarray(values[0].squeeze(-1) if have == 1 else values[0]).convert(modes[channels])
+    ).reshape(6, 6, channels)
+    assert np.abs(recolour(values, channels)[0].astype(int) - expected).max() <= 1
+
+
+def test_fit_resizes_arrays():
+    assert fit(np.full((2, 16, 16, 1), 9, np.uint8), (8, 8), 3).shape == (2, 8, 8, 3)
+    assert fit(np.full((2, 16, 16, 1), 9, np.uint8), (8, 8), 1).shape == (2, 8, 8, 1)
+
+
+def test_pick_never_passes_the_end():
+    starts = np.arange(30) / 30
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        frames, fps = int(rng.integers(1, 12)), float(rng.uniform(3, 60))
+        chosen = pick(starts, 1.0, frames, fps, rng)
+        enough = (frames - 1) / fps < 0.99
+        assert len(chosen) == frames if enough else 1 <= len(chosen) <= frames
+        assert chosen.max() < 30
+        assert (np.diff(chosen) >= 0).all()
+        # each frame is on screen at the time it is taken for
+        times = starts[chosen[0]] + np.arange(len(chosen)) / fps
+        assert (starts[chosen] <= times + 0.003).all()
+        assert (times < starts[chosen] + 1 / 30 + 0.003).all()

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from kineograph.core.errors import InputError
+from kineograph.evaluate import record
+from kineograph.evaluate.compare import compare
+from kineograph.evaluate.evidence import Result
+from kineograph.train import checkpoint
+from tests.sample.tiny_task import log, make_run, save_stage
+
+
+def train_record(stage: str, step: int, loss: float | None, rate: float, elapsed: float) -> dict:
+    return {
+        "stage": stage,
+        "split": "train",
+        "step": step,
+        "loss": loss,
+        "time/samples_per_second": rate,
+        "time/elapsed": elapsed,
+    }
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A run that has been trained and judged."""
+    run = make_run(tmp_path / "full", steps=20)
+    log(
+        run,
+        train_record("tokenizer", 20, 0.5, 900.0, 30.0),
+        train_record("generator", 10, 2.0, 90.0, 60.0),
+        train_record("generator", 15, None, 110.0, 80.0),
+        train_record("generator", 20, 1.0, 100.0, 100.0),
+    )
+    with open(run.metrics_file, "a") as file:
+        file.write('{"stage": "generator", "split": "tr')  # torn by a kill
+    checkpoint.set_best(run.checkpoints("generator"), 20, 0.75)
+    rates = {"caption_accuracy": 0.9, "digit": 0.95, "place": 1.0}
+    record.add(run, "validation", "generator", 20, {"caption_accuracy": Result(rates, {"ceiling": 0.99})})
+    record.add(
+        run,
+        "validation",
+        "tokenizer",
+        20,
+        {
+            "reconstruction": Result({"psnr": 21.5}),
+            "codebook": Result({"codebook_use": 0.5, "codebook_perplexity": 1.5}),
+        },
+    )
+    return run
+
+
+def test_known_values_side_by_side(full, tmp_path):
+    bare = make_run(tmp_path / "bare", "tokenizer", steps=40)
+    found = compare([full.path, bare.path])
+    rows = found.rows()
+    values = {title.strip(): cells[0].value for title, cells in rows.items()}
+    assert values["stages"] == "TinyCodec + TinyGenerator"
+    assert values["parameters"] == 21  # 4 × 4 + 4 + 1
+    assert values["parameters, all stages"] == 22
+    assert values["steps"] == 20
+    assert values["best validation loss"] == 0.75
+    assert values["caption accuracy"] == 0.9
+    assert values["digit right"] == 0.95
+    assert values["PSNR, dB"] == 21.5
+    assert values["codebook use"] == 0.5
+    assert values["training samples/s"] == 100.0
+    assert values["training time"] == 130.0  # both stages
+    assert "colour right" not in values
+    assert rows["caption accuracy"][1].text == "–"
+    assert list(rows).index("  digit right") == list(rows).index("caption accuracy") + 1
+    assert rows["steps"][1].text == "20 of 40"
+
+
+def test_a_finished_run_is_not_told_to_train(full):
+    full.metrics_file.unlink()
+    (full.checkpoints("generator") / "best.json").unlink()
+    found = compare([full.path])
+    assert found.missing() == [f"kineo evaluate {full.path}   fills best validation loss"]
+    assert "training time" not in found.rows()
+    record.add(full, "validation", "generator", 20, {"loss": Result({"loss": 0.6})})
+    assert compare([full.path]).rows()["best validation loss"][0].value == 0.6
+
+
+def test_missing_values_name_the_command_that_fills_them(full, tmp_path):
+    bare = make_run(tmp_path / "bare", "tokenizer")
+    lines = compare([full.path, bare.path]).missing()
+    judge = next(line for line in lines if line.startswith(f"kineo evaluate {bare.path}"))
+    assert "PSNR" in judge
+    assert "caption accuracy" not in judge  # its generator is not trained, so evaluating would not help
+    assert not any(str(full.path) in line and "caption" in line for line in lines)
+    assert any(line.startswith(f"kineo train {bare.path}/config.yaml --run {bare.path} ") for line in lines)
+    tested = compare([full.path], split="test").missing()
+    assert any(
+        line.startswith(f"kineo evaluate {full.path} --split test") and "caption accuracy" in line for line in tested
+    )
+
+
+def test_a_judgement_of_an_older_checkpoint_says_so(full):
+    save_stage(full, "generator", 30)
+    assert compare([full.path]).rows()["caption accuracy"][0].text == "90.0 % @ step 20"
+
+
+def test_written_as_json_and_picture(full, tmp_path):
+    other = make_run(tmp_path / "elsewhere" / "full")
+    found = compare([full.path, other.path])
+    assert found.names == [str(full.path), str(other.path)]  # two runs of one name are told apart
+    found.show()
+    json_file, picture = found.write(tmp_path / "out")
+    saved = json.loads(json_file.read_text())
+    assert saved["runs"][str(full.path)]["caption accuracy"] == 0.9
+    assert saved["runs"][str(other.path)]["caption accuracy"] is None
+    assert Image.open(picture).width > 600
+    nothing = compare([other.path]).write(tmp_path / "nothing")
+    assert [path.name for path in nothing] == ["comparison.json"]
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(InputError, match="not a run folder"):
+        compare([tmp_path])
+    with pytest.raises(InputError, match="nothing to compare"):
+        compare([])

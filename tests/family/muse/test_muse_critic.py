@@ -1,0 +1,131 @@
+"""Token critics: the one inside Muse and the one as a stage."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kineograph.core.batch import Prompts, Shape
+from kineograph.core.errors import ConfigError
+from kineograph.core.lookup import find_task
+from kineograph.core.noise import Noise
+from kineograph.core.task import BuildContext, freeze, parameters_of
+from kineograph.family.muse import MuseSample
+from kineograph.family.muse.config import CriticConfig
+from kineograph.family.muse.critic import MuseCritic
+from kineograph.process.masking import hide
+
+from .conftest import CAPTIONS, PatchCodec, batch_of, train
+
+
+@pytest.fixture
+def generator(make):
+    muse = make()
+    train(muse, batch_of(8), 20)
+    return freeze(muse)
+
+
+def make_critic(generator, **keys) -> MuseCritic:
+    torch.manual_seed(1)
+    config = CriticConfig(task="muse.critic", generator="generator", **{"width": 32, "depth": 1, "heads": 2, **keys})
+    return MuseCritic.build(config, BuildContext(Shape(1, 16, 16, 3, 8.0), stage={"generator": generator}.__getitem__))
+
+
+def test_found_by_name():
+    assert find_task("muse.critic") is MuseCritic
+
+
+def test_only_drawn_places_are_judged_and_only_they_are_changed(generator, batch, noise):
+    tokens, condition = generator.tokens(batch), generator.condition(batch)
+    masked, rows = generator.predict(tokens, condition, noise)
+    filled, wrong = generator.redraw(rows, masked, tokens, noise)
+    mask = hide(noise, 16).mask
+    assert torch.equal(filled[~mask], tokens[~mask])
+    assert (filled < generator.mask_id).all()
+    critic = make_critic(generator)
+    scores = critic.scores(filled, condition)[..., 0]
+    expected = F.binary_cross_entropy_with_logits(scores[mask], (filled != tokens)[mask].float())
+    found = critic.loss("model", critic(batch, noise))
+    torch.testing.assert_close(found.total.value(), expected)
+    assert float(found.total.count) == int(mask.sum())
+    torch.testing.assert_close(found.terms["wrong"].value(), (filled != tokens)[mask].float().mean())
+    assert bool(wrong[masked.weights == 0].any()) is False
+
+
+def test_it_learns_and_the_generator_does_not_move(generator):
+    critic = make_critic(generator)
+    before = {name: p.clone() for name, p in critic.named_parameters()}
+    frozen = {name: p.clone() for name, p in generator.named_parameters()}
+    assert parameters_of(critic, "model").keys() == before.keys()
+    losses = train(critic, batch_of(8), 30)
+    assert sum(losses[-5:]) < sum(losses[:5]) - 0.2
+    assert all(not torch.equal(before[name], p) for name, p in critic.named_parameters() if p.grad.abs().sum() > 0)
+    assert all(torch.equal(frozen[name], p) for name, p in generator.named_parameters())
+    assert not any(name.startswith("generator") for name in critic.state_dict())
+
+
+def test_sampling_uses_generator_and_critic(generator, monkeypatch):
+    critic = make_critic(generator).eval()
+    prompts = Prompts(Noise.for_rows(0, 0, 4), CAPTIONS[:4])
+    options = MuseSample(steps=5, critic_noise=0.0)
+    drawn = critic.sample(prompts, options)
+    assert drawn.shape == (4, 1, 3, 16, 16)
+    assert critic.can_sample
+    with torch.no_grad():
+        critic.score.weight.neg_()  # a critic of the opposite opinion
+    assert not torch.equal(drawn, critic.sample(prompts, options))
+    assert not torch.equal(drawn, generator.sample(prompts, options))
+
+
+def test_temperature_of_the_draws(generator, batch, noise):
+    hot, cold = (make_critic(generator, temperature=t)(batch, noise).wrong for t in (5.0, 0.05))
+    assert float(hot) > float(cold)
+
+
+def test_what_is_no_generator_is_refused():
+    with pytest.raises(ConfigError, match="generator=generator is no muse stage"):
+        make_critic(PatchCodec())
+
+
+def test_validation_is_deterministic(generator, batch, noise):
+    critic = make_critic(generator).eval()
+    with torch.no_grad():
+        a, b = (critic.validate(batch, noise)["loss"].value() for _ in range(2))
+    assert torch.equal(a, b)
+
+
+def test_a_critic_of_a_super_resolution_stage_reads_its_low_res_tokens(make, codec):
+    large = freeze(make(stages={"small": codec}, size=32, low_res="small"))
+    critic = make_critic(large)
+    batch = batch_of(2, size=32)
+    before = critic.scores(large.tokens(batch), large.condition(batch))
+    batch.extra["low_res_tokens"] = (large.read_low_res(batch) + 3).view(2, 1, 4, 4) % 16
+    assert not torch.allclose(before, critic.scores(large.tokens(batch), large.condition(batch)), atol=1e-4)
+
+
+# the self-critic
+
+
+def test_self_critic_has_labels_at_hidden_places_alone(make, batch, noise):
+    muse = make(critic="self", critic_weight=0.5).eval()
+    found = muse.loss("model", muse(batch, noise))
+    tokens, condition = muse.tokens(batch), muse.condition(batch)
+    masked, rows = muse.predict(tokens, condition, noise)
+    filled, _ = muse.redraw(rows, masked, tokens, noise)
+    mask = masked.mask
+    scores = muse.critic(muse.hidden(filled, condition))[..., 0]
+    expected = F.binary_cross_entropy_with_logits(scores[mask], (filled != tokens)[mask].float())
+    torch.testing.assert_close(found.terms["critic"].value(), expected)
+    torch.testing.assert_close(found.total.value(), found.terms["cross_entropy"].value() + 0.5 * expected)
+
+
+def test_self_critic_trains_and_decides(make):
+    muse = make(critic="self")
+    before = muse.critic.weight.clone()
+    train(muse, batch_of(4), 10)
+    assert not torch.equal(before, muse.critic.weight)
+    prompts = Prompts(Noise.for_rows(0, 0, 4), CAPTIONS[:4])
+    options = MuseSample(steps=5, critic_noise=0.0)
+    drawn = muse.draw(prompts, options)
+    with torch.no_grad():
+        muse.critic.weight.neg_()
+    assert not torch.equal(drawn, muse.draw(prompts, options))

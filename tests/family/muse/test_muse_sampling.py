@@ -1,0 +1,168 @@
+"""Drawing images with Muse: captions, guidance, negative prompts, chunks."""
+
+import pytest
+import torch
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import InputError
+from kineograph.core.noise import Noise
+from kineograph.family.muse import Condition, MuseSample
+from kineograph.process.guidance import guided
+
+from .conftest import CAPTIONS, batch_of, train
+
+
+def prompts(captions, seed: int = 0, first: int = 0, **keys) -> Prompts:
+    rows = len(captions) if captions is not None else 4
+    return Prompts(Noise.for_rows(seed, 0, rows, first=first), captions, **keys)
+
+
+def test_overfits_captions_and_draws_what_they_ask_for(make):
+    batch = batch_of(8)
+    many = Batch(slots=torch.arange(16), pixels=batch.pixels.repeat(2, 1, 1, 1, 1), captions=batch.captions * 2)
+    muse = make(width=64, heads=4, text={"width": 32, "heads": 2, "depth": 1, "length": 24})
+    train(muse, many, 90)
+    options = MuseSample(steps=6, guidance=2.0, temperature=0.7, noise=1.0)
+    drawn = muse.draw(prompts(CAPTIONS), options).flatten(1)
+    right = (drawn == muse.tokens(batch)).float().mean(1)
+    assert right.min() > 0.9, right
+    swapped = muse.draw(prompts(CAPTIONS[::-1]), options).flatten(1)
+    assert float((swapped == muse.tokens(batch).flip(0)).float().mean()) > 0.95  # the caption decides, not the row
+    unseen = muse.sample(prompts(["a cat on the moon", "Zwölf 🙂"]), options)
+    assert unseen.shape == (2, 1, 3, 16, 16)
+
+
+def test_pixels_are_in_range_and_no_mask_is_left(make):
+    muse = make().eval()
+    pixels = muse.sample(prompts(CAPTIONS[:3]), MuseSample(steps=4))
+    assert pixels.shape == (3, 1, 3, 16, 16)
+    assert float(pixels.min()) >= 0
+    assert float(pixels.max()) <= 1
+    assert muse.can_sample
+
+
+def test_reproducible_and_independent_of_chunks(make):
+    muse = make().eval()
+    options = MuseSample(steps=5)
+    whole = muse.draw(prompts(CAPTIONS[:5]), options)
+    parts = [muse.draw(prompts(CAPTIONS[:2]), options), muse.draw(prompts(CAPTIONS[2:5], first=2), options)]
+    assert torch.equal(whole, torch.cat(parts))
+    assert torch.equal(whole, muse.draw(prompts(CAPTIONS[:5]), options))
+    assert not torch.equal(whole, muse.draw(prompts(CAPTIONS[:5], seed=1), options))
+
+
+def test_guidance_in_one_batch_is_two_passes_and_may_act_on_hidden_states(make):
+    muse = make().eval()
+    wanted = Condition(*muse.read_text(CAPTIONS[:3]))
+    other = Condition(*muse.no_text(3, torch.device("cpu")))
+    tokens = torch.randint(0, 17, (3, 16), generator=torch.Generator().manual_seed(0))
+    both = wanted.join(other)
+    hidden = guided(lambda x, step: muse.hidden(x, both), lambda step: 3.0)(tokens, 0)
+    a, b = (muse.head.logits(muse.hidden(tokens, condition)) for condition in (wanted, other))
+    torch.testing.assert_close(muse.head.logits(hidden), b + 3.0 * (a - b), rtol=1e-4, atol=1e-4)
+
+
+def test_one_forward_a_step_for_both_halves(make):
+    muse = make().eval()
+    rows = []
+    inner = muse.network.forward
+    muse.network.forward = lambda tokens, *rest: rows.append(len(tokens)) or inner(tokens, *rest)
+    muse.draw(prompts(CAPTIONS[:3]), MuseSample(steps=4, guidance=2.0))
+    muse.draw(prompts(CAPTIONS[:3]), MuseSample(steps=4, guidance=1.0))
+    muse.draw(prompts(None), MuseSample(steps=2, guidance=2.0))  # nothing was asked for, so nothing guides
+    assert rows == [6] * 4 + [3] * 4 + [4] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 3},
+        {"guidance": 9.0},
+        {"guidance_schedule": "linear", "guidance": 20.0},
+        {"temperature": 0.1},
+        {"top_k": 1},
+        {"noise": 0.0},
+    ],
+)
+def test_every_option_of_sampling_does_something(make, change):
+    muse = make().eval()
+    base = MuseSample(steps=6, guidance=change.get("guidance", 3.0) if "guidance_schedule" in change else 3.0)
+    with torch.no_grad():
+        muse.head.weight.mul_(3)
+    plain = muse.draw(prompts(CAPTIONS), base)
+    assert not torch.equal(plain, muse.draw(prompts(CAPTIONS), base.model_copy(update=change)))
+
+
+def test_critic_noise_does_something(make):
+    muse = make(critic="self").eval()
+    few, much = (muse.draw(prompts(CAPTIONS), MuseSample(steps=6, critic_noise=x)) for x in (0.0, 50.0))
+    assert not torch.equal(few, much)
+
+
+def test_negative_prompts_change_the_result_and_steer_away(make):
+    muse = make().eval()
+    with torch.no_grad():
+        muse.head.weight.mul_(3)
+    options = MuseSample(steps=4, guidance=4.0)
+    plain = muse.draw(prompts(CAPTIONS), options)
+    negative = muse.draw(prompts(CAPTIONS, negative=["a blue one"] * 8), options)
+    assert not torch.equal(plain, negative)
+    empty = muse.draw(prompts(CAPTIONS, negative=[""] * 8), options)
+    assert torch.equal(plain, empty)  # an empty negative is the null text
+    same = muse.draw(
+        prompts(CAPTIONS, negative=CAPTIONS), options
+    )  # away from and towards the same: no guidance at all
+    assert torch.equal(same, muse.draw(prompts(CAPTIONS), options.model_copy(update={"guidance": 1.0})))
+
+
+def test_unconditional_draws_with_and_without_captions(make):
+    muse = make(text={"kind": "none"}).eval()
+    a = muse.draw(prompts(None), MuseSample(steps=3))
+    assert torch.equal(a, muse.draw(prompts(CAPTIONS[:4]), MuseSample(steps=3)))
+
+
+def test_given_embeddings_are_drawn_from(make):
+    muse = make(text={"kind": "given", "width": 24, "length": 5}).eval()
+    with torch.no_grad():
+        muse.head.weight.mul_(3)
+    drawn = []
+    for seed in (0, 1):
+        embeds = torch.randn(4, 5, 24, generator=torch.Generator().manual_seed(seed)) * 5
+        drawn.append(
+            muse.draw(prompts(None, batch=Batch(slots=torch.arange(4), text_embeds=embeds)), MuseSample(steps=3))
+        )
+    assert not torch.equal(*drawn)
+
+
+def test_self_conditioning_carries_hidden_states_from_step_to_step(make):
+    muse = make(self_conditioning=True).eval()
+    seen = []
+    inner = muse.network.forward
+
+    def spy(tokens, text, mask, low, previous, memory):
+        found = inner(tokens, text, mask, low, previous, memory)
+        seen.append((previous, found))
+        return found
+
+    muse.network.forward = spy
+    muse.draw(prompts(CAPTIONS[:2]), MuseSample(steps=3))
+    assert float(seen[0][0].abs().sum()) == 0
+    assert seen[1][0] is seen[0][1]
+    assert seen[2][0] is seen[1][1]
+
+
+def test_what_cannot_be_drawn_is_refused(make):
+    muse = make().eval()
+    for keys in ({"frames": 4}, {"height": 32}):
+        with pytest.raises(InputError, match="trained for"):
+            muse.sample(prompts(CAPTIONS[:1], **keys), MuseSample())
+    with pytest.raises(InputError, match="super-resolution"):
+        muse.sample(prompts(CAPTIONS[:1], prime=torch.zeros(1, 1, 3, 16, 16)), MuseSample())
+
+
+def test_sampling_leaves_the_model_in_its_mode(make):
+    muse = make(dropout=0.3)
+    muse.train()
+    muse.draw(prompts(CAPTIONS[:1]), MuseSample(steps=2))
+    assert muse.training
+    assert muse.network.training

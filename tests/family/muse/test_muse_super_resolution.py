@@ -1,0 +1,106 @@
+"""Super-resolution: the smaller image's tokens are really used."""
+
+import pytest
+import torch
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise
+from kineograph.core.task import freeze
+from kineograph.family.muse import Condition, MuseSample
+
+from .conftest import CAPTIONS, PatchCodec, batch_of, train
+
+
+@pytest.fixture
+def base(make):
+    return freeze(make(size=16))
+
+
+@pytest.fixture
+def large(make, base):
+    def large(**keys):
+        return make(stages={"base": base, "small": freeze(PatchCodec())}, size=32, **{"low_res": "base", **keys})
+
+    return large
+
+
+def test_low_res_tokens_are_those_of_the_smaller_image(large, codec):
+    task = large()
+    batch = batch_of(3, size=32)
+    small = torch.nn.functional.interpolate(batch.video[:, 0], (16, 16), mode="bicubic", antialias=True).clamp(0, 1)
+    assert torch.equal(task.read_low_res(batch), codec.encode(small[:, None]).flatten(1))
+    assert task.read_low_res(batch).shape == (3, 16)
+    assert task.tokens(batch).shape == (3, 64)
+
+
+def test_perturbed_low_res_tokens_change_the_logits(large):
+    task = large().eval()
+    tokens = torch.full((1, 64), task.mask_id)
+    text, mask = task.read_text(CAPTIONS[:1])
+    low = torch.zeros(1, 16, dtype=torch.int64)
+    before = task.head.logits(task.hidden(tokens, Condition(text, mask, low)))
+    for place in (0, 15):
+        changed = low.clone()
+        changed[0, place] = 9
+        after = task.head.logits(task.hidden(tokens, Condition(text, mask, changed)))
+        change = (after - before).abs().sum(-1)[0].view(8, 8)
+        assert change.min() > 0  # every place may look at it
+        y, x = 2 * (place // 4), 2 * (place % 4)
+        assert change[y : y + 2, x : x + 2].mean() > 2 * change.mean()  # those above it most
+
+
+def test_training_profits_from_them(large):
+    task = large(text={"kind": "none"}, width=48)
+    losses = train(task, batch_of(8, size=32), 30)
+    held_out = batch_of(8, size=32, seed=5)
+    blind = Batch(held_out.slots, held_out.pixels, extra={"low_res_tokens": torch.randint(0, 16, (8, 1, 4, 4))})
+    noise = Noise(0, 0, held_out.slots)
+    with torch.no_grad():
+        seeing, guessing = (float(task.validate(b, noise)["loss"].value()) for b in (held_out, blind))
+    assert losses[-1] < losses[0]
+    assert seeing < guessing - 0.05
+
+
+def test_sampling_starts_from_what_the_base_draws(large, base, monkeypatch):
+    task = large().eval()
+    with torch.no_grad():
+        task.head.weight.mul_(3)
+    prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2])
+    options = MuseSample(steps=3)
+    drawn = task.draw(prompts, options)
+    assert drawn.shape == (2, 1, 8, 8)
+    assert task.sample(prompts, options).shape == (2, 1, 3, 32, 32)
+    expected = base.draw(prompts, base.config.sample).flatten(1)
+    assert torch.equal(task.prompted(prompts)[0].low_res, expected)
+    monkeypatch.setattr(type(base), "prompted_low_res", lambda self, p: None if self is base else (expected + 5) % 16)
+    assert not torch.equal(drawn, task.draw(prompts, options))
+
+
+def test_a_given_picture_is_enlarged(large, codec):
+    task = large().eval()
+    picture = batch_of(2, size=32).video
+    prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2], prime=picture)
+    assert torch.equal(task.prompted(prompts)[0].low_res, task.shrink(picture))
+
+
+def test_a_codec_may_stand_for_the_base(large):
+    task = large(low_res="small").eval()
+    assert task.low_res_size == (16, 16)
+    assert large(low_res="small", low_res_size=8).low_res_size == (8, 8)
+    real = batch_of(2, size=32)
+    drawn = task.sample(Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2], batch=real), MuseSample(steps=2))
+    assert drawn.shape == (2, 1, 3, 32, 32)
+    with pytest.raises(InputError, match="--prime"):
+        task.sample(Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2]), MuseSample(steps=2))
+
+
+def test_a_size_that_is_not_the_bases_is_refused(large):
+    with pytest.raises(ConfigError, match="low_res_size"):
+        large(low_res_size=8)
+
+
+def test_cached_tokens_without_pixels_say_what_is_missing(large):
+    batch = Batch(slots=torch.arange(2), tokens=torch.zeros(2, 1, 8, 8, dtype=torch.int64), captions=CAPTIONS[:2])
+    with pytest.raises(InputError, match="low_res_tokens"):
+        large()(batch, Noise(0, 0, batch.slots))

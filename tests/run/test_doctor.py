@@ -1,0 +1,285 @@
+"""The doctor: estimates that agree with real steps, sentences that name the switch that helps, and a dry run that writes nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.task import Loss, Mean
+from kineograph.run import doctor, estimate, layers, machine
+from kineograph.run.doctor import describe, dry_run, examine
+from kineograph.run.estimate import Builder, Estimate, _trace, micro_batch
+from kineograph.run.plan import Plan, make_plan
+from kineograph.run.stage_data import StageData, open_data
+from kineograph.train.stepper import Stepper
+from tests.train.toy_tasks import Toy
+
+HERE = "tests.run.test_doctor"
+TREE = {
+    "name": "toy",
+    "data": {"size": 16, "glyphs": 2, "count": 64},
+    "train": {"batch_size": 8, "steps": 30, "workers": 0, "trackers": [], "device": "cpu", "warmup": 0},
+    "stages": {
+        "first": {"task": "tests.train.toy_tasks.Duel", "width": 16, "players": {"critic": {"ema": {"decay": 0}}}},
+        "second": {"task": "tests.train.toy_tasks.Toy", "codec": "first", "width": 32},
+    },
+}
+MUSE = {
+    **TREE,
+    "stages": {
+        "tokenizer": {
+            "task": "vqgan", "width": 8, "multipliers": [1, 2], "quantizer": {"kind": "vq", "codes": 32, "dim": 4},
+            "adversarial": {"width": 8}, "perceptual": {"weight": 0},
+        },
+        "generator": {"task": "muse", "codec": "tokenizer", "width": 32, "depth": 2, "heads": 2, "text": {"kind": "learned", "width": 16, "depth": 1}},
+    },
+}  # fmt: skip
+
+
+class Picky(Toy):
+    """Looks at the numbers of its loss, as a user's own Task may."""
+
+    def loss(self, player, shared):
+        found = super().loss(player, shared)
+        return Loss(Mean(found.total.sum * 2, found.total.count)) if found.total.sum > 0 else found
+
+
+def opened(tree: dict, *overrides: str) -> tuple[Plan, dict[str, StageData], Builder]:
+    tree = layers.layer({}, tree)
+    plan = make_plan(layers.read(overrides, base=tree))
+    data: dict[str, StageData] = {}
+    for stage in plan.stages:
+        data[stage.name] = open_data(stage, plan.seed, note=lambda line: None, opened=data)
+    return plan, data, Builder(plan, data, lambda line: None)
+
+
+def estimated(tree: dict, *overrides: str, probe: bool = False) -> list[Estimate]:
+    plan, data, builder = opened(tree, *overrides)
+    return [estimate.estimate(builder, stage, data[stage.name], probe) for stage in plan.stages if not stage.spec.config.skip]
+
+
+def tokenizer_with(**keys) -> dict:
+    return {**MUSE, "stages": {"tokenizer": {**MUSE["stages"]["tokenizer"], **keys}}}
+
+
+# Estimates -------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_and_state_are_counted() -> None:
+    first, second = estimated(TREE)
+    inputs = 3 * 16 * 16
+    generator, critic = (inputs * 16 + 16) + (16 * inputs + inputs), (inputs * 16 + 16) + (16 + 1)
+    assert first.trained == {"generator": generator, "critic": critic}
+    assert first.frozen == 0
+    assert first.memory.weights == first.memory.gradients == 4 * (generator + critic)
+    assert first.memory.optimizer == 8 * (generator + critic)
+    assert first.memory.ema == 4 * generator  # the critic has none
+    helper = inputs + 1
+    assert second.frozen == helper + generator + critic  # its own frozen helper, and the stage that it refers to
+    assert second.memory.weights == 4 * (second.trained["model"] + second.frozen) + 8  # and an int64 buffer
+    assert second.tokens == 12
+
+
+def test_the_state_is_what_a_real_stepper_holds() -> None:
+    plan, data, builder = opened(TREE)
+    stage = plan.stages[0]
+    found = estimate.estimate(builder, stage, data["first"], probe=False)
+    stepper = Stepper(builder.build("first", torch.device("cpu")), stage.train, stage.players)
+    stepper.step(0, next(data["first"].loader().steps(0, 1)))
+    moments = sum(v.numel() * 4 for o in stepper.optimizers.values() for key, v in o.state().items() if not key.startswith("step."))
+    averages = sum(v.numel() * 4 for ema in stepper.averages.values() for v in ema.average.values())
+    assert found.memory.optimizer == moments
+    assert found.memory.ema == averages
+
+
+@pytest.mark.parametrize("tree", [TREE, MUSE], ids=["toy", "muse"])
+def test_a_step_without_numbers_counts_what_a_real_one_takes(tree: dict) -> None:
+    plan, data, builder = opened(tree, "train.batch_size=4")
+    for stage in plan.stages:
+        batch = next(data[stage.name].loader().steps(0, 1))[0]
+        traced, real = (_trace(builder, stage, stage.train, torch.device("cpu"), batch, numbers) for numbers in (False, True))
+        assert traced.memory.total - traced.memory.activations == real.memory.total - real.memory.activations
+        assert traced.memory.activations == pytest.approx(real.memory.activations, rel=0.02)
+        assert traced.flops == real.flops > 0
+
+
+def test_activations_and_arithmetic_grow_with_the_micro_batch() -> None:
+    sizes = (["train.batch_size=64"], ["train.batch_size=256"], ["train.batch_size=256", "train.accumulate=4"])
+    one, four, split = (estimated(TREE, "stages.first.skip=true", *words)[0] for words in sizes)
+    assert four.memory.activations == pytest.approx(one.memory.activations + 192 * one.sample_bytes, rel=0.02)
+    assert split.memory.activations == one.memory.activations
+    assert four.flops == split.flops == 4 * one.flops
+
+
+def test_arithmetic_of_a_known_network() -> None:
+    _, second = estimated(TREE)
+    inputs, width = 3 * 16 * 16, 32
+    forward = 2 * (inputs * width + 2 * width * width + width)
+    # Backward costs a product for each weight and one for each input that needs a gradient: all but the first.
+    assert second.flops == 8 * (3 * forward - 2 * inputs * width)
+
+
+def test_savings_are_real() -> None:
+    (generator,) = estimated(MUSE, "train.batch_size=16", "stages.tokenizer.skip=true")
+    (halved,) = estimated(MUSE, "train.batch_size=16", "train.accumulate=2", "stages.tokenizer.skip=true")
+    assert generator.savings["train.accumulate=2"] == halved.memory
+    assert halved.memory.activations < generator.memory.activations
+    (recomputed,) = estimated(MUSE, "train.batch_size=16", "train.checkpointing=true", "stages.tokenizer.skip=true")
+    assert generator.savings["train.checkpointing=true"] == recomputed.memory
+    assert recomputed.memory.activations < generator.memory.activations
+    assert "train.checkpointing=true" not in recomputed.savings
+    assert generator.code == "1 × 4 × 4 tokens of 32 codes"
+    assert generator.tokens == 16
+
+
+def test_players_that_join_late_are_counted() -> None:
+    late, never = (estimated(tokenizer_with(adversarial=adversarial))[0] for adversarial in ({"width": 8, "start": 20}, None))
+    assert late.flops > 1.1 * never.flops
+
+
+def test_a_task_that_needs_numbers_is_examined_on_a_few_samples() -> None:
+    tree = {**TREE, "stages": {"picky": {"task": f"{HERE}.Picky", "width": 32}}}
+    (found,) = estimated(tree, "train.batch_size=64")
+    assert found.traced is not None
+    (plain,) = estimated({**TREE, "stages": {"plain": {"task": "tests.train.toy_tasks.Toy", "width": 32}}}, "train.batch_size=64")
+    assert plain.traced is None
+    assert found.memory.activations == pytest.approx(plain.memory.activations, rel=0.3)
+
+
+def test_a_model_far_larger_than_the_machine_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {**TREE, "stages": {"huge": {"task": "tests.train.toy_tasks.Toy", "width": 100_000}}}  # 2 × 10¹⁰ parameters
+    (found,) = estimated(tree, probe=True)
+    assert found.trained["model"] > 2e10
+    assert found.memory.total > 300e9
+    assert found.speed is None
+    assert "not even one sample fits" in str(found.unprobed)
+    assert not found.fits
+
+
+def test_a_slow_model_is_not_probed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "matmul_rate", lambda: 1.0)
+    (found,) = estimated(MUSE, "stages.tokenizer.skip=true", "train.batch_size=32", probe=True)
+    assert found.speed is None
+    assert "run kineo doctor on the machine that trains" in str(found.unprobed)
+    # Whoever looks at a large preset on a small machine wants to know what it takes on a large one.
+    assert found.savings["a GPU, in bf16"].activations < found.memory.activations
+
+
+def test_speed_is_probed_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.2)
+    _, found = estimated(TREE, "train.accumulate=2", probe=True)
+    assert found.speed is not None
+    assert found.speed.samples == 4
+    taken = found.speed.step_seconds + 8 * found.speed.read_seconds  # without workers, one after the other
+    assert found.step_seconds == pytest.approx(taken)
+    assert found.seconds == pytest.approx(30 * taken)
+    side_by_side = Estimate(**{**vars(found), "stage": make_plan(layers.layer(layers.layer({}, TREE), {"train": {"workers": 2}})).stages[1]})
+    assert side_by_side.step_seconds == pytest.approx(max(found.speed.step_seconds, 4 * found.speed.read_seconds))
+
+
+def test_probing_leaves_the_estimate_of_memory_alone() -> None:
+    plan, data, builder = opened(TREE)
+    one, two = (estimate.estimate(builder, plan.stages[1], data["second"], probe) for probe in (False, True))
+    assert one.memory == two.memory
+
+
+def test_micro_batches_are_at_least_one_sample() -> None:
+    plan, _, _ = opened(TREE, "train.batch_size=2", "train.accumulate=2")
+    assert micro_batch(plan.stages[0].train) == 1
+
+
+# What is told ----------------------------------------------------------------------------------------------------
+
+
+def told(found: Estimate) -> str:
+    _, data, _ = opened(TREE)
+    return "\n".join(describe(found, data["second"]))
+
+
+def test_what_does_not_fit_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, roomy = estimated(TREE)
+    assert "fits" in told(roomy)
+    assert "DOES NOT FIT" not in told(roomy)
+    state = roomy.memory.total - roomy.memory.activations
+    for_five = roomy.memory.total - 3 * roomy.sample_bytes
+    monkeypatch.setattr(estimate, "free_memory", lambda device: int(for_five / estimate.ROOM) + 100)
+    _, tight = estimated(TREE)
+    text = told(tight)
+    assert "DOES NOT FIT" in text
+    assert "train.accumulate=2 (micro-batches of at most 5)" in text
+    assert "train.batch_size=5" in text
+    assert all(estimated(TREE, *remedy)[1].fits for remedy in (["train.accumulate=2"], ["train.batch_size=5"]))
+    assert not estimated(TREE, "train.batch_size=6")[1].fits
+    monkeypatch.setattr(estimate, "free_memory", lambda device: state // 2)
+    _, hopeless = estimated(TREE)
+    assert "make the model smaller or use a larger device" in told(hopeless)
+
+
+def test_without_arguments_the_machine_is_described(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "OPTIONAL", (*machine.OPTIONAL, ("no-such-package", "nothing", "pip install nothing")))
+    examine([])
+    text = capsys.readouterr().out
+    for part in ("Python 3.", f"torch         {torch.__version__}", "cores", "memory free", "disk", "auto picks    device", "precision"):
+        assert part in text
+    assert "no-such-package is not installed, for nothing: pip install nothing" in text
+
+
+def test_with_a_file_every_stage_is_described(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.2)
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(TREE, sort_keys=False))
+    examine([str(path), "stages.first.skip=true", "train.steps=1000"])
+    text = capsys.readouterr().out
+    assert "first: skipped" in text
+    for part in ("second: Toy, 26.8 k parameters to train", "12 in a sequence", "weights", "activations", "steps an hour", "for 1,000 steps"):
+        assert part in text
+
+
+def test_numbers_for_people() -> None:
+    assert [doctor.size(n) for n in (5, 1536, 3 * 2**20, 139 * 2**30, 1010 * 1024)] == ["5 bytes", "1.5 KiB", "3 MiB", "139 GiB", "1010 KiB"]
+    assert [doctor.count(n) for n in (12, 29_992, 35_500_000, 2e9)] == ["12", "30 k", "35.5 M", "2 billion"]
+    assert [doctor.clock(s) for s in (5, 600, 7200, 864_000)] == ["5 s", "10 min", "2.0 h", "10.0 days"]
+
+
+# Dry run ---------------------------------------------------------------------------------------------------------
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.1)
+    monkeypatch.chdir(tmp_path)
+    Path("toy.yaml").write_text(yaml.safe_dump(MUSE, sort_keys=False))
+    dry_run(["toy.yaml"])
+    dry_run(["toy.yaml", "train.trackers=[tensorboard]"], run="elsewhere")
+    assert everything(tmp_path) == {"toy.yaml"}
+    text = capsys.readouterr().out
+    assert "runs/toy is new" in text
+    assert "nothing was written" in text
+    assert "generator: Muse" in text
+
+
+def test_a_dry_run_fails_as_training_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("toy.yaml").write_text(yaml.safe_dump(TREE, sort_keys=False))
+    os.mkdir("empty")
+    for words, message in (
+        (["data.source=folder", "data.folder=empty"], "holds nothing to train on"),
+        (["data.source=folder", "data.folder=gone"], "gone"),
+        (["train.batch_size=7", "train.accumulate=2"], "does not divide"),
+        (["stages.second.codec=runs/none/first"], "not a run folder"),
+        (["train.precision=fp16"], "needs a GPU"),
+        (["train.stepps=3"], "did you mean train.steps"),
+    ):
+        with pytest.raises((ConfigError, InputError), match=message):
+            dry_run(["toy.yaml", *words])
+    with pytest.raises(InputError, match="no run to go on with"):
+        dry_run(["toy.yaml"], resume="must")
+    assert everything(tmp_path) == {"toy.yaml", "empty"}

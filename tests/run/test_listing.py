@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kineograph.core.errors import InputError
+from kineograph.evaluate import record
+from kineograph.evaluate.evidence import Result
+from kineograph.run.listing import age_of, list_runs, show_runs
+from kineograph.train import checkpoint
+from tests.sample.tiny_task import log, make_run
+
+
+def one(folder, name):
+    return next(row for row in list_runs(folder) if row.name == name)
+
+
+def test_states_and_steps(tmp_path):
+    make_run(tmp_path / "finished", steps=20, step=20)
+    half = make_run(tmp_path / "interrupted", "tokenizer", steps=40, step=20)
+    log(half, {"stage": "tokenizer", "split": "train", "step": 33, "loss": 1.0})
+    stopped = make_run(tmp_path / "stopped", "tokenizer", steps=20, step=20)
+    stopped.stopped_marker.write_text("saved\n")
+    new = make_run(tmp_path / "new", "tokenizer")
+    (new.checkpoints("tokenizer") / "step-00000020").rename(tmp_path / "elsewhere")
+    states = {row.name: (row.state, row.stage, row.step, row.steps) for row in list_runs(tmp_path)}
+    assert states == {
+        "finished": ("finished", "generator", 20, 20),
+        "interrupted": ("interrupted", "tokenizer", 20, 40),  # what resuming starts from, not what was logged after it
+        "stopped": ("stopped", "generator", 0, 20),
+        "new": ("new", "tokenizer", 0, 20),
+    }
+
+
+def test_a_live_process_is_seen(tmp_path):
+    run = make_run(tmp_path / "live", "tokenizer", steps=40, step=20)
+    log(run, {"stage": "tokenizer", "split": "train", "step": 33, "loss": 1.0})
+    code = (
+        "import sys, time; from kineograph.core.run_folder import RunFolder\n"
+        "with RunFolder(sys.argv[1]).lock(): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        row = one(tmp_path, "live")
+        assert (row.state, row.step) == ("running", 33)
+    finally:
+        holder.kill()
+        holder.wait()
+    assert one(tmp_path, "live").state == "interrupted"
+
+
+def test_scores_and_age(tmp_path):
+    run = make_run(tmp_path / "run", steps=20)
+    checkpoint.set_best(run.checkpoints("generator"), 10, 0.25)
+    record.add(run, "validation", "generator", 20, {"caption_accuracy": Result({"caption_accuracy": 0.8})})
+    row = one(tmp_path, "run")
+    assert (row.best, row.accuracy) == (0.25, 0.8)
+    assert row.age < 60
+    an_hour_ago = time.time() - 3 * 3600
+    for path in (run.path, *run.path.rglob("*")):
+        os.utime(path, (an_hour_ago, an_hour_ago))
+    assert age_of(one(tmp_path, "run").age) == "3 h ago"
+
+
+def test_broken_folders_are_listed_and_break_nothing(tmp_path, capsys):
+    make_run(tmp_path / "good")
+    for name, text in {
+        "torn": "stages: {tok",
+        "list": "- 1",
+        "empty": "",
+        "odd": "stages: {a: 3}",
+        "steps": "stages: {a: {train: {steps: x}}}",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
+    damaged = make_run(tmp_path / "damaged")
+    (damaged.path / "evaluation.json").write_text("{")
+    (damaged.checkpoints("generator") / "best.json").write_text("[")
+    damaged.metrics_file.write_bytes(b"\xff\xfe{\n[]\n")
+    (tmp_path / "not-a-run").mkdir()
+    (tmp_path / "file.txt").write_text("x")
+    states = {row.name: row.state for row in list_runs(tmp_path)}
+    assert states == {
+        "good": "finished", "damaged": "finished", "torn": "broken", "list": "broken", "empty": "broken", "odd": "broken", "steps": "broken",
+    }  # fmt: skip
+    assert "not readable YAML" in one(tmp_path, "torn").problem
+    assert "invalid literal" in one(tmp_path, "steps").problem
+    show_runs(tmp_path)
+    assert capsys.readouterr().out.count("│ broken") == 5
+
+
+def test_one_run_by_its_own_path_and_no_runs(tmp_path, capsys):
+    run = make_run(tmp_path / "mine")
+    assert [row.name for row in list_runs(run.path)] == ["mine"]
+    (tmp_path / "nothing").mkdir()
+    show_runs(tmp_path / "nothing")
+    assert "no runs" in capsys.readouterr().out
+    with pytest.raises(InputError, match="not a folder"):
+        list_runs(tmp_path / "gone")

@@ -1,0 +1,123 @@
+"""The checked plan of a run: types, players, references, what is saved, and what a resumed run may change."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from kineograph.core.config import dump_yaml, nest, read_yaml
+from kineograph.core.errors import ConfigError
+from kineograph.run.layers import layer, read
+from kineograph.run.plan import make_plan, refuse_changes
+
+TREE = {
+    "name": "toy",
+    "data": {"size": 16},
+    "train": {"lr": 1e-3},
+    "stages": {
+        "first": {"task": "tests.train.toy_tasks.Duel", "players": {"critic": {"lr": 5e-3}}},
+        "second": {"task": "tests.train.toy_tasks.Toy", "codec": "first", "train": {"steps": 7}, "data": {"frames": 3}},
+    },
+}
+
+
+def plan_with(path: str, value: object):
+    return make_plan(layer(deepcopy(TREE), nest(path, value)))
+
+
+def test_every_stage_is_typed() -> None:
+    first, second = make_plan(TREE).stages
+    assert (first.name, first.train.steps, second.train.steps) == ("first", 1000, 7)
+    assert first.players.keys() == {"generator", "critic"}
+    assert (first.players["generator"].lr, first.players["critic"].lr) == (1e-3, 5e-3)
+    assert (first.spec.data.shape.frames, second.spec.data.shape.frames, second.spec.data.shape.height) == (1, 3, 16)
+    assert second.spec.config.codec == "first"  # type: ignore[attr-defined]
+
+
+def test_the_saved_tree_is_enough_and_survives_yaml() -> None:
+    tree = make_plan(TREE).tree()
+    back = read_yaml(dump_yaml(tree), "")
+    assert make_plan(back).tree() == tree
+    refuse_changes(back, tree)
+
+
+def test_the_saved_tree_says_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default that changes later does not reach a run that was saved before."""
+    from kineograph.train.config import TrainConfig
+
+    saved = make_plan(TREE).tree()
+    assert saved["stages"]["second"]["train"].keys() == TrainConfig.model_fields.keys()
+    assert saved["stages"]["first"]["players"]["generator"]["betas"] == [0.9, 0.99]
+    assert "train" not in saved
+    assert "data" not in saved
+
+
+def test_a_resolved_file_is_not_laid_onto_its_preset(tmp_path: Path) -> None:
+    tree = make_plan(TREE).tree() | {"preset": "a preset that is gone"}
+    (tmp_path / "config.yaml").write_text(dump_yaml(tree))
+    assert make_plan(read([str(tmp_path / "config.yaml")])).tree() == tree
+
+
+def test_references_name_earlier_stages() -> None:
+    with pytest.raises(ConfigError, match=r"stages.second.codec=third: no stage of that name stands before it; there are first"):
+        plan_with("stages.second.codec", "third")
+    with pytest.raises(ConfigError, match=r"stages.second.codec=second"):
+        plan_with("stages.second.codec", "second")
+    plan_with("stages.second.codec", "runs/other/tokenizer")  # another run's
+
+
+def test_an_empty_config_points_to_the_presets() -> None:
+    with pytest.raises(ConfigError, match="kineo presets"):
+        make_plan({})
+
+
+def test_stage_names_are_folder_names() -> None:
+    with pytest.raises(ConfigError, match="letters, digits and _"):
+        make_plan({"stages": {"a-b": {"task": "tests.train.toy_tasks.Toy"}}})
+
+
+def test_prompts_are_a_list_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a red 3\n\n  a blue 5 \n")
+    assert plan_with("prompts", str(path)).prompts == ["a red 3", "a blue 5"]
+    assert plan_with("prompts", ["one"]).prompts == ["one"]
+    assert make_plan(TREE).prompts == "auto"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="no lines"):
+        plan_with("prompts", str(path))
+    with pytest.raises(ConfigError, match="no such file"):
+        plan_with("prompts", str(tmp_path / "gone.txt"))
+
+
+# Resuming --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("train.steps", 5000), ("train.keep_last", 9), ("train.workers", 0), ("train.save_every", 3), ("train.log_every", 3),
+        ("train.sample_every", 0), ("train.validate_every", 3), ("stages.second.train.steps", 5000), ("prompts", ["a 3"]),
+    ],
+)  # fmt: skip
+def test_lengths_and_cadences_may_change(path: str, value: object) -> None:
+    changed = plan_with(path, value).tree()
+    assert changed != make_plan(TREE).tree()
+    refuse_changes(make_plan(TREE).tree(), changed)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "key"),
+    [
+        ("seed", 5, "seed"), ("train.lr", 5e-4, "stages.first.players.critic.lr"), ("train.ema.every", 5, "ema.every"),
+        ("train.batch_size", 8, "stages.first.train.batch_size"), ("train.accumulate", 2, "train.accumulate"),
+        ("data.size", 32, "stages.first.data.size"), ("data.digits", 2, "stages.first.data.digits"), ("train.precision", "bf16", "train.precision"),
+        ("stages.second.width", 9, "stages.second.width"), ("stages.first.players.critic.clip", None, "stages.first.players.critic.clip"),
+        ("stages.third.task", "tests.train.toy_tasks.Toy", "stages.third"),
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused_by_name(path: str, value: object, key: str) -> None:
+    with pytest.raises(ConfigError, match=key) as error:
+        refuse_changes(make_plan(TREE).tree(), plan_with(path, value).tree())
+    assert "--run" in str(error.value)

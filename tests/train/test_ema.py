@@ -1,0 +1,90 @@
+"""The moving average: decay, every and start each do what they say; swapping leaves everything as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kineograph.train.config import EmaConfig
+from kineograph.train.ema import Ema, averaged
+
+
+def followed(steps: int, **keys) -> tuple[float, Ema]:
+    """The average after a weight went 1, 2, 3, … from 0."""
+    p = nn.Parameter(torch.zeros(1))
+    ema = Ema({"p": p}, EmaConfig(**keys))
+    for step in range(1, steps + 1):
+        p.data.fill_(step)
+        ema.update(step)
+    return float(ema.average["p"]), ema
+
+
+def by_hand(steps: int, decay: float, every: int = 1, start: int = 0) -> float:
+    average, updates = 0.0, 0
+    for step in range(1, steps + 1):
+        if step <= start:
+            average = step
+        elif step % every == 0:
+            updates += 1
+            d = min(decay, (1 + updates) / (10 + updates))
+            average = d * average + (1 - d) * step
+    return average
+
+
+@pytest.mark.parametrize("keys", [{"decay": 0.5}, {"decay": 0.9}, {"decay": 0.9, "every": 3}, {"decay": 0.9, "start": 7}, {"decay": 0.99, "every": 4, "start": 10}])
+def test_the_average_is_the_one_by_hand(keys: dict) -> None:
+    assert followed(40, **keys)[0] == pytest.approx(by_hand(40, **keys), rel=1e-5)
+
+
+def test_each_option_matters() -> None:
+    results = {followed(40, **keys)[0] for keys in ({"decay": 0.6}, {"decay": 0.3}, {"decay": 0.6, "every": 3}, {"decay": 0.6, "start": 39})}
+    assert len(results) == 4
+
+
+def test_before_start_it_is_a_copy() -> None:
+    assert followed(7, decay=0.9, start=7)[0] == 7.0
+    assert followed(8, decay=0.9, start=7)[0] != 8.0
+
+
+def test_the_ramp_ends_at_decay() -> None:
+    _, ema = followed(5, decay=0.9)
+    assert ema.decay == pytest.approx(6 / 15)
+    _, ema = followed(200, decay=0.9)
+    assert ema.decay == 0.9
+
+
+def test_inside_the_parameters_hold_their_averages_and_afterwards_their_own() -> None:
+    layer = nn.Linear(3, 2)
+    ema = Ema(dict(layer.named_parameters()), EmaConfig(decay=0.5))
+    copied = {name: value.clone() for name, value in ema.average.items()}
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(1)
+    own = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    x = torch.ones(1, 3)
+    outside = layer(x)
+    with pytest.raises(ZeroDivisionError), averaged([ema]):
+        assert all(torch.equal(p, copied[name]) for name, p in layer.named_parameters())
+        assert not torch.allclose(layer(x), outside)
+        raise ZeroDivisionError  # an error inside must not leave the averages in place
+    assert all(torch.equal(p, own[name]) for name, p in layer.named_parameters())
+    assert all(torch.equal(value, copied[name]) for name, value in ema.average.items())
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert torch.equal(ema.average["weight"], copied["weight"])  # still apart
+
+
+def test_saved_and_loaded_it_goes_on() -> None:
+    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    one, two = (Ema({"p": x}, EmaConfig(decay=0.99)) for x in (p, q))
+    for step in range(1, 6):
+        p.data.fill_(step)
+        one.update(step)
+    two.load({name: value.clone() for name, value in one.state().items()}, one.updates)
+    for step in range(6, 20):
+        p.data.fill_(step)
+        q.data.fill_(step)
+        one.update(step)
+        two.update(step)
+    assert torch.equal(one.average["p"], two.average["p"])
