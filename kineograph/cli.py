@@ -93,6 +93,10 @@ def sample(
         list[str] | None,
         typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
     ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="HxW", help="Pixels. [default: as trained]", show_default=False)
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
     device: Device = "auto",
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
@@ -100,7 +104,7 @@ def sample(
 
     written = draw_and_write(
         run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
-        negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device,
+        negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size, ema=ema,
     )  # fmt: skip
     for path in written:
         print(path)
@@ -115,6 +119,9 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="How many samples to judge.")] = 256,
     split: Annotated[str, typer.Option(help="validation or test.")] = "validation",
     checkpoint: Checkpoint = "last",
+    stage: Annotated[
+        str | None, typer.Option(help="Which stage draws. [default: the last that can]", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Device = "auto",
 ) -> None:
@@ -122,7 +129,7 @@ def evaluate(
     from kineograph.evaluate.runner import evaluate as judge
 
     names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
-    found = judge(run, names, samples=samples, split=split, checkpoint=checkpoint, seed=seed, device=device)
+    found = judge(run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device)
     found.show()
 
 

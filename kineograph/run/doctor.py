@@ -10,7 +10,7 @@ import torch
 
 from kineograph.core import ranks
 from kineograph.run import layers, machine
-from kineograph.run.estimate import ROOM, Builder, Estimate, estimate
+from kineograph.run.estimate import ROOM, Builder, Estimate, check_stages, estimate
 from kineograph.run.plan import Plan, make_plan
 from kineograph.run.stage_data import StageData, open_data, workers_for
 from kineograph.train.stepper import precision_for
@@ -27,7 +27,9 @@ def examine(arguments: Sequence[str], out: Callable[[str], None] = print) -> Non
         _report(plan, _open(plan, out), out)
 
 
-def dry_run(arguments: Sequence[str], run: str | Path | None = None, resume: str = "auto", out: Callable[[str], None] = print) -> None:
+def dry_run(
+    arguments: Sequence[str], run: str | Path | None = None, resume: str = "auto", out: Callable[[str], None] = print
+) -> None:
     """Everything that comes before training, and nothing that writes: resolve, check the data, build, estimate."""
     from kineograph.run.train import resolve
     from kineograph.train.trackers import check_trackers
@@ -51,20 +53,29 @@ def environment(out: Callable[[str], None]) -> None:
     line("kineograph", f"{__version__}, Python {platform.python_version()}, {machine.system()}")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     line("torch", f"{torch.__version__}, {cuda}" + (f", driver {machine.driver()}" if machine.driver() else ""))
-    line("cpu", f"{machine.cores()} cores, {size(available)} of {size(total)} memory free, {machine.matmul_rate() / 1e9:.0f} GFLOP/s in float32")
+    line(
+        "cpu",
+        f"{machine.cores()} cores, {size(available)} of {size(total)} memory free, {machine.matmul_rate() / 1e9:.0f} GFLOP/s in float32",
+    )
     for index, gpu in enumerate(machine.gpus()):
         line(f"cuda:{index}", f"{gpu.name}, {size(gpu.free)} of {size(gpu.memory)} free")
     line("disk", f"{size(machine.disk_free(Path('runs')))} free where runs are written")
     device = ranks.device_of()
     compiles = "on" if device.type == "cuda" else "off"
-    line("auto picks", f"device {device}, precision {precision_for('auto', device)}, compile {compiles}, {_workers()} data workers")
+    line(
+        "auto picks",
+        f"device {device}, precision {precision_for('auto', device)}, compile {compiles}, {_workers()} data workers",
+    )
     missing = [name for name in machine.NEEDED if machine.version_of(name) is None]
     line("packages", ", ".join(f"{name} {found}" for name in machine.NEEDED if (found := machine.version_of(name))))
     for name in missing:
         line("missing", f"{name}: pip install -e . installs everything that is needed")
     for name, purpose, remedy in machine.OPTIONAL:
         found = machine.version_of(name)
-        line("optional", f"{name} {found}, for {purpose}" if found else f"{name} is not installed, for {purpose}: {remedy}")
+        line(
+            "optional",
+            f"{name} {found}, for {purpose}" if found else f"{name} is not installed, for {purpose}: {remedy}",
+        )
 
 
 def _workers() -> int:
@@ -82,6 +93,7 @@ def _open(plan: Plan, out: Callable[[str], None]) -> dict[str, StageData]:
     for stage in plan.stages:
         if not stage.spec.config.skip:
             data[stage.name] = open_data(stage, plan.seed, note=out, opened=data)
+    check_stages(plan, data, building=False)  # they are built for the estimate
     return data
 
 
@@ -107,17 +119,29 @@ def describe(found: Estimate, data: StageData) -> list[str]:
     lines: list[str] = []
     line = _line(lines.append)
     train, memory = found.stage.train, found.memory
-    players = f" ({', '.join(f'{name} {count(n)}' for name, n in found.trained.items())})" if len(found.trained) > 1 else ""
+    players = (
+        f" ({', '.join(f'{name} {count(n)}' for name, n in found.trained.items())})" if len(found.trained) > 1 else ""
+    )
     frozen = f", {count(found.frozen)} frozen" if found.frozen else ""
-    lines.append(f"{found.stage.name}: {found.task}, {count(sum(found.trained.values()))} parameters to train{players}{frozen}")
+    lines.append(
+        f"{found.stage.name}: {found.task}, {count(sum(found.trained.values()))} parameters to train{players}{frozen}"
+    )
     shape = found.stage.spec.data.shape
     items = len(data.source)
     line("data", f"{found.stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
     clip = f"{shape.frames} frame{'s' * (shape.frames > 1)} of {shape.height} × {shape.width}, {shape.channels} channel{'s' * (shape.channels > 1)}"
-    line("clip", clip + (f" → {found.code}" if found.code else "") + (f"; {found.tokens:,} in a sequence" if found.tokens else ""))
+    line(
+        "clip",
+        clip
+        + (f" → {found.code}" if found.code else "")
+        + (f"; {found.tokens:,} in a sequence" if found.tokens else ""),
+    )
     parts = f"weights {size(memory.weights)} · gradients {size(memory.gradients)} · optimizer {size(memory.optimizer)} · EMA {size(memory.ema)}"
     kind = "measured" if found.measured else "estimated"
-    line("memory", f"{parts} · activations {size(memory.activations)} (micro-batch {found.micro}, {found.precision}) = {size(memory.total)}, {kind}")
+    line(
+        "memory",
+        f"{parts} · activations {size(memory.activations)} (micro-batch {found.micro}, {found.precision}) = {size(memory.total)}, {kind}",
+    )
     if found.traced:
         line("", f"activations are scaled up from a few samples: {found.traced}")
     line("fits" if found.fits else "DOES NOT FIT", _fitting(found))
@@ -137,7 +161,11 @@ def _fitting(found: Estimate) -> str:
         state = found.memory.total - found.memory.activations
         return f"{room}; weights, gradients, optimizer and EMA alone take {size(state)}: make the model smaller or use a larger device"
     remedies = [f"train.accumulate={_enough(found, largest)} (micro-batches of at most {largest})"]
-    remedies += [switch for switch, saved in found.savings.items() if not switch.startswith("train.accumulate") and saved.total <= ROOM * found.free]
+    remedies += [
+        switch
+        for switch, saved in found.savings.items()
+        if not switch.startswith("train.accumulate") and saved.total <= ROOM * found.free
+    ]
     return f"{room}; what helps: {', or '.join(remedies)}, or train.batch_size={min(largest, found.stage.train.batch_size)}"
 
 
@@ -156,12 +184,22 @@ def _pace(found: Estimate) -> list[str]:
         line("speed", f"not probed: {found.unprobed}")
         return lines
     how = f"{speed.steps} steps of {speed.samples} sample{'s' * (speed.samples > 1)} on {found.device}"
-    eager = ", without torch.compile, which makes training faster" if found.device.type == "cuda" and not speed.compiled and train.compile else ""
-    line("speed", f"{3600 / found.step_seconds:,.0f} steps an hour, {train.batch_size / found.step_seconds:,.0f} samples/s (probed: {how}{eager})")
+    eager = (
+        ", without torch.compile, which makes training faster"
+        if found.device.type == "cuda" and not speed.compiled and train.compile
+        else ""
+    )
+    line(
+        "speed",
+        f"{3600 / found.step_seconds:,.0f} steps an hour, {train.batch_size / found.step_seconds:,.0f} samples/s (probed: {how}{eager})",
+    )
     if found.step_seconds > 1.2 * speed.step_seconds:
         workers = workers_for(train)
         why = "readers do not keep up" if workers else "reading waits for computing"
-        line("", f"{why} ({1000 * speed.read_seconds:.1f} ms a sample): raise train.workers, now {workers}, to {min(machine.cores(), 2 * workers + 1)}")
+        line(
+            "",
+            f"{why} ({1000 * speed.read_seconds:.1f} ms a sample): raise train.workers, now {workers}, to {min(machine.cores(), 2 * workers + 1)}",
+        )
     line("time", f"{clock(found.seconds)} for {train.steps:,} steps, without validation and pictures")
     return lines
 

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,27 @@ class Builder:
             self.note(line)
 
 
+def check_stages(plan: Plan, data: dict[str, StageData], building: bool = True) -> None:
+    """Refuse what could not be trained (a device that is not there, sizes that do not fit a codec) before anything is written.
+
+    With `building`, every stage is built, of tensors without numbers, which takes no memory and little time.
+    """
+    builder = Builder(plan, data, lambda line: None)
+    for stage in plan.stages:
+        if stage.name not in data:
+            continue
+        precision_for(stage.train.precision, ranks.device_of(stage.train.device))
+        data[stage.name].loader()  # refuses batches that do not divide
+        if building:
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True):
+                    builder.build(stage.name, torch.device("cpu"))
+            except KineoError:
+                raise
+            except Exception:  # a Task that looks at numbers while it is built: training will tell
+                continue
+
+
 def _frozen(task: Task, device: torch.device) -> Task:
     return freeze(task if device.type == "cpu" else task.to(device))  # type: ignore[return-value]
 
@@ -223,7 +244,9 @@ class _Traced:
     flops: float  # of one micro-batch
 
 
-def _trace(builder: Builder, stage: StagePlan, train: TrainConfig, device: torch.device, sample: Batch, numbers: bool) -> _Traced:
+def _trace(
+    builder: Builder, stage: StagePlan, train: TrainConfig, device: torch.device, sample: Batch, numbers: bool
+) -> _Traced:
     """One step's gradients on a micro-batch shaped after `sample`; with `numbers`, on a small one for real, and scaled.
 
     Without numbers the device does not matter but for its precision: the tensors pretend to lie in main memory.
@@ -239,7 +262,9 @@ def _trace(builder: Builder, stage: StagePlan, train: TrainConfig, device: torch
         task = builder.build(stage.name, device)
         if not numbers:
             task.to = lambda *where: task  # type: ignore[method-assign,assignment,misc]  # pretended tensors cannot be moved, and need not
-        stepper = Stepper(task, train.model_copy(update={"compile": False, "precision": precision}), stage.players, device)
+        stepper = Stepper(
+            task, train.model_copy(update={"compile": False, "precision": precision}), stage.players, device
+        )
         task.train()
         batch = _widened(sample, rows, task).to(device)
         everything = _tensors(task)
@@ -285,9 +310,8 @@ def _tensors(task: nn.Module) -> list[Tensor]:
 
 
 def _tensors_of(batch: Batch) -> list[Tensor]:
-    found: list[Tensor] = []
-    batch.map(lambda tensor: found.append(tensor) or tensor)
-    return found
+    values = [getattr(batch, item.name) for item in fields(batch)]
+    return [value for value in [*values, *batch.extra.values()] if isinstance(value, Tensor)]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -301,7 +325,6 @@ def estimate(builder: Builder, stage: StagePlan, data: StageData, probe: bool = 
     """Examine one stage of the builder's plan."""
     train = stage.train
     device = ranks.device_of(train.device)
-    data.loader()  # refuses batches that do not divide
     reading = Loader(data.source, data.seed, _READ).steps(0, 2)
     sample = next(reading)[0]  # the first opens files and fills caches
     started = time.perf_counter()
@@ -322,7 +345,11 @@ def estimate(builder: Builder, stage: StagePlan, data: StageData, probe: bool = 
     task, micro = found.task, micro_batch(train)
     # Some of what a step holds does not grow with the batch, such as a weight's fresh gradient: two sizes tell it apart.
     half = trace(batch_size=train.batch_size // micro * (micro // 2)) if micro > 1 else None
-    slope = (found.memory.activations - half.memory.activations) / (micro - micro // 2) if half else found.memory.activations
+    slope = (
+        (found.memory.activations - half.memory.activations) / (micro - micro // 2)
+        if half
+        else found.memory.activations
+    )
     finer = {f"train.accumulate={2 * train.accumulate}": half.memory} if half and micro % 2 == 0 else {}
     trained = {player: sum(p.numel() for p in parameters_of(task, player).values()) for player in task.players}
     result = Estimate(
@@ -358,7 +385,9 @@ def _code(task: Task, stage: StagePlan) -> str | None:
     return f"{sides} tokens of {codec.vocabulary:,} codes" if codec.vocabulary else f"{sides} latents"
 
 
-def _savings(found: _Traced, train: TrainConfig, device: torch.device, trace: Callable[..., _Traced]) -> dict[str, Memory]:
+def _savings(
+    found: _Traced, train: TrainConfig, device: torch.device, trace: Callable[..., _Traced]
+) -> dict[str, Memory]:
     """What each switch would leave of the memory."""
     savings: dict[str, Memory] = {}
     if found.task.blocks() and not train.checkpointing:

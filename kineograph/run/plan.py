@@ -144,7 +144,8 @@ def _prompts(prompts: list[str] | str) -> list[str] | str:
 
 def refuse_changes(saved: Tree, wanted: Tree) -> None:
     """On resume only lengths and cadences may change; anything else would make another run of it."""
-    for key in changed_keys(saved, wanted):
+    # What `train.K` sets is passed on to the players: name the cause before its effects.
+    for key in sorted(changed_keys(saved, wanted), key=lambda key: (".players." in key, key)):
         parts = key.split(".")
         top = parts[2:] if parts[0] == "stages" and len(parts) > 2 else parts
         is_train = top[0] == "train" and len(top) > 1

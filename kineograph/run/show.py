@@ -86,11 +86,19 @@ class Show:
         self._track(step, "samples", sheet, "; ".join(captions))
 
     def _draw(self, task: Task, prompts: list[str] | None) -> Tensor:
-        options: Any = self.stage.spec.config.sample  # type: ignore[attr-defined]
+        options: Any = getattr(self.stage.spec.config, "sample", None)
+        rows = len(prompts) if prompts is not None else self.stage.train.samples
         return draw_for_training(
-            task, prompts, options, self.shape, seed=key_of(self.plan.seed, "samples") >> 1, device=self.device,
-            frames=self.stage.train.sample_frames, count=self.stage.train.samples,
-        )  # fmt: skip
+            task,
+            prompts,
+            options,
+            self.shape,
+            seed=key_of(self.plan.seed, "samples") >> 1,
+            device=self.device,
+            frames=self.stage.train.sample_frames,
+            count=rows,
+            real=self.data.pictures(rows),
+        )
 
     def _reconstructions(self, step: int, stepper: Stepper) -> None:
         batch = self.data.pictures(self.stage.train.samples)

@@ -75,9 +75,10 @@ class StageData:
         return self._validation.fixed(count, min(micro, count))
 
     def pictures(self, count: int) -> Batch:
-        """A few validation items, always the same, to show."""
-        count = min(count, len(self.validation))
-        return next(iter(self._validation.fixed(count, count)))
+        """A few validation items, always the same, to show; from the first again where there are fewer."""
+        there = min(count, len(self.validation))
+        batch = next(iter(self._validation.fixed(there, there)))
+        return batch if there == count else batch.rows([place % there for place in range(count)])
 
     def write_skipped(self, path: Path, loader: Loader) -> None:
         """List what could not be read, found at the start or met on the way."""

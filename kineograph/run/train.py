@@ -16,6 +16,7 @@ from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import BuildContext, Task, load_weights, weights_of
 from kineograph.run import layers
+from kineograph.run.estimate import check_stages
 from kineograph.run.plan import Plan, StagePlan, make_plan, refuse_changes
 from kineograph.run.show import Show
 from kineograph.run.stage_data import StageData, open_data
@@ -82,6 +83,7 @@ def train(
         if not stage.spec.config.skip:
             memory = folder.path / ".scan.json" if folder.exists() else None
             data[stage.name] = open_data(stage, plan.seed, dataset, note, memory, data)
+    check_stages(plan, data, building=not folder.exists())
     with folder.lock():
         trackers = open_trackers(plan.stages[0].train.trackers, folder.path, plan.name, plan.tree())
         stop = StopRequest()

@@ -10,11 +10,16 @@ from kineograph.core.noise import Noise
 
 
 def clip(frames: int, value: int = 0) -> torch.Tensor:
-    return torch.full((frames, 3, 4, 4), value, dtype=torch.uint8) + torch.arange(frames, dtype=torch.uint8)[:, None, None, None]
+    return (
+        torch.full((frames, 3, 4, 4), value, dtype=torch.uint8)
+        + torch.arange(frames, dtype=torch.uint8)[:, None, None, None]
+    )
 
 
 def test_shorter_clips_are_padded_and_masked() -> None:
-    batch = Batch.collate([Sample(pixels=clip(1, 50), fps=8, caption="a"), Sample(pixels=clip(3), fps=12, caption="b")], [4, 9])
+    batch = Batch.collate(
+        [Sample(pixels=clip(1, 50), fps=8, caption="a"), Sample(pixels=clip(3), fps=12, caption="b")], [4, 9]
+    )
     assert batch.pixels.shape == (2, 3, 3, 4, 4)
     assert batch.frame_mask.tolist() == [[True, False, False], [True, True, True]]
     assert batch.pixels[0, :, 0, 0, 0].tolist() == [50, 50, 50]  # the last frame repeated
@@ -37,7 +42,8 @@ def test_what_not_every_sample_has_is_left_out() -> None:
 
 
 def test_tokens_and_extras_are_stacked() -> None:
-    samples = [Sample(tokens=torch.full((1, 2, 2), i), text_embeds=torch.ones(3, 5), text_mask=torch.ones(3).bool(), extra={"z": torch.ones(2)}) for i in range(3)]
+    text = {"text_embeds": torch.ones(3, 5), "text_mask": torch.ones(3).bool()}
+    samples = [Sample(tokens=torch.full((1, 2, 2), i), **text, extra={"z": torch.ones(2)}) for i in range(3)]
     batch = Batch.collate(samples, [0, 1, 2])
     assert batch.pixels is None
     assert batch.tokens[:, 0, 0, 0].tolist() == [0, 1, 2]
@@ -57,7 +63,13 @@ def test_video_is_float_in_unit_range_and_the_bytes_stay() -> None:
 def test_map_reaches_every_tensor_and_nothing_else() -> None:
     batch = Batch.collate([Sample(pixels=clip(1), fps=8, caption="a", extra={"z": torch.ones(2)})], [0])
     moved = batch.to(torch.device("meta"))
-    assert {moved.slots.device.type, moved.pixels.device.type, moved.frame_mask.device.type, moved.fps.device.type, moved.extra["z"].device.type} == {"meta"}
+    assert {
+        moved.slots.device.type,
+        moved.pixels.device.type,
+        moved.frame_mask.device.type,
+        moved.fps.device.type,
+        moved.extra["z"].device.type,
+    } == {"meta"}
     assert moved.captions == ["a"]
     assert batch.pixels.device.type == "cpu"
 

@@ -24,7 +24,7 @@ class Outer(Config):
     clip: float | None = 1.0
     inner: Inner = Inner()
     either: Inner | int = 3
-    named: dict[str, int] = {}
+    named: dict[str, int] = Field(default_factory=dict)
 
 
 def refusal(tree: dict, where: str = "") -> str:
@@ -124,7 +124,28 @@ def test_what_is_no_override_is_refused(text: str) -> None:
 
 
 def test_what_is_dumped_comes_back() -> None:
-    words = ["1e-4", "1e5", "on", "no", "null", "~", "007", "1_0", "1:30", "2026-11-15", "", " a", "ünï", "a: b", "- x", "#", "0x10", "true", "3", "*"]
+    words = [
+        "1e-4",
+        "1e5",
+        "on",
+        "no",
+        "null",
+        "~",
+        "007",
+        "1_0",
+        "1:30",
+        "2026-11-15",
+        "",
+        " a",
+        "ünï",
+        "a: b",
+        "- x",
+        "#",
+        "0x10",
+        "true",
+        "3",
+        "*",
+    ]
     tree = {"words": words, "numbers": [1e-4, 1e-08, 0.1, 3, -2, 1e20, 1.0], "rest": [None, True, {"a": []}]}
     back = read_yaml(dump_yaml(tree), "")
     assert back == tree
@@ -139,7 +160,11 @@ def test_files(tmp_path: Path) -> None:
     assert load_file(path) == {}
     path.write_text('{"train": {"lr": 1e-4}}')  # JSON is YAML
     assert load_file(path) == {"train": {"lr": 1e-4}}
-    for text, message in (("- 1", "must hold a mapping"), ("a: [", "not readable YAML"), ("a: !!python/object:os.system x", "not readable YAML")):
+    for text, message in (
+        ("- 1", "must hold a mapping"),
+        ("a: [", "not readable YAML"),
+        ("a: !!python/object:os.system x", "not readable YAML"),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_file(path)

@@ -9,7 +9,17 @@ from torch import nn
 from kineograph.core.batch import Shape
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.lookup import find_source, find_task
-from kineograph.core.task import BuildContext, Mean, Task, freeze, frozen_names, is_frozen, load_weights, parameters_of, weights_of
+from kineograph.core.task import (
+    BuildContext,
+    Mean,
+    Task,
+    freeze,
+    frozen_names,
+    is_frozen,
+    load_weights,
+    parameters_of,
+    weights_of,
+)
 from tests.train.toy_tasks import Duel, Toy, ToyConfig
 
 CONFIG = ToyConfig(task="toy")
@@ -31,7 +41,9 @@ def test_frozen_parts_are_in_no_optimizer_and_no_checkpoint() -> None:
 
 
 def test_a_frozen_module_stays_asleep() -> None:
-    holder = nn.ModuleDict({"frozen": freeze(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))), "awake": nn.Dropout(0.5)})
+    holder = nn.ModuleDict(
+        {"frozen": freeze(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))), "awake": nn.Dropout(0.5)}
+    )
     holder.train()
     assert holder["awake"].training
     assert not any(part.training for part in holder["frozen"].modules())
@@ -45,7 +57,9 @@ def test_a_frozen_module_stays_asleep() -> None:
 
 def test_earlier_stages_are_neither_parameters_nor_saved() -> None:
     codec = freeze(Duel(6, CONFIG))
-    task = Toy.build(ToyConfig(task="toy", codec="first"), BuildContext(Shape(1, 1, 2, 3, 8.0), stage=lambda name: codec))
+    task = Toy.build(
+        ToyConfig(task="toy", codec="first"), BuildContext(Shape(1, 1, 2, 3, 8.0), stage=lambda name: codec)
+    )
     assert task.stages["codec"] is codec
     assert not any("generator" in name for name in [*weights_of(task), *parameters_of(task, "model")])
 

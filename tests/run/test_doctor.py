@@ -60,7 +60,11 @@ def opened(tree: dict, *overrides: str) -> tuple[Plan, dict[str, StageData], Bui
 
 def estimated(tree: dict, *overrides: str, probe: bool = False) -> list[Estimate]:
     plan, data, builder = opened(tree, *overrides)
-    return [estimate.estimate(builder, stage, data[stage.name], probe) for stage in plan.stages if not stage.spec.config.skip]
+    return [
+        estimate.estimate(builder, stage, data[stage.name], probe)
+        for stage in plan.stages
+        if not stage.spec.config.skip
+    ]
 
 
 def tokenizer_with(**keys) -> dict:
@@ -91,7 +95,12 @@ def test_the_state_is_what_a_real_stepper_holds() -> None:
     found = estimate.estimate(builder, stage, data["first"], probe=False)
     stepper = Stepper(builder.build("first", torch.device("cpu")), stage.train, stage.players)
     stepper.step(0, next(data["first"].loader().steps(0, 1)))
-    moments = sum(v.numel() * 4 for o in stepper.optimizers.values() for key, v in o.state().items() if not key.startswith("step."))
+    moments = sum(
+        v.numel() * 4
+        for o in stepper.optimizers.values()
+        for key, v in o.state().items()
+        if not key.startswith("step.")
+    )
     averages = sum(v.numel() * 4 for ema in stepper.averages.values() for v in ema.average.values())
     assert found.memory.optimizer == moments
     assert found.memory.ema == averages
@@ -102,7 +111,9 @@ def test_a_step_without_numbers_counts_what_a_real_one_takes(tree: dict) -> None
     plan, data, builder = opened(tree, "train.batch_size=4")
     for stage in plan.stages:
         batch = next(data[stage.name].loader().steps(0, 1))[0]
-        traced, real = (_trace(builder, stage, stage.train, torch.device("cpu"), batch, numbers) for numbers in (False, True))
+        traced, real = (
+            _trace(builder, stage, stage.train, torch.device("cpu"), batch, numbers) for numbers in (False, True)
+        )
         assert traced.memory.total - traced.memory.activations == real.memory.total - real.memory.activations
         assert traced.memory.activations == pytest.approx(real.memory.activations, rel=0.02)
         assert traced.flops == real.flops > 0
@@ -138,7 +149,9 @@ def test_savings_are_real() -> None:
 
 
 def test_players_that_join_late_are_counted() -> None:
-    late, never = (estimated(tokenizer_with(adversarial=adversarial))[0] for adversarial in ({"width": 8, "start": 20}, None))
+    late, never = (
+        estimated(tokenizer_with(adversarial=adversarial))[0] for adversarial in ({"width": 8, "start": 20}, None)
+    )
     assert late.flops > 1.1 * never.flops
 
 
@@ -146,7 +159,9 @@ def test_a_task_that_needs_numbers_is_examined_on_a_few_samples() -> None:
     tree = {**TREE, "stages": {"picky": {"task": f"{HERE}.Picky", "width": 32}}}
     (found,) = estimated(tree, "train.batch_size=64")
     assert found.traced is not None
-    (plain,) = estimated({**TREE, "stages": {"plain": {"task": "tests.train.toy_tasks.Toy", "width": 32}}}, "train.batch_size=64")
+    (plain,) = estimated(
+        {**TREE, "stages": {"plain": {"task": "tests.train.toy_tasks.Toy", "width": 32}}}, "train.batch_size=64"
+    )
     assert plain.traced is None
     assert found.memory.activations == pytest.approx(plain.memory.activations, rel=0.3)
 
@@ -178,7 +193,9 @@ def test_speed_is_probed_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = found.speed.step_seconds + 8 * found.speed.read_seconds  # without workers, one after the other
     assert found.step_seconds == pytest.approx(taken)
     assert found.seconds == pytest.approx(30 * taken)
-    side_by_side = Estimate(**{**vars(found), "stage": make_plan(layers.layer(layers.layer({}, TREE), {"train": {"workers": 2}})).stages[1]})
+    side_by_side = Estimate(
+        **{**vars(found), "stage": make_plan(layers.layer(layers.layer({}, TREE), {"train": {"workers": 2}})).stages[1]}
+    )
     assert side_by_side.step_seconds == pytest.approx(max(found.speed.step_seconds, 4 * found.speed.read_seconds))
 
 
@@ -220,28 +237,53 @@ def test_what_does_not_fit_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     assert "make the model smaller or use a larger device" in told(hopeless)
 
 
-def test_without_arguments_the_machine_is_described(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_arguments_the_machine_is_described(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "OPTIONAL", (*machine.OPTIONAL, ("no-such-package", "nothing", "pip install nothing")))
     examine([])
     text = capsys.readouterr().out
-    for part in ("Python 3.", f"torch         {torch.__version__}", "cores", "memory free", "disk", "auto picks    device", "precision"):
+    for part in (
+        "Python 3.",
+        f"torch         {torch.__version__}",
+        "cores",
+        "memory free",
+        "disk",
+        "auto picks    device",
+        "precision",
+    ):
         assert part in text
     assert "no-such-package is not installed, for nothing: pip install nothing" in text
 
 
-def test_with_a_file_every_stage_is_described(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_file_every_stage_is_described(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.2)
     path = tmp_path / "toy.yaml"
     path.write_text(yaml.safe_dump(TREE, sort_keys=False))
     examine([str(path), "stages.first.skip=true", "train.steps=1000"])
     text = capsys.readouterr().out
     assert "first: skipped" in text
-    for part in ("second: Toy, 26.8 k parameters to train", "12 in a sequence", "weights", "activations", "steps an hour", "for 1,000 steps"):
+    for part in (
+        "second: Toy, 26.8 k parameters to train",
+        "12 in a sequence",
+        "weights",
+        "activations",
+        "steps an hour",
+        "for 1,000 steps",
+    ):
         assert part in text
 
 
 def test_numbers_for_people() -> None:
-    assert [doctor.size(n) for n in (5, 1536, 3 * 2**20, 139 * 2**30, 1010 * 1024)] == ["5 bytes", "1.5 KiB", "3 MiB", "139 GiB", "1010 KiB"]
+    assert [doctor.size(n) for n in (5, 1536, 3 * 2**20, 139 * 2**30, 1010 * 1024)] == [
+        "5 bytes",
+        "1.5 KiB",
+        "3 MiB",
+        "139 GiB",
+        "1010 KiB",
+    ]
     assert [doctor.count(n) for n in (12, 29_992, 35_500_000, 2e9)] == ["12", "30 k", "35.5 M", "2 billion"]
     assert [doctor.clock(s) for s in (5, 600, 7200, 864_000)] == ["5 s", "10 min", "2.0 h", "10.0 days"]
 
@@ -253,7 +295,9 @@ def everything(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_dry_run_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(MUSE, sort_keys=False))

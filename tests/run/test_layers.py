@@ -96,7 +96,11 @@ def test_a_preset_extends_a_preset() -> None:
 
 
 def test_python_keys_come_last() -> None:
-    assert lrs(planned("small", "train.lr=1", extra={"train.lr": 2, "seed": 4})) == {"first": 2, "second": 2, "critic": 2}
+    assert lrs(planned("small", "train.lr=1", extra={"train.lr": 2, "seed": 4})) == {
+        "first": 2,
+        "second": 2,
+        "critic": 2,
+    }
 
 
 def test_a_list_replaces_a_list_and_null_unsets() -> None:
@@ -131,7 +135,12 @@ def test_the_same_source_again_drops_nothing() -> None:
         tree = planned("small", f"data.source={name}")
         assert tree["stages"]["first"]["data"]["glyphs"] == 3
         assert tree["stages"]["second"]["data"]["coloured"] is False
-    mine = file("mine.yaml", preset="small", data={"source": "folder", "folder": "x"}, stages={"second": {"data": {"flip": 0.5}}})
+    mine = file(
+        "mine.yaml",
+        preset="small",
+        data={"source": "folder", "folder": "x"},
+        stages={"second": {"data": {"flip": 0.5}}},
+    )
     assert planned(mine, "data.source=folder")["stages"]["second"]["data"]["flip"] == 0.5
     assert "flip" not in planned(mine, "data.source=moving_digits")["stages"]["second"]["data"]
 
@@ -163,7 +172,10 @@ def test_a_resolved_config_takes_a_new_source() -> None:
         (["small", "stages.second.data.glyps=3"], "did you mean stages.second.data.glyphs?"),
         (["small", "stages.first.train.lrr=3"], "did you mean stages.first.train.lr?"),
         (["small", "stages.first.players.critic.lrr=3"], "did you mean stages.first.players.critic.lr?"),
-        (["small", "stages.first.players.judge.lr=3"], "the players of tests.train.toy_tasks.Duel are generator, critic"),
+        (
+            ["small", "stages.first.players.judge.lr=3"],
+            "the players of tests.train.toy_tasks.Duel are generator, critic",
+        ),
         (["small", "stages.first.widht=3"], "did you mean stages.first.width?"),
         (["small", "train.ema.decai=0"], "train.ema.decai: did you mean train.ema.decay?"),
         (["small", "train.lr=fast"], "train.lr='fast': input should be a valid number"),
@@ -189,9 +201,16 @@ def test_mistakes_are_refused_by_name(arguments: list[str], message: str) -> Non
     assert error.value.exit_code == 2
 
 
-@pytest.mark.parametrize("tree", [{"stages": [1]}, {"stages": {"first": 3}}, {"data": 3}, {"train": "fast"}, {"stages": {"first": {"data": [1]}}}])
+@pytest.mark.parametrize(
+    "tree",
+    [{"stages": [1]}, {"stages": {"first": 3}}, {"data": 3}, {"train": "fast"}, {"stages": {"first": {"data": [1]}}}],
+)
 def test_a_file_with_a_value_for_a_section(tree: dict) -> None:
-    for arguments in ([file("odd.yaml", **tree)], [file("odd.yaml", preset="small", **tree)], ["small", file("odd.yaml", **tree), "train.lr=1"]):
+    for arguments in (
+        [file("odd.yaml", **tree)],
+        [file("odd.yaml", preset="small", **tree)],
+        ["small", file("odd.yaml", **tree), "train.lr=1"],
+    ):
         with pytest.raises(ConfigError, match="is a section"):
             planned(*arguments)
 

@@ -61,7 +61,9 @@ def test_a_resolved_file_is_not_laid_onto_its_preset(tmp_path: Path) -> None:
 
 
 def test_references_name_earlier_stages() -> None:
-    with pytest.raises(ConfigError, match=r"stages.second.codec=third: no stage of that name stands before it; there are first"):
+    with pytest.raises(
+        ConfigError, match=r"stages.second.codec=third: no stage of that name stands before it; there are first"
+    ):
         plan_with("stages.second.codec", "third")
     with pytest.raises(ConfigError, match=r"stages.second.codec=second"):
         plan_with("stages.second.codec", "second")

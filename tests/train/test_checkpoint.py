@@ -62,7 +62,9 @@ def test_weights_load_alone_for_sampling(tmp_path: Path) -> None:
 
 def test_tied_weights_and_views_are_saved(tmp_path: Path) -> None:
     weight = torch.arange(6.0).view(2, 3)
-    found = checkpoint.save(tmp_path, 1, {"model": {"embed": weight, "head": weight, "turned": weight.T, "row": weight[1]}}, {})
+    found = checkpoint.save(
+        tmp_path, 1, {"model": {"embed": weight, "head": weight, "turned": weight.T, "row": weight[1]}}, {}
+    )
     back = found.tensors("model")
     assert torch.equal(back["head"], weight)
     assert torch.equal(back["turned"], weight.T)

@@ -32,13 +32,25 @@ def by_hand(steps: int, decay: float, every: int = 1, start: int = 0) -> float:
     return average
 
 
-@pytest.mark.parametrize("keys", [{"decay": 0.5}, {"decay": 0.9}, {"decay": 0.9, "every": 3}, {"decay": 0.9, "start": 7}, {"decay": 0.99, "every": 4, "start": 10}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"decay": 0.5},
+        {"decay": 0.9},
+        {"decay": 0.9, "every": 3},
+        {"decay": 0.9, "start": 7},
+        {"decay": 0.99, "every": 4, "start": 10},
+    ],
+)
 def test_the_average_is_the_one_by_hand(keys: dict) -> None:
     assert followed(40, **keys)[0] == pytest.approx(by_hand(40, **keys), rel=1e-5)
 
 
 def test_each_option_matters() -> None:
-    results = {followed(40, **keys)[0] for keys in ({"decay": 0.6}, {"decay": 0.3}, {"decay": 0.6, "every": 3}, {"decay": 0.6, "start": 39})}
+    results = {
+        followed(40, **keys)[0]
+        for keys in ({"decay": 0.6}, {"decay": 0.3}, {"decay": 0.6, "every": 3}, {"decay": 0.6, "start": 39})
+    }
     assert len(results) == 4
 
 

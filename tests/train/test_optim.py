@@ -34,7 +34,10 @@ def test_parity_with_plain_adamw_on_the_mean(clip: float | None) -> None:
     decays = [p for p in plain.parameters() if p.ndim >= 2]
     vectors = [p for p in plain.parameters() if p.ndim < 2]
     reference = torch.optim.AdamW(
-        [{"params": decays, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=3e-3, betas=(0.9, 0.95), eps=1e-7
+        [{"params": decays, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=3e-3,
+        betas=(0.9, 0.95),
+        eps=1e-7,
     )
     for step in range(20):
         sums(ours, step).backward()

@@ -25,7 +25,9 @@ def batch(step: int = 0, slots: range = range(8), captions: bool = True) -> Batc
     """Sample `slot` of step `step` is the same in whatever batch it comes."""
     samples = [
         Sample(
-            pixels=torch.randint(0, 256, (1, 3, 2, 2), generator=torch.Generator().manual_seed(1000 * step + slot), dtype=torch.uint8),
+            pixels=torch.randint(
+                0, 256, (1, 3, 2, 2), generator=torch.Generator().manual_seed(1000 * step + slot), dtype=torch.uint8
+            ),
             caption="x" * (slot + 1) if captions else None,
         )
         for slot in slots
@@ -72,7 +74,10 @@ def test_the_loss_is_the_mean_and_parity_with_a_plain_loop() -> None:
     stepper = Stepper(toy(), CONFIG)
     plain = toy()
     parameters = [p for p in plain.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.ndim >= 2]}, {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2]},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=CONFIG.betas, weight_decay=CONFIG.weight_decay, eps=CONFIG.eps)
     for step in range(5):
         values = stepper.step(step, [batch(step)])
@@ -97,8 +102,12 @@ def test_players_are_isolated() -> None:
         stepper = Stepper(duel(), CONFIG, players)
         before = weights(stepper.task)
         stepper.step(0, [batch()])
-        assert same({name: value for name, value in before.items() if name.startswith(still)}, weights(stepper.task, still))
-        assert not any(torch.equal(before[name], value) for name, value in weights(stepper.task, moves).items() if "weight" in name)
+        assert same(
+            {name: value for name, value in before.items() if name.startswith(still)}, weights(stepper.task, still)
+        )
+        assert not any(
+            torch.equal(before[name], value) for name, value in weights(stepper.task, moves).items() if "weight" in name
+        )
 
 
 def test_each_player_gets_the_gradient_of_its_own_loss() -> None:
@@ -141,7 +150,10 @@ def test_a_player_that_rests_is_untouched() -> None:
 
 
 def test_players_have_their_own_rates_and_averages() -> None:
-    players = {"generator": PlayerConfig(lr=1.0, warmup=4), "critic": PlayerConfig(lr=0.5, warmup=0, ema=EmaConfig(decay=0))}
+    players = {
+        "generator": PlayerConfig(lr=1.0, warmup=4),
+        "critic": PlayerConfig(lr=0.5, warmup=0, ema=EmaConfig(decay=0)),
+    }
     stepper = Stepper(duel(), CONFIG, players)
     assert stepper.rates(0) == {"lr": 0.25, "critic/lr": 0.5}
     assert stepper.averages.keys() == {"generator"}
@@ -242,7 +254,10 @@ def test_bf16_is_used_where_asked() -> None:
 
 
 def test_checkpointing_gives_equal_gradients_with_dropout() -> None:
-    plain, saving = Stepper(toy(dropout=0.3), CONFIG), Stepper(toy(dropout=0.3), CONFIG.model_copy(update={"checkpointing": True}))
+    plain, saving = (
+        Stepper(toy(dropout=0.3), CONFIG),
+        Stepper(toy(dropout=0.3), CONFIG.model_copy(update={"checkpointing": True})),
+    )
     calls = []
     saving.task.body[0].register_forward_hook(lambda *_: calls.append(1))
     for step in range(3):
@@ -272,7 +287,9 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
 @pytest.mark.parametrize("make", [lambda: toy(dropout=0.3), lambda: duel(critic_start=3)])
 def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
-    config = CONFIG.model_copy(update={"ema": EmaConfig(decay=0.9, every=2, start=1), "warmup": 6, "schedule": "cosine"})
+    config = CONFIG.model_copy(
+        update={"ema": EmaConfig(decay=0.9, every=2, start=1), "warmup": 6, "schedule": "cosine"}
+    )
     straight = Stepper(make(), config, seed=5)
     for step in range(4):
         straight.step(step, [batch(step)])
@@ -287,9 +304,14 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
         torch.rand(step)  # the state of torch's own generator does not matter
         one = straight.step(step, [batch(step)])
         two = resumed.step(step, [batch(step)])
-        assert {name: float(value) for name, value in one.items()} == {name: float(value) for name, value in two.items()}
+        assert {name: float(value) for name, value in one.items()} == {
+            name: float(value) for name, value in two.items()
+        }
     for kind, group in straight.tensors().items():
-        assert same({k: v.detach().clone() for k, v in group.items()}, {k: v.detach().clone() for k, v in resumed.tensors()[kind].items()})
+        assert same(
+            {k: v.detach().clone() for k, v in group.items()},
+            {k: v.detach().clone() for k, v in resumed.tensors()[kind].items()},
+        )
     assert straight.state() == resumed.state()
 
 

@@ -26,7 +26,12 @@ class Toy(Task):
     def __init__(self, inputs: int, config: ToyConfig) -> None:
         super().__init__()
         self.first = nn.Linear(inputs, config.width)
-        self.body = nn.Sequential(nn.Linear(config.width, config.width), nn.Tanh(), nn.Dropout(config.dropout), nn.Linear(config.width, config.width))
+        self.body = nn.Sequential(
+            nn.Linear(config.width, config.width),
+            nn.Tanh(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.width, config.width),
+        )
         self.norm = nn.LayerNorm(config.width)
         self.last = nn.Linear(config.width, 1)
         self.helper = freeze(nn.Linear(inputs, 1))
