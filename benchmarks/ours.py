@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -14,9 +15,9 @@ from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper
 
 
-def training(task: Task, batch: Batch, device: torch.device) -> Work:
+def training(task: Task, batch: Batch, device: torch.device, **settings: Any) -> Work:
     """One optimizer step of every player a call, on a batch that lies where the loader leaves it."""
-    config = TrainConfig(batch_size=len(batch))
+    config = TrainConfig(batch_size=len(batch), **settings)
     if device.type == "cuda":
         batch = batch.pin_memory()
     # Operations are counted on an eager step: compiled kernels hide them.

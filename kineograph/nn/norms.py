@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 Norm = Literal["rms", "layer"]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · g, with g brought to x's type: torch's own keeps it in float32, and its fused kernel then refuses bf16."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=1e-6)
 
 
 def norm_layer(kind: Norm, width: int) -> nn.Module:
     """`rms`: x / rms(x) · g. `layer`: (x − mean) / std · g. Neither has a shift: the linear layers after them can learn it."""
     if kind == "rms":
-        return nn.RMSNorm(width, eps=1e-6)
+        return RMSNorm(width)
     return nn.LayerNorm(width, eps=1e-6, bias=False)

@@ -200,6 +200,8 @@ def _pace(found: Estimate) -> list[str]:
             "",
             f"{why} ({1000 * speed.read_seconds:.1f} ms a sample): raise train.workers, now {workers}, to {min(machine.cores(), 2 * workers + 1)}",
         )
+    if found.device.type == "cpu" and (load := machine.busy()) > 0.5:
+        line("", f"other processes keep this machine busy ({load:.1f} a core over the last minute): alone, training is faster")
     line("time", f"{clock(found.seconds)} for {train.steps:,} steps, without validation and pictures")
     return lines
 

@@ -94,6 +94,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def busy() -> float:
+    """Processes that want to run, by core, over the last minute."""
+    return os.getloadavg()[0] / cores() if hasattr(os, "getloadavg") else 0.0
+
+
 def disk_free(path: Path) -> int:
     """Where `path` lies or will lie."""
     path = path.resolve()

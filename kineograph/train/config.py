@@ -46,8 +46,8 @@ class TrainConfig(PlayerConfig):
     """Micro-batches a step."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on GPUs that have it, fp32 elsewhere."""
-    compile: Literal["auto"] | bool = "auto"
-    """torch.compile; auto: on GPUs."""
+    compile: Literal["auto", "graphs"] | bool = "auto"
+    """torch.compile; graphs: as CUDA graphs too; auto: on GPUs, as graphs where nothing is accumulated."""
     checkpointing: bool = False
     """Recompute activations of the repeated blocks in the backward pass: less memory, more time."""
     device: str = "auto"

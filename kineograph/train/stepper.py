@@ -39,6 +39,14 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return torch.autocast(device.type, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
+def graphs_for(config: TrainConfig, device: torch.device) -> bool:
+    """Whether compiled modules run as CUDA graphs: the host then launches a graph instead of hundreds of kernels. A graph
+    has one set of buffers, so gradients that are accumulated over micro-batches rule it out."""
+    if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
+        raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
+    return device.type == "cuda" and (config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1))
+
+
 def recompute(block: nn.Module) -> None:
     """Keep no activations of this block while training: the backward pass computes them again."""
     forward = block.forward
@@ -84,9 +92,12 @@ class Stepper:
         if config.checkpointing:
             for block in task.blocks():
                 recompute(block)
-        if config.compile is True or (config.compile == "auto" and self.device.type == "cuda"):
+        self.graphs = graphs_for(config, self.device)
+        if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
             for module in task.compiled():
-                module.compile(dynamic=False)
+                # A module without weights is a kernel or two: copying its inputs into a graph would cost more than it saves.
+                graphed = self.graphs and any(True for _ in module.parameters())
+                module.compile(dynamic=False, mode="reduce-overhead" if graphed else "default")
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
@@ -111,6 +122,8 @@ class Stepper:
     def gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _Joined]:
         """Add the gradients of these micro-batches to the parameters of every player that plays. → each one's losses."""
         torch.manual_seed(key_of(self.seed, step, "torch") >> 1)  # dropout, revival of dead codes
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         playing = [name for name in self.task.players if self.task.plays(name, step)]
         joined: dict[str, _Joined] = {name: _Joined() for name in playing}
         for batch in batches:
@@ -159,6 +172,8 @@ class Stepper:
             with (
                 averaged(list(self.averages.values()) if ema else []),
                 torch.no_grad(),
+                # Judging comes in many shapes, each seldom: compiling them would take longer than it saves.
+                torch.compiler.set_stance("force_eager"),
                 autocast(self.precision, self.device),
             ):
                 yield self.task

@@ -112,7 +112,7 @@ def test_lengths_and_cadences_may_change(path: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "key"),
     [
-        ("seed", 5, "seed"), ("train.lr", 5e-4, "stages.first.players.critic.lr"), ("train.ema.every", 5, "ema.every"),
+        ("seed", 5, "seed"), ("train.lr", 5e-4, "stages.first.train.lr"), ("train.ema.every", 5, "ema.every"),
         ("train.batch_size", 8, "stages.first.train.batch_size"), ("train.accumulate", 2, "train.accumulate"),
         ("data.size", 32, "stages.first.data.size"), ("data.digits", 2, "stages.first.data.digits"), ("train.precision", "bf16", "train.precision"),
         ("stages.second.width", 9, "stages.second.width"), ("stages.first.players.critic.clip", None, "stages.first.players.critic.clip"),
