@@ -39,6 +39,9 @@ def train(
     return run_training(what, run=run, resume=resume, dataset=dataset, on_log=on_log, extra=settings, quiet=quiet)
 
 
+_train = train  # where kineograph.train, the package, finds it
+
+
 def load(run: str | Path, checkpoint: str | int = "last", device: str = "auto", stage: str | None = None) -> Sampler:
     """Open a trained run: `.sample([...])` draws prompts."""
     from kineograph.sample.draw import Sampler

@@ -248,3 +248,17 @@ def test_presets_are_listed(kineo) -> None:
     done = kineo("presets")
     assert done.code == 0, done.err
     assert "kineo train PRESET" in done.out
+
+
+def test_the_function_train_survives_the_package_train(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kineograph as kg
+    import kineograph.train.ema
+    from kineograph.train import checkpoint
+
+    monkeypatch.chdir(here)
+    assert kineograph.train.ema.Ema
+    heard: list[dict] = []
+    for _ in range(2):  # the second call finds the package where the function was
+        run = kg.train("toy.yaml", on_log=heard.append, quiet=True, **{"train.steps": 1})
+    assert checkpoint.steps(run / "only/checkpoints") == [1]
+    assert [record["step"] for record in heard if record["split"] == "train"] == [1]

@@ -56,8 +56,9 @@ def _checked(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device {name} is not there: torch {torch.__version__} sees no GPU; use auto or cpu (kineo doctor shows what there is)")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device {name} is not there: the GPUs are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise InputError(
+            f"device {name} is not there: this machine has {count} CUDA devices; use auto or cpu (kineo doctor shows more)"
+        )
     return device

@@ -158,8 +158,7 @@ def _fitting(found: Estimate) -> str:
     if found.fits:
         return f"{room}; micro-batches up to about {largest:,} would"
     if largest == 0:
-        state = found.memory.total - found.memory.activations
-        return f"{room}; weights, gradients, optimizer and EMA alone take {size(state)}: make the model smaller or use a larger device"
+        return f"{room}; {_not_one(found)}"
     remedies = [f"train.accumulate={_enough(found, largest)} (micro-batches of at most {largest})"]
     remedies += [
         switch
@@ -167,6 +166,16 @@ def _fitting(found: Estimate) -> str:
         if not switch.startswith("train.accumulate") and saved.total <= ROOM * found.free
     ]
     return f"{room}; what helps: {', or '.join(remedies)}, or train.batch_size={min(largest, found.stage.train.batch_size)}"
+
+
+def _not_one(found: Estimate) -> str:
+    """What helps when the memory does not even hold one sample."""
+    state, room = found.memory.total - found.memory.activations, ROOM * found.free
+    lean = found.savings.get("train.checkpointing=true")
+    if lean is not None and state + lean.activations / found.micro <= room:
+        fitting = max(1, int((room - state) / (lean.activations / found.micro)))
+        return f"what helps: train.checkpointing=true with train.accumulate={_enough(found, fitting)}"
+    return f"weights, gradients, optimizer and EMA take {size(state)}, one sample {size(found.sample_bytes)}: make the model smaller or use a larger device"
 
 
 def _enough(found: Estimate, largest: int) -> int:
@@ -201,7 +210,10 @@ def _pace(found: Estimate) -> list[str]:
             f"{why} ({1000 * speed.read_seconds:.1f} ms a sample): raise train.workers, now {workers}, to {min(machine.cores(), 2 * workers + 1)}",
         )
     if found.device.type == "cpu" and (load := machine.busy()) > 0.5:
-        line("", f"other processes keep this machine busy ({load:.1f} a core over the last minute): alone, training is faster")
+        line(
+            "",
+            f"other processes keep this machine busy ({load:.1f} a core over the last minute): alone, training is faster",
+        )
     line("time", f"{clock(found.seconds)} for {train.steps:,} steps, without validation and pictures")
     return lines
 

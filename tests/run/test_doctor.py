@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,14 @@ def test_what_does_not_fit_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(estimate, "free_memory", lambda device: state // 2)
     _, hopeless = estimated(TREE)
     assert "make the model smaller or use a larger device" in told(hopeless)
+
+
+def test_two_switches_together_where_one_is_not_enough() -> None:
+    _, found = estimated(TREE)
+    state = found.memory.total - found.memory.activations
+    lean = {"train.checkpointing=true": replace(found.memory, activations=800)}  # 100 bytes a sample
+    tight = replace(found, free=int((state + 250) / estimate.ROOM), sample_bytes=10.0**4, savings=lean)
+    assert "train.checkpointing=true with train.accumulate=4" in told(tight)
 
 
 def test_without_arguments_the_machine_is_described(
