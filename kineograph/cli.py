@@ -129,7 +129,9 @@ def evaluate(
     from kineograph.evaluate.runner import evaluate as judge
 
     names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
-    found = judge(run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device)
+    found = judge(
+        run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device
+    )
     found.show()
 
 

@@ -81,7 +81,7 @@ def ours_train(sizes: Sizes, device: torch.device) -> Work:
 def ours_sample(sizes: Sizes, device: torch.device) -> Work:
     """The path of `kineo sample`, with the stages loaded and, on a GPU, compiled."""
     from kineograph.core.batch import Batch
-    from kineograph.core.task import freeze
+    from kineograph.core.task import compile_parts, freeze
     from kineograph.family.muse.config import MuseSample
     from kineograph.sample.draw import draw
     from kineograph.train.stepper import precision_for
@@ -105,8 +105,8 @@ def ours_sample(sizes: Sizes, device: torch.device) -> Work:
 
     flops = count_flops(call)
     if device.type == "cuda":
-        for module in (*task.compiled(), *codec.compiled()):
-            module.compile(dynamic=False)
+        for part in (task, codec):
+            compile_parts(part, graphs=True)
     parameters = size(task.parameters()) + size(codec.parameters())
     return Work(call, samples=batch, parameters=parameters, flops=flops, precision=precision_for("auto", device))
 

@@ -82,7 +82,9 @@ class Batch:
         """These rows, in this order."""
         chosen = torch.tensor(places)
         batch = self.map(lambda tensor: tensor[chosen.to(tensor.device)])
-        return replace(batch, captions=[self.captions[place] for place in places] if self.captions is not None else None)
+        return replace(
+            batch, captions=[self.captions[place] for place in places] if self.captions is not None else None
+        )
 
     def to(self, device: torch.device) -> Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -294,7 +294,12 @@ def _start_method(source: Source) -> str:
     if wanted not in methods:
         return "spawn"
     if wanted == "forkserver":  # what the workers need is imported once, in the server
-        needed = ["kineograph.data.loader", "kineograph.data.folder", type(source).__module__]
+        needed = [
+            "kineograph.data.worker_server",
+            "kineograph.data.loader",
+            "kineograph.data.folder",
+            type(source).__module__,
+        ]
         torch.multiprocessing.get_context("forkserver").set_forkserver_preload(
             [name for name in needed if name != "__main__"]
         )

@@ -21,7 +21,7 @@ from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import Task
+from kineograph.core.task import Task, compile_parts
 from kineograph.sample.stages import Stages, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
 from kineograph.train.stepper import precision_for
@@ -107,8 +107,7 @@ class Sampler:
             )
         if compile:
             for part in (task, *task.stages.values()):
-                for module in part.compiled():
-                    module.compile(dynamic=False)
+                compile_parts(part, graphs=stages.device.type == "cuda")
         return Sampler(stages, name, task, found, ema)
 
     def sample(

@@ -17,7 +17,7 @@ from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import Loss, Task, load_weights, parameters_of, weights_of
+from kineograph.core.task import Loss, Task, compile_parts, load_weights, parameters_of, weights_of
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
@@ -40,11 +40,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def graphs_for(config: TrainConfig, device: torch.device) -> bool:
-    """Whether compiled modules run as CUDA graphs: the host then launches a graph instead of hundreds of kernels. A graph
-    has one set of buffers, so gradients that are accumulated over micro-batches rule it out."""
+    """Whether compiled modules run as CUDA graphs. A graph has one set of buffers, so gradients that are accumulated over
+    micro-batches rule it out."""
     if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
         raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
-    return device.type == "cuda" and (config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1))
+    return device.type == "cuda" and (
+        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1)
+    )
 
 
 def recompute(block: nn.Module) -> None:
@@ -72,7 +74,9 @@ class Stepper:
     ) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # shapes repeat step after step: let cuDNN find its fastest kernels once
+            torch.backends.cudnn.benchmark = (
+                True  # shapes repeat step after step: let cuDNN find its fastest kernels once
+            )
         self.task = task.to(self.device)
         self.config = config
         self.seed = seed
@@ -94,10 +98,7 @@ class Stepper:
                 recompute(block)
         self.graphs = graphs_for(config, self.device)
         if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
-            for module in task.compiled():
-                # A module without weights is a kernel or two: copying its inputs into a graph would cost more than it saves.
-                graphed = self.graphs and any(True for _ in module.parameters())
-                module.compile(dynamic=False, mode="reduce-overhead" if graphed else "default")
+            compile_parts(task, self.graphs)
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""

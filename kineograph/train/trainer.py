@@ -81,8 +81,7 @@ class Trainer:
         with self.progress.shown(done):
             batches = self.data.steps(done, config.steps)
             for step in range(done, config.steps):
-                with clock.waiting():
-                    micro = next(batches)
+                micro = self._next(batches, clock, done)
                 values = stepper.step(step, micro)
                 done = step + 1
                 clock.count(sum(map(len, micro)) * ranks.world())
@@ -98,9 +97,22 @@ class Trainer:
                     if improved or last or done % config.save_every == 0 or self.around.stop:
                         self._save(done, improved)
                 if self.around.stop and not last:
-                    raise Stopped(
-                        f"stopped by {self.around.stop.by} at step {done} of {self.stage}, saved; run the same command to go on"
-                    )
+                    raise self._stopped(done)
+
+    def _next(self, batches: Iterator[list[Batch]], clock: _Clock, done: int) -> list[Batch]:
+        """The next step's micro-batches. A signal to the whole process group may end the data's workers before it is heard here."""
+        try:
+            with clock.waiting():
+                return next(batches)
+        except RunFailed:
+            if not self.around.stop:
+                raise
+            self._save(done)
+            raise self._stopped(done) from None
+
+    def _stopped(self, done: int) -> Stopped:
+        by = self.around.stop.by
+        return Stopped(f"stopped by {by} at step {done} of {self.stage}, saved; run the same command to go on")
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and (done % every == 0 or done == self.config.steps)

@@ -198,3 +198,17 @@ def test_run_in_use_is_refused(config: Path, tmp_path: Path) -> None:
         first.kill()
         first.wait()
     train(config, run, "train.steps=3")
+
+
+def test_signal_to_the_whole_process_group(config: Path, tmp_path: Path) -> None:
+    """As schedulers send it: data workers and their server hear it too, and must not take the last step with them."""
+    run = tmp_path / "run"
+    words = command(config, run, "train.workers=2", "train.steps=100000")
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+    while _lines(run) < 5 and process.poll() is None:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert "Traceback" not in errors
+    assert (run / "stopped").is_file()

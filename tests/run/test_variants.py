@@ -69,7 +69,14 @@ def test_super_resolution_from_the_base_generator(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["separate", "self"])
 def test_critics(tmp_path: Path, kind: str) -> None:
-    critic = {"task": "muse.critic", "generator": "generator", "width": 32, "depth": 1, "heads": 2, "sample": {"steps": 4}}
+    critic = {
+        "task": "muse.critic",
+        "generator": "generator",
+        "width": 32,
+        "depth": 1,
+        "heads": 2,
+        "sample": {"steps": 4},
+    }
     change = {"stages": {"critic": critic} if kind == "separate" else {"generator": {"critic": "self"}}}
     run = tmp_path / "run"
     config = write(tmp_path, change)
@@ -160,9 +167,21 @@ def test_python_api_with_a_users_dataset(tmp_path: Path) -> None:
     tree = yaml.safe_load(write(tmp_path).read_text())
     tree["data"] = {"size": 16}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    run = kg.train(str(tmp_path / "run.yaml"), dataset=Squares(), run=tmp_path / "run", on_log=heard.append, quiet=True, **{"train.lr": 1e-3})
+    run = kg.train(
+        str(tmp_path / "run.yaml"),
+        dataset=Squares(),
+        run=tmp_path / "run",
+        on_log=heard.append,
+        quiet=True,
+        **{"train.lr": 1e-3},
+    )
     assert {record["stage"] for record in heard} == {"tokenizer", "generator"}
-    assert [record["step"] for record in heard if record["stage"] == "generator" and record["split"] == "train"] == [1, 2, 3, 4]
+    assert [record["step"] for record in heard if record["stage"] == "generator" and record["split"] == "train"] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     drawn = kg.load(run, device="cpu").sample(["a red square"], count=2)
     assert drawn.pixels.shape == (2, 1, 3, 16, 16)
 
@@ -174,13 +193,25 @@ def test_warm_start_and_another_runs_codec(tmp_path: Path) -> None:
     del tree["stages"]["tokenizer"]
     tree["stages"]["generator"] |= {"codec": f"{first}/tokenizer", "init": f"{first}/generator"}
     (tmp_path / "second.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    assert kineo("train", tmp_path / "second.yaml", "--run", second, "train.steps=1", "train.lr=0", "train.weight_decay=0") == 0
+    assert (
+        kineo("train", tmp_path / "second.yaml", "--run", second, "train.steps=1", "train.lr=0", "train.weight_decay=0")
+        == 0
+    )
     old = checkpoint.choose(first / "generator" / "checkpoints").weights()
     assert all(torch.equal(value, old[name]) for name, value in weights(second, "generator").items())
     assert kineo("sample", second, "a blue 5 at the centre", "--out", tmp_path / "out") == 0
 
 
 def test_non_finite_data_ends_the_run_with_a_clear_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = kineo("train", write(tmp_path), "--run", tmp_path / "run", "train.lr=1e38", "train.clip=null", "train.steps=40", "train.max_nonfinite=3")
+    code = kineo(
+        "train",
+        write(tmp_path),
+        "--run",
+        tmp_path / "run",
+        "train.lr=1e38",
+        "train.clip=null",
+        "train.steps=40",
+        "train.max_nonfinite=3",
+    )
     message = capsys.readouterr().err
     assert code == 1 and "not finite" in message and "train.lr" in message and "Traceback" not in message

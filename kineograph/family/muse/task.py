@@ -282,7 +282,7 @@ class Muse(Task):
         def hidden(tokens: Tensor, step: int) -> Tensor:
             found = self.network(tokens, both.text, both.mask, both.low_res, previous[0], memory)
             if self.config.self_conditioning:
-                previous[0] = found
+                previous[0] = found.clone()  # a CUDA graph writes its next result where this one lies
             return found
 
         # the head is linear: guiding hidden states is guiding logits, at half the price

@@ -1,0 +1,219 @@
+"""The documents tell the truth: every config key stands in docs/ with its default, every command that is named exists, the examples work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from kineograph import cli
+from kineograph.codec.adversarial import AdversarialConfig
+from kineograph.codec.perceptual import PerceptualConfig
+from kineograph.codec.vqgan import VQGANConfig
+from kineograph.core.config import StageConfig, flatten, read_yaml
+from kineograph.data.cache import CacheConfig
+from kineograph.data.config import DataConfig
+from kineograph.data.dataset import DatasetConfig, DatasetSource
+from kineograph.data.folder import FolderConfig
+from kineograph.data.memmap import MemmapConfig
+from kineograph.data.moving_digits import MovingDigitsConfig
+from kineograph.family.muse.config import CriticConfig, MuseConfig, MuseSample
+from kineograph.nn.quantizers import FSQConfig, LFQConfig, VQConfig
+from kineograph.run import layers
+from kineograph.run.plan import RunConfig, make_plan, refuse_changes
+from kineograph.text import TextConfig
+from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig
+
+ROOT = Path(__file__).parents[1]
+DATA, CONFIG = (ROOT / "docs" / name for name in ("data.md", "config.md"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+# Keys ------------------------------------------------------------------------------------------------------------
+
+# file, heading, class, prefix of its keys, the class whose keys stand elsewhere
+TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
+    (DATA, "Keys of every source", DataConfig, "data.", None),
+    (DATA, "moving_digits", MovingDigitsConfig, "data.", DataConfig),
+    (DATA, "folder", FolderConfig, "data.", DataConfig),
+    (DATA, "memmap", MemmapConfig, "data.", DataConfig),
+    (DATA, "cache", CacheConfig, "data.", DataConfig),
+    (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
+    (CONFIG, "The top", RunConfig, "", None),
+    (CONFIG, "stages.x", StageConfig, "", None),
+    (CONFIG, "train.*", TrainConfig, "train.", PlayerConfig),
+    (CONFIG, "train.*", PlayerConfig, "train.", None),
+    (CONFIG, "train.*", EmaConfig, "train.ema.", None),
+    (CONFIG, "task: vqgan", VQGANConfig, "", StageConfig),
+    (CONFIG, "task: vqgan", VQConfig, "quantizer.", None),
+    (CONFIG, "task: vqgan", LFQConfig, "quantizer.", None),
+    (CONFIG, "task: vqgan", FSQConfig, "quantizer.", None),
+    (CONFIG, "task: vqgan", PerceptualConfig, "perceptual.", None),
+    (CONFIG, "task: vqgan", AdversarialConfig, "adversarial.", None),
+    (CONFIG, "task: muse", MuseConfig, "", StageConfig),
+    (CONFIG, "sample.*", MuseSample, "sample.", None),
+    (CONFIG, "text.*", TextConfig, "text.", None),
+    (CONFIG, "task: muse.critic", CriticConfig, "", StageConfig),
+]
+
+
+def section(path: Path, heading: str) -> str:
+    """What stands under a heading, up to the next one."""
+    parts = re.split(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))[heading]
+
+
+def key_tables(text: str) -> list[dict[str, str]]:
+    """Tables that begin with `| key | default |`: key → default as it stands there."""
+    found = re.findall(r"^\| key \| default \| meaning \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", rows, re.MULTILINE)) for rows in found]
+
+
+def shown_default(model: type[BaseModel], name: str) -> Any:
+    """A field's default as YAML would give it; `required`, or `section` for a config of its own."""
+    field = model.model_fields[name]
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, BaseModel):
+        return "section"
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(("path", "heading", "model", "prefix", "base"), TABLES, ids=lambda v: getattr(v, "__name__", ""))
+def test_every_key_stands_there_with_its_default(
+    path: Path, heading: str, model: type[BaseModel], prefix: str, base: type[BaseModel] | None
+) -> None:
+    names = [name for name in model.model_fields if base is None or name not in base.model_fields]
+    wanted = {prefix + name: shown_default(model, name) for name in names}
+    tables = key_tables(section(path, heading))
+    told = next((table for table in tables if table.keys() == wanted.keys()), None)
+    nearest = max(tables, key=lambda table: len(table.keys() & wanted.keys()))
+    assert told is not None, f"{path.name}, {heading}: {sorted(wanted.keys() ^ nearest.keys())} only in code or only in the table"
+    plain = {key: text if "`" not in text else read_yaml(text.strip("` "), key) for key, text in told.items()}
+    assert plain == wanted
+
+
+def test_no_table_of_keys_is_forgotten() -> None:
+    headings = {(path, heading) for path, heading, *_ in TABLES}
+    for path in (DATA, CONFIG):
+        counted = sum(len(key_tables(section(file, heading))) for file, heading in headings if file == path)
+        assert counted == len(key_tables(path.read_text(encoding="utf-8"))) == sum(file == path for file, *_ in TABLES)
+
+
+def nested(model: type[BaseModel]) -> set[type[BaseModel]]:
+    """The config classes inside a config class."""
+
+    def inside(annotation: Any) -> set[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return {annotation} | nested(annotation)
+        return set().union(*map(inside, getattr(annotation, "__args__", ())))
+
+    return set().union(*(inside(field.annotation) for field in model.model_fields.values()))
+
+
+def test_nested_classes_have_tables_too() -> None:
+    told = {model for _, _, model, *_ in TABLES}
+    for model in list(told):
+        assert nested(model) <= told, model
+
+
+def test_the_documents_name_what_may_change_on_resume() -> None:
+    told = set(re.findall(r"`(train\.[a-z_*]+|prompts)`", section(CONFIG, "Resume").split("may differ")[0]))
+    known = {f"train.{name}" for name in TrainConfig.model_fields} | {"prompts"}
+    for key in known:
+        base = {"prompts": 1, "train": dict.fromkeys(TrainConfig.model_fields, 1)}
+        changed = {"prompts": 2} if key == "prompts" else {"train": base["train"] | {key.removeprefix("train."): 2}}  # type: ignore[operator]
+        allowed = key in told or (key.endswith("_every") and "train.*_every" in told)
+        if allowed:
+            refuse_changes(base, base | changed)
+        else:
+            with pytest.raises(Exception, match=re.escape(key)):
+                refuse_changes(base, base | changed)
+
+
+# Commands --------------------------------------------------------------------------------------------------------
+
+
+def commands() -> dict[str, set[str]]:
+    """`train`, `data make` … → the options that each has."""
+    top = typer.main.get_command(cli.app)
+    found: dict[str, set[str]] = {}
+
+    def walk(command: Any, name: str) -> None:
+        if hasattr(command, "commands"):
+            for child, inner in command.commands.items():
+                walk(inner, f"{name} {child}".strip())
+        else:
+            found[name] = {text for option in command.params for text in (*option.opts, *option.secondary_opts)} | {"--help"}
+
+    walk(top, "")
+    return found
+
+
+def named_commands(text: str) -> list[tuple[str, list[str]]]:
+    """Commands that a document names, with their options: (`data make moving-digits`, [`--out`])."""
+    calls = re.findall(r"(?<![\w/.-])kineo\s+(?:--debug\s+)?([a-z][^`#\n]*)", text)
+    return [(call, re.findall(r"(?<![\w-])--[a-z][a-z-]*", call)) for call in calls]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_that_is_named_exists(path: Path) -> None:
+    known = commands()
+    for call, options in named_commands(path.read_text(encoding="utf-8")):
+        words = call.split()
+        name = next((name for name in (words[0], " ".join(words[:2])) if name in known), None)
+        assert name is not None, f"{path.name} names `kineo {call}`"
+        assert set(options) <= known[name], f"{path.name} names `kineo {call}`: {set(options) - known[name]}"
+
+
+def test_every_command_is_named_somewhere() -> None:
+    calls = [call for path in DOCUMENTS for call, _ in named_commands(path.read_text(encoding="utf-8"))]
+    for name in commands():
+        assert any(f"{call} ".startswith(f"{name} ") for call in calls), name
+
+
+# Examples --------------------------------------------------------------------------------------------------------
+
+
+def test_the_yaml_examples_are_plans(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", section(CONFIG, "An example"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        path = tmp_path / "photos.yaml"
+        path.write_text(block, encoding="utf-8")
+        plan = make_plan(layers.read([str(path)]))
+        assert [stage.name for stage in plan.stages] == ["tokenizer", "generator"]
+        given = {key: value for key, value in flatten(read_yaml(block, "block")["stages"]).items() if ".train." in key}
+        saved = flatten(plan.tree()["stages"])
+        assert given == {key: saved[key] for key in given}
+
+
+def test_an_emptied_section_takes_another_kind() -> None:
+    command = re.search(r"kineo train (muse-tiny .*text\.kind=none)", CONFIG.read_text(encoding="utf-8"))
+    assert command is not None
+    plan = make_plan(layers.read(command[1].split()))
+    assert plan.stages[-1].spec.config.text.kind == "none"  # type: ignore[attr-defined]
+
+
+def test_the_example_dataset_is_a_source() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", DATA.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    import numpy as np
+
+    source = DatasetSource.wrap(names["Squares"](12), DataConfig(size=(16, 16), validation=0.25), "train", 0)
+    sample = source.read(0, np.random.default_rng(0))
+    assert sample.pixels is not None and sample.pixels.shape == (1, 3, 16, 16)
+    assert sample.caption == source.caption(0)
+    assert source.missing_captions() == []
+
+
+@pytest.mark.parametrize("path", [DATA, CONFIG], ids=lambda path: path.name)
+def test_lines_fit(path: Path) -> None:
+    assert [line for line in path.read_text(encoding="utf-8").splitlines() if len(line) > 130] == []

@@ -1,0 +1,103 @@
+"""Every preset builds at its full size on the meta device, and takes two real steps in a shrunk form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kineograph.core.task import BuildContext, Task, parameters_of
+from kineograph.run import layers
+from kineograph.run.plan import make_plan
+from kineograph.run.train import train
+from kineograph.train import checkpoint
+
+QUICK = [
+    "train.steps=2", "train.batch_size=2", "train.log_every=1", "train.validation_samples=2", "train.samples=2", "train.save_every=2",
+    "train.validate_every=2", "train.sample_every=2", "train.workers=0", "train.device=cpu", "train.trackers=[]", "train.warmup=1",
+]  # fmt: skip
+
+# What makes each preset small without changing which parts it has.
+SHRINK: dict[str, list[str]] = {
+    "vqgan-tiny": ["stages.tokenizer.width=8"],
+    "muse-tiny": ["data.count=8", "stages.tokenizer.width=8", "stages.generator.depth=1"],
+    "muse-digits": ["stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1"],
+    "muse-base": [
+        "data.size=32", "stages.tokenizer.width=8", "stages.tokenizer_512.width=8", "stages.tokenizer_512.data.size=64",
+        "stages.superres.data.size=64", "stages.generator.width=32", "stages.generator.depth=1", "stages.generator.heads=2",
+        "stages.superres.width=32", "stages.superres.depth=1", "stages.superres.heads=2", "stages.generator.sample.steps=2",
+        "stages.superres.sample.steps=2", "stages.tokenizer.adversarial.start=0", "stages.tokenizer_512.adversarial.start=0",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A T5 of random weights with a vocabulary of six words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    folder = tmp_path_factory.mktemp("t5")
+    words = {word: number for number, word in enumerate(["<pad>", "</s>", "<unk>", "a", "picture", "of"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+    T5EncoderModel(T5Config(vocab_size=8, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=3)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    for number in range(8):
+        Image.fromarray(random.integers(0, 256, (70, 80, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a picture of {number}")
+    return folder
+
+
+def settings(preset: str, t5: Path, pictures: Path) -> list[str]:
+    """What a user of the preset must name."""
+    tree = layers.read([preset])
+    found = [f"data.folder={pictures}"] if tree["data"]["source"] == "folder" else []
+    for name, stage in tree["stages"].items():
+        if stage.get("text", {}).get("kind") == "t5":
+            found += [f"stages.{name}.text.name={t5}", f"stages.{name}.text.width=24"]
+    return found
+
+
+def test_every_preset_is_here() -> None:
+    assert set(SHRINK) == set(layers.preset_names())
+
+
+@pytest.mark.parametrize("preset", layers.preset_names())
+def test_builds_on_the_meta_device(preset: str, pictures: Path) -> None:
+    tree = layers.read([preset, *([f"data.folder={pictures}"] if preset == "muse-base" else [])])
+    built: dict[str, Task] = {}
+    with torch.device("meta"):
+        for stage in make_plan(tree).stages:
+            context = BuildContext(
+                stage.spec.data.shape, stage=built.__getitem__, captions=lambda: ["a red 3"], note=lambda line: None
+            )
+            task = built[stage.name] = stage.spec.task.build(stage.spec.config, context)
+            for player in task.players:
+                assert parameters_of(task, player)
+            assert all(p.is_meta for p in task.parameters())
+
+
+@pytest.mark.parametrize("preset", layers.preset_names())
+def test_takes_two_steps_when_shrunk(preset: str, t5: Path, pictures: Path, tmp_path: Path) -> None:
+    words = [preset, *QUICK, *settings(preset, t5, pictures), *SHRINK[preset]]
+    run = train(words, run=tmp_path / "run", quiet=True)
+    plan = make_plan(layers.read(words))
+    for stage in plan.stages:
+        assert checkpoint.steps(run / stage.name / "checkpoints")[-1] == 2
+    first = plan.stages[0].name
+    assert list((run / first / "validation").iterdir())
+    if len(plan.stages) > 1:
+        assert list((run / plan.stages[-1].name / "samples").glob("step-00000002/grid.png"))
