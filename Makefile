@@ -3,6 +3,8 @@
 PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
+PROMPTS := "a red 3 at the top left" "a green seven in the middle" "the blue digit 5 stands at the bottom right" \
+	"a yellow 0 at the top" "a magenta two at the left" "a cyan 8 in the lower left" "a red four in the right middle" "a blue 9 at the bottom"
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -21,7 +23,8 @@ demo: .venv/.base ## train a small text-to-image model on handwritten digits on 
 	@echo "── judging it"
 	$(BIN)/kineo evaluate runs/demo
 	@echo "── drawing"
-	$(BIN)/kineo sample runs/demo --out runs/demo/pictures
+	$(BIN)/kineo sample runs/demo $(PROMPTS) --out runs/demo/pictures
+	@echo "── look at the sheet of pictures above; runs/demo/evaluation has one with each picture's verdict"
 
 test: check ## everything that must hold before a commit: style, types, import contracts, tests
 	@echo "── tests"

@@ -23,7 +23,7 @@ QUICK = [
 # What makes each preset small without changing which parts it has.
 SHRINK: dict[str, list[str]] = {
     "vqgan-tiny": ["stages.tokenizer.width=8"],
-    "muse-tiny": ["data.count=8", "stages.tokenizer.width=8", "stages.generator.depth=1"],
+    "muse-tiny": ["data.count=40", "stages.tokenizer.width=8", "stages.generator.depth=1"],
     "muse-digits": ["stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1"],
     "muse-base": [
         "data.size=32", "stages.tokenizer.width=8", "stages.tokenizer_512.width=8", "stages.tokenizer_512.data.size=64",

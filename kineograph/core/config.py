@@ -132,10 +132,15 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     result = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = merge(result[key], value)
+            result[key] = merge(_of_kind(result[key], value), value)
         else:
             result[key] = deepcopy(dict(value) if isinstance(value, Mapping) else value)
     return result
+
+
+def _of_kind(base: Tree, over: Mapping[str, Any]) -> Tree:
+    """Another `kind` (of quantizer, of text encoder) is another thing: the old one's keys go with it."""
+    return base if over.get("kind", base.get("kind")) == base.get("kind") else {}
 
 
 def nest(path: str, value: Any) -> Tree:

@@ -55,9 +55,14 @@ def _module(path: str) -> Any:
     try:
         if importlib.util.find_spec(path) is None:
             return None
-    except ModuleNotFoundError:  # a parent of the path does not exist
+    except (ImportError, ValueError):  # a parent of the path does not exist, or it is no module's name at all
         return None
-    return importlib.import_module(path)
+    try:
+        return importlib.import_module(path)
+    except Exception as error:
+        if path.startswith("kineograph."):
+            raise
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _names(packages: tuple[str, ...], attribute: str) -> list[str]:

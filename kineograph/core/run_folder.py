@@ -64,7 +64,13 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run for this process. The kernel drops the lock when the process dies, so none goes stale."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / ".lock").touch()
+        except OSError as error:
+            raise InputError(
+                f"{self.path} cannot be written to ({error.strerror}): give --run a folder that can"
+            ) from None
         place = self.path.resolve()
         # A record lock: unlike flock, data workers forked from this process do not keep it alive. But it does not keep this
         # process itself out, and closing the file anywhere in it drops the lock; so what is held here is remembered.
@@ -98,7 +104,7 @@ class RunFolder:
             with open(self.path / ".lock", "r+", encoding="utf-8") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return False
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             return False
         except OSError:
             return True

@@ -64,6 +64,7 @@ class Task(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stages: dict[str, Task] = {}
+        self.precision = "auto"  # what it is trained in, and so judged in
 
     @classmethod
     def build(cls, config: Any, context: BuildContext) -> Task:
@@ -112,10 +113,15 @@ class Task(nn.Module):
 
     # what can be computed once -----------------------------------------------------------------------------------
 
+    @classmethod
+    def caches(cls, config: Any) -> bool:
+        """Whether `precompute` has something to give under this config."""
+        return False
+
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """What a cache may hold of a batch instead of pixels and captions: `tokens` or `latents`, and `text_embeds` with
-        `text_mask` where the text encoder is frozen. Empty: nothing here can be cached."""
-        return {}
+        `text_mask` where the text encoder is frozen."""
+        raise NotImplementedError
 
     # how the outside treats it -----------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ def _refuse_empty(root: Path, listing: Listing) -> None:
     if kinds[".npy"]:
         hint = "; for arrays set data.source=memmap"
     elif kinds[".tar"]:
-        hint = "; for tar shards set data.source=webdataset"
+        hint = "; tar shards are not read yet: unpack them"
     elif listing.problems:
         hint = f"; {listing.problems[0].path}: {listing.problems[0].reason}"
     raise InputError(
@@ -177,6 +177,8 @@ class Folder:
                 digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
             except OSError:
                 digest.update(f"{name}\0gone\n".encode("utf-8", "surrogateescape"))
+        for index in range(len(self)):
+            digest.update(f"{self.caption(index)}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
 

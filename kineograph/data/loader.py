@@ -264,10 +264,7 @@ class Loader:
                         "raise train.timeout or train.workers"
                     ) from None
                 if "DataLoader worker" in text and "Traceback" not in text:
-                    raise RunFailed(
-                        f"a data worker died ({text.splitlines()[0]}): most often out of memory, or too little shared memory (/dev/shm); "
-                        "lower train.workers or train.batch_size, then run the same command to go on"
-                    ) from None
+                    raise worker_died(text) from None
                 raise
 
     def _accept(self, read: _Read) -> Batch:
@@ -284,6 +281,13 @@ class Loader:
                 f"data.max_unreadable={self.max_unreadable:g} is the limit: repair them or raise it"
             )
         return read.batch
+
+
+def worker_died(text: str) -> RunFailed:
+    return RunFailed(
+        f"a data worker died ({text.splitlines()[0]}): most often out of memory, or too little shared memory (/dev/shm); "
+        "lower train.workers or train.batch_size, then run the same command to go on"
+    )
 
 
 def _start_method(source: Source) -> str:
@@ -309,7 +313,13 @@ def _start_method(source: Source) -> str:
 def _end(reads: Any) -> None:
     """Stop the workers now. They are deaf to SIGTERM, so one that is stuck is killed."""
     workers = list(reads._workers)
-    reads._shutdown_workers()
+    try:
+        reads._shutdown_workers()
+    except (
+        RuntimeError
+    ) as error:  # torch's own watch over its workers, which speaks up while a killed one is being joined
+        if "DataLoader worker" not in str(error):
+            raise
     for worker in workers:
         if worker.is_alive():
             worker.kill()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.noise import numpy_rng
@@ -35,14 +35,13 @@ def scan(
 
     `memory` is a file that remembers the result: nothing is decoded again while the files stay as they are.
     """
-    if len(source) > LIMIT or getattr(source, "in_memory", False):  # a user's Dataset: its code may not bear threads
+    if len(source) > LIMIT or not hasattr(source, "fingerprint"):  # made on the fly, or a Dataset of the user's own
         return []
-    fingerprint = source.fingerprint() if hasattr(source, "fingerprint") else None
-    skipped = _recall(memory, fingerprint)
+    skipped = _recall(memory, source)
     if skipped is None:
         skipped = _decode_all(source, threads, progress)
-        if memory is not None and fingerprint is not None:
-            write_text(memory, json.dumps({"fingerprint": fingerprint, "skipped": skipped}))
+        if memory is not None:
+            remember(memory, source, skipped)
     _refuse(skipped, len(source), max_unreadable)
     if skipped and note:
         note(
@@ -69,14 +68,21 @@ def _decode_all(source: Source, threads: int | None, progress: Callable[[int, in
     return skipped
 
 
-def _recall(memory: Path | None, fingerprint: str | None) -> list[Skipped] | None:
-    if memory is None or fingerprint is None or not memory.exists():
+def remember(memory: Path, source: Source, skipped: Iterable[tuple[str, str]]) -> None:
+    """Keep what a scan found, for as long as the files stay as they are."""
+    if hasattr(source, "fingerprint") and len(source) <= LIMIT:
+        write_text(memory, json.dumps({"fingerprint": source.fingerprint(), "skipped": list(skipped)}))
+
+
+def _recall(memory: Path | None, source: Any) -> list[Skipped] | None:
+    if memory is None or not memory.exists():
         return None
     try:
         saved = json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        fits = saved["fingerprint"] == source.fingerprint()
+        return [Skipped(*row) for row in saved["skipped"]] if fits else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return [Skipped(*row) for row in saved["skipped"]] if saved.get("fingerprint") == fingerprint else None
 
 
 def _refuse(skipped: list[Skipped], count: int, limit: float) -> None:

@@ -139,13 +139,15 @@ class VQ(nn.Module):
     def _follow(self, tokens: Tensor, chosen: Tensor, keep: Tensor | None) -> None:
         """mass ← d mass + (1 − d) n, code ← unit(d mass code + (1 − d) Σ tokens), for codes that were chosen."""
         count, total = self._assigned(tokens, chosen, keep)
+        # A batch with a number that is not finite changes nothing, as its gradient changes nothing; and nobody waits to know.
+        sound = torch.isfinite(total).all()
         past, rate = self.config.decay * self.mass, 1 - self.config.decay
         moved = F.normalize(past[:, None] * self.codebook + rate * total, dim=-1)
-        self.codebook.copy_(torch.where(count[:, None] > 0, moved, self.codebook))
-        self.mass.copy_(past + rate * count)
+        self.codebook.copy_(torch.where(sound & (count[:, None] > 0), moved, self.codebook))
+        self.mass.copy_(torch.where(sound, past + rate * count, self.mass))
         if self.config.revive:
             fair = count.sum() / self.codes
-            dead = self.mass < self.config.revive * fair
+            dead = sound & (self.mass < self.config.revive * fair)
             everywhere = tokens.shape[0] * ranks.world()
             fresh = self._draw(tokens, torch.randint(everywhere, (self.codes,), device=tokens.device))
             self.codebook.copy_(torch.where(dead[:, None], fresh, self.codebook))

@@ -31,7 +31,7 @@ def dry_run(
     arguments: Sequence[str], run: str | Path | None = None, resume: str = "auto", out: Callable[[str], None] = print
 ) -> None:
     """Everything that comes before training, and nothing that writes: resolve, check the data, build, estimate."""
-    from kineograph.run.train import resolve
+    from kineograph.run.resolve import resolve
     from kineograph.train.trackers import check_trackers
 
     plan, folder = resolve(arguments, run, resume)  # type: ignore[arg-type]

@@ -133,17 +133,29 @@ def read(arguments: Sequence[str], extra: Tree | None = None, base: Tree | None 
     for argument in files:
         path = source_of(argument)
         loaded = read_layers(path)
-        if not loaded.get("name"):
-            loaded["name"] = path.stem
+        loaded["name"] = load_file(path).get("name") or path.stem  # not that of the preset it extends
         if path.parent == PRESETS:
             loaded["preset"] = path.stem
         tree = layer(tree, loaded)
     settings: list[tuple[str, Any]] = [parse_override(argument) for argument in arguments if is_override(argument)]
     settings += (extra or {}).items()
-    # A new source first, so that its own keys are not taken for the old one's, in whatever order they were typed.
-    for path_, value in sorted(settings, key=lambda item: not item[0].endswith("data.source")):
+    for path_, value in _choices_first(settings):
         tree = layer(tree, nest(path_, value))
     return tree
+
+
+def _choices_first(settings: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """A new `source` or `kind` goes before its siblings, so that they are not taken for the old one's, in whatever order they
+    were typed; everything else stays left to right."""
+
+    def place(item: tuple[int, tuple[str, Any]]) -> tuple[int, int]:
+        index, (path, _) = item
+        section, _, last = path.rpartition(".")
+        if last not in ("source", "kind"):
+            return index, 1
+        return min(number for number, (other, _) in enumerate(settings) if other.startswith(f"{section}.")), 0
+
+    return [setting for _, setting in sorted(enumerate(settings), key=place)]
 
 
 def changed_keys(before: Tree, after: Tree) -> list[str]:

@@ -14,7 +14,7 @@ from kineograph.core.run_folder import RunFolder, write_json
 from kineograph.core.task import Task
 from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves
-from kineograph.media.grids import film_strip, grid, side_by_side
+from kineograph.media.grids import film_strip, grid, moving_grid, side_by_side
 from kineograph.media.names import free_name, slug
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
@@ -83,6 +83,8 @@ class Show:
                 side_by_side([("online", list(online)), ("EMA", list(pixels))]),
                 self.shape.fps,
             )
+        if pixels.shape[1] > 1:
+            sheet = write_clip(out / "grid.gif", moving_grid(list(pixels), captions=captions), self.shape.fps)
         self._track(step, "samples", sheet, "; ".join(captions))
 
     def _draw(self, task: Task, prompts: list[str] | None) -> Tensor:

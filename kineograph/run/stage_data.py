@@ -18,7 +18,7 @@ from kineograph.core.noise import key_of
 from kineograph.core.seams import Source
 from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
-from kineograph.data.scan import scan, write_skipped
+from kineograph.data.scan import remember, scan, write_skipped
 from kineograph.run.plan import StagePlan
 from kineograph.train.config import TrainConfig
 
@@ -80,6 +80,12 @@ class StageData:
         batch = next(iter(self._validation.fixed(there, there)))
         return batch if there == count else batch.rows([place % there for place in range(count)])
 
+    def remember(self, folder: Path) -> None:
+        """Put what opening the data found into the run folder: the scan's result, and the items that cannot be read."""
+        remember(scan_file(folder, self.stage), self.source, self.skipped.items())
+        if self.skipped and ranks.is_first():
+            write_skipped(folder / "skipped.jsonl", self.skipped)
+
     def write_skipped(self, path: Path, loader: Loader) -> None:
         """List what could not be read, found at the start or met on the way."""
         skipped = self.skipped | loader.skipped | self._validation.skipped
@@ -95,9 +101,7 @@ class StageData:
         """The prompts that training samples show; None where nothing has a caption."""
         if isinstance(wanted, list):
             return wanted[:count]
-        captions = [self.validation.caption(index) for index in range(min(len(self.validation), count))]
-        found = [caption for caption in captions if caption]
-        return found or None
+        return self.pictures(count).captions
 
 
 def workers_for(train: TrainConfig) -> int:
@@ -112,12 +116,12 @@ def open_data(
     seed: int,
     dataset: Any = None,
     note: Callable[[str], None] = print,
-    memory: Path | None = None,
+    folder: Path | None = None,
     opened: dict[str, StageData] | None = None,
 ) -> StageData:
     """Open and check a stage's data before anything is written.
 
-    `memory` is where the scan of the files is remembered; `opened` holds the data of earlier stages: the same config is read once.
+    `folder` is the run's, where an earlier scan of the files may be remembered; `opened` holds the data of earlier stages: the same config is read once.
     """
     config = stage.spec.data
     same = next((other for other in (opened or {}).values() if other.stage.spec.data == config), None)
@@ -129,7 +133,10 @@ def open_data(
             raise InputError(
                 f"data.source={config.source} has no training items: lower data.validation and data.test, or add data"
             )
+        memory = scan_file(folder, stage) if folder is not None and folder.is_dir() else None
         skipped = dict(scan(source, config.max_unreadable, note, memory))
+        if getattr(source, "note", None):
+            note(str(source.note))  # type: ignore[attr-defined]
         if config.validation == 0:
             note("data.validation=0: validation runs on training data")
         found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), skipped)
@@ -138,11 +145,21 @@ def open_data(
     return found
 
 
+def scan_file(folder: Path, stage: StagePlan) -> Path:
+    """Where the scan of a stage's files is remembered; stages that read the same data share it."""
+    key = key_of(stage.spec.data.model_dump_json())
+    return folder / ".scan" / f"{key:016x}.json"
+
+
 def _need_captions(source: Source, stage: StagePlan) -> None:
-    looked = min(len(source), 1000)
-    missing = [source.identity(index) for index in range(looked) if not source.caption(index)]
+    looked = len(source) if hasattr(source, "missing_captions") else min(len(source), 1000)
+    missing = (
+        source.missing_captions()
+        if hasattr(source, "missing_captions")
+        else [source.identity(index) for index in range(looked) if not source.caption(index)]
+    )
     if missing:
         raise InputError(
-            f"stage {stage.name} ({stage.spec.config.task}) reads captions, and {len(missing)} of the first {looked} items have none, "
+            f"stage {stage.name} ({stage.spec.config.task}) reads captions, and {len(missing)} of {looked} items have none, "
             f"such as {missing[0]}: put a caption into a .txt file of the same name, or into metadata.jsonl (file_name, text)"
         )

@@ -13,18 +13,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kineograph.core import ranks
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, Stopped
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.seams import Source
 from kineograph.core.task import Task
 from kineograph.data.cache import Cache, CacheConfig, read_header
 from kineograph.data.cache_writer import CacheWriter
+from kineograph.run.building import build_task
 from kineograph.run.plan import Plan, StagePlan, make_plan
+from kineograph.run.resolve import resolve, say
 from kineograph.run.stage_data import StageData, open_data
 from kineograph.sample.stages import Stages
 from kineograph.train.stepper import autocast, precision_for
+from kineograph.train.stop import StopRequest
 
 LARGEST = 50_000_000  # items; an endless source is beyond it
 BATCH = 256  # items encoded, written and flushed together
@@ -47,14 +51,33 @@ def cache_folder(stage: StagePlan, folder: RunFolder, stages: Stages, source: So
     return folder.stage(stage.name) / "cache" / key
 
 
+def check_cachable(stage: StagePlan, source: Source) -> None:
+    """Refuse `cache: true` where it cannot work, before anything is written."""
+    if stage.spec.config.cache is True:
+        fault = _why_not(stage, source)
+        if fault:
+            raise ConfigError(f"stages.{stage.name}.cache=true: {fault}")
+
+
+def _why_not(stage: StagePlan, source: Source) -> str | None:
+    config = stage.spec.config
+    if not stage.spec.task.caches(config):
+        return f"{config.task} has nothing here that could be kept instead of pixels; set it to false"
+    if len(source) > LARGEST:
+        return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
+    if getattr(source, "in_memory", False):
+        return "nothing tells whether a Dataset of your own has changed since; set it to false"
+    return None
+
+
 def cached_source(
-    plan: Plan,
     stage: StagePlan,
     task: Task,
     stages: Stages,
     folder: RunFolder,
     data: StageData,
     device: torch.device,
+    stop: StopRequest,
     note: Callable[[str], None],
 ) -> Source | None:
     """The cache that a stage trains from, made first where `cache: true` asks for it; None: train from pixels."""
@@ -63,13 +86,12 @@ def cached_source(
         return None
     path = cache_folder(stage, folder, stages, data.source)
     if wanted is True:
-        fill(path, task, data, device, note, folder)
+        fill(path, task, data, device, stop, note, folder)
     header = read_header(path)
     if header is None or not header.complete:
-        if wanted == "auto":
-            note(
-                f"{stage.name}: the cache in {path.parent} does not fit this run (data, codec or preprocessing changed), so it is not used"
-            )
+        note(
+            f"{stage.name}: the cache in {path.parent} does not fit this run (data, codec or preprocessing changed), so it is not used"
+        )
         return None
     note(f"{stage.name}: trains from {header.count} cached items in {path}")
     config = CacheConfig.model_validate(
@@ -83,14 +105,16 @@ def cached_source(
 
 @torch.no_grad()
 def fill(
-    path: Path, task: Task, data: StageData, device: torch.device, note: Callable[[str], None], folder: RunFolder
+    path: Path,
+    task: Task,
+    data: StageData,
+    device: torch.device,
+    stop: StopRequest,
+    note: Callable[[str], None],
+    folder: RunFolder,
 ) -> None:
     """Encode everything; goes on where an interrupted call stopped."""
     source, stage = data.source, data.stage
-    if len(source) > LARGEST:
-        raise ConfigError(
-            f"data.source={stage.spec.data.source} is endless and cannot be cached: set data.count, such as data.count=100000"
-        )
     header = read_header(path)
     if header is not None and header.complete:
         return
@@ -103,26 +127,10 @@ def fill(
     try:
         start = header.done if header is not None else 0
         for batch in loader.in_order(start, len(source), BATCH):
-            moved = batch.to(device)
             with autocast(precision, device):
-                made = task.precompute(moved)
-            if not made:
-                raise InputError(
-                    f"stage {stage.name} ({stage.spec.config.task}) has nothing that can be cached: set stages.{stage.name}.cache=false"
-                )
+                made = task.precompute(batch.to(device))
             kind = "tokens" if "tokens" in made else "latents"
-            if writer is None:
-                text = made.get("text_embeds")
-                writer = CacheWriter(
-                    path,
-                    kind,
-                    len(source),
-                    tuple(made[kind].shape[1:]),
-                    vocabulary=getattr(task.stages.get("codec"), "vocabulary", None),
-                    key=path.name,
-                    split="train",
-                    text=(text.shape[1], text.shape[2]) if text is not None else None,
-                )
+            writer = writer or _open_writer(path, task, len(source), kind, made)
             first = writer.done
             writer.append(
                 made[kind],
@@ -133,6 +141,10 @@ def fill(
                 text_mask=made.get("text_mask"),
             )
             progress.show(writer.done)
+            if stop:
+                raise Stopped(
+                    f"stopped by {stop.by} while encoding the data of {stage.name} ({writer.done} of {len(source)} kept); run the same command to go on"
+                )
     finally:
         if writer is not None:
             writer.close()
@@ -141,10 +153,22 @@ def fill(
     note(f"{stage.name}: {len(source)} items encoded into {path}")
 
 
-def cache_run(arguments: Sequence[str], run: str | Path | None = None) -> list[Path]:
-    """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
-    from kineograph.run.train import resolve, say
+def _open_writer(path: Path, task: Task, count: int, kind: str, made: dict[str, Tensor]) -> CacheWriter:
+    text = made.get("text_embeds")
+    return CacheWriter(
+        path,
+        kind,
+        count,
+        tuple(made[kind].shape[1:]),
+        vocabulary=getattr(task.stages.get("codec"), "vocabulary", None),
+        key=path.name,
+        split="train",
+        text=(text.shape[1], text.shape[2]) if text is not None else None,
+    )
 
+
+def cache_run(arguments: Sequence[str], run: str | Path | None = None, note: Callable[[str], None] = say) -> list[Path]:
+    """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
     first = RunFolder(arguments[0])
     if first.exists():
         if len(arguments) > 1:
@@ -154,26 +178,31 @@ def cache_run(arguments: Sequence[str], run: str | Path | None = None) -> list[P
         plan, folder = resolve(arguments, run, "auto")
     if not folder.exists():
         raise InputError(f"{folder.path} holds no run: train its codec first (kineo train {' '.join(arguments)})")
-    made = []
-    with folder.lock():
+    made: list[Path] = []
+    stop = StopRequest()
+    with folder.lock(), stop.listening():
         for stage in plan.stages:
-            if "codec" in stage.spec.config.references and not stage.spec.config.skip:
-                made.append(_cache_stage(plan, stage, folder, say))
+            if not stage.spec.config.skip and stage.spec.config.cache is not False and stage.spec.config.references:
+                made += _cache_stage(plan, stage, folder, stop, note)
     if not made:
-        raise InputError(f"{folder.path} has no stage that reads a codec's tokens: there is nothing to cache")
+        raise InputError(f"{folder.path} has no stage whose data could be cached")
     return made
 
 
-def _cache_stage(plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> Path:
-    from kineograph.run.train import build_task
-
+def _cache_stage(
+    plan: Plan, stage: StagePlan, folder: RunFolder, stop: StopRequest, note: Callable[[str], None]
+) -> list[Path]:
     device = ranks.device_of(stage.train.device)
     stages = Stages(folder, device, note)
-    data = open_data(stage, plan.seed, None, note)
+    data = open_data(stage, plan.seed, None, note, folder.path)
+    fault = _why_not(stage, data.source)
+    if fault:
+        note(f"{stage.name}: not cached: {fault}")
+        return []
     task = build_task(plan, stage, stages, data, folder, note).to(device)
     path = cache_folder(stage, folder, stages, data.source)
-    fill(path, task, data, device, note, folder)
-    return path
+    fill(path, task, data, device, stop, note, folder)
+    return [path]
 
 
 class _Progress:

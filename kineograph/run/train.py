@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from kineograph.core import ranks
 from kineograph.core.config import Tree, dump_yaml
-from kineograph.core.errors import ConfigError, InputError, Stopped
-from kineograph.core.noise import key_of
+from kineograph.core.errors import InputError, Stopped
 from kineograph.core.run_folder import RunFolder, write_atomic
-from kineograph.core.task import BuildContext, Task, load_weights, weights_of
-from kineograph.run import layers
+from kineograph.core.task import Task
+from kineograph.data.loader import worker_died
+from kineograph.run.building import build_task, stage_seed, warm_start
 from kineograph.run.estimate import check_stages
-from kineograph.run.plan import Plan, StagePlan, make_plan, refuse_changes
+from kineograph.run.plan import Plan, StagePlan
+from kineograph.run.resolve import Resume, resolve, say
 from kineograph.run.show import Show
 from kineograph.run.stage_data import StageData, open_data
 from kineograph.run.token_cache import cached_source
@@ -27,40 +27,6 @@ from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
 from kineograph.train.trainer import Surroundings, Trainer
-
-Resume = Literal["auto", "never", "must"]
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def resolve(
-    arguments: Sequence[str], run: str | Path | None = None, resume: Resume = "auto", extra: Tree | None = None
-) -> tuple[Plan, RunFolder]:
-    """What was typed → a checked plan and its run folder. A run that exists is the base of its own continuation."""
-    if not arguments and run is None:
-        raise ConfigError("name a preset or a YAML file (kineo presets lists the presets)")
-    fresh = layers.read(arguments, extra) if any(not layers.is_override(a) for a in arguments) else {}
-    folder = RunFolder(run if run is not None else Path("runs") / str(fresh.get("name") or "run"))
-    if not folder.exists():
-        if resume == "must":
-            raise InputError(f"--resume must: {folder.path} holds no run to go on with")
-        if folder.path.is_file():
-            raise InputError(f"{folder.path} is a file: give --run a folder")
-        return make_plan(fresh), folder
-    if resume == "never":
-        raise InputError(f"--resume never: {folder.path} holds a run already; give --run another folder")
-    saved = folder.config()
-    # The preset that the run was made from is in the saved config already, as it was then.
-    others = [a for a in arguments if not (a == saved.get("preset") and not Path(a).is_file())]
-    plan = make_plan(layers.read(others, extra, base=saved))
-    refuse_changes(_comparable(saved), _comparable(plan.tree()))
-    return plan, folder
-
-
-def _comparable(tree: Tree) -> Tree:
-    return {key: value for key, value in tree.items() if key not in ("name", "preset")}
 
 
 def train(
@@ -77,55 +43,45 @@ def train(
     """Train all stages of a preset or file; the same call again resumes. → the run folder."""
     plan, folder = resolve(arguments, run, resume, extra)
     note = (lambda line: None) if quiet else note
-    check_trackers(plan.stages[0].train.trackers)
+    _refuse_many_processes()
+    wanted = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
+    check_trackers(wanted)
     data: dict[str, StageData] = {}
     for stage in plan.stages:
         if not stage.spec.config.skip:
-            memory = folder.path / ".scan.json" if folder.exists() else None
-            data[stage.name] = open_data(stage, plan.seed, dataset, note, memory, data)
-    check_stages(plan, data, building=not folder.exists())
+            data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
+    check_stages(plan, data, folder, building=not folder.exists())
     with folder.lock():
-        trackers = open_trackers(plan.stages[0].train.trackers, folder.path, plan.name, plan.tree())
+        trackers = dict(zip(wanted, open_trackers(wanted, folder.path, plan.name, plan.tree()), strict=False))
         stop = StopRequest()
         try:
             write_atomic(folder.config_file, dump_yaml(plan.tree()))
+            for opened in data.values():
+                opened.remember(folder.path)
             folder.stopped_marker.unlink(missing_ok=True)
             with stop.listening():
                 for stage in plan.stages:
                     if stage.spec.config.skip:
                         note(f"{stage.name}: skipped, as stages.{stage.name}.skip says")
                     else:
-                        _StageRun(plan, stage, folder, data[stage.name], trackers, stop, on_log, quiet, note).train()
+                        told = [tracker for name, tracker in trackers.items() if name in stage.train.trackers]
+                        _StageRun(plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note).train()
         except Stopped:
             write_atomic(folder.stopped_marker, "saved\n")
             raise
         finally:
-            for tracker in trackers:
+            for tracker in trackers.values():
                 tracker.close()
     return folder.path
 
 
-def stage_seed(plan: Plan, stage: StagePlan) -> int:
-    """Stages of one run draw different numbers."""
-    return key_of(plan.seed, stage.name) >> 1
-
-
-def build_task(
-    plan: Plan, stage: StagePlan, stages: Stages, data: StageData, folder: RunFolder, note: Callable[[str], None]
-) -> Task:
-    """A stage's Task with its starting weights. What it once learned from the data (a vocabulary) comes from its checkpoint."""
-    seed = stage_seed(plan, stage)
-    torch.manual_seed(key_of(seed, "init") >> 1)
-    found = checkpoint.latest(folder.checkpoints(stage.name))
-    context = BuildContext(
-        shape=stage.spec.data.shape,
-        seed=seed,
-        stage=stages.load,
-        captions=data.captions,
-        assets=found.state().get("assets", {}) if found else {},
-        note=note,
-    )
-    return stage.spec.task.build(stage.spec.config, context)
+def _refuse_many_processes() -> None:
+    """Launchers start every process of a job with the same command; each would train a run of its own."""
+    for variable in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        if int(os.environ.get(variable, 1)) > 1:
+            raise InputError(
+                f"{variable}={os.environ[variable]}: this version trains in one process; start kineo train once, without a launcher"
+            )
 
 
 class _StageRun:
@@ -152,16 +108,14 @@ class _StageRun:
 
     def train(self) -> None:
         stage = self.stage
-        done = checkpoint.steps(self.checkpoints)
-        if (
-            done
-            and done[-1] >= stage.train.steps
-            and checkpoint.problem(checkpoint.at(self.checkpoints, done[-1]).path) is None
-        ):
-            self.note(f"{stage.name}: finished at step {done[-1]}")
+        found = checkpoint.latest(self.checkpoints)
+        if found is not None:
+            self.stages.check_references(self.folder, stage.name, found)
+        if found is not None and found.step >= stage.train.steps:
+            self.note(f"{stage.name}: finished at step {found.step}")
             return
         task = build_task(self.plan, stage, self.stages, self.data, self.folder, self.note)
-        self._warm_start(task)
+        warm_start(task, stage, self.stages, self.note)
         stepper = Stepper(
             task,
             stage.train,
@@ -169,14 +123,18 @@ class _StageRun:
             self.device,
             stage_seed(self.plan, stage),
         )
-        source = cached_source(self.plan, stage, task, self.stages, self.folder, self.data, self.device, self.note)
+        source = cached_source(stage, task, self.stages, self.folder, self.data, self.device, self.stop, self.note)
         show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device)
         around = Surroundings(
             checkpoints=self.checkpoints,
             log=self._log,
             validation=self.data.validation_batches if stage.train.validate_every else None,
             show=show if stage.train.sample_every else None,
-            saved={"assets": task.assets(), "config": self.plan.tree()},
+            saved={
+                "assets": task.assets(),
+                "config": self.plan.tree(),
+                "references": self.stages.references(self.folder, stage.name),
+            },
             stop=self.stop,
             quiet=self.quiet,
         )
@@ -189,28 +147,21 @@ class _StageRun:
         self._describe(task, start)
         try:
             trainer.fit(start)
-        finally:
-            self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
-            show.curves()
-
-    def _warm_start(self, task: Task) -> None:
-        """Copy what fits from `init`; the run's own checkpoint, if there is one, overrides it afterwards."""
-        init = self.stage.spec.config.init
-        if init is None:
-            return
-        if init.endswith(".safetensors"):
-            given = checkpoint.read_file(Path(init))
-        else:
-            run, name = self.stages.locate(init)
-            given = checkpoint.choose(run.checkpoints(name)).weights()
-        own = weights_of(task)
-        fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
-        if not fitting:
-            raise InputError(
-                f"stages.{self.stage.name}.init={init}: none of its {len(given)} tensors fits a name and shape of this stage"
-            )
-        load_weights(task, own | fitting)
-        self.note(f"{self.stage.name}: {len(fitting)} of {len(own)} tensors taken from {init}")
+        except BaseException as error:
+            with suppress(OSError):  # what went wrong first is what a person must hear
+                self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
+                show.curves()
+            if (
+                isinstance(error, RuntimeError)
+                and "DataLoader worker" in str(error)
+                and "killed by signal" in str(error)
+            ):
+                raise worker_died(
+                    str(error)
+                ) from None  # torch tells of a worker's death wherever the process is just then
+            raise
+        self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
+        show.curves()
 
     def _describe(self, task: Task, start: int) -> None:
         trained = sum(p.numel() for p in task.parameters() if p.requires_grad)

@@ -4,6 +4,7 @@ so that a picture seen while training is the picture that the same weights draw 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, compile_parts
 from kineograph.sample.stages import Stages, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
-from kineograph.train.stepper import precision_for
+from kineograph.train.stepper import autocast, precision_for
 
 BATCH = 32  # rows drawn at once unless told otherwise
 
@@ -97,7 +98,7 @@ class Sampler:
     ) -> Sampler:
         """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
-        stages = Stages(folder, device_for(device))
+        stages = Stages(folder, device_for(device), lambda line: print(line, file=sys.stderr))
         name = sampling_stage(folder, stage)
         found = checkpoints.choose(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)
@@ -134,6 +135,12 @@ class Sampler:
             raise InputError(
                 "there is nothing to draw: give at least one caption (or None for a model without captions)"
             )
+        if texts is not None and "captions" not in self.task.reads:
+            raise InputError(
+                f"{self.task_name} was trained without captions: leave out the prompts, and say how many with --count"
+            )
+        if negative is not None and texts is None:
+            raise InputError("a negative prompt needs a prompt to be told apart from: give one")
         if count < 1:
             raise InputError(f"count={count}: draw at least 1 of each caption")
         chosen = self.resolve(options, guidance=guidance, steps=steps)
@@ -324,7 +331,7 @@ def noise_for(seed: int, start: int, stop: int, device: torch.device | str) -> N
 
 @contextmanager
 def as_judged(task: Task, device: torch.device) -> Iterator[None]:
-    """Eval mode, no gradients, the device's precision; afterwards every module is in the mode that it was in."""
+    """Eval mode, no gradients, the precision of its training; afterwards every module is in the mode that it was in."""
     modes = [(module, module.training) for module in task.modules()]
     trains = any(p.requires_grad for p in task.parameters())
     task.eval()
@@ -332,9 +339,8 @@ def as_judged(task: Task, device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
             # Tensors made in inference mode and kept (position tables) could never take part in training again.
             stack.enter_context(torch.no_grad() if trains else torch.inference_mode())
-            stack.enter_context(
-                torch.autocast(device.type, torch.bfloat16, enabled=precision_for("auto", device) == "bf16")
-            )
+            wanted = task.precision if device.type == "cuda" else "auto"
+            stack.enter_context(autocast(precision_for(wanted, device), device))
             yield
     finally:
         for module, mode in modes:

@@ -65,8 +65,10 @@ class Stages:
         key = (run.path.resolve(), name, f"{which}-{ema}")
         if key not in self._loaded:
             found = checkpoint.choose(run.checkpoints(name), which)
+            self.check_references(run, name, found)
             task = build(run, name, found.state().get("assets", {}), self._sibling(run), self.note)
             load_weights(task, found.weights(ema))
+            task.precision = run.config()["stages"][name].get("train", {}).get("precision", "auto")
             self._loaded[key] = freeze(task.to(self.device))  # type: ignore[assignment]
             self.opened[f"{run.path}/{name}"] = found.digest(ema)
         return self._loaded[key]
@@ -75,6 +77,26 @@ class Stages:
         """Identifies a stage's trained weights."""
         run, name = self.locate(reference)
         return checkpoint.choose(run.checkpoints(name)).digest()
+
+    def references(self, run: RunFolder, name: str) -> dict[str, str]:
+        """The stages that a stage stands on, by the digests of their weights now."""
+        config = read_stage(run.config(), name).config
+        wanted = [getattr(config, key) for key in config.references if getattr(config, key) is not None]
+        return {reference: self.digest(self._seen_from(run, reference)) for reference in wanted}
+
+    def check_references(self, run: RunFolder, name: str, found: checkpoint.Checkpoint) -> None:
+        """Say so when a stage's codec (or generator) was trained on after it: its tokens mean something else now."""
+        saved = found.state().get("references", {})
+        for reference, digest in self.references(run, name).items():
+            if saved.get(reference, digest) != digest:
+                self.note(
+                    f"warning: step {found.step} of {run.path}/{name} was trained with other weights of {reference} than lie there now "
+                    f"({reference} was trained on since): train {name} on, or anew in another run"
+                )
+
+    @staticmethod
+    def _seen_from(run: RunFolder, reference: str) -> str:
+        return reference if "/" in reference else f"{run.path}/{reference}"
 
     def locate(self, reference: str) -> tuple[RunFolder, str]:
         if "/" not in reference:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ class PlayerConfig(Config):
     """How one player's parameters move."""
 
     lr: float = Field(3e-4, ge=0)
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     """On matrices only; vectors (biases, norms, scales) never decay."""
@@ -71,7 +71,7 @@ class TrainConfig(PlayerConfig):
     validation_samples: int = Field(256, ge=1)
     max_nonfinite: int = Field(20, ge=1)
     """Steps with a non-finite gradient are skipped; so many in a row end the run."""
-    workers: int | Literal["auto"] = "auto"
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Data worker processes; 0 reads in the training process; auto: half the cores, at most 8."""
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for data (or another process) before giving up."""

@@ -57,6 +57,7 @@ class Trainer:
         self.around = around
         self.progress = Progress(stage, self.config.steps, around.quiet)
         self.best = math.inf
+        self.best_step: int | None = None
         self.elapsed = 0.0  # seconds of training before this process took over
 
     def resume(self) -> int:
@@ -68,6 +69,8 @@ class Trainer:
         self.stepper.load(found)
         state = found.state()
         self.best = math.inf if state["best"] is None else state["best"]
+        self.best_step = state["best_step"]
+        self._point_to_best()  # a kill may have come between a save and its pointer
         self.elapsed = state["elapsed"]
         return found.step
 
@@ -95,7 +98,7 @@ class Trainer:
                         self.around.show(done, stepper)
                     self.elapsed = clock.elapsed()
                     if improved or last or done % config.save_every == 0 or self.around.stop:
-                        self._save(done, improved)
+                        self._save(done)
                 if self.around.stop and not last:
                     raise self._stopped(done)
 
@@ -159,22 +162,28 @@ class Trainer:
         self.progress.note(f"{self.stage}  step {done}  validation loss {means['loss']:.4g}")
         improved = means["loss"] < self.best
         if improved:
-            self.best = means["loss"]
+            self.best, self.best_step = means["loss"], done
         return improved
 
-    def _save(self, done: int, improved: bool = False) -> None:
+    def _point_to_best(self) -> None:
+        """best.json says what the checkpoint knows."""
+        pointer = checkpoint.best(self.around.checkpoints)
+        if ranks.is_first() and self.best_step is not None and (pointer or {}).get("step") != self.best_step:
+            checkpoint.set_best(self.around.checkpoints, self.best_step, self.best)
+
+    def _save(self, done: int) -> None:
         best = None if math.isinf(self.best) else self.best
         state = {
             "stage": self.stage,
             "stepper": self.stepper.state(),
             "best": best,
+            "best_step": self.best_step,
             "elapsed": self.elapsed,
             **self.around.saved,
         }
         if ranks.is_first():
             checkpoint.save(self.around.checkpoints, done, self.stepper.tensors(), state)
-            if improved:
-                checkpoint.set_best(self.around.checkpoints, done, self.best)
+            self._point_to_best()
             checkpoint.prune(self.around.checkpoints, self.config.keep_last, done)
         ranks.barrier()
 

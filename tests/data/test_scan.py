@@ -62,22 +62,24 @@ def test_large_sets_are_checked_as_they_are_met(monkeypatch, source):
     assert scan(source, 0.2) == EXPECTED
 
 
-def test_own_datasets_are_checked_as_they_are_met(monkeypatch, source):
-    monkeypatch.setattr(Folder, "in_memory", True, raising=False)
-    assert scan(source, 0.0) == []
-
-
-def test_sources_without_fingerprint(tmp_path):
+def test_what_has_no_files_is_checked_as_it_is_met(tmp_path):
     class Plain:
         def __len__(self):
             return 3
 
         def read(self, index, rng: np.random.Generator):
-            if index == 1:
-                raise Unreadable("one", "because")
+            raise Unreadable("one", "because")
 
-    assert scan(Plain(), 0.5, memory=tmp_path / "scan.json") == [("one", "because")]
+    assert scan(Plain(), 0.0, memory=tmp_path / "scan.json") == []
     assert not (tmp_path / "scan.json").exists()
+
+
+def test_a_scan_is_remembered_until_a_caption_changes(monkeypatch, source, tmp_path):
+    memory = tmp_path / "scan.json"
+    scan(source, 1.0, memory=memory)
+    before = source.fingerprint()
+    monkeypatch.setattr(Folder, "caption", lambda self, index: "another")
+    assert source.fingerprint() != before
 
 
 def test_skipped_jsonl_grows_without_repeating(tmp_path):

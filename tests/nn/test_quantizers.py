@@ -369,3 +369,12 @@ def test_two_ranks_make_the_statistics_of_one(tmp_path):
     assert together.keys() == alone.keys()
     for name, value in alone.items():
         assert torch.allclose(together[name], value, atol=1e-5), name
+
+
+def test_vq_codebook_survives_a_batch_that_is_not_finite():
+    torch.manual_seed(0)
+    quantizer = build_quantizer(8, VQConfig(codes=16, dim=4)).train()
+    quantizer(torch.randn(2, 8, 4, 4))
+    before, mass = quantizer.codebook.clone(), quantizer.mass.clone()
+    quantizer(torch.full((2, 8, 4, 4), float("nan")))
+    assert torch.equal(quantizer.codebook, before) and torch.equal(quantizer.mass, mass)

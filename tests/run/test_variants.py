@@ -215,3 +215,82 @@ def test_non_finite_data_ends_the_run_with_a_clear_message(tmp_path: Path, capsy
     )
     message = capsys.readouterr().err
     assert code == 1 and "not finite" in message and "train.lr" in message and "Traceback" not in message
+
+
+def test_another_kind_takes_the_old_ones_keys_with_it(tmp_path: Path) -> None:
+    words = [
+        "stages.generator.text.kind=none",
+        "stages.tokenizer.quantizer.codes=64",
+        "stages.tokenizer.quantizer.kind=vq",
+    ]
+    run = tmp_path / "run"
+    assert kineo("train", write(tmp_path), "--run", run, *words) == 0
+    stages = yaml.safe_load((run / "config.yaml").read_text())["stages"]
+    assert stages["tokenizer"]["quantizer"]["codes"] == 64 and "levels" not in stages["tokenizer"]["quantizer"]
+    assert stages["generator"]["text"]["kind"] == "none"
+
+
+def test_prompts_that_a_model_cannot_read_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert kineo("train", write(tmp_path), "--run", run, "stages.generator.text.kind=none", "train.sample_every=0") == 0
+    assert kineo("sample", run, "a cat", "--out", tmp_path / "out") == 2
+    assert "without captions" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_codec_that_was_trained_on_after_its_generator_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = write(tmp_path, {"train": {"sample_every": 0}}), tmp_path / "run"
+    assert kineo("train", config, "--run", run) == 0
+    assert kineo("train", config, "--run", run, "stages.tokenizer.train.steps=6") == 0
+    assert "other weights of tokenizer" in capsys.readouterr().err
+    assert kineo("sample", run, "a red 3 at the top left", "--out", tmp_path / "out") == 0
+    assert "other weights of tokenizer" in capsys.readouterr().err
+    # Both go on together: the newest checkpoint knows the new weights.
+    assert kineo("train", config, "--run", run, "train.steps=8") == 0
+    capsys.readouterr()
+    assert kineo("sample", run, "a red 3 at the top left", "--out", tmp_path / "out") == 0
+    assert "other weights" not in capsys.readouterr().err
+
+
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = write(tmp_path), tmp_path / "run"
+    for word, named in (
+        ("stages.generator.init=nothing", "init"),
+        ("stages.generator.init=nothing.safetensors", "init"),
+        ("train.compile=graphs", "graphs"),
+        ("train.workers=-1", "workers"),
+        ("train.betas=[1.5, 2]", "betas"),
+        ("stages.tokenizer.skip=true", "no checkpoint"),
+        ("stages.tokenizer.cache=true", "cache"),
+        ("data.size=30", "data.size"),
+        ("train.batch_size=5 ", "batch_size"),
+    ):
+        more = ["train.accumulate=2"] if "batch_size" in word else []
+        assert kineo("train", config, "--run", run, word, *more) == 2, word
+        message = capsys.readouterr().err
+        assert named in message and "Traceback" not in message and "unexpected" not in message, message
+        assert not run.exists(), word
+    assert kineo("train", config, "--run", run) == 0
+
+
+def test_launchers_are_told_that_there_is_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert kineo("train", write(tmp_path), "--run", tmp_path / "run") == 2
+    assert "one process" in capsys.readouterr().err
+
+
+def test_the_best_checkpoint_is_found_again_after_its_pointer_was_lost(tmp_path: Path) -> None:
+    config, run = write(tmp_path, {"train": {"sample_every": 0}}), tmp_path / "run"
+    assert kineo("train", config, "--run", run) == 0
+    pointer = run / "generator" / "checkpoints" / "best.json"
+    before = json.loads(pointer.read_text())
+    pointer.unlink()
+    assert kineo("train", config, "--run", run, "stages.generator.train.steps=5", "train.validate_every=0") == 0
+    assert json.loads(pointer.read_text()) == before
+    assert kineo("sample", run, "a red 3 at the top left", "--checkpoint", "best", "--out", tmp_path / "out") == 0

@@ -62,7 +62,9 @@ class MuseCritic(Task):
     def forward(self, batch: Batch, noise: Noise) -> Judged:
         with torch.no_grad():
             tokens = self.generator.tokens(batch)
-            condition = self.generator.condition(batch)
+            share = self.generator.config.caption_dropout
+            dropped = noise.happens("caption dropout", share) if self.training else None
+            condition = self.generator.condition(batch, dropped)
             masked, rows = self.generator.predict(tokens, condition, noise)
             filled, wrong = self.generator.redraw(rows, masked, tokens, noise, self.config.temperature)
         scores = self.scores(filled, condition)

@@ -41,6 +41,10 @@ class Muse(Task):
     reads = frozenset({"pixels", "captions"})
 
     @classmethod
+    def caches(cls, config: MuseConfig) -> bool:
+        return config.low_res is None  # super-resolution reads pixels, to make them smaller
+
+    @classmethod
     def reads_for(cls, config: MuseConfig) -> frozenset[str]:
         return cls.reads if config.text.kind in ("learned", "t5", "clip") else frozenset({"pixels"})
 
@@ -326,9 +330,7 @@ class Muse(Task):
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        """Tokens, and the text where its encoder is frozen. A super-resolution stage reads pixels to make them smaller."""
-        if "low_res" in self.stages:
-            return {}
+        """Tokens, and the text where its encoder is frozen."""
         made = {"tokens": self.tokens(batch).view(len(batch), 1, *self.grid)}
         text = cast(Text, self.text) if self.text is not None else None
         if text is not None and not text.trained and batch.captions is not None:

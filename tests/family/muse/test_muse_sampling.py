@@ -147,8 +147,8 @@ def test_self_conditioning_carries_hidden_states_from_step_to_step(make):
     muse.network.forward = spy
     muse.draw(prompts(CAPTIONS[:2]), MuseSample(steps=3))
     assert float(seen[0][0].abs().sum()) == 0
-    assert seen[1][0] is seen[0][1]
-    assert seen[2][0] is seen[1][1]
+    assert torch.equal(seen[1][0], seen[0][1])
+    assert torch.equal(seen[2][0], seen[1][1])
 
 
 def test_what_cannot_be_drawn_is_refused(make):
