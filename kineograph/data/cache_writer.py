@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from kineograph.core.errors import InputError
+from kineograph.core.run_folder import write_atomic
 from kineograph.data.cache import FIELDS, HEADER, Header, read_header, smallest_integer
 from kineograph.data.config import Split
-from kineograph.data.scan import write_text
 
 
 class CacheWriter:
@@ -126,7 +126,7 @@ class CacheWriter:
 
     def _save(self) -> None:
         tree = self.header.model_dump(mode="json") | {"complete": self.header.complete}
-        write_text(self.folder / HEADER, json.dumps(tree, indent=1))
+        write_atomic(self.folder / HEADER, json.dumps(tree, indent=1))
 
     def close(self) -> None:
         self._captions.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from kineograph.core.errors import Unreadable
 from kineograph.data.timing import pick
 from kineograph.data.transforms import Framing
+
+# Pillow warns about metadata that nothing here reads (odd EXIF, unknown chunks); what cannot be decoded is an error, not a warning.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 VIDEOS = (".mp4", ".webm", ".mov", ".avi", ".mkv", ".m4v")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.noise import numpy_rng
+from kineograph.core.run_folder import write_atomic
 from kineograph.core.seams import Source
 
 LIMIT = 10_000  # larger sets are checked as they are met
@@ -71,7 +72,7 @@ def _decode_all(source: Source, threads: int | None, progress: Callable[[int, in
 def remember(memory: Path, source: Source, skipped: Iterable[tuple[str, str]]) -> None:
     """Keep what a scan found, for as long as the files stay as they are."""
     if hasattr(source, "fingerprint") and len(source) <= LIMIT:
-        write_text(memory, json.dumps({"fingerprint": source.fingerprint(), "skipped": list(skipped)}))
+        write_atomic(memory, json.dumps({"fingerprint": source.fingerprint(), "skipped": list(skipped)}))
 
 
 def _recall(memory: Path | None, source: Any) -> list[Skipped] | None:
@@ -105,16 +106,7 @@ def write_skipped(path: Path, skipped: Mapping[str, str] | Iterable[tuple[str, s
             rows[row["path"]] = row["reason"]
     rows |= dict(skipped)
     if rows:
-        write_text(path, "".join(json.dumps({"path": name, "reason": reason}) + "\n" for name, reason in rows.items()))
+        write_atomic(
+            path, "".join(json.dumps({"path": name, "reason": reason}) + "\n" for name, reason in rows.items())
+        )
     return len(rows)
-
-
-def write_text(path: Path, text: str) -> None:
-    """All or nothing: to a temporary file, flushed, renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -10,7 +10,8 @@ import torch
 
 from kineograph.core import ranks
 from kineograph.run import layers, machine
-from kineograph.run.estimate import ROOM, Builder, Estimate, check_stages, estimate
+from kineograph.run.checks import check_stages
+from kineograph.run.estimate import ROOM, Builder, Estimate, estimate
 from kineograph.run.plan import Plan, make_plan
 from kineograph.run.stage_data import StageData, open_data, workers_for
 from kineograph.train.stepper import precision_for

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
-from kineograph.core.errors import InputError, KineoError
+from kineograph.core.errors import KineoError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Task, freeze, parameters_of
@@ -33,11 +33,10 @@ from kineograph.data.loader import Loader
 from kineograph.run.machine import free_memory, matmul_rate
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData, workers_for
-from kineograph.run.token_cache import check_cachable
-from kineograph.sample.stages import Stages, read_stage
+from kineograph.sample.stages import read_stage
 from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
-from kineograph.train.stepper import Stepper, graphs_for, precision_for
+from kineograph.train.stepper import Stepper, precision_for
 
 PROBE_SECONDS = 2.0  # of timed steps a stage
 SLOWEST_PROBE = 3.0  # seconds that one sample's step may be expected to take on a CPU
@@ -170,64 +169,6 @@ class Builder:
         if line not in self._said:
             self._said.add(line)
             self.note(line)
-
-
-def check_stages(
-    plan: Plan, data: dict[str, StageData], folder: RunFolder | None = None, building: bool = True
-) -> None:
-    """Refuse what could not be trained (a device that is not there, sizes that do not fit a codec) before anything is written.
-
-    With `building`, every stage is built, of tensors without numbers, which takes no memory and little time.
-    """
-    builder = Builder(plan, data, lambda line: None)
-    for stage in plan.stages:
-        if stage.name not in data:
-            continue
-        device = ranks.device_of(stage.train.device)
-        precision_for(stage.train.precision, device)
-        graphs_for(stage.train, device)
-        check_cachable(stage, data[stage.name].source)
-        if folder is not None:
-            _check_warm_start(plan, stage, folder)
-            _check_trained(plan, stage, folder)
-        data[stage.name].loader()  # refuses batches that do not divide
-        if building:
-            try:
-                with FakeTensorMode(allow_non_fake_inputs=True):
-                    builder.build(stage.name, torch.device("cpu"))
-            except KineoError:
-                raise
-            except Exception:  # a Task that looks at numbers while it is built: training will tell
-                continue
-
-
-def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
-    """`init` must lead to weights: a file, an earlier stage of this run, or a trained stage of another."""
-    init, where = stage.spec.config.init, f"stages.{stage.name}.init"
-    earlier = [other.name for other in plan.stages[: plan.stages.index(stage)]]
-    if init is None or init in earlier:
-        return
-    if init.endswith(".safetensors"):
-        if not Path(init).is_file():
-            raise InputError(f"{where}={init}: no such file")
-        return
-    if "/" not in init:
-        raise InputError(
-            f"{where}={init} is neither a file.safetensors nor a path runs/NAME/STAGE nor an earlier stage ({', '.join(earlier) or 'none'})"
-        )
-    run, name = Stages(folder).locate(init)
-    checkpoint.choose(run.checkpoints(name))
-
-
-def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
-    """A stage that this one stands on and that will not be trained now must be trained already."""
-    skipped = {other.name for other in plan.stages if other.spec.config.skip}
-    for key in stage.spec.config.references:
-        wanted = getattr(stage.spec.config, key)
-        if wanted is not None and ("/" in wanted or wanted in skipped):
-            run, name = Stages(folder).locate(wanted)
-            if not checkpoint.steps(run.checkpoints(name)):
-                raise InputError(f"stages.{stage.name}.{key}={wanted}: that stage has no checkpoint; train it first")
 
 
 def _frozen(task: Task, device: torch.device) -> Task:

@@ -15,7 +15,7 @@ from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.data.loader import worker_died
 from kineograph.run.building import build_task, stage_seed, warm_start
-from kineograph.run.estimate import check_stages
+from kineograph.run.checks import check_stages
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.resolve import Resume, resolve, say
 from kineograph.run.show import Show
