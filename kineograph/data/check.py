@@ -63,7 +63,7 @@ class Report:
             lines.append(_spread("clip frames", [clip.frames for clip in clips]))
             lines.append(_spread("clip seconds", [clip.seconds for clip in clips], ".2f"))
             lines.append(_spread("clip fps", [clip.fps or 0 for clip in clips], ".2f"))
-        if self.count:
+        if any(kind.startswith(("images", "clips")) for kind in self.kinds):  # notes tell about arrays and shards
             lines.append(self._captions_line())
         lines.append(f"{len(self.problems)} problems" if len(self.problems) != 1 else "1 problem")
         return lines + [f"  {path}: {reason}" for path, reason in self.problems]
@@ -191,6 +191,8 @@ def _check_arrays(report: Report, names: list[str]) -> None:
             ("labels", labels[0] if labels else None),
             ("captions", len(captions) if captions is not None else None),
         ):
+            if count is not None:
+                report.notes.append(f"{name}: {count} {what} beside it")
             if count is not None and count not in shape[:2]:
                 report.problems.append(Problem(name, f"{count} {what} fit neither axis of {shape[:2]}"))
 
