@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+import vector_quantize_pytorch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -150,7 +151,7 @@ def test_straight_through_has_the_hard_value_and_the_soft_gradient():
 
 
 def test_vq_chooses_as_the_library_does():
-    library = pytest.importorskip("vector_quantize_pytorch").VectorQuantize(
+    library = vector_quantize_pytorch.VectorQuantize(
         dim=6, codebook_size=40, use_cosine_sim=True, kmeans_init=False, accept_image_fmap=True
     )
     quantizer = no_projection(VQ(6, VQConfig(codes=40, dim=6)))
@@ -231,7 +232,7 @@ def test_lfq_entropies_are_those_over_all_codes(bits):
 
 
 def test_lfq_agrees_with_the_library():
-    library = pytest.importorskip("vector_quantize_pytorch").LFQ(
+    library = vector_quantize_pytorch.LFQ(
         codebook_size=64, entropy_loss_weight=0.3, diversity_gamma=2.0, commitment_loss_weight=0.5
     )
     config = LFQConfig(codes=64, entropy=0.3, diversity=2.0, commitment=0.5, temperature=0.5)
@@ -290,7 +291,7 @@ def test_lfq_entropy_is_finite_for_sure_tokens():
 
 
 def test_fsq_agrees_with_the_library():
-    library = pytest.importorskip("vector_quantize_pytorch").FSQ([8, 6, 5])
+    library = vector_quantize_pytorch.FSQ([8, 6, 5])
     quantizer = no_projection(build_quantizer(3, FSQConfig(levels=(8, 6, 5))))
     z = torch.randn(2, 3, 8, 8) * 2
     theirs, ids = library(z)
