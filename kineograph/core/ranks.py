@@ -32,11 +32,6 @@ def sum_(value: Tensor) -> Tensor:
     return value
 
 
-def mean_(value: Tensor) -> Tensor:
-    """Mean over processes, in place; without gradient."""
-    return sum_(value).div_(world()) if active() else value
-
-
 def barrier() -> None:
     if active():
         dist.barrier()

@@ -78,12 +78,6 @@ def _combination_key(figure: Figure) -> int:
     )
 
 
-def held_out_prompts(config: MovingDigitsConfig, count: int) -> list[str]:
-    """The first `count` validation captions: half of them combinations that training never shows, half of them unseen wordings."""
-    source = MovingDigits.open(config, "validation")
-    return [source.caption(index) for index in range(count)]
-
-
 @dataclass(frozen=True)
 class Item:
     """Everything that is drawn for one index."""

@@ -16,6 +16,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.seams import Source
+from kineograph.data.captions import require_captions
 from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
 from kineograph.data.scan import remember, scan, write_skipped
@@ -141,7 +142,7 @@ def open_data(
             note("data.validation=0: validation runs on training data")
         found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), skipped)
     if "captions" in stage.spec.task.reads_for(stage.spec.config):
-        _need_captions(found.source, stage)
+        require_captions(found.source, f"stage {stage.name} ({stage.spec.config.task})")
     return found
 
 
@@ -149,17 +150,3 @@ def scan_file(folder: Path, stage: StagePlan) -> Path:
     """Where the scan of a stage's files is remembered; stages that read the same data share it."""
     key = key_of(stage.spec.data.model_dump_json())
     return folder / ".scan" / f"{key:016x}.json"
-
-
-def _need_captions(source: Source, stage: StagePlan) -> None:
-    looked = len(source) if hasattr(source, "missing_captions") else min(len(source), 1000)
-    missing = (
-        source.missing_captions()
-        if hasattr(source, "missing_captions")
-        else [source.identity(index) for index in range(looked) if not source.caption(index)]
-    )
-    if missing:
-        raise InputError(
-            f"stage {stage.name} ({stage.spec.config.task}) reads captions, and {len(missing)} of {looked} items have none, "
-            f"such as {missing[0]}: put a caption into a .txt file of the same name, or into metadata.jsonl (file_name, text)"
-        )

@@ -50,13 +50,16 @@ def train(
     for stage in plan.stages:
         if not stage.spec.config.skip:
             data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
-    check_stages(plan, data, folder, building=not folder.exists())
+    begun = any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages)
+    check_stages(plan, data, folder, building=not begun)
     with folder.lock():
         trackers = dict(zip(wanted, open_trackers(wanted, folder.path, plan.name, plan.tree()), strict=False))
         stop = StopRequest()
         try:
             write_atomic(folder.config_file, dump_yaml(plan.tree()))
-            for opened in data.values():
+            for opened in {
+                id(found.source): found for found in data.values()
+            }.values():  # stages share what they read alike
                 opened.remember(folder.path)
             folder.stopped_marker.unlink(missing_ok=True)
             with stop.listening():

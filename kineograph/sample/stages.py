@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from kineograph.core.batch import Shape
 from kineograph.core.config import StageConfig, Tree, merge, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.lookup import find_task
@@ -134,7 +133,3 @@ def sampling_stage(run: RunFolder, wanted: str | None = None) -> str:
             return name
     why = f"{', '.join(drawing)} is not trained yet" if drawing else "none of them is a generator"
     raise InputError(f"{run.path} has no trained stage that draws samples: of its stages ({', '.join(names)}) {why}")
-
-
-def shape_of(run: RunFolder, stage: str) -> Shape:
-    return read_stage(run.config(), stage).data.shape

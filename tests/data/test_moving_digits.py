@@ -9,7 +9,7 @@ from kineograph.core.lookup import find_source
 from kineograph.data import digit_captions as words
 from kineograph.data import digit_glyphs
 from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Figure, captions_for, parse_caption, wordings
-from kineograph.data.moving_digits import ENDLESS, MovingDigits, MovingDigitsConfig, held_out_prompts, kept_out
+from kineograph.data.moving_digits import ENDLESS, MovingDigits, MovingDigitsConfig, kept_out
 
 
 def source(split="train", **keys):
@@ -301,12 +301,6 @@ def test_kept_out_share_can_be_changed():
 def test_keeping_out_too_much_is_refused():
     with pytest.raises(ConfigError, match=r"data\.kept_out=0\.5"):
         source(frames=8, channels=1, directions=4, kept_out=0.5)
-
-
-def test_held_out_prompts_are_validation_captions():
-    config = MovingDigitsConfig(frames=8)
-    prompts = held_out_prompts(config, 40)
-    assert prompts == [source("validation", frames=8).caption(index) for index in range(40)]
 
 
 # captions --------------------------------------------------------------------------------------------------------

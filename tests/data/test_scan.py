@@ -74,10 +74,10 @@ def test_what_has_no_files_is_checked_as_it_is_met(tmp_path):
     assert not (tmp_path / "scan.json").exists()
 
 
-def test_a_scan_is_remembered_until_a_caption_changes(monkeypatch, source, tmp_path):
-    memory = tmp_path / "scan.json"
-    scan(source, 1.0, memory=memory)
+def test_a_changed_caption_is_changed_content(monkeypatch, source):
+    """A cache keeps captions beside tokens, so it must not outlive them."""
     before = source.fingerprint()
+    assert source.fingerprint() == before
     monkeypatch.setattr(Folder, "caption", lambda self, index: "another")
     assert source.fingerprint() != before
 

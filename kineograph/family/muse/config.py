@@ -61,11 +61,6 @@ class MuseConfig(StageConfig, TransformerConfig):
     def _square(cls, value: object) -> object:
         return (value, value) if isinstance(value, int) else value
 
-    @property
-    def captioned(self) -> bool:
-        """Whether training needs captions."""
-        return self.text.kind not in ("none", "given")
-
 
 class CriticConfig(StageConfig, TransformerConfig):
     references: ClassVar[tuple[str, ...]] = ("generator",)
@@ -79,8 +74,3 @@ class CriticConfig(StageConfig, TransformerConfig):
     """Of the generator's tokens that the critic learns to doubt."""
     sample: MuseSample = MuseSample()
     """How images are drawn, with the generator and this critic."""
-
-    @property
-    def captioned(self) -> bool:
-        """The generator has been trained on this data: if it needs captions, they are there."""
-        return False

@@ -181,7 +181,7 @@ def test_unconditional_needs_no_captions(make, batch, noise):
     batch.captions = None
     assert muse.network.transformer.blocks[0].cross is None
     assert "captions" not in muse.reads
-    assert not muse.config.captioned
+    assert "captions" not in type(muse).reads_for(muse.config)
     value(muse, batch, noise).backward()
     with pytest.raises(InputError, match=r"text\.kind=none"):
         make()(batch, noise)
