@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -337,4 +338,8 @@ def test_wandb_works_offline(tmp_path, monkeypatch):
     kinds = {path.suffix for path in run.rglob("media/**/*") if path.is_file()}
     assert kinds == {".png", ".gif"}
     (log,) = run.glob("*.wandb")
+    # W&B's own service process writes the file, and may still be at it when finish() has returned.
+    deadline = time.monotonic() + 60
+    while b"tokenizer/train/loss" not in log.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert b"tokenizer/train/loss" in log.read_bytes()
