@@ -201,6 +201,9 @@ class VQGAN(Task):
                 )
         return frames, height // factor, width // factor
 
+    def mask_for(self, frame_mask: Tensor) -> Tensor:
+        return frame_mask
+
     @torch.no_grad()
     def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
         """B T C H W in [0, 1] → B T h w"""

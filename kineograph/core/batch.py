@@ -48,7 +48,7 @@ class Batch:
 
     slots: Tensor  # B, int64
     pixels: Tensor | None = None  # B T C H W, uint8
-    frame_mask: Tensor | None = None  # B T, bool
+    frame_mask: Tensor | None = None  # B T, bool; None: nothing is padding, so that nothing need be masked
     fps: Tensor | None = None  # B
     captions: list[str] | None = None
     tokens: Tensor | None = None  # B t h w
@@ -100,9 +100,11 @@ class Batch:
         if first.pixels is not None:
             longest = max(sample.pixels.shape[0] for sample in samples)  # type: ignore[union-attr]
             batch.pixels = torch.stack([_pad_frames(sample.pixels, longest) for sample in samples])  # type: ignore[arg-type]
-            batch.frame_mask = torch.stack([_pad_frames(_frame_mask(sample), longest, False) for sample in samples])
+            mask = torch.stack([_pad_frames(_frame_mask(sample), longest, False) for sample in samples])
+            batch.frame_mask = None if mask.all() else mask
         elif all(sample.frame_mask is not None for sample in samples):
-            batch.frame_mask = torch.stack([sample.frame_mask for sample in samples])  # type: ignore[misc]
+            mask = torch.stack([sample.frame_mask for sample in samples])  # type: ignore[misc]
+            batch.frame_mask = None if mask.all() else mask
         if all(sample.fps is not None for sample in samples):
             batch.fps = torch.tensor([sample.fps for sample in samples], dtype=torch.float32)
         if all(sample.caption is not None for sample in samples):

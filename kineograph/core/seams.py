@@ -21,6 +21,9 @@ class Codec(Protocol):
     def decode(self, tokens: Tensor) -> Tensor:
         """B t h w → B T C H W, clamped to [0, 1]."""
 
+    def mask_for(self, frame_mask: Tensor) -> Tensor:
+        """B T → B t: which tokens' times hold a real frame, for clips that end before the batch's longest."""
+
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Tokens (t, h, w) of a clip; a ConfigError says which sizes fit when this one does not."""
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from kineograph.nn.norms import norm_layer
-from kineograph.nn.positions import Rotary
 
 Memory = tuple[Tensor, Tensor]  # keys and values, B h M d
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+Turn = Callable[[Tensor], Tensor]  # queries or keys, B h N d, turned by their positions
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
+) -> Tensor:
     """softmax(q kᵀ / √d) v by torch's fused kernels. q is B h N d, k and v are B h M d.
 
     `mask` is bool, True where a key may be seen, and broadcasts to B h N M. Each query must see at least one key. No number stands for
-    "minus infinity", so nothing can overflow in half precision.
+    "minus infinity", so nothing can overflow in half precision. `causal` lets each query see the keys up to its own place, and takes no mask.
     """
-    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, dropout_p=dropout)
+    return F.scaled_dot_product_attention(
+        q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, dropout_p=dropout, is_causal=causal
+    )
 
 
 def key_mask(mask: Tensor | None) -> Tensor | None:
@@ -29,21 +37,24 @@ def key_mask(mask: Tensor | None) -> Tensor | None:
 class SelfAttention(nn.Module):
     """Queries, keys and values from one sequence, by one matrix."""
 
-    def __init__(self, width: int, heads: int, *, qk_norm: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, heads: int, *, qk_norm: bool = True, dropout: float = 0.0, causal: bool = False
+    ) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads, self.dropout, self.causal = heads, dropout, causal
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.norm_q = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
         self.norm_k = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, rotary: Turn | None = None) -> Tensor:
         """x is B N D, mask is B N."""
         q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
         q, k = self.norm_q(q), self.norm_k(k)
         if rotary is not None:
             q, k = rotary(q), rotary(k)
-        mixed = attend(q.to(v.dtype), k, v, key_mask(mask), self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(q.to(v.dtype), k, v, key_mask(mask), dropout, self.causal)
         return self.out(rearrange(mixed, "b h n d -> b n (h d)"))
 
 

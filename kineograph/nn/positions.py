@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 
-def grid_positions(shape: Sequence[int]) -> Tensor:
+def grid_positions(shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
     """Coordinates of a grid in raster order, N × axes."""
-    axes = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
+    axes = torch.meshgrid(*(torch.arange(size, device=device) for size in shape), indexing="ij")
     return torch.stack(axes, dim=-1).reshape(-1, len(shape))
 
 
@@ -29,24 +30,41 @@ def angles(positions: Tensor, pairs: int, base: float) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary positions: each pair of channels (2i, 2i + 1) of a query or key turns by its angle, each axis having its share of pairs."""
+
+    cos: Tensor  # N d/2
+    sin: Tensor
+
+    @staticmethod
+    def of(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rotation:
+        """At any positions, N × axes: what a network that takes clips of many sizes makes once a forward pass."""
+        angle = angles(positions, head_width // 2, base)
+        return Rotation(angle.cos(), angle.sin())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """B h N d, rotated in float32."""
+        pairs = rearrange(x.float(), "b h n (d two) -> b h n d two", two=2)
+        even, odd = pairs.unbind(-1)  # B h N d/2
+        turned = torch.stack([even * self.cos - odd * self.sin, odd * self.cos + even * self.sin], dim=-1)
+        return rearrange(turned, "b h n d two -> b h n (d two)").to(x.dtype)
+
+
 class Rotary(nn.Module):
-    """Rotary positions on a grid: each pair of channels (2i, 2i + 1) of a query or key turns by its angle, each axis having its share of pairs."""
+    """The rotation of a fixed grid."""
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, shape: Sequence[int], head_width: int, base: float = 10_000.0) -> None:
         super().__init__()
-        angle = angles(grid_positions(shape), head_width // 2, base)  # N d/2
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        rotation = Rotation.of(grid_positions(shape), head_width, base)
+        self.register_buffer("cos", rotation.cos, persistent=False)
+        self.register_buffer("sin", rotation.sin, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """B h N d, rotated in float32."""
-        pairs = rearrange(x.float(), "b h n (d two) -> b h n d two", two=2)
-        even, odd = pairs.unbind(-1)  # B h N d/2
-        turned = torch.stack([even * self.cos - odd * self.sin, odd * self.cos + even * self.sin], dim=-1)
-        return rearrange(turned, "b h n d two -> b h n (d two)").to(x.dtype)
+        return Rotation(self.cos, self.sin)(x)
 
 
 class LearnedPositions(nn.Module):
@@ -69,6 +87,12 @@ class LearnedPositions(nn.Module):
         return total.reshape(-1, total.shape[-1])
 
 
+def sincos(positions: Tensor, width: int, base: float = 10_000.0) -> Tensor:
+    """Sines and cosines at any positions, N × axes → N D, as large as a learned table at its start."""
+    angle = angles(positions, width // 2, base)
+    return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=1) * width**-0.5, (0, width % 2))
+
+
 class SincosPositions(nn.Module):
     """The same, with fixed sines and cosines: each axis has its share of the channels."""
 
@@ -76,9 +100,7 @@ class SincosPositions(nn.Module):
 
     def __init__(self, shape: Sequence[int], width: int, base: float = 10_000.0) -> None:
         super().__init__()
-        angle = angles(grid_positions(shape), width // 2, base)
-        table = torch.cat([angle.sin(), angle.cos()], dim=1) * width**-0.5  # as large as a learned table at its start
-        self.register_buffer("table", nn.functional.pad(table, (0, width % 2)), persistent=False)
+        self.register_buffer("table", sincos(grid_positions(shape), width, base), persistent=False)
 
     def forward(self) -> Tensor:
         """N D"""

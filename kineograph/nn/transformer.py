@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from kineograph.core.config import Config
-from kineograph.nn.attention import CrossAttention, Memory, SelfAttention
+from kineograph.nn.attention import CrossAttention, Memory, SelfAttention, Turn
 from kineograph.nn.norms import Norm, norm_layer
 from kineograph.nn.positions import Rotary
 
@@ -59,10 +59,12 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: TransformerConfig, cross: bool) -> None:
+    def __init__(self, config: TransformerConfig, cross: bool, causal: bool = False) -> None:
         super().__init__()
         self.norm_attention = norm_layer(config.norm, config.width)
-        self.attention = SelfAttention(config.width, config.heads, qk_norm=config.qk_norm, dropout=config.dropout)
+        self.attention = SelfAttention(
+            config.width, config.heads, qk_norm=config.qk_norm, dropout=config.dropout, causal=causal
+        )
         self.norm_cross = norm_layer(config.norm, config.width) if cross else None
         self.cross = (
             CrossAttention(config.width, config.heads, qk_norm=config.qk_norm, dropout=config.dropout)
@@ -77,7 +79,7 @@ class Block(nn.Module):
         self,
         x: Tensor,  # B N D
         mask: Tensor | None = None,  # B N
-        rotary: Rotary | None = None,
+        rotary: Turn | None = None,
         context: Tensor | None = None,  # B M D
         context_mask: Tensor | None = None,  # B M
         memory: Memory | None = None,  # instead of a context: its keys and values
@@ -93,12 +95,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """B N D → B N D, normalised at the end."""
+    """B N D → B N D, normalised at the end. `rotary` is a fixed grid's; a network for clips of many sizes gives `forward` its own."""
 
-    def __init__(self, config: TransformerConfig, *, cross: bool = False, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, cross: bool = False, rotary: Rotary | None = None, causal: bool = False
+    ) -> None:
         super().__init__()
         self.rotary = rotary
-        self.blocks = nn.ModuleList(Block(config, cross) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, cross, causal) for _ in range(config.depth))
         self.norm = norm_layer(config.norm, config.width)
         init_weights(self, config.depth)
 
@@ -113,9 +117,11 @@ class Transformer(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         memory: list[Memory] | None = None,
+        rotary: Turn | None = None,
     ) -> Tensor:
+        turn = self.rotary if rotary is None else rotary
         for index, block in enumerate(self.blocks):
-            x = block(x, mask, self.rotary, context, context_mask, memory[index] if memory is not None else None)
+            x = block(x, mask, turn, context, context_mask, memory[index] if memory is not None else None)
         return self.norm(x)
 
 

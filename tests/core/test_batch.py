@@ -35,6 +35,14 @@ def test_a_given_mask_is_kept_and_padded_with_false() -> None:
     assert batch.frame_mask.tolist() == [[True, False, False], [True, True, True]]
 
 
+def test_without_padding_there_is_no_mask() -> None:
+    whole = Sample(pixels=clip(3), frame_mask=torch.ones(3, dtype=torch.bool))
+    assert Batch.collate([whole, Sample(pixels=clip(3))], [0, 1]).frame_mask is None
+    tokens = [Sample(tokens=torch.zeros(2, 1, 1), frame_mask=torch.tensor([True, last])) for last in (True, False)]
+    assert Batch.collate(tokens[:1], [0]).frame_mask is None
+    assert Batch.collate(tokens, [0, 1]).frame_mask.tolist() == [[True, True], [True, False]]
+
+
 def test_what_not_every_sample_has_is_left_out() -> None:
     batch = Batch.collate([Sample(pixels=clip(1), caption="a"), Sample(pixels=clip(1), fps=8)], [0, 1])
     assert batch.captions is None
@@ -61,7 +69,8 @@ def test_video_is_float_in_unit_range_and_the_bytes_stay() -> None:
 
 
 def test_map_reaches_every_tensor_and_nothing_else() -> None:
-    batch = Batch.collate([Sample(pixels=clip(1), fps=8, caption="a", extra={"z": torch.ones(2)})], [0])
+    samples = [Sample(pixels=clip(n), fps=8, caption="a", extra={"z": torch.ones(2)}) for n in (1, 2)]
+    batch = Batch.collate(samples, [0, 1])
     moved = batch.to(torch.device("meta"))
     assert {
         moved.slots.device.type,
@@ -70,7 +79,7 @@ def test_map_reaches_every_tensor_and_nothing_else() -> None:
         moved.fps.device.type,
         moved.extra["z"].device.type,
     } == {"meta"}
-    assert moved.captions == ["a"]
+    assert moved.captions == ["a", "a"]
     assert batch.pixels.device.type == "cpu"
 
 
