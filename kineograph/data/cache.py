@@ -95,6 +95,7 @@ class Cache:
     ) -> None:
         self.config, self.header, self.arrays, self._rows = config, header, arrays, rows
         self.indices, self.note = part
+        self.gives = frozenset(arrays)
 
     @classmethod
     def open(cls, config: CacheConfig, split: Split, seed: int) -> Cache:

@@ -2,11 +2,13 @@
 
 Per item: str = caption · uint8, or float in [0, 1], of rank 4 = clip (T C H W; C T H W where only that fits `channels`) · of
 rank 3 = image (C H W) · float of rank 2 = text embeddings (L D) · int64 of rank 2 or 3 = codebook ids (h w or t h w) · bool of
-rank 1 = frame mask. Names in a dict, or `data.fields`, always win over the type.
+rank 1 = frame mask. Names in a dict, or `data.fields`, always win over the type. Items may hold codebook ids and no pixels at all:
+`gives` says what there is, and `expect` what the ids must be like.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from kineograph.core.lookup import find_source
 from kineograph.core.noise import numpy_rng
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.decode import to_channels
+from kineograph.data.given_tokens import TokenGrid
 from kineograph.data.split import select
 from kineograph.data.timing import window
 from kineograph.data.transforms import fit, pad
@@ -68,6 +71,7 @@ class DatasetSource:
         self.dataset, self.config = dataset, config
         part = select([f"item-{number}" for number in range(count)], split, config)
         self.indices, self.note = part.indices, part.note
+        self._grid: TokenGrid | None = None
         self._probe()
 
     @classmethod
@@ -100,27 +104,36 @@ class DatasetSource:
                 f"the first item of {type(self.dataset).__name__} cannot be read: {error.reason}"
             ) from error.__cause__
 
+    @cached_property
+    def gives(self) -> frozenset[str]:
+        """Fields of the items, as the first one has them."""
+        return frozenset(self._fields(0))
+
+    def expect(self, grid: TokenGrid) -> None:
+        """From now on codebook ids are held against this grid, and those of pictures and shorter clips padded to it."""
+        self._grid = grid
+        self._probe()
+
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
-        fields = self._fields(index)
-        sample = Sample(caption=fields.get("caption"), fps=fields.get("fps"))
-        for name, value in fields.items():
+        fields, name = self._fields(index), self.identity(index)
+        sample = Sample(caption=fields.get("caption"), fps=fields.get("fps") or self.config.shape.fps)
+        for field, value in fields.items():
             if isinstance(value, Tensor):
-                setattr(sample, name, value)
+                setattr(sample, field, value)
         if "pixels" in fields:
-            clip = _as_clip(fields["pixels"], self.config.channels, self.identity(index))  # T H W C
+            clip = _as_clip(fields["pixels"], self.config.channels, name)  # T H W C
             mask = sample.frame_mask
             if mask is not None and mask.shape != clip.shape[:1]:
-                raise InputError(
-                    f"{self.identity(index)}: a frame mask of shape {tuple(mask.shape)} beside {clip.shape[0]} frames"
-                )
-            chosen = window(int(mask.sum()) if mask is not None else clip.shape[0], self.config.frames, rng)
-            sample.pixels, sample.frame_mask = pad(
-                fit(clip[chosen], self.config.size, self.config.channels), self.config.frames
-            )
-            sample.fps = float(sample.fps or self.config.shape.fps)
+                raise InputError(f"{name}: a frame mask of shape {tuple(mask.shape)} beside {clip.shape[0]} frames")
+            real, frames = int(mask.sum()) if mask is not None else clip.shape[0], self.config.frames
+            # Codebook ids tell of the first frames, whatever else the clip has.
+            chosen = slice(0, min(real, frames)) if sample.tokens is not None else window(real, frames, rng)
+            sample.pixels, sample.frame_mask = pad(fit(clip[chosen], self.config.size, self.config.channels), frames)
+        if sample.tokens is not None and self._grid is not None:
+            sample.tokens, sample.frame_mask = self._grid.fit(sample.tokens, sample.frame_mask, name)
         return sample
 
     def caption(self, index: int) -> str | None:
@@ -160,6 +173,10 @@ class DatasetSource:
             fields[field] = checked(field, value, name)
         if not fields:
             raise InputError(f"{name} holds nothing that is understood: {_EXPECTED}")
+        if "text_mask" in fields and "text_embeds" in fields and len(fields["text_mask"]) != len(fields["text_embeds"]):
+            raise InputError(
+                f"{name}: a text mask of {len(fields['text_mask'])} beside {len(fields['text_embeds'])} text embeddings"
+            )
         return fields
 
     def _labelled(self, item: Any, name: str) -> list[tuple[str | None, Any]]:
@@ -205,8 +222,10 @@ def infer(value: Any, name: str) -> str:
             return "tokens"
         if rank == 1 and kind == torch.bool:
             return "frame_mask"
+        batched = rank == 5 or (rank == 4 and kind in (torch.int64, torch.int32))
         raise InputError(
             f"{name} holds a tensor of {kind} with shape {tuple(value.shape)}, and that could be anything: {_EXPECTED}; or name it with data.fields"
+            + ("; a whole batch? an item is one clip" if batched else "")
         )
     hint = (
         "; a class label? give a caption instead, or leave it out with data.fields=[pixels, _]"
@@ -227,7 +246,7 @@ def checked(field: str, value: Any, name: str) -> Any:
             raise InputError(f"{name}: the caption is a {type(value).__name__}, not a str")
         return value
     if field == "fps":
-        return float(value)
+        return _checked_fps(value, name)
     if field == "pixels" and isinstance(value, Image.Image):
         return value
     if not isinstance(value, Tensor):
@@ -247,9 +266,23 @@ def checked(field: str, value: Any, name: str) -> Any:
     }.get(field, value.dtype == torch.bool and value.ndim == 1)
     if not fits:
         raise InputError(f"{name}: {field} must be {wanted}, not {value.dtype} of shape {tuple(value.shape)}")
+    if 0 in value.shape:
+        raise InputError(f"{name}: {field} of shape {tuple(value.shape)} is empty")
     if field == "tokens":
         return rearrange(value, "... h w -> (...) h w").to(torch.int64)
+    if field == "frame_mask" and not (value[0] and torch.equal(value, torch.arange(len(value)) < value.sum())):
+        raise InputError(f"{name}: in a frame mask the real frames come first, at least one, and padding after them")
     return value
+
+
+def _checked_fps(value: Any, name: str) -> float:
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name}: fps is a {type(value).__name__}, not a number") from None
+    if not 0 < rate < float("inf"):
+        raise InputError(f"{name}: fps={rate:g} is not a speed: give frames a second, above 0")
+    return rate
 
 
 def _checked_pixels(value: Tensor, name: str) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable
-from kineograph.data.timing import pick
+from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE, pick
 from kineograph.data.transforms import Framing
 
 # Pillow warns about metadata that nothing here reads (odd EXIF, unknown chunks); what cannot be decoded is an error, not a warning.
@@ -113,7 +113,8 @@ def is_animation(image: Any) -> bool:
 def _read_animation(image: Any, data: bytes, wanted: Wanted, rng: np.random.Generator) -> Clip:
     delays = frame_delays(image, data, wanted.truncated)
     ends = np.cumsum(delays)
-    chosen = pick(ends - delays, float(ends[-1]), wanted.frames, wanted.fps, rng)
+    clock = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
+    chosen = pick(ends - delays, float(ends[-1]), wanted.frames, wanted.fps, rng, clock)
     place = wanted.framing.place(image.width, image.height, rng)
     decoded: dict[int, np.ndarray] = {}
     needed = set(chosen.tolist())

@@ -2,6 +2,7 @@
 
 The direction that a caption names is the one in which a digit sets out. It may bounce off a wall late in the clip, never so
 early that its way from the first frame to the last would point elsewhere: `Stage.must_go` is walked before the first wall.
+Without `bounces` that is the whole way, so that every frame is the start plus a multiple of the speed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ class Stage:
     side: int  # of a digit's square
     speed: float  # pixels a frame along each axis that the direction has
     grid: int  # starts are multiples of this
+    bounces: bool = True  # digits may meet a wall before the clip ends
 
     @staticmethod
-    def of(size: tuple[int, int], frames: int, digits: int, speed: float | None, grid: int | None) -> Stage:
+    def of(
+        size: tuple[int, int], frames: int, digits: int, speed: float | None, grid: int | None, bounces: bool = True
+    ) -> Stage:
         shorter = min(size)
         if shorter < 16:
             raise ConfigError(f"data.size={list(size)}: moving digits need at least 16 pixels a side")
         side = round(shorter * (0.56 if digits == 1 else 0.38))
-        stage = Stage(*size, frames, side, speed or _usual_speed(shorter, frames, digits), grid or 1)
+        farthest = 0.55 * shorter if bounces else shorter - side
+        usual = _usual_speed(shorter, frames, digits, farthest)
+        stage = Stage(*size, frames, side, speed or usual, grid or 1, bounces)
         stage._check(speed)
         return stage
 
@@ -51,17 +57,22 @@ class Stage:
     @property
     def must_go(self) -> float:
         """Pixels in the named direction before a wall may turn the digit back."""
+        if not self.bounces:
+            return self.travel
         return min(self.travel, max(0.7 * self.travel, min(self.height, self.width) / 4))
 
     def _check(self, asked: float | None) -> None:
         if self.frames > 1:
             shorter = min(self.height, self.width)
             slowest = shorter / 8 / (self.frames - 1)
-            fastest = (shorter - self.side) / 0.7 / (self.frames - 1)
-            if not slowest <= self.speed <= fastest:
-                what = (
-                    "too slow to see" if self.speed < slowest else "so fast that walls would turn digits back at once"
+            fastest = (shorter - self.side) / (0.7 if self.bounces else 1.0) / (self.frames - 1)
+            if not slowest <= self.speed <= fastest + 1e-9:
+                too_fast = (
+                    "so fast that walls would turn digits back at once"
+                    if self.bounces
+                    else "so fast that digits would reach a wall, which data.bounce=false rules out,"
                 )
+                what = "too slow to see" if self.speed < slowest else too_fast
                 raise ConfigError(
                     f"data.speed={asked} is {what} in {self.frames} frames of {self.height}×{self.width}: "
                     f"use {slowest:.2f} to {fastest:.2f} pixels a frame"
@@ -74,7 +85,8 @@ class Stage:
         )
         if any(self._choices(np.array(low), np.array(high)).min() < 1 for low, high in spans):
             raise ConfigError(
-                f"data.grid={self.grid} leaves no start for some motion or place at {self.height}×{self.width}: use a smaller one"
+                f"data.grid={self.grid} leaves no start for some motion or place at {self.height}×{self.width}: "
+                f"use a smaller one{' or a lower data.speed' if self.frames > 1 else ''}"
             )
 
     def _span(self, sign: int, room: float) -> tuple[float, float]:
@@ -115,10 +127,13 @@ def tries(digits: int) -> int:
     return 1 if digits == 1 else _TRIES
 
 
-def _usual_speed(shorter: int, frames: int, digits: int) -> float:
-    """A sixteenth of the side a frame (two digits need room to pass: a 24th); faster in very short clips, slower in long ones."""
+def _usual_speed(shorter: int, frames: int, digits: int, farthest: float) -> float:
+    """A sixteenth of the side a frame (two digits need room to pass: a 24th); faster in very short clips, slower in long ones,
+
+    where a digit goes `farthest` pixels in all.
+    """
     steps = max(1, frames - 1)
-    speed = min(max(shorter / (16 if digits == 1 else 24), shorter / 4 / steps), 0.55 * shorter / steps)
+    speed = min(max(shorter / (16 if digits == 1 else 24), shorter / 4 / steps), farthest / steps)
     return float(math.floor(speed)) if speed >= 1 else speed  # whole pixels where that is one or more
 
 

@@ -57,6 +57,7 @@ class _Reader(Dataset):
 
     def __init__(self, source: Source, seed: int) -> None:
         self.source, self.seed = source, seed
+        self.frames: int = getattr(source, "frames", 0)  # of every batch, where items differ in length
 
     def __getitem__(self, work: _Work) -> _Read:
         read = _Read()
@@ -65,7 +66,7 @@ class _Reader(Dataset):
                 self._sample(int(item), work.key, int(slot), read.skipped)
                 for item, slot in zip(work.items, work.slots, strict=True)
             ]
-            read.batch = _collate(samples, work.slots.tolist())
+            read.batch = _lengthened(_collate(samples, work.slots.tolist()), self.frames)
         except KineoError as error:
             read.error = error
         return read
@@ -88,6 +89,18 @@ def _collate(samples: list[Sample], slots: list[int]) -> Batch:
         return Batch.collate(samples, slots)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"items of different shapes or fields cannot share a batch: {error}") from None
+
+
+def _lengthened(batch: Batch, frames: int) -> Batch:
+    """A batch of stills alone gets the frames of any other, so that compiled networks and caches see one shape."""
+    if batch.pixels is None or batch.pixels.shape[1] >= frames:
+        return batch
+    rows, length = batch.pixels.shape[:2]
+    tail = batch.pixels[:, -1:].expand(-1, frames - length, -1, -1, -1)
+    mask = batch.frame_mask if batch.frame_mask is not None else torch.ones(rows, length, dtype=torch.bool)
+    batch.pixels = torch.cat([batch.pixels, tail], dim=1)
+    batch.frame_mask = torch.nn.functional.pad(mask, (0, frames - length))
+    return batch
 
 
 class _Plan(Sampler):

@@ -2,6 +2,7 @@
 
 What item `index` shows is a pure function of (index, split, config), so evaluation data are the same on every machine.
 Validation and test use glyph images, wordings and combinations of digit, colour and motion (or place) that training never shows.
+A share of the training items may be stills: pictures of one frame with a picture's caption, beside the clips.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class MovingDigitsConfig(DataConfig):
     """Digits start at multiples of this many pixels; null: anywhere."""
     speed: float | None = Field(None, gt=0)
     """Pixels a frame; null: about a sixteenth of the shorter side (two digits: a 24th), less in long clips."""
+    bounce: bool = True
+    """Digits may bounce off a wall late in a clip; false: they start where they meet none."""
+    stills: float = Field(0.0, ge=0, lt=1)
+    """Share of training items that are single pictures, captioned as pictures are. Clips only; validation and test stay clips."""
     kept_out: float = Field(0.1, ge=0, le=0.5)
     """Share of the combinations of digit, colour and motion (or place) that training never shows."""
     wordings: Literal["varied", "plain"] = "varied"
@@ -54,7 +59,13 @@ class MovingDigitsConfig(DataConfig):
             raise ConfigError(
                 f"data.coloured=true needs data.channels=3 or 4, not {self.channels}: set coloured=false or channels=3"
             )
-        _ = self.stage
+        if self.stills and self.frames == 1:
+            raise ConfigError(
+                f"data.stills={self.stills:g} puts pictures beside clips, and data.frames=1 has pictures only: set stills=0 or raise frames"
+            )
+        _ = self.stage_of(moving=self.frames > 1)
+        if self.stills:
+            _ = self.stage_of(moving=False)
         return self
 
     @property
@@ -63,7 +74,11 @@ class MovingDigitsConfig(DataConfig):
 
     @property
     def stage(self) -> Stage:
-        return Stage.of(self.size, self.frames, self.digits, self.speed, self.grid)
+        return self.stage_of(moving=self.frames > 1)
+
+    def stage_of(self, moving: bool) -> Stage:
+        """Where digits are in clips, or in pictures."""
+        return Stage.of(self.size, self.frames if moving else 1, self.digits, self.speed, self.grid, self.bounce)
 
 
 def kept_out(facts: Facts, share: float = 0.1) -> bool:
@@ -78,10 +93,28 @@ def _combination_key(figure: Figure) -> int:
     )
 
 
+class Scenes:
+    """What clips show, or pictures: figures that training sees, and those kept out of it."""
+
+    def __init__(self, config: MovingDigitsConfig, moving: bool, share: float) -> None:
+        self.moving, self.stage = moving, config.stage_of(moving)
+        colours = list(COLOURS) if config.in_colour else [None]
+        figures = [
+            _figure(digit, colour, value, moving)
+            for digit, colour, value in product(range(10), colours, values_of(moving, config.directions))
+        ]
+        self.seen = [figure for figure in figures if not kept_out((figure,), share)]
+        self.unseen = [figure for figure in figures if kept_out((figure,), share)]
+        self.of_digit = [[figure for figure in self.seen if figure.digit == digit] for digit in range(10)]
+        if min(map(len, self.of_digit)) < 2:
+            raise ConfigError(f"data.kept_out={share} leaves too little of some digit for training: use 0.1")
+
+
 @dataclass(frozen=True)
 class Item:
     """Everything that is drawn for one index."""
 
+    scenes: Scenes
     facts: Facts
     caption: str
     glyphs: tuple[int, ...]  # indices into load_glyphs()
@@ -98,25 +131,23 @@ class MovingDigits:
         self.config = config
         self.split = split
         self.held_out = split != "train"
-        self.stage = config.stage
+        self.frames = config.frames  # of every batch, also of one that holds stills alone
         self._pool: tuple[list[int], ...] = digit_glyphs.pool(self.held_out, None if self.held_out else config.glyphs)
-        values = values_of(config.frames > 1, config.directions)
-        colours = list(COLOURS) if config.in_colour else [None]
-        figures = [
-            _figure(digit, colour, value, config.frames > 1)
-            for digit, colour, value in product(range(10), colours, values)
-        ]
         share = 0.0 if unrestricted else config.kept_out
-        self._seen = [figure for figure in figures if not kept_out((figure,), share)]
-        self._unseen = [figure for figure in figures if kept_out((figure,), share)]
-        self._of_digit = [[figure for figure in self._seen if figure.digit == digit] for digit in range(10)]
-        if min(map(len, self._of_digit)) < 2:
-            raise ConfigError(f"data.kept_out={share} leaves too little of some digit for training: use 0.1")
+        self._main = Scenes(config, config.frames > 1, share)
+        self._stills = Scenes(config, False, share) if config.stills and not self.held_out else None
+
+    @property
+    def stage(self) -> Stage:
+        """Of the clips, where there are stills beside them."""
+        return self._main.stage
 
     @classmethod
     def open(cls, config: MovingDigitsConfig, split: Split, seed: int = 0) -> MovingDigits:
-        """`seed` changes nothing: the data are the same for every run. With validation=0, validation is training data."""
-        return cls(config, "train" if split == "validation" and config.validation == 0 else split)
+        """`seed` changes nothing: the data are the same for every run. With validation=0, validation is training data, all clips."""
+        if split == "validation" and config.validation == 0:
+            return cls(config.model_copy(update={"stills": 0.0}), "train")
+        return cls(config, split)
 
     def __len__(self) -> int:
         if self.config.count is None:
@@ -130,7 +161,7 @@ class MovingDigits:
         return count
 
     def read(self, index: int, rng: np.random.Generator | None = None) -> Sample:
-        """A clip and its caption. `rng` is not needed: nothing here is random beyond the index."""
+        """A clip (or a still, of one frame) and its caption. `rng` is not needed: nothing here is random beyond the index."""
         item = self.item(index)
         return Sample(pixels=torch.from_numpy(self.paint(item)), fps=self.config.shape.fps, caption=item.caption)
 
@@ -148,31 +179,33 @@ class MovingDigits:
     def item(self, index: int) -> Item:
         """The draws of an index; facts, caption and glyphs do not depend on the canvas's size."""
         rng = numpy_rng("moving_digits", self.split, index)
-        draw = iter(rng.random(12).tolist())
-        facts = self._draw_facts(*(next(draw) for _ in range(5)))
-        caption = self._draw_caption(facts, *(next(draw) for _ in range(3)))
+        *draws, still = rng.random(12).tolist()
+        draw = iter(draws)
+        scenes = self._stills if self._stills is not None and still < self.config.stills else self._main
+        facts = self._draw_facts(scenes, *(next(draw) for _ in range(5)))
+        caption = self._draw_caption(scenes, facts, *(next(draw) for _ in range(3)))
         glyphs = tuple(_pick(self._pool[figure.digit], next(draw)) for figure in facts)
-        return Item(facts, caption, glyphs, rng.random((tries(self.config.digits), len(facts), 2)))
+        return Item(scenes, facts, caption, glyphs, rng.random((tries(self.config.digits), len(facts), 2)))
 
-    def _draw_facts(self, new: float, which: float, other: float, its: float, swap: float) -> Facts:
+    def _draw_facts(self, scenes: Scenes, new: float, which: float, other: float, its: float, swap: float) -> Facts:
         """Half of the held-out items hold a combination that training never shows."""
-        first = _pick(self._unseen if self.held_out and self._unseen and new < 0.5 else self._seen, which)
+        first = _pick(scenes.unseen if self.held_out and scenes.unseen and new < 0.5 else scenes.seen, which)
         if self.config.digits == 1:
             return (first,)
         digit = (first.digit + 1 + int(other * 9)) % 10
-        second = _pick([figure for figure in self._of_digit[digit] if _apart(figure, first)], its)
+        second = _pick([figure for figure in scenes.of_digit[digit] if _apart(figure, first)], its)
         return (first, second) if swap < 0.5 else (second, first)
 
-    def _draw_caption(self, facts: Facts, new: float, which: float, join: float) -> str:
+    def _draw_caption(self, scenes: Scenes, facts: Facts, new: float, which: float, join: float) -> str:
         """Half of the held-out captions use a wording that training never uses."""
         if self.config.wordings == "plain":
             return caption_of(facts, PLAIN)
         split: Split = "validation" if self.held_out and new < 0.5 else "train"
-        return caption_of(facts, _pick(wordings(split, self.config.frames > 1), which), _pick(joins(facts), join))
+        return caption_of(facts, _pick(wordings(split, scenes.moving), which), _pick(joins(facts), join))
 
     def paint(self, item: Item) -> np.ndarray:
         """T C H W, uint8; where digits cover each other the brighter wins."""
-        stage, channels = self.stage, self.config.channels
+        stage, channels = item.scenes.stage, self.config.channels
         canvas = np.zeros((stage.frames, channels, stage.height, stage.width), dtype=np.uint8)
         images, _ = digit_glyphs.load_glyphs()
         painted = channels if channels % 2 else channels - 1  # without the alpha channel

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
@@ -14,7 +15,11 @@ from kineograph.core.task import BuildContext, Task, load_weights, weights_of
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
 from kineograph.sample.stages import Stages
+from kineograph.text.learned import ASSET, LearnedText
 from kineograph.train import checkpoint
+
+_BYTES = 259  # tokens of a vocabulary that learned nothing: 256 bytes and three special ones, the same everywhere
+_NAMED = 4  # tensors that a line of the log names before it counts the rest
 
 
 def stage_seed(plan: Plan, stage: StagePlan) -> int:
@@ -25,10 +30,13 @@ def stage_seed(plan: Plan, stage: StagePlan) -> int:
 def build_task(
     plan: Plan, stage: StagePlan, stages: Stages, data: StageData, folder: RunFolder, note: Callable[[str], None]
 ) -> Task:
-    """A stage's Task with its starting weights. What it once learned from the data (a vocabulary) comes from its checkpoint."""
+    """A stage's Task with fresh weights. What it once learned from the data (a vocabulary) comes from its checkpoint.
+
+    Before it has one, a stage that starts from another's weights takes over what that one learned: its embeddings are of those words.
+    """
     seed = stage_seed(plan, stage)
     torch.manual_seed(key_of(seed, "init") >> 1)
-    found = checkpoint.latest(folder.checkpoints(stage.name))
+    found = checkpoint.latest(folder.checkpoints(stage.name)) or _ancestor(stage, stages)
     context = BuildContext(
         shape=stage.spec.data.shape,
         seed=seed,
@@ -40,21 +48,67 @@ def build_task(
     return stage.spec.task.build(stage.spec.config, context)
 
 
-def warm_start(task: Task, stage: StagePlan, stages: Stages, note: Callable[[str], None]) -> None:
-    """Copy what fits from `init`; the run's own checkpoint, if there is one, overrides it afterwards."""
+def _ancestor(stage: StagePlan, stages: Stages) -> checkpoint.Checkpoint | None:
+    """The checkpoint that `init` names; None for a file, which has weights only. It may be yet to come: `kineo cache` builds early."""
     init = stage.spec.config.init
-    if init is None:
+    if init is None or init.endswith(".safetensors"):
+        return None
+    run, name = stages.locate(init)
+    return checkpoint.latest(run.checkpoints(name))
+
+
+def warm_start(task: Task, stage: StagePlan, stages: Stages, note: Callable[[str], None]) -> None:
+    """Copy what fits from `init`, unless the stage has begun: then its own checkpoint holds everything."""
+    init = stage.spec.config.init
+    if init is None or checkpoint.latest(stages.run.checkpoints(stage.name)) is not None:
         return
     if init.endswith(".safetensors"):
-        given = checkpoint.read_file(Path(init))
+        given, words = checkpoint.read_file(Path(init)), None
     else:
         run, name = stages.locate(init)
-        given = checkpoint.choose(run.checkpoints(name)).weights()
+        found = checkpoint.choose(run.checkpoints(name))
+        given, words = found.weights(), found.state().get("assets", {}).get(ASSET)
     own = weights_of(task)
-    fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
-    if not fitting:
+    left = _misfits(own, given, _of_other_words(task, words))
+    taken = {name: given[name] for name in own if name not in left}
+    if not taken:
         raise InputError(
             f"stages.{stage.name}.init={init}: none of its {len(given)} tensors fits a name and shape of this stage"
         )
-    load_weights(task, own | fitting)
-    note(f"{stage.name}: {len(fitting)} of {len(own)} tensors taken from {init}")
+    load_weights(task, own | taken)
+    note(f"{stage.name}: {len(taken)} of {len(own)} tensors taken from {init}{_told(left)}")
+
+
+def _of_other_words(task: Task, words: str | None) -> set[str]:
+    """Embeddings of learned vocabularies whose rows may stand for other words where the weights come from.
+
+    `words` is the vocabulary there; None where it is not known.
+    """
+    return {
+        f"{name}.tokens.weight"
+        for name, module in task.named_modules()
+        if isinstance(module, LearnedText) and module.vocabulary.size > _BYTES and module.vocabulary.text != words
+    }
+
+
+def _misfits(own: dict[str, Tensor], given: dict[str, Tensor], other_words: set[str]) -> dict[str, str]:
+    """Tensors of the stage that cannot be taken, and why."""
+    left = {}
+    for name, value in own.items():
+        if name not in given:
+            left[name] = "not there"
+        elif given[name].shape != value.shape:
+            left[name] = "of another shape"
+        elif name in other_words:
+            left[name] = "of a vocabulary that is not known to be this one"
+    return left
+
+
+def _told(left: dict[str, str]) -> str:
+    """`; not there: a, b and 3 more; of another shape: c`"""
+    parts = []
+    for why in dict.fromkeys(left.values()):
+        names = [name for name, reason in left.items() if reason == why]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        parts.append(f"; {why}: {', '.join(names[:_NAMED])}{more}")
+    return "".join(parts)

@@ -12,7 +12,7 @@ from kineograph.core.errors import InputError, KineoError
 from kineograph.core.run_folder import RunFolder
 from kineograph.run.estimate import Builder
 from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData
+from kineograph.run.stage_data import StageData, expect_tokens
 from kineograph.run.token_cache import check_cachable
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
@@ -41,18 +41,27 @@ def check_stages(
         if building:
             try:
                 with FakeTensorMode(allow_non_fake_inputs=True):
-                    builder.build(stage.name, torch.device("cpu"))
+                    task = builder.build(stage.name, torch.device("cpu"))
             except KineoError:
                 raise
             except Exception:  # a Task that looks at numbers while it is built: training will tell
                 continue
+            expect_tokens(task, data[stage.name])
 
 
 def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
-    """`init` must lead to weights: a file, an earlier stage of this run, or a trained stage of another."""
+    """`init` must lead to weights: a file, an earlier stage of this run, or a trained stage of another.
+
+    A stage that has begun stands on its own checkpoint, and what it began with may be gone.
+    """
     init, where = stage.spec.config.init, f"stages.{stage.name}.init"
+    if init is None or checkpoint.steps(folder.checkpoints(stage.name)):
+        return
     earlier = [other.name for other in plan.stages[: plan.stages.index(stage)]]
-    if init is None or init in earlier:
+    if init in earlier:
+        skipped = next(other for other in plan.stages if other.name == init).spec.config.skip
+        if skipped and not checkpoint.steps(folder.checkpoints(init)):
+            raise InputError(f"{where}={init}: that stage is skipped and has no checkpoint; train it first")
         return
     if init.endswith(".safetensors"):
         if not Path(init).is_file():

@@ -91,6 +91,10 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
         raise InputError(f"shard={shard!r}: give the number of items a tar file, at least 1")
     still = as_ == "png" or media == "png"
     config = parse(MovingDigitsConfig, {"frames": 1 if still else CLIP_FRAMES, **tree})
+    if config.stills and as_ == "memmap":
+        raise InputError(
+            f"stills={config.stills:g} cannot be kept in a memmap, whose items are all clips: leave it out, or use gif, mp4 or webdataset"
+        )
     if media is None:
         media = as_ if as_ in _MEDIA else "png" if config.frames == 1 else "gif"
     if media not in _MEDIA:

@@ -131,12 +131,22 @@ def _check_references(stages: tuple[StagePlan, ...]) -> None:
 
 def _prompts(prompts: list[str] | str) -> list[str] | str:
     """A file's lines are taken into the config, so that the run no longer depends on the file."""
-    if isinstance(prompts, list) or prompts == "auto":
+    if prompts == "auto":
+        return prompts
+    if isinstance(prompts, list):
+        if not prompts:
+            raise ConfigError("prompts is an empty list: give at least one, or auto for validation captions")
         return prompts
     path = Path(prompts)
     if not path.is_file():
         raise ConfigError(f"prompts={prompts}: no such file; give a list, a text file with a prompt a line, or auto")
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts={prompts} is not UTF-8 text: {error}; save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"prompts={prompts} cannot be read: {error.strerror}") from None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"prompts={prompts}: the file has no lines")
     return lines

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kineograph.core import ranks
+from kineograph.core.batch import Batch
 from kineograph.core.noise import key_of
-from kineograph.core.run_folder import RunFolder, write_json
+from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
 from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves
@@ -59,12 +60,11 @@ class Show:
 
     def _samples(self, step: int, stepper: Stepper) -> None:
         train = self.stage.train
-        prompts = self.data.prompts(self.plan.prompts, train.samples)
+        prompts, captions = self._prompts(stepper.task)
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
         with stepper.eval_mode() as task:
             pixels = self._draw(task, prompts)
-        captions = prompts or [""] * len(pixels)
         suffix = train.format if train.format != "auto" else ("png" if pixels.shape[1] == 1 else "gif")
         listed = []
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
@@ -86,6 +86,18 @@ class Show:
         if pixels.shape[1] > 1:
             sheet = write_clip(out / "grid.gif", moving_grid(list(pixels), captions=captions), self.shape.fps)
         self._track(step, "samples", sheet, "; ".join(captions))
+
+    def _prompts(self, task: Task) -> tuple[list[str] | None, list[str]]:
+        """What is asked for, None where the task reads no captions; and what each sample is called."""
+        count, declared = self.stage.train.samples, self.stage.spec.task.reads_for(self.stage.spec.config)
+        real = self.data.pictures(count)
+        given = real.text_embeds is not None and "captions" not in declared  # the text comes with the data
+        prompts = (
+            self.data.prompts(self.plan.prompts, count) if "captions" in task.reads | declared and not given else None
+        )
+        if prompts is not None:
+            return prompts, prompts
+        return None, (real.captions if given else None) or [""] * count
 
     def _draw(self, task: Task, prompts: list[str] | None) -> Tensor:
         options: Any = getattr(self.stage.spec.config, "sample", None)
@@ -112,20 +124,31 @@ class Show:
         if shown is None:
             return
         rows = [
-            ("input", list(moved.video.cpu())),
-            ("EMA" if stepper.averages else "reconstruction", list(shown.float().cpu())),
+            ("input", _real(moved.video, batch)),
+            ("EMA" if stepper.averages else "reconstruction", _real(shown, batch)),
         ]
         if stepper.averages:
             with stepper.eval_mode(ema=False) as task:
                 online = task.reconstruct(moved)
-            rows.insert(1, ("online", list(online.float().cpu())))  # type: ignore[union-attr]
+            rows.insert(1, ("online", _real(online, batch)))  # type: ignore[arg-type]
         path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_moving(moved.pixels)}"  # type: ignore[arg-type]
-        write_clip(path, side_by_side(rows), self.shape.fps)
+        fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps  # clips keep their own rate
+        write_clip(path, side_by_side(rows), fps)
+        if batch.captions is not None:
+            write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in batch.captions))
         self._track(step, "reconstructions", path, "input, online, EMA")
 
     def _track(self, step: int, name: str, path: Any, caption: str) -> None:
         for tracker in self.trackers:
             tracker.media(step, f"{self.stage.name}/{name}", path, caption)
+
+
+def _real(pixels: Tensor, batch: Batch) -> list[Tensor]:
+    """Each row's frames without its padding, on the CPU."""
+    clips = list(pixels.float().cpu())
+    if batch.frame_mask is None:
+        return clips
+    return [clip[:length] for clip, length in zip(clips, batch.frame_mask.sum(1).tolist(), strict=True)]
 
 
 def _moving(pixels: Tensor) -> str:

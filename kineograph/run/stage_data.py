@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.seams import Source
+from kineograph.core.task import Task
+from kineograph.data.cache import Cache
 from kineograph.data.captions import require_captions
+from kineograph.data.dataset import DatasetSource
+from kineograph.data.given_tokens import TokenGrid
 from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
 from kineograph.data.scan import remember, scan, write_skipped
@@ -35,6 +40,7 @@ class StageData:
     source: Source
     validation: Source
     skipped: dict[str, str]  # item → why it cannot be read
+    heirs: list[StageData] = field(default_factory=list)  # of later stages whose `init` is this one
 
     def loader(self, source: Source | None = None) -> Loader:
         """Batches of `source` (by default the training source) as training reads them."""
@@ -94,9 +100,16 @@ class StageData:
             write_skipped(path, skipped)
 
     def captions(self) -> list[str]:
-        """Training captions, for a vocabulary."""
-        found = (self.source.caption(index) for index in range(min(len(self.source), VOCABULARY_CAPTIONS)))
-        return list(dict.fromkeys(caption for caption in found if caption))
+        """Training captions, for a vocabulary. Stages that will start from this one's weights read on with its words: theirs too."""
+        return list(dict.fromkeys([*self._captions, *(caption for heir in self.heirs for caption in heir.captions())]))
+
+    @cached_property
+    def _captions(self) -> list[str]:
+        with (
+            unset_fake_temporarily()
+        ):  # a stage may be built of tensors without numbers, and a Dataset's items have some
+            found = (self.source.caption(index) for index in range(min(len(self.source), VOCABULARY_CAPTIONS)))
+            return list(dict.fromkeys(caption for caption in found if caption))
 
     def prompts(self, wanted: list[str] | str, count: int) -> list[str] | None:
         """The prompts that training samples show; None where nothing has a caption."""
@@ -141,9 +154,59 @@ def open_data(
         if config.validation == 0:
             note("data.validation=0: validation runs on training data")
         found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), skipped)
-    if "captions" in stage.spec.task.reads_for(stage.spec.config):
+    reads = stage.spec.task.reads_for(stage.spec.config)
+    if "pixels" in reads:
+        _require_pixels(found)
+    if "captions" in reads:
         require_captions(found.source, f"stage {stage.name} ({stage.spec.config.task})")
+        if stage.spec.config.init in (opened or {}):
+            opened[stage.spec.config.init].heirs.append(found)  # type: ignore[index]
     return found
+
+
+def gives(source: Source) -> frozenset[str]:
+    """What a source's items hold. Most make or read pixels; caches and a user's own Dataset say it."""
+    return getattr(source, "gives", frozenset({"pixels"}))
+
+
+def _require_pixels(data: StageData) -> None:
+    """Codebook ids (or latents) stand in for pixels only where a stage has a codec that could have made them."""
+    there, stage = gives(data.source), data.stage
+    if "pixels" in there or (stage.spec.config.references and there & {"tokens", "latents"}):
+        return
+    who = f"stage {stage.name} ({stage.spec.config.task})"
+    remedy = (
+        "train it on pixels in a run of its own, which the stages that use it name as runs/NAME/STAGE, or set "
+        f"stages.{stage.name}.skip=true once it is trained"
+        if "tokens" in there
+        else "give videos (or images), or video_codebook_ids"
+    )
+    raise InputError(
+        f"{who} reads pixels, and the items of data.source={stage.spec.data.source} hold {', '.join(sorted(there))} only: {remedy}"
+    )
+
+
+def expect_tokens(task: Task, data: StageData) -> None:
+    """Refuse codebook ids in the data that the task's codec could not have made, before a network meets them."""
+    codec: Any = _codec_of(task)
+    if getattr(codec, "vocabulary", None) is None:
+        return
+    config = data.stage.spec.data
+    for source in (data.source, data.validation):
+        if "tokens" not in gives(source):
+            continue
+        grid = TokenGrid.of(codec, config.frames, config.size)
+        if isinstance(source, DatasetSource):
+            source.expect(grid)
+        elif isinstance(source, Cache):
+            source.expect(vocabulary=grid.vocabulary, shape=grid.shape)
+
+
+def _codec_of(task: Task) -> Task | None:
+    """The codec whose tokens a task reads: its own, or that of the generator that it stands on."""
+    if "codec" in task.stages:
+        return task.stages["codec"]
+    return next((found for found in map(_codec_of, task.stages.values()) if found is not None), None)
 
 
 def scan_file(folder: Path, stage: StagePlan) -> Path:

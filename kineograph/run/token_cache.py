@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core import ranks
+from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError, Stopped
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.seams import Source
@@ -25,7 +26,7 @@ from kineograph.data.cache_writer import CacheWriter
 from kineograph.run.building import build_task
 from kineograph.run.plan import Plan, StagePlan, make_plan
 from kineograph.run.resolve import resolve, say
-from kineograph.run.stage_data import StageData, open_data
+from kineograph.run.stage_data import StageData, expect_tokens, gives, open_data
 from kineograph.sample.stages import Stages
 from kineograph.train.stepper import autocast, precision_for
 from kineograph.train.stop import StopRequest
@@ -63,6 +64,8 @@ def _why_not(stage: StagePlan, source: Source) -> str | None:
     config = stage.spec.config
     if not stage.spec.task.caches(config):
         return f"{config.task} has nothing here that could be kept instead of pixels; set it to false"
+    if "pixels" not in gives(source):
+        return f"the data hold {', '.join(sorted(gives(source)))} and no pixels, so nothing is left to encode; set it to false"
     if len(source) > LARGEST:
         return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
     if getattr(source, "in_memory", False):
@@ -80,7 +83,8 @@ def cached_source(
     stop: StopRequest,
     note: Callable[[str], None],
 ) -> Source | None:
-    """The cache that a stage trains from, made first where `cache: true` asks for it; None: train from pixels."""
+    """The cache that a stage trains from, made first where `cache: true` asks for it; None: train from the data as they are."""
+    expect_tokens(task, data)
     wanted = stage.spec.config.cache
     if wanted is False or (wanted == "auto" and not (folder.stage(stage.name) / "cache").is_dir()):
         return None
@@ -130,7 +134,8 @@ def fill(
             with autocast(precision, device):
                 made = task.precompute(batch.to(device))
             kind = "tokens" if "tokens" in made else "latents"
-            writer = writer or _open_writer(path, task, len(source), kind, made)
+            mask = _frame_mask(batch, stage.spec.data.frames)
+            writer = writer or _open_writer(path, task, len(source), kind, made, mask)
             first = writer.done
             writer.append(
                 made[kind],
@@ -139,6 +144,7 @@ def fill(
                 fps=batch.fps if batch.fps is not None else stage.spec.data.shape.fps,
                 text_embeds=made.get("text_embeds"),
                 text_mask=made.get("text_mask"),
+                frame_mask=mask,
             )
             progress.show(writer.done)
             if stop:
@@ -153,7 +159,16 @@ def fill(
     note(f"{stage.name}: {len(source)} items encoded into {path}")
 
 
-def _open_writer(path: Path, task: Task, count: int, kind: str, made: dict[str, Tensor]) -> CacheWriter:
+def _frame_mask(batch: Batch, frames: int) -> Tensor | None:
+    """B T of a batch of clips, which may hold stills and short clips; pictures need none."""
+    if frames == 1:
+        return None
+    return batch.frame_mask if batch.frame_mask is not None else torch.ones(len(batch), frames, dtype=torch.bool)
+
+
+def _open_writer(
+    path: Path, task: Task, count: int, kind: str, made: dict[str, Tensor], mask: Tensor | None
+) -> CacheWriter:
     text = made.get("text_embeds")
     return CacheWriter(
         path,
@@ -164,6 +179,7 @@ def _open_writer(path: Path, task: Task, count: int, kind: str, made: dict[str, 
         key=path.name,
         split="train",
         text=(text.shape[1], text.shape[2]) if text is not None else None,
+        frames=mask.shape[1] if mask is not None else None,
     )
 
 

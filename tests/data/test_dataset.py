@@ -7,6 +7,7 @@ from torch.utils.data import Dataset, IterableDataset
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.dataset import DatasetConfig, DatasetSource
+from kineograph.data.given_tokens import TokenGrid
 from kineograph.data.loader import Loader
 from kineograph.data.opening import data_config, open_source
 
@@ -74,6 +75,93 @@ def test_tokens_of_an_image_get_a_time_axis():
     assert first((torch.zeros(4, 4, dtype=torch.int64), "a")).tokens.shape == (1, 4, 4)
 
 
+def test_ids_without_pixels():
+    opened = source(("a ball", torch.zeros(2, 4, 4, dtype=torch.int64)))
+    sample = opened.read(0, np.random.default_rng(0))
+    assert sample.pixels is None
+    assert sample.fps == 8
+    assert opened.gives == {"caption", "tokens"}
+    assert source((CLIP, "a")).gives == {"caption", "pixels"}
+
+
+class Tubes:
+    """The first frame alone, then pairs of frames, in blocks of 2 × 2."""
+
+    vocabulary = 10
+
+    def shape_for(self, frames, height, width):
+        if frames % 2 == 0:
+            raise ConfigError("use 1 + 2 k")
+        return 1 + frames // 2, height // 2, width // 2
+
+
+def test_ids_of_pictures_and_short_clips_are_padded_to_a_whole_clip():
+    grid = TokenGrid.of(Tubes(), 5, (8, 8))
+    assert grid.shape == (3, 4, 4)
+    assert grid.lengths == {1: 1, 2: 3, 3: 5}
+    whole, picture, short, masked = (
+        torch.randint(10, (3, 4, 4)),
+        torch.randint(10, (4, 4)),
+        torch.randint(10, (2, 4, 4)),
+        torch.randint(10, (3, 4, 4)),
+    )
+    opened = source(
+        {"tokens": whole},
+        {"tokens": picture},
+        {"tokens": short, "frame_mask": torch.tensor([True, True, False])},
+        {"tokens": masked, "frame_mask": torch.arange(5) < 2},
+        frames=5,
+    )
+    opened.expect(grid)
+    ((batch,),) = Loader(opened, 0, 4).steps(0, 1)
+    rows = {int(mask.sum()): (tokens, mask) for tokens, mask in zip(batch.tokens, batch.frame_mask, strict=True)}
+    assert batch.tokens.shape == (4, 3, 4, 4)
+    assert torch.equal(rows[5][0], whole)
+    assert torch.equal(rows[1][0], picture.expand(3, 4, 4))
+    found = [tokens for tokens, mask in zip(batch.tokens, batch.frame_mask, strict=True) if mask.sum() == 2]
+    assert any(torch.equal(tokens, torch.cat([short, short[-1:]])) for tokens in found)
+    assert any(torch.equal(tokens, masked) for tokens in found)
+    full = source({"tokens": whole}, {"tokens": masked}, frames=5)
+    full.expect(grid)
+    ((batch,),) = Loader(full, 0, 2).steps(0, 1)
+    assert batch.frame_mask is None
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"tokens": torch.full((3, 4, 4), 10)}, "ids from 10 to 10, and the codec has 10 codes"),
+        ({"tokens": torch.full((3, 4, 4), -1)}, "ids from -1 to -1"),
+        ({"tokens": torch.zeros(4, 4, 4).long()}, r"makes \(3, 4, 4\).*t of 1, 2, 3"),
+        ({"tokens": torch.zeros(3, 4, 5).long()}, "do not fit the codec"),
+        ({"tokens": torch.zeros(3, 4, 4).long(), "frame_mask": torch.ones(3).bool()}, "not token times"),
+        (
+            {"tokens": torch.zeros(1, 4, 4).long(), "frame_mask": torch.arange(5) < 2},
+            "2 real frames beside .* 1 frames",
+        ),
+    ],
+)
+def test_ids_that_do_not_fit_the_codec_are_refused(item, message):
+    opened = source(item, frames=5)
+    with pytest.raises(InputError, match=message):
+        opened.expect(TokenGrid.of(Tubes(), 5, (8, 8)))
+
+
+def test_beside_ids_the_first_frames_are_taken():
+    clip = torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 3, 8, 8)
+    opened = source({"videos": clip, "tokens": torch.zeros(2, 4, 4).long()})
+    for seed in range(10):
+        assert opened.read(0, np.random.default_rng(seed)).pixels[:, 0, 0, 0].tolist() == [0, 1]
+
+
+def test_pictures_beside_clips():
+    opened = source((CLIP, "clip"), (torch.rand(3, 8, 8), "picture"), (Image.new("RGB", (8, 8)), "photo"))
+    ((batch,),) = Loader(opened, 0, 3).steps(0, 1)
+    assert batch.pixels.shape == (3, 2, 3, 8, 8)
+    real = dict(zip(batch.captions, batch.frame_mask.sum(1).tolist(), strict=True))
+    assert real == {"clip": 2, "picture": 1, "photo": 1}
+
+
 def test_channels_first_or_frames_first():
     clip = torch.rand(5, 3, 8, 8)
     expected = first(clip, frames=5).pixels
@@ -131,6 +219,19 @@ def test_masked_frames_are_never_chosen():
         ({"videos": CLIP, "video_frame_mask": torch.ones(2)}, "bool of rank 1"),
         ({"videos": CLIP, "video_frame_mask": torch.ones(7, dtype=torch.bool)}, "beside 2 frames"),
         ({"text_embeds": torch.rand(2, 3, 4)}, "float of rank 2"),
+        ({"text_embeds": torch.rand(5, 4), "text_mask": torch.ones(6, dtype=torch.bool)}, "text mask of 6 beside 5"),
+        ({"text_embeds": torch.zeros(5, 4, dtype=torch.int64)}, "float of rank 2"),
+        ({"videos": CLIP, "video_frame_mask": torch.tensor([False, True])}, "real frames come first"),
+        ({"videos": CLIP, "video_frame_mask": torch.tensor([False, False])}, "at least one"),
+        ({"video_codebook_ids": torch.zeros(2, 0, 4, dtype=torch.int64)}, "is empty"),
+        ({"video_codebook_ids": torch.zeros(8, dtype=torch.int64)}, "int64 of rank 2 or 3"),
+        ({"videos": CLIP, "video": CLIP}, "two values for pixels"),
+        ({"videos": CLIP, "texts": "a", "caption": "b"}, "two values for caption"),
+        ((torch.zeros(2, 4, 4).long(), torch.zeros(4, 4).long()), "two values for tokens"),
+        ((CLIP[None], "a"), "a whole batch"),
+        ((torch.zeros(1, 2, 4, 4).long(), "a"), "a whole batch"),
+        ({"videos": CLIP, "fps": "fast"}, "fps is a str"),
+        ({"videos": CLIP, "fps": 0}, "fps=0 is not a speed"),
         (torch.rand(2, 8, 8, 3), "channels last"),
         (torch.rand(8, 8, 3), "channels last"),
         (torch.rand(7, 9, 8, 8), "no axis of 1 to 4 channels"),

@@ -2,11 +2,13 @@ import io
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
 from kineograph.data.decode import Wanted, gif_delays, measure_picture, read_media, to_channels
 from kineograph.data.transforms import Framing
+from kineograph.media.clips import write_clip
 
 
 def wanted(size=(8, 8), **options) -> Wanted:
@@ -259,3 +261,13 @@ def test_gif_with_transparency_builds_on_earlier_frames(tmp_path, rng):
     clip = read_media(tmp_path / "a.gif", "a", wanted(frames=2), rng)
     assert clip.pixels[1, 0, 0].tolist() == [0, 0, 200]
     assert clip.pixels[1, 0, 7].tolist() == [200, 0, 0]
+
+
+def test_a_gif_at_its_own_rate_gives_every_frame_once(tmp_path):
+    """At 8 frames a second a GIF's delays are 12 and 13 hundredths: its clock must not make frames come twice."""
+    shades = np.arange(17, dtype=np.uint8) * 15
+    frames = torch.from_numpy(shades)[:, None, None, None].expand(17, 1, 8, 8).float() / 255
+    write_clip(tmp_path / "clip.gif", frames, 8.0)
+    asked = wanted(channels=1, frames=17, fps=8.0)
+    clip = read_media(tmp_path / "clip.gif", "clip.gif", asked, np.random.default_rng(0))
+    assert clip.pixels[:, 0, 0, 0].tolist() == shades.tolist()

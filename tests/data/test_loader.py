@@ -13,9 +13,13 @@ import pytest
 import torch
 
 from kineograph.core.batch import Batch, Sample
+from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, RunFailed, Unreadable
+from kineograph.data.digit_captions import parse_caption
 from kineograph.data.folder import Folder
 from kineograph.data.loader import Loader
+from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+from kineograph.media.clips import write_clip
 
 
 class Numbers:
@@ -307,3 +311,63 @@ def test_batches_are_contiguous_bytes(folder):
     assert batch.pixels.is_contiguous()
     assert batch.frame_mask is None
     assert np.isfinite(batch.fps.numpy()).all()
+
+
+# Pictures beside clips ---------------------------------------------------------------------------------------------
+
+
+class Lengths(Numbers):
+    """Item i has as many frames as `lengths[i]`; batches are meant to have `frames`."""
+
+    def __init__(self, lengths, frames):
+        super().__init__(len(lengths))
+        self.lengths, self.frames = lengths, frames
+
+    def read(self, index, rng):
+        clip = torch.arange(1, self.lengths[index] + 1, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, 2, 2)
+        return Sample(pixels=clip, caption=str(index))
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 3, 1], [1, 4, 2]])
+def test_batches_of_stills_are_as_long_as_any_other(lengths):
+    (batch,) = Loader(Lengths(lengths, 4), seed=0, batch_size=3).in_order(0, 3, 3)
+    assert batch.pixels.shape == (3, 4, 1, 2, 2)
+    for length, clip, mask in zip(lengths, batch.pixels, batch.frame_mask, strict=True):
+        assert mask.tolist() == [time < length for time in range(4)]
+        assert clip[:, 0, 0, 0].tolist() == [min(time, length - 1) + 1 for time in range(4)]  # the last one repeated
+
+
+def test_nothing_is_masked_where_all_are_full():
+    (batch,) = Loader(Lengths([4, 4], 4), seed=0, batch_size=2).in_order(0, 2, 2)
+    assert batch.frame_mask is None
+    (pictures,) = Loader(Numbers(2), seed=0, batch_size=2).in_order(0, 2, 2)
+    assert pictures.frame_mask is None and pictures.pixels.shape[1] == 1
+
+
+def test_moving_digits_and_their_stills_share_a_batch():
+    source = MovingDigits.open(MovingDigitsConfig(frames=5, stills=0.5, size=(16, 16)), "train")
+    ((batch,),) = Loader(source, seed=0, batch_size=16).steps(0, 1)
+    assert batch.pixels.shape == (16, 5, 3, 16, 16)
+    assert set(batch.frame_mask.sum(1).tolist()) == {1, 5}
+    for real, caption in zip(batch.frame_mask.sum(1).tolist(), batch.captions, strict=True):
+        assert (parse_caption(caption)[0].place is not None) == (real == 1)
+
+
+def test_a_folder_of_pictures_and_clips_gives_mixed_batches(tmp_path):
+    root = tmp_path / "mixed"
+    root.mkdir()
+    rng = np.random.default_rng(0)
+    for index in range(6):
+        frames = torch.from_numpy(rng.integers(0, 256, (4 if index % 2 else 1, 3, 8, 8), dtype=np.uint8))
+        write_clip(root / f"{index}.{'gif' if index % 2 else 'png'}", frames, 10)
+        (root / f"{index}.txt").write_text(f"{'clip' if index % 2 else 'picture'} {index}")
+    config = parse(Folder.Config, {"folder": str(root), "size": 8, "frames": 4, "validation": 0}, "data")
+    source = Folder.open(config, "train", 0)
+    (batch,) = Loader(source, seed=0, batch_size=6).in_order(0, 6, 6)
+    assert batch.pixels.shape == (6, 4, 3, 8, 8)
+    assert [caption.split()[0] for caption in batch.captions] == ["picture", "clip"] * 3
+    assert batch.frame_mask.sum(1).tolist() == [1, 4] * 3
+    assert (batch.pixels[0] == batch.pixels[0, :1]).all()  # padding repeats the picture
+    assert not (batch.pixels[1] == batch.pixels[1, :1]).all()
+    only = [index for index in range(6) if index % 2]
+    assert Batch.collate([source.read(index, rng) for index in only], only).frame_mask is None

@@ -159,6 +159,47 @@ def test_starts_lie_on_the_grid(frames):
         source(size=32, frames=frames, grid=9)
 
 
+@pytest.mark.parametrize(("size", "frames"), [(64, 9), ([64, 96], 9), (96, 17)])
+def test_without_bouncing_everything_stays_on_the_tokens_grid(size, frames):
+    opened = source(size=size, frames=frames, grid=8, speed=2, bounce=False, directions=8)
+    seen = set()
+    for index in range(80):
+        item = opened.item(index)
+        path = opened.stage.paths(item.facts, item.starts)[0]  # T 2
+        way = np.array(DIRECTIONS[item.facts[0].direction])
+        assert (path == path[0] + 2 * np.arange(frames)[:, None] * way).all()  # straight on, to the last frame
+        assert (path[::4] % 8 == 0).all()
+        assert (path[::2] % 4 == 0).all()
+        assert path.min() >= 0
+        assert (path <= opened.stage.room).all()
+        seen.add(tuple(path[0]))
+    assert len(seen) > 5
+
+
+def test_with_bouncing_the_same_clips_do_turn_back():
+    turned = 0
+    for bounce in (True, False):
+        opened = source(size=32, frames=8, speed=1.75, bounce=bounce)
+        for index in range(60):
+            item = opened.item(index)
+            steps = np.diff(opened.stage.paths(item.facts, item.starts)[0], axis=0)
+            back = bool(((steps.max(0) > 0) & (steps.min(0) < 0)).any())
+            assert bounce or not back
+            turned += back
+    assert turned > 10
+
+
+def test_without_bouncing_the_canvas_must_have_room():
+    with pytest.raises(ConfigError, match=r"data\.speed=3\.0 is so fast .*data\.bounce=false.*use 0\.50 to 1\.75"):
+        source(size=32, frames=9, speed=3, bounce=False)
+    source(size=32, frames=9, speed=1.75, bounce=False)  # the limit itself: from wall to wall
+    with pytest.raises(ConfigError, match=r"data\.grid=8 .*lower data\.speed"):
+        source(size=32, frames=9, speed=1.5, bounce=False, grid=8)
+    for frames in (2, 5, 9, 17, 33):  # the usual speed always fits
+        for digits in (1, 2):
+            assert source(size=32, frames=frames, digits=digits, bounce=False).stage.travel <= 20
+
+
 def test_two_digits_mostly_keep_apart():
     opened = source(size=64, frames=8, digits=2)
     covered = []
@@ -227,6 +268,87 @@ def test_gray_has_no_colour_and_refuses_one():
         assert not any(colour in opened.caption(index) for index in range(20) for colour in COLOURS)
     with pytest.raises(ConfigError, match=r"data\.coloured=true needs data\.channels=3"):
         source(channels=1, coloured=True)
+
+
+# stills ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_the_training_items_are_pictures():
+    opened, clips = source(frames=5, stills=0.3), source(frames=5)
+    pictures = 0
+    for index in range(300):
+        sample, facts = opened.read(index), opened.facts(index)
+        still = sample.pixels.shape[0] == 1
+        pictures += still
+        assert sample.pixels.shape[0] in (1, 5)
+        assert sample.caption == opened.caption(index)
+        assert parse_caption(sample.caption) == facts
+        assert all((figure.place is not None) == still == (figure.direction is None) for figure in facts)
+        if not still:  # clips are those that there are without stills
+            assert (sample.pixels == clips.read(index).pixels).all()
+            assert sample.caption == clips.caption(index)
+    assert 60 < pictures < 120
+
+
+def test_stills_depend_on_the_index_alone():
+    one, again = source(frames=5, stills=0.5), source(frames=5, stills=0.5)
+    for index in (3, 7, 2**39, 3):
+        first, second = one.read(index, np.random.default_rng(1)), again.read(index, np.random.default_rng(2))
+        assert first.pixels.shape == second.pixels.shape
+        assert (first.pixels == second.pixels).all()
+    more = source(frames=5, stills=0.7)  # a larger share keeps what was a still
+    for index in range(50):
+        if len(one.read(index).pixels) == 1:
+            assert (more.read(index).pixels == one.read(index).pixels).all()
+
+
+@pytest.mark.parametrize("keys", [{}, {"digits": 2, "size": 48}])
+def test_stills_keep_out_what_pictures_keep_out(keys):
+    opened = source(frames=5, stills=0.5, **keys)
+    stills = [index for index in range(500) if opened.facts(index)[0].place]
+    assert len(stills) > 150
+    assert not any(kept_out(opened.facts(index)) for index in range(500))
+    for index in stills[:100]:
+        assert opened.caption(index) in captions_for(opened.facts(index), "train")
+    with_all = source(frames=5, stills=0.5, kept_out=0.0, **keys)
+    assert any(kept_out(with_all.facts(index)) for index in range(500) if with_all.facts(index)[0].place)
+
+
+def test_stills_show_the_digit_at_its_place():
+    opened = source(frames=5, stills=0.9, size=32)
+    for index in range(60):
+        item = opened.item(index)
+        if item.facts[0].place is None:
+            continue
+        row, column = item.scenes.stage.paths(item.facts, item.starts)[0, 0]
+        cells = np.floor(3 * (np.array([row, column]) + 0.5) / (item.scenes.stage.room + 1)).astype(int)
+        assert PLACES[3 * cells[0] + cells[1]] == item.facts[0].place
+        light = clip(opened, index)[0].max(0)
+        side = item.scenes.stage.side
+        assert light[row : row + side, column : column + side].sum() == light.sum() > 0
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_held_out_splits_stay_clips(split):
+    opened = source(split, frames=5, stills=0.9, test=0.1)
+    assert all(opened.read(index).pixels.shape[0] == 5 for index in range(40))
+    assert all(opened.facts(index)[0].direction for index in range(40))
+
+
+def test_validation_on_training_data_stays_clips_too():
+    opened = source("validation", frames=5, stills=0.9, validation=0)
+    assert all(opened.facts(index)[0].direction for index in range(40))
+    assert not any(kept_out(opened.facts(index)) for index in range(200))
+
+
+def test_stills_need_clips_to_stand_beside():
+    with pytest.raises(ConfigError, match=r"data\.stills=0\.2 .*data\.frames=1"):
+        source(frames=1, stills=0.2)
+    with pytest.raises(ConfigError, match=r"data\.stills"):
+        source(frames=5, stills=1.0)
+    with pytest.raises(ConfigError, match=r"data\.grid=5 leaves no start for some motion or place"):
+        source(frames=5, stills=0.2, grid=5, size=32)  # room for motions, not for nine places
+    source(frames=5, grid=5, size=32)
 
 
 # splits ----------------------------------------------------------------------------------------------------------

@@ -91,6 +91,15 @@ def test_prompts_are_a_list_or_a_file(tmp_path: Path) -> None:
         plan_with("prompts", str(path))
     with pytest.raises(ConfigError, match="no such file"):
         plan_with("prompts", str(tmp_path / "gone.txt"))
+    with pytest.raises(ConfigError, match="no such file"):
+        plan_with("prompts", str(tmp_path))
+    path.write_bytes("\ufeffein Käfer\r\nzwei\r\n".encode())
+    assert plan_with("prompts", str(path)).prompts == ["ein Käfer", "zwei"]  # without the mark that Windows puts first
+    path.write_bytes("ein Käfer".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"prompts=.*is not UTF-8 text.*save it as UTF-8"):
+        plan_with("prompts", str(path))
+    with pytest.raises(ConfigError, match="prompts is an empty list"):
+        plan_with("prompts", [])
 
 
 # Resuming --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from PIL import Image
 import kineograph as kg
 from kineograph.cli import main
 from kineograph.core.config import merge
+from kineograph.core.run_folder import RunFolder
+from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
 
 TOKENIZER: dict[str, Any] = {
@@ -184,6 +186,38 @@ def test_python_api_with_a_users_dataset(tmp_path: Path) -> None:
     ]
     drawn = kg.load(run, device="cpu").sample(["a red square"], count=2)
     assert drawn.pixels.shape == (2, 1, 3, 16, 16)
+
+
+class Encoded(torch.utils.data.Dataset):
+    """The squares as codebook ids, told apart from their captions by type."""
+
+    def __init__(self, codec: Any) -> None:
+        self.rows = []
+        for index in range(24):
+            picture, caption = Squares()[index]
+            self.rows.append((caption, codec.encode(picture[None, None])[0, 0]))  # h w
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[str, torch.Tensor]:
+        return self.rows[index]
+
+
+def test_codebook_ids_of_a_users_own_train_what_their_pixels_train(tmp_path: Path) -> None:
+    tree = yaml.safe_load(write(tmp_path).read_text())
+    tree["data"] = {"size": 16}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    pixels = kg.train(str(tmp_path / "run.yaml"), dataset=Squares(), run=tmp_path / "pixels", quiet=True)
+    codec = Stages(RunFolder(pixels)).load("tokenizer")
+    tree["stages"] = {"generator": tree["stages"]["generator"] | {"codec": f"{pixels}/tokenizer"}}
+    (tmp_path / "ids.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    ids = kg.train(str(tmp_path / "ids.yaml"), dataset=Encoded(codec), run=tmp_path / "ids", quiet=True)
+    for name, value in weights(pixels, "generator").items():
+        assert torch.allclose(value, weights(ids, "generator")[name], atol=1e-6), name
+    listed = json.loads((ids / "generator/samples/step-00000004/prompts.json").read_text())
+    assert len(listed) == 2 and all(row["prompt"].endswith("square") for row in listed)
+    assert kg.load(ids, device="cpu").sample(["a red square"]).pixels.shape == (1, 1, 3, 16, 16)
 
 
 def test_warm_start_and_another_runs_codec(tmp_path: Path) -> None:
