@@ -4,6 +4,7 @@ import kineograph as kg
 
 run = kg.train("muse-tiny", **{"data.source": "folder", "data.folder": "photos"}, on_log=print)
 drawn = kg.load(run).sample(["a red 3 at the top left"])
+kg.load("runs/clips").story(["a red 3 moves left", "a red 3 moves up"]).save("stories")
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _train = train  # where kineograph.train, the package, finds it
 
 
 def load(run: str | Path, checkpoint: str | int = "last", device: str = "auto", stage: str | None = None) -> Sampler:
-    """Open a trained run: `.sample([...])` draws prompts."""
+    """Open a trained run: `.sample([...])` draws prompts, `.story([...])` one long clip, a scene a caption."""
     from kineograph.sample.draw import Sampler
 
     return Sampler.open(run, checkpoint=checkpoint, device=device, stage=stage)

@@ -47,7 +47,7 @@ def train(
             show_default=False,
         ),
     ],
-    run: Annotated[Path | None, typer.Option(help="Run folder. [default: runs/<name>]", show_default=False)] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/<name>")] = None,
     resume: Annotated[str, typer.Option(help="auto: go on if the run exists; never; must.")] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve, check the data, build, estimate, stop.")] = False,
 ) -> None:
@@ -74,28 +74,36 @@ def sample(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Captions; none for an unconditional model.", show_default=False)
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the media. [default: RUN/drawn]", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the media.", show_default="RUN/drawn")] = None,
     count: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     guidance: Annotated[float | None, typer.Option(help="Classifier-free guidance scale.", show_default=False)] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.", show_default=False)] = None,
-    frames: Annotated[int | None, typer.Option(min=1, help="Frames a clip.", show_default=False)] = None,
-    prime: Annotated[Path | None, typer.Option(help="An image or clip to continue from.", show_default=False)] = None,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="Frames a clip, those of --prime among them.", show_default=False)
+    ] = None,
+    prime: Annotated[
+        Path | None,
+        typer.Option(
+            help="An image or clip to continue from (of a long clip its last frames), or a picture to enlarge.",
+            show_default=False,
+        ),
+    ] = None,
     negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
     checkpoint: Checkpoint = "last",
-    format: Annotated[str | None, typer.Option(help="gif, mp4 or png.", show_default=False)] = None,
-    stage: Annotated[
-        str | None, typer.Option(help="Which stage draws. [default: the last that can]", show_default=False)
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="gif, mp4, or png (a film strip of a clip).",
+            show_default="gif for clips, png for pictures",
+        ),
     ] = None,
+    stage: Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
     ] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Pixels. [default: as trained]", show_default=False)
-    ] = None,
+    size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels.", show_default="as trained")] = None,
     ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
     device: Device = "auto",
 ) -> None:
@@ -111,17 +119,73 @@ def sample(
 
 
 @app.command()
+def story(
+    run: Run,
+    scenes: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCENES.txt",
+            help="A scene a line; blank lines and lines that begin with # are skipped.",
+            show_default=False,
+        ),
+    ],
+    overlap: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Frames of a scene that the next one continues from.",
+            show_default="the stage's sample.overlap, or about half a scene",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the video.", show_default="RUN/drawn")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    guidance: Annotated[float | None, typer.Option(help="Classifier-free guidance scale.", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.", show_default=False)] = None,
+    frames: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Frames drawn a scene. The first scene shows them all, each further one the new ones: FRAMES − OVERLAP.",
+            show_default="as trained",
+        ),
+    ] = None,
+    prime: Annotated[
+        Path | None, typer.Option(help="An image or clip that the first scene continues.", show_default=False)
+    ] = None,
+    negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
+    checkpoint: Checkpoint = "last",
+    format: Annotated[str | None, typer.Option(help="gif or mp4.", show_default="gif")] = None,
+    stage: Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
+    device: Device = "auto",
+) -> None:
+    """Draw one long video, a scene a line, each continuing the last; with a sheet of the scenes and a JSON file that reproduces it.
+
+    Frames are written as they are drawn: a story may be of any length.
+    """
+    from kineograph.sample.command import tell_and_write
+
+    written = tell_and_write(
+        run, scenes, overlap=overlap, out=out, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
+        negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, ema=ema,
+        note=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    for path in written:
+        print(path)
+
+
+@app.command()
 def evaluate(
     run: Run,
-    metrics: Annotated[
-        str | None, typer.Option(help="Comma-separated names. [default: all that apply]", show_default=False)
-    ] = None,
+    metrics: Annotated[str | None, typer.Option(help="Comma-separated names.", show_default="all that apply")] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to judge.")] = 256,
     split: Annotated[str, typer.Option(help="validation or test.")] = "validation",
     checkpoint: Checkpoint = "last",
-    stage: Annotated[
-        str | None, typer.Option(help="Which stage draws. [default: the last that can]", show_default=False)
-    ] = None,
+    stage: Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Device = "auto",
 ) -> None:

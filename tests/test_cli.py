@@ -17,7 +17,7 @@ from kineograph.core.errors import ConfigError, RunFailed, RunInUse, Stopped
 from kineograph.core.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("presets", "train", "sample", "evaluate", "compare", "cache", "data", "doctor", "runs")
+COMMANDS = ("presets", "train", "sample", "story", "evaluate", "compare", "cache", "data", "doctor", "runs")
 TOY = {
     "data": {"size": 16, "glyphs": 2},
     "train": {
@@ -107,6 +107,12 @@ def test_every_command_explains_itself(words: list[str], capsys: pytest.CaptureF
     assert "Usage" in capsys.readouterr().out
 
 
+def test_defaults_that_are_words_are_told(tmp_path: Path) -> None:
+    told = " ".join(process("sample", "--help", cwd=tmp_path).out.replace("│", " ").split())
+    for default in ("RUN/drawn", "as trained", "the last that can"):
+        assert f"[default: ({default})]" in told
+
+
 def test_python_dash_m(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kineograph", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -135,6 +141,8 @@ def test_python_dash_m(tmp_path: Path) -> None:
         (["data", "make", "moving-digits", "--out", "digits", "frame=3"], "did you mean frames?"),
         (["data", "make", "moving-digits", "--out", "digits", "--as", "avi"], "use gif, mp4, png, memmap, webdataset"),
         (["sample", "runs/none", "a 3"], "runs/none is not a run folder"),
+        (["story", "runs/none", "scenes.txt"], "runs/none is not a run folder"),
+        (["story", "runs/none", "scenes.txt", "--format", "png"], "--format png is not written for a story"),
         (["evaluate", "runs/none"], "runs/none is not a run folder"),
     ],
 )
@@ -162,7 +170,15 @@ def test_what_only_building_finds_out_is_found_before_anything_is_written(here: 
 
 
 @pytest.mark.parametrize(
-    "words", [["trane"], ["train"], ["train", "x", "--resume", "maybe"], ["train", "x", "--nonsense"], ["sample"]]
+    "words",
+    [
+        ["trane"],
+        ["train"],
+        ["train", "x", "--resume", "maybe"],
+        ["train", "x", "--nonsense"],
+        ["sample"],
+        ["story", "x"],
+    ],
 )
 def test_wrong_arguments_exit_2(words: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as end:
@@ -236,6 +252,33 @@ def test_train_and_what_the_same_command_does_then(here: Path, kineo) -> None:
     listed = kineo("runs")
     assert listed.code == 0, listed.err
     assert "toy" in listed.out
+
+
+def test_a_story_prints_its_files_and_tells_of_its_scenes(here: Path, kineo) -> None:
+    from tests.sample.tiny_task import make_run
+
+    make_run(here / "runs/clips", frames=7, generator="Counting", codec_task="PairCodec")
+    (here / "scenes.txt").write_text("# one story\na 3 moves left\n\na 3 stops\n")
+    done = kineo("story", "runs/clips", "scenes.txt", "--overlap", "3", "--device", "cpu")
+    stem = "runs/clips/drawn/story-a-3-moves-left-0001"
+    assert done == Done(
+        0,
+        f"{stem}.gif\n{stem}.png\n",
+        "scene 1 of 2, frames 1 to 7: a 3 moves left\nscene 2 of 2, frames 8 to 11: a 3 stops\n",
+    )
+    before = everything(here)
+    for words, message in (
+        (["scenes.txt", "--overlap", "4"], "error: --overlap=4 does not fit scenes of 7 frames: use 1, 3, 5\n"),
+        (["gone.txt"], "error: gone.txt does not exist: give a text file with a scene a line\n"),
+    ):
+        assert kineo("story", "runs/clips", *words, "--device", "cpu") == Done(2, "", message)
+    longer = kineo("sample", "runs/clips", "a 3", "--prime", f"{stem}.gif", "--format", "png", "--device", "cpu")
+    assert longer == Done(0, "runs/clips/drawn/a-3-0001.png\n", "--prime: the last 3 of 11 frames are continued\n")
+    assert everything(here) - before == {"runs/clips/drawn/a-3-0001.png", "runs/clips/drawn/a-3-0001.json"}
+    assert (
+        kineo("sample", "runs/clips", "a 3", "--frames", "4").err
+        == "error: frames=4 does not fit pairs: use 2k + 1 (1, 3, 5 …)\n"
+    )
 
 
 def test_data_make_prints_the_folder(here: Path, kineo) -> None:

@@ -60,6 +60,7 @@ class Task(nn.Module):
     Config: ClassVar[type[StageConfig]]
     players: ClassVar[tuple[str, ...]] = ("model",)
     reads: ClassVar[frozenset[str]] = frozenset({"pixels"})  # of "pixels", "captions"; what training needs
+    continues: ClassVar[bool] = False  # `sample` takes `prompts.prime` as the first frames of the clip that it gives
 
     def __init__(self) -> None:
         super().__init__()

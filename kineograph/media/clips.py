@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from fractions import Fraction
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image, ImageSequence, UnidentifiedImageError
+from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.media.frames import atomically, over_black, to_arrays, to_images, to_pixels
-from kineograph.media.gif import durations, rate, write_gif
+from kineograph.media.frames import atomically, to_arrays, to_images, to_pixels
+from kineograph.media.gif import GifWriter, durations, rate
 from kineograph.media.grids import film_strip
+from kineograph.media.mp4 import Mp4Writer
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v"})
 STILL_FPS = 8.0  # what a picture without time answers
@@ -30,15 +32,45 @@ def write_clip(path: str | Path, pixels: Tensor, fps: float) -> Path:
         raise InputError(
             f"{path}: {path.suffix or 'no suffix'} is not a format that is written: use {', '.join(sorted(_WRITERS))}"
         )
-    if not fps > 0:
-        raise InputError(f"fps={fps} is not a speed for {path}: use a number above 0")
     with atomically(path) as temporary:
-        writer(temporary, pixels, fps)
+        writer(temporary, pixels, _speed(fps, path))
     return path
 
 
-def _write_gif(path: Path, pixels: Tensor, fps: float) -> None:
-    write_gif(path, to_arrays(pixels), fps)
+class Growing(Protocol):
+    """A clip that is being written."""
+
+    def write(self, pixels: Tensor) -> None:
+        """The next frames, T C H W, uint8 or float in [0, 1]; they need not be kept."""
+
+
+@contextmanager
+def growing_clip(path: Path, fps: float) -> Iterator[Growing]:
+    """Write a .gif or .mp4 of any length as its frames come. It is complete when the block ends without an error, and
+    otherwise of no use: give a temporary name, and rename it afterwards."""
+    writer = (Mp4Writer if path.suffix.lower() == ".mp4" else GifWriter)(path, _speed(fps, path))
+    with writer:
+        yield _Frames(writer)
+
+
+class _Frames:
+    def __init__(self, writer: GifWriter | Mp4Writer) -> None:
+        self._writer = writer
+
+    def write(self, pixels: Tensor) -> None:
+        for frame in to_arrays(pixels):
+            self._writer.write(frame)
+
+
+def _speed(fps: float, path: Path) -> float:
+    if not fps > 0:
+        raise InputError(f"fps={fps} is not a speed for {path}: use a number above 0")
+    return fps
+
+
+def _write_moving(path: Path, pixels: Tensor, fps: float) -> None:
+    with growing_clip(path, fps) as clip:
+        clip.write(pixels)
 
 
 def _write_png(path: Path, pixels: Tensor, fps: float) -> None:
@@ -52,31 +84,9 @@ def _write_webp(path: Path, pixels: Tensor, fps: float) -> None:
     first.save(path, format="WEBP", save_all=True, append_images=rest, duration=lengths, loop=0, lossless=True)
 
 
-def _write_mp4(path: Path, pixels: Tensor, fps: float) -> None:
-    """H.264 in yuv420p, which every player reads; it wants even sizes, so the last row or column is repeated."""
-    import av
-
-    frames = np.stack([np.asarray(over_black(image).convert("RGB")) for image in to_images(pixels)])  # T H W 3
-    height, width = frames.shape[1:3]
-    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-    speed = Fraction(fps).limit_denominator(1001)  # 30000/1001 is the oddest rate in use
-    try:
-        container = av.open(str(path), "w", options={"movflags": "+faststart"})
-        stream = container.add_stream("libx264", rate=speed, options={"crf": "12", "preset": "medium"})
-    except (av.FFmpegError, ValueError) as error:
-        raise InputError(
-            f"{path.suffix} needs an H.264 encoder and this PyAV has none ({error}): write .gif or .webp"
-        ) from None
-    with container:
-        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
-
-
 _WRITERS: dict[str, Callable[[Path, Tensor, float], None]] = {
-    ".gif": _write_gif,
-    ".mp4": _write_mp4,
+    ".gif": _write_moving,
+    ".mp4": _write_moving,
     ".png": _write_png,
     ".webp": _write_webp,
 }
@@ -85,36 +95,65 @@ _WRITERS: dict[str, Callable[[Path, Tensor, float], None]] = {
 # Reading ---------------------------------------------------------------------------------------------------------
 
 
+class Shown(NamedTuple):
+    """A frame of a file, upright."""
+
+    image: Image.Image
+    start: float  # seconds
+    milliseconds: int  # that the file asks to show it for; 0 where it does not say
+    kind: str  # GIF, PNG …, or video
+    rate: float | None  # frames a second, where the file states it
+
+
 def read_clip(path: str | Path, channels: int | None = None) -> tuple[Tensor, float]:
     """A picture or clip → pixels T C H W, uint8, and its frames a second; `channels` as asked for, or as the file has."""
+    shown = list(frames_of(path))
+    return to_pixels([frame.image for frame in shown], channels), _rate(shown)
+
+
+def _rate(shown: list[Shown]) -> float:
+    first = shown[0]
+    lengths = [frame.milliseconds for frame in shown]
+    if first.kind == "video":
+        return first.rate or STILL_FPS
+    if len(shown) == 1 or not sum(lengths):
+        return STILL_FPS
+    if first.kind == "GIF":
+        return rate([round(length / 10) for length in lengths])
+    return rate(lengths, tick=1000)
+
+
+def frames_of(path: str | Path) -> Iterator[Shown]:
+    """The frames of a picture or clip in the order shown, decoded as they are asked for."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path} does not exist: give a picture (png, jpg, webp) or a clip (gif, mp4, webm, mov)")
-    images, fps = _read_video(path) if path.suffix.lower() in VIDEO_SUFFIXES else _read_image(path)
-    return to_pixels(images, channels), fps
+    return _video_frames(path) if path.suffix.lower() in VIDEO_SUFFIXES else _image_frames(path)
 
 
-def _read_image(path: Path) -> tuple[list[Image.Image], float]:
+def _image_frames(path: Path) -> Iterator[Shown]:
     try:
         with Image.open(path) as file:
-            kind, images, lengths = file.format, [], []
+            # Not the pages of a TIFF, nor the second view that phones keep inside a JPEG.
+            if file.format not in ("GIF", "WEBP", "PNG") or not getattr(file, "is_animated", False):
+                yield Shown(ImageOps.exif_transpose(file).copy(), 0.0, 0, file.format or "", None)
+                return
+            at = 0
             for frame in ImageSequence.Iterator(file):
-                images.append(frame.copy())
-                lengths.append(round(frame.info.get("duration") or 0))  # milliseconds
+                image = frame.copy()  # decoded; only then does WebP tell its duration
+                length = round(frame.info.get("duration") or 0)
+                yield Shown(image, at / 1000, length, file.format, None)
+                at += length if length > 10 else 100  # as viewers do
     except UnidentifiedImageError:
-        return _read_video(path)
+        yield from _video_frames(path)
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
-    if len(images) == 1 or not sum(lengths):
-        return images, STILL_FPS
-    if kind == "GIF":
-        return images, rate([round(length / 10) for length in lengths])
-    return images, rate(lengths, tick=1000)
 
 
-def _read_video(path: Path) -> tuple[list[Image.Image], float]:
+def _video_frames(path: Path) -> Iterator[Shown]:
     import av
 
+    start = None
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
@@ -123,10 +162,17 @@ def _read_video(path: Path) -> tuple[list[Image.Image], float]:
                 )
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            images = [Image.fromarray(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
             speed = stream.average_rate or stream.guessed_rate
+            spacing = 1 / float(speed or STILL_FPS)
+            for frame in container.decode(stream):
+                following = 0.0 if start is None else start + spacing
+                start = float(frame.time) if frame.time is not None else following
+                turns = (
+                    round(getattr(frame, "rotation", 0) / 90) % 4
+                )  # phones store portrait clips lying down, with a note
+                upright = np.rot90(frame.to_ndarray(format="rgb24"), turns)
+                yield Shown(Image.fromarray(upright), start, 0, "video", float(speed) if speed else None)
     except av.FFmpegError as error:
         raise InputError(f"{path} cannot be read: {error}") from None
-    if not images:
+    if start is None:
         raise InputError(f"{path} holds no frames that can be read")
-    return images, float(speed) if speed else STILL_FPS

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from kineograph.media.frames import over_black, to_images, to_pixels
@@ -41,6 +41,19 @@ def moving_grid(
 def film_strip(clip: Tensor, most: int = 32) -> Image.Image:
     """Frames from left to right, eight a row; of a long clip, `most` evenly spaced ones with the first and the last."""
     return _strip(_frames(clip), most, STRIP)
+
+
+def strips(rows: Sequence[tuple[str, Tensor]], most: int = STRIP) -> Image.Image:
+    """A film strip a row, each under its title: of every clip T C H W, `most` evenly spaced frames."""
+    images = [_strip(_frames(clip[evenly(len(clip), most)]), most, most) for _, clip in rows]
+    wide = max(image.width for image in images)
+    padded = [ImageOps.pad(image, (wide, image.height), color=PAGE, centering=(0, 0)) for image in images]
+    return _Sheet(padded, 1, titles=[title for title, _ in rows]).paint(padded)
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` places of 0 … count − 1, evenly spaced, with the first and the last."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
 
 
 def side_by_side(rows: Sequence[tuple[str, Sequence[Tensor]]]) -> Tensor:
@@ -77,7 +90,8 @@ class _Sheet:
         wide, high = max(image.width for image in images), max(image.height for image in images)
         texts = [wrap(text or "", wide) for text in captions or []]
         line = _line_height()
-        above = line + 2 if titles else 0
+        heads = [wrap(title, columns * (wide + GAP) - GAP) for title in titles or []]
+        above = max(map(len, heads)) * line + 2 if heads else 0
         below = [max(map(len, texts[row * columns : (row + 1) * columns]), default=0) * line for row in range(rows)]
         tops = [GAP + row * (above + high + GAP) + sum(below[:row]) for row in range(rows + 1)]
         self.page = Image.new("RGB", (GAP + columns * (wide + GAP), tops[-1]), PAGE)
@@ -86,8 +100,9 @@ class _Sheet:
         for index, image in enumerate(images):
             row, column = divmod(index, columns)
             x, y = GAP + column * (wide + GAP), tops[row]
-            if titles and column == 0:
-                draw.text((x, y), "".join(wrap(titles[row], self.page.width - 2 * GAP, 1)), INK, _font())
+            head = heads[row] if heads and column == 0 else []
+            for number, text in enumerate(reversed(head), 1):  # close to the pictures that it stands above
+                draw.text((x, y + above - 2 - number * line), text, INK, _font())
             self.corners.append((x + (wide - image.width) // 2, y + above + (high - image.height) // 2))
             for number, text in enumerate(texts[index] if index < len(texts) else []):
                 draw.text((x, y + above + high + 1 + number * line), text, FAINT, _font())
@@ -106,7 +121,7 @@ def _play(sheet: _Sheet, clips: Sequence[Sequence[Image.Image]]) -> Tensor:
 
 def _strip(frames: list[Image.Image], most: int, columns: int) -> Image.Image:
     if len(frames) > most:
-        frames = [frames[index] for index in np.linspace(0, len(frames) - 1, most).round().astype(int)]
+        frames = [frames[index] for index in evenly(len(frames), most)]
     if len(frames) == 1:
         return frames[0]
     gap = 2

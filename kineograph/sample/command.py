@@ -1,14 +1,15 @@
-"""`kineo sample`: open a run, draw, write."""
+"""`kineo sample` and `kineo story`: open a run, draw, write."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.sample.draw import Sampler
+from kineograph.sample.story import check_story_format, read_scenes
 from kineograph.sample.write import check_format, write
 
 
@@ -51,6 +52,46 @@ def draw_and_write(
         options=options,
     )
     return write(drawn, out if out is not None else folder.path / "drawn", format)
+
+
+def tell_and_write(
+    run: str | Path,
+    scenes: Path,
+    *,
+    overlap: int | None = None,
+    out: Path | None = None,
+    seed: int = 0,
+    guidance: float | None = None,
+    steps: int | None = None,
+    frames: int | None = None,
+    prime: Path | None = None,
+    negative: str | None = None,
+    checkpoint: str | int = "last",
+    format: str | None = None,
+    stage: str | None = None,
+    settings: Sequence[str] = (),
+    device: str = "auto",
+    ema: bool = True,
+    note: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """→ the video and its sheet. `note` hears of every scene."""
+    check_story_format(format)
+    folder = RunFolder.existing(run)
+    captions = read_scenes(scenes)
+    options = dict(_setting(text) for text in settings)
+    sampler = Sampler.open(folder, checkpoint, stage, device, ema)
+    story = sampler.story(
+        captions,
+        overlap=overlap,
+        seed=seed,
+        guidance=guidance,
+        steps=steps,
+        frames=frames,
+        prime=prime,
+        negative=negative,
+        options=options,
+    )
+    return story.save(out if out is not None else folder.path / "drawn", format, note)
 
 
 def _setting(text: str) -> tuple[str, object]:

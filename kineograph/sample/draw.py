@@ -3,17 +3,15 @@ so that a picture seen while training is the picture that the same weights draw 
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from einops import rearrange, repeat
+from einops import repeat
 from torch import Tensor
 
 from kineograph.core import ranks
@@ -23,9 +21,13 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, compile_parts
+from kineograph.sample.prime import Prime, Takes, read_prime
 from kineograph.sample.stages import Stages, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
 from kineograph.train.stepper import autocast, precision_for
+
+if TYPE_CHECKING:
+    from kineograph.sample.story import Story
 
 BATCH = 32  # rows drawn at once unless told otherwise
 
@@ -85,6 +87,8 @@ class Sampler:
         self.shape: Shape = spec.data.shape
         self.options = getattr(spec.config, "sample", None)
         self.device = stages.device
+        self.takes = Takes(task, spec.config.task, spec.data.shape)
+        self._data = spec.data
         self._stages = stages
 
     @staticmethod
@@ -128,27 +132,17 @@ class Sampler:
     ) -> Drawn:
         """`count` samples of each caption (of nothing in particular for None). The same arguments give the same pictures.
 
+        `prime`: frames to begin with, as a file or T C H W; of a longer clip the last ones count (sample/prime.py).
         Row `caption index × count + number` has its own noise, whatever `batch` is. `options` are keys of the stage's `sample` section.
         """
-        texts = [captions] if isinstance(captions, str) else None if captions is None else list(captions)
-        if texts is not None and not texts:
-            raise InputError(
-                "there is nothing to draw: give at least one caption (or None for a model without captions)"
-            )
-        if texts is not None and "captions" not in self.task.reads:
-            raise InputError(
-                f"{self.task_name} was trained without captions: leave out the prompts, and say how many with --count"
-            )
-        if negative is not None and texts is None:
-            raise InputError("a negative prompt needs a prompt to be told apart from: give one")
+        texts = self._captions(captions, negative)
         if count < 1:
             raise InputError(f"count={count}: draw at least 1 of each caption")
         chosen = self.resolve(options, guidance=guidance, steps=steps)
-        height_width = (size, size) if isinstance(size, int) else size
-        self._check_size(frames, height_width)
+        height_width = self._size(frames, size)
         rows = [text for text in texts for _ in range(count)] if texts is not None else None
         total = count if rows is None else len(rows)
-        start, told = self._prime(prime, height_width)
+        start = self._prime(prime, frames, height_width, chosen)
         pixels = draw(
             self.task,
             rows,
@@ -159,28 +153,54 @@ class Sampler:
             device=self.device,
             frames=frames,
             size=height_width,
-            prime=start,
+            prime=start.frames if start is not None else None,
             negative=negative,
             batch=batch,
         )
-        origin = Origin(
-            run=str(self.run.path),
-            stage=self.stage,
-            step=self.step,
-            ema=self.ema,
-            weights=dict(self._stages.opened),
-            seed=seed,
-            captions=texts,
-            count=count,
-            negative=negative,
-            frames=frames,
-            size=height_width,
-            prime=told,
-            options=_dump(chosen),
-            changed=_changes(self.options, chosen),
-            device=str(self.device),
-        )
+        origin = self._origin(texts, count, seed, negative, frames, height_width, start, chosen)
         return Drawn(pixels, self.shape.fps, list(rows) if rows is not None else [None] * total, chosen, origin)
+
+    def story(
+        self,
+        captions: Sequence[str],
+        *,
+        overlap: int | None = None,
+        seed: int = 0,
+        guidance: float | None = None,
+        steps: int | None = None,
+        frames: int | None = None,
+        prime: str | Path | Tensor | None = None,
+        negative: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Story:
+        """One long clip, a scene a caption, each continuing the last `overlap` frames of the one before; see sample/story.py.
+
+        `frames` are drawn a scene: the first shows all of them, each further one those that are new, `frames − overlap`.
+        """
+        from kineograph.sample.story import Story, check_scenes
+
+        self.takes.check_continues("a story")
+        texts = self._captions(check_scenes(captions), negative)
+        self._size(frames, None)
+        length = frames or self.shape.frames
+        chosen = self.resolve(options, guidance=guidance, steps=steps)
+        named = overlap is not None
+        overlap = overlap if overlap is not None else self.takes.usual_overlap(length, chosen)
+        self.takes.check_overlap(overlap, length, "--overlap" if named else "sample.overlap")
+        if (
+            getattr(chosen, "overlap", overlap) != overlap
+        ):  # a scene longer than the trained length continues itself alike
+            chosen = self.resolve({**(options or {}), "overlap": overlap}, guidance=guidance, steps=steps)
+        start = self._prime(prime, frames, None, chosen)
+        origin = self._origin(texts, 1, seed, negative, frames, None, start, chosen)
+        return Story(self, texts or [], overlap, length, start.frames if start is not None else None, chosen, origin)
+
+    def _prime(
+        self, prime: str | Path | Tensor | None, frames: int | None, size: tuple[int, int] | None, chosen: Any
+    ) -> Prime | None:
+        if prime is None:
+            return None
+        return read_prime(prime, self.takes, self._data, frames or self.shape.frames, size, chosen, self._stages.note)
 
     def resolve(self, options: Mapping[str, Any] | None = None, **shortcuts: Any) -> Any:
         """The stage's sampling options with some of them changed. Keys may be written `sample.K` or `K`."""
@@ -202,47 +222,57 @@ class Sampler:
             tree = merge(tree, nest(key, value))
         return parse(type(self.options), tree, "sample")
 
-    def _check_size(self, frames: int | None, size: tuple[int, int] | None) -> None:
-        """Codecs know which clips they can make; their error names the ones that fit."""
-        if frames is None and size is None:
-            return
-        if (frames is not None and frames < 1) or (size is not None and min(size) < 1):
-            raise InputError(f"frames={frames}, size={size}: both start at 1")
-        height, width = size or (self.shape.height, self.shape.width)
-        for part in (self.task, self.task.stages.get("codec")):
-            check = getattr(part, "shape_for", None)
-            if check is not None:
-                check(frames or self.shape.frames, height, width)
+    def _size(self, frames: int | None, size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+        """Height and width, checked together with the frames: the error names what fits."""
+        height_width = (size, size) if isinstance(size, int) else size
+        if (frames is not None and frames < 1) or (height_width is not None and min(height_width) < 1):
+            raise InputError(f"frames={frames}, size={height_width}: both start at 1")
+        if frames is not None or height_width is not None:
+            self.takes.check(frames or self.shape.frames, height_width)
+        return height_width
 
-    def _prime(
-        self, prime: str | Path | Tensor | None, size: tuple[int, int] | None
-    ) -> tuple[Tensor | None, dict[str, Any] | None]:
-        """Frames to continue from, T C H W in [0, 1] as the run's own, and what the sidecar tells about them."""
-        if prime is None:
-            return None, None
-        wanted = size or (self.shape.height, self.shape.width)
-        if isinstance(prime, Tensor):
-            clip = prime if prime.is_floating_point() else prime.float() / 255
-            told = {"sha256": hashlib.sha256(np.ascontiguousarray(prime.cpu().numpy()).tobytes()).hexdigest()}
-            if clip.ndim != 4:
-                raise InputError(f"prime has shape {tuple(prime.shape)}: give frames as T C H W")
-        else:
-            from kineograph.media.clips import read_clip
+    def _captions(self, captions: Sequence[str] | str | None, negative: str | None) -> list[str] | None:
+        texts = [captions] if isinstance(captions, str) else None if captions is None else list(captions)
+        if texts is not None and not texts:
+            raise InputError(
+                "there is nothing to draw: give at least one caption (or None for a model without captions)"
+            )
+        if texts is not None and "captions" not in self.task.reads:
+            raise InputError(
+                f"{self.task_name} was trained without captions: leave out the prompts, and say how many with --count"
+            )
+        if negative is not None and texts is None:
+            raise InputError("a negative prompt needs a prompt to be told apart from: give one")
+        return texts
 
-            told = {"file": str(prime)}
-            clip = read_clip(prime, self.shape.channels)[0].float() / 255
-            told["sha256"] = hashlib.sha256(Path(prime).read_bytes()).hexdigest()
-        if clip.shape[1:] != (self.shape.channels, *wanted):
-            clip = _fitted(clip, wanted, self.shape.channels)
-        return clip, told
-
-
-def _fitted(clip: Tensor, size: tuple[int, int], channels: int) -> Tensor:
-    """T C H W of any size and colour, resized and cropped as training data are."""
-    from kineograph.data.transforms import fit
-
-    frames = rearrange(clip.cpu().clamp(0, 1) * 255, "t c h w -> t h w c").round().to(torch.uint8).numpy()
-    return rearrange(torch.from_numpy(fit(frames, size, channels)), "t h w c -> t c h w").float() / 255
+    def _origin(
+        self,
+        captions: list[str] | None,
+        count: int,
+        seed: int,
+        negative: str | None,
+        frames: int | None,
+        size: tuple[int, int] | None,
+        prime: Prime | None,
+        chosen: Any,
+    ) -> Origin:
+        return Origin(
+            run=str(self.run.path),
+            stage=self.stage,
+            step=self.step,
+            ema=self.ema,
+            weights=dict(self._stages.opened),
+            seed=seed,
+            captions=captions,
+            count=count,
+            negative=negative,
+            frames=frames,
+            size=size,
+            prime=prime.told if prime is not None else None,
+            options=_dump(chosen),
+            changed=_changes(self.options, chosen),
+            device=str(self.device),
+        )
 
 
 def draw_for_training(

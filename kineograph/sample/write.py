@@ -70,11 +70,7 @@ def _sidecar(drawn: Drawn, row: int, path: Path, command: str) -> dict[str, Any]
         **origin,
         "changed_options": changed,
         "drawn": {"frames": drawn.pixels.shape[1], "size": [height, width], "channels": channels, "fps": drawn.fps},
-        "versions": {
-            "kineograph": kineograph.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
 
 
@@ -84,9 +80,14 @@ def command_for(origin: Origin, out: Path, format: str | None = None) -> str:
     dashed = any(
         caption.startswith("-") for caption in captions
     )  # would be taken for options unless they come after --
-    words = ["kineo", "sample", origin.run, *([] if dashed else captions)]
-    words += ["--stage", origin.stage, "--checkpoint", str(origin.step)]
-    words += ["--seed", str(origin.seed), "--count", str(origin.count)]
+    words = ["kineo", "sample", origin.run, *([] if dashed else captions), "--count", str(origin.count)]
+    words += option_words(origin, out, format)
+    return shlex.join([*words, *(["--", *captions] if dashed else [])])
+
+
+def option_words(origin: Origin, out: Path, format: str | None) -> list[str]:
+    """The options that every drawing command has."""
+    words = ["--stage", origin.stage, "--checkpoint", str(origin.step), "--seed", str(origin.seed)]
     if not origin.ema:
         words.append("--no-ema")
     if origin.frames is not None:
@@ -101,8 +102,11 @@ def command_for(origin: Origin, out: Path, format: str | None = None) -> str:
         words += ["--set", f"sample.{key}={_yaml(value)}"]
     if format is not None:
         words += ["--format", format]
-    words += ["--out", str(out), *(["--", *captions] if dashed else [])]
-    return shlex.join(words)
+    return [*words, "--out", str(out)]
+
+
+def versions() -> dict[str, str]:
+    return {"kineograph": kineograph.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _yaml(value: Any) -> str:

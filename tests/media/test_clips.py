@@ -10,9 +10,9 @@ import torch
 from PIL import Image, ImageSequence
 
 from kineograph.core.errors import InputError
-from kineograph.media.clips import read_clip, write_clip
+from kineograph.media.clips import frames_of, growing_clip, read_clip, write_clip
 from kineograph.media.frames import to_bytes
-from kineograph.media.gif import durations, index_colours, rate
+from kineograph.media.gif import Colours, durations, rate
 
 
 def moving_square(frames: int = 8, channels: int = 3, height: int = 20, width: int = 24) -> torch.Tensor:
@@ -89,8 +89,11 @@ def test_gif_of_many_colours_is_close_and_steady(tmp_path):
 def test_gif_keeps_a_page_white():
     frames = np.full((2, 40, 40, 3), 255, dtype=np.uint8)
     frames[:, 5:15, 5:35] = np.random.default_rng(0).integers(0, 256, (2, 10, 30, 3))
-    indices, palette = index_colours(frames, 256)
-    assert (palette[indices[0, 0, 0]] == 255).all()
+    colours = Colours(256)
+    for frame in frames:
+        colours.add(frame)
+    palette = colours.palette()
+    assert (palette[colours.index(frames[0])[0, 0]] == 255).all()
 
 
 def test_gif_alpha_becomes_transparency(tmp_path):
@@ -156,6 +159,57 @@ def test_no_encoder_is_said_plainly(tmp_path, monkeypatch):
     monkeypatch.setattr(av, "open", lambda *args, **kwargs: Container())
     with pytest.raises(InputError, match=r"\.mp4 needs an H\.264 encoder.*\.gif"):
         write_clip(tmp_path / "x.mp4", moving_square(), 8)
+
+
+# Growing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_clip_that_grows_is_the_clip_written_at_once(tmp_path, suffix, channels):
+    pixels = moving_square(9, channels)
+    with growing_clip(tmp_path / f"x{suffix}", 8) as clip:
+        for part in (pixels[:4], pixels[4:5], pixels[5:].float() / 255):
+            clip.write(part)
+    at_once = write_clip(tmp_path / f"y{suffix}", pixels, 8)
+    assert (tmp_path / f"x{suffix}").read_bytes() == at_once.read_bytes()
+
+
+def test_a_gif_knows_the_colours_of_its_last_frames(tmp_path):
+    """A palette of the first scene would show a later one in its colours."""
+    red, many, blue = moving_square(4)[:, [0, 0, 0]], to_bytes(smooth_clip(4, 24))[:, :, :20], torch.zeros(4, 3, 20, 24)
+    red[:, 1:], blue[:, 2] = 0, 0.8
+    with growing_clip(tmp_path / "x.gif", 8) as clip:
+        for part in (red, many, blue):
+            clip.write(part)
+    back, _ = read_clip(tmp_path / "x.gif", 3)
+    assert torch.equal(back[:4], red)
+    assert torch.equal(back[8:], to_bytes(blue))
+    assert psnr(back[4:8], many) > 28
+
+
+def test_the_palette_of_a_long_gif_is_fitted_to_an_even_sample(monkeypatch):
+    monkeypatch.setattr("kineograph.media.gif._PALETTE_SAMPLE", 64)
+    colours = Colours(16)
+    rng = np.random.default_rng(0)
+    for level in np.linspace(0, 255, 200):
+        colours.add(np.clip(rng.normal(level, 3, (12, 12, 3)), 0, 255).astype(np.uint8))
+        assert colours._sampled <= 4 * 64
+    levels = np.sort(colours.palette().mean(1))
+    assert levels[0] < 30 and levels[-1] > 225
+    assert np.diff(levels).max() < 60  # nothing in the middle was forgotten
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_an_empty_clip_is_refused(tmp_path, suffix):
+    with pytest.raises(ValueError, match="at least one frame"), growing_clip(tmp_path / f"x{suffix}", 8):
+        pass
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4", ".webp"])
+def test_frames_come_with_their_times(tmp_path, suffix):
+    shown = list(frames_of(write_clip(tmp_path / f"x{suffix}", smooth_clip(6), 7.5)))
+    assert [frame.start for frame in shown] == pytest.approx([t / 7.5 for t in range(6)], abs=0.006)
 
 
 # PNG, WebP, errors -----------------------------------------------------------------------------------------------
@@ -232,3 +286,13 @@ def test_reading_odd_modes(tmp_path):
     palette.putpalette([0, 0, 0, 9, 8, 7])
     palette.save(tmp_path / "p.png")
     assert read_clip(tmp_path / "p.png")[0][0, :, 0, 0].tolist() == [9, 8, 7]
+
+
+def test_pictures_are_read_upright_and_their_pages_are_not_frames(tmp_path):
+    picture = Image.new("RGB", (6, 4))
+    exif = picture.getexif()
+    exif[0x0112] = 6  # a quarter turn, as a phone notes it
+    picture.save(tmp_path / "phone.jpg", exif=exif)
+    assert read_clip(tmp_path / "phone.jpg")[0].shape == (1, 3, 6, 4)
+    picture.save(tmp_path / "pages.tiff", save_all=True, append_images=[Image.new("RGB", (9, 9))])
+    assert read_clip(tmp_path / "pages.tiff")[0].shape == (1, 3, 4, 6)

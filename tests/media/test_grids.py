@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kineograph.media.grids import LEAST, MOST, film_strip, grid, moving_grid, side_by_side, wrap
+from kineograph.media.grids import LEAST, MOST, evenly, film_strip, grid, moving_grid, side_by_side, strips, wrap
 
 
 def flat(red: int, frames: int = 1, size: tuple[int, int] = (32, 32)) -> torch.Tensor:
@@ -126,3 +126,23 @@ def test_channels_may_differ_from_three():
 def test_nothing_to_show_is_an_error():
     with pytest.raises(ValueError, match="at least one"):
         grid([])
+
+
+def test_strips_stand_under_their_titles_from_the_left():
+    long, short = torch.cat([flat(10 + t) for t in range(12)]), torch.cat([flat(40 + t) for t in range(3)])
+    titles = ["scene 1 of 2: " + "a red 3 moves left and on " * 20, "scene 2 of 2"]
+    array = np.asarray(strips(list(zip(titles, (long, short))))).astype(int)
+    places = {red: np.nonzero((array[..., 0] == red) & (array[..., 1] == 0)) for red in (10, 21, 40, 41, 42)}
+    assert all(len(y) == LEAST * LEAST for y, _ in places.values())
+    assert places[10][1].min() == places[40][1].min() < places[41][1].min() < places[42][1].min()
+    assert places[10][0].max() < places[40][0].min()
+    assert sum(area(array, 10 + t) > 0 for t in range(12)) == 8
+    between = array[places[10][0].max() + 1 : places[40][0].min()]
+    assert (between < 128).any()  # the second title
+    assert (array[: places[10][0].min()] < 128).any(axis=(1, 2)).sum() > 20  # three lines of the first
+
+
+def test_evenly_holds_both_ends():
+    assert evenly(5, 8) == [0, 1, 2, 3, 4]
+    assert evenly(9, 3) == [0, 4, 8]
+    assert evenly(1, 3) == [0]

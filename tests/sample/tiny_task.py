@@ -81,6 +81,7 @@ class TinyGenerator(Task):
 
     Config = TinyConfig
     reads = frozenset({"pixels", "captions"})
+    continues = True
 
     def __init__(self, config: TinyConfig, context: BuildContext) -> None:
         super().__init__()
@@ -128,9 +129,10 @@ class Silent(StageConfig):
 
 
 class OptionlessGenerator(TinyGenerator):
-    """Has nothing to set when it samples."""
+    """Has nothing to set when it samples, and continues nothing."""
 
     Config = Silent  # type: ignore[assignment]
+    continues = False
 
     def __init__(self, config: Silent, context: BuildContext) -> None:
         super().__init__(TinyConfig(task=config.task), context)
@@ -139,19 +141,63 @@ class OptionlessGenerator(TinyGenerator):
         return super().sample(prompts, TinySampling())
 
 
+class PairCodec(TinyCodec):
+    """The first frame alone, then two frames a token."""
+
+    def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        if frames % 2 == 0:
+            raise ConfigError(f"frames={frames} does not fit pairs: use 2k + 1 (1, 3, 5 …)")
+        return 1 + (frames - 1) // 2, *super().shape_for(1, height, width)[1:]
+
+
+class CountingSampling(TinySampling):
+    overlap: int = Field(3, ge=1)
+
+
+class CountingConfig(TinyConfig):
+    sample: CountingSampling = CountingSampling()
+
+
+class Counting(TinyGenerator):
+    """Frames that count on from those given: their number in red, the length of the caption in green, their noise in blue."""
+
+    Config = CountingConfig
+    STEP = 1 / 255
+
+    def sample(self, prompts: Prompts, options: CountingSampling) -> Tensor:
+        frames, prime = prompts.frames or self.shape.frames, prompts.prime
+        given = prime.shape[1] if prime is not None else 0
+        for number in (frames, given) if prime is not None else (frames,):
+            self.stages["codec"].shape_for(number, self.shape.height, self.shape.width)
+        pixels = torch.zeros(len(prompts), frames, 3, self.shape.height, self.shape.width)
+        last = prime[:, -1, 0].mean((1, 2)) if prime is not None else torch.full((len(prompts),), -self.STEP)  # B
+        new = torch.arange(1, frames - given + 1)
+        pixels[:, given:, 0] = (last[:, None] + new * self.STEP).remainder(1.0)[..., None, None]
+        pixels[:, given:, 1] = torch.tensor([len(text) / 255 for text in prompts.captions or [""]])[:, None, None, None]
+        pixels[:, given:, 2] = prompts.noise.uniform("blue", frames)[:, given:, None, None]
+        if prime is not None:
+            pixels[:, :given] = prime * 0.5 + 0.25  # as decoded: not quite what was given
+        return pixels
+
+
 HERE = "tests.sample.tiny_task"
 
 
 def tree_for(
-    frames: int = 1, generator: str | None = "TinyGenerator", codec: bool = True, steps: int = 20, **data: object
+    frames: int = 1,
+    generator: str | None = "TinyGenerator",
+    codec: bool = True,
+    steps: int = 20,
+    codec_task: str = "TinyCodec",
+    **data: object,
 ) -> Tree:
     """A resolved config as `kineo train` saves it."""
     stages: Tree = {}
     if codec:
-        stages["tokenizer"] = {"task": f"{HERE}.TinyCodec"}
+        stages["tokenizer"] = {"task": f"{HERE}.{codec_task}"}
     if generator:
         stages["generator"] = {"task": f"{HERE}.{generator}"}
-        if generator == "TinyGenerator" and codec:
+        if generator != "OptionlessGenerator" and codec:
             stages["generator"]["codec"] = "tokenizer"
     for stage in stages.values():
         stage["data"] = {"source": "moving_digits", "size": [32, 32], "frames": frames, "channels": 3, **data}

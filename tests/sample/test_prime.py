@@ -1,0 +1,129 @@
+"""Frames to begin from: the last ones of a clip, at the run's speed, as many as fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from kineograph.core.errors import InputError
+from kineograph.media.clips import write_clip
+from kineograph.sample.draw import Sampler
+from tests.sample.tiny_task import Counting, make_run
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory) -> Sampler:
+    """Trained on clips of 7 frames at 8 a second; encodes 1, 3, 5 … of them; overlap 3."""
+    place = tmp_path_factory.mktemp("runs") / "clips"
+    run = make_run(place, frames=7, generator="Counting", codec_task="PairCodec", fps=8)
+    return Sampler.open(run.path, device="cpu")
+
+
+@pytest.fixture
+def given(monkeypatch) -> list[list[int]]:
+    """The numbers of the frames that the task was given."""
+    seen: list[list[int]] = []
+    draw = Counting.sample
+
+    def watched(self, prompts, options):
+        seen.append((prompts.prime[0, :, 0].flatten(1).mean(1) * 255 / 5).round().int().tolist())
+        return draw(self, prompts, options)
+
+    monkeypatch.setattr(Counting, "sample", watched)
+    return seen
+
+
+def clip(frames: int, size: int = 32) -> torch.Tensor:
+    """Frame n has brightness 5 n."""
+    return (torch.arange(frames)[:, None, None, None] * 5).expand(-1, 3, size, size).to(torch.uint8)
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4", ".webp"])
+def test_all_of_a_short_clip_counts(sampler, tmp_path, given, capsys, suffix):
+    drawn = sampler.sample("a 3", prime=write_clip(tmp_path / f"x{suffix}", clip(5), 8))
+    assert given == [[0, 1, 2, 3, 4]]
+    assert drawn.pixels.shape[1] == 7
+    assert drawn.origin.prime is not None
+    assert (drawn.origin.prime["frames"], drawn.origin.prime["of"]) == (5, 5)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_codec_does_not_take_is_left_out_at_the_front_and_said(sampler, tmp_path, given, capsys):
+    sampler.sample("a 3", prime=write_clip(tmp_path / "x.gif", clip(4), 8))
+    assert given == [[1, 2, 3]]
+    assert capsys.readouterr().err == "--prime: the last 3 of 4 frames are continued\n"
+
+
+@pytest.mark.parametrize("frames", [7, 30])
+def test_a_clip_as_long_as_what_is_drawn_is_continued_from_the_usual_overlap(sampler, tmp_path, given, capsys, frames):
+    path = write_clip(tmp_path / "x.gif", clip(frames), 8)
+    sampler.sample("a 3", prime=path)
+    sampler.sample("a 3", prime=path, options={"sample.overlap": 5})
+    sampler.sample("a 3", prime=clip(frames))  # a tensor likewise
+    last = list(range(frames))
+    assert given == [last[-3:], last[-5:], last[-3:]]
+    assert f"the last 3 of {frames} frames are continued" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+@pytest.mark.parametrize(
+    ("fps", "frames", "wanted"),
+    [
+        (16, 9, [0, 2, 4, 6, 8]),  # every second one, with the last
+        (16, 10, [1, 3, 5, 7, 9]),
+        (16, 40, [35, 37, 39]),  # 20 at the run's speed: longer than what is drawn, so the usual overlap
+        (4, 3, [0, 0, 1, 1, 2]),  # each twice, the last once
+        (24, 13, [0, 3, 6, 9, 12]),
+        (20, 11, [0, 2, 5, 7, 10]),  # by timestamps, not by a whole stride
+    ],
+)
+def test_a_clip_of_another_speed_is_taken_at_the_runs(sampler, tmp_path, given, suffix, fps, frames, wanted):
+    sampler.sample("a 3", prime=write_clip(tmp_path / f"x{suffix}", clip(frames), fps))
+    assert given == [wanted]
+
+
+def test_without_a_speed_of_its_own_a_run_takes_frames_as_they_come_and_says_so(tmp_path, given, capsys):
+    run = make_run(tmp_path / "run", frames=7, generator="Counting", codec_task="PairCodec")
+    plain = Sampler.open(run.path, device="cpu")
+    plain.sample("a 3", prime=write_clip(tmp_path / "slow.gif", clip(3), 8))
+    assert capsys.readouterr().err == ""
+    plain.sample("a 3", prime=write_clip(tmp_path / "fast.gif", clip(5), 20))
+    assert given == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert "fast.gif has 20 frames a second; this run has no data.fps" in capsys.readouterr().err
+
+
+def test_a_picture_is_one_frame_upright_in_the_runs_size_and_colours(sampler, tmp_path, monkeypatch):
+    seen: list[torch.Tensor] = []
+    draw = Counting.sample
+    monkeypatch.setattr(Counting, "sample", lambda *call: seen.append(call[1].prime) or draw(*call))
+    picture = Image.new("L", (96, 64))
+    picture.paste(200, (0, 0, 48, 64))
+    exif = picture.getexif()
+    exif[0x0112] = 3  # upside down, as a phone would note
+    picture.save(tmp_path / "phone.jpg", exif=exif, quality=100)
+    sampler.sample(["a 3", "a 4"], prime=tmp_path / "phone.jpg")
+    assert seen[0].shape == (2, 1, 3, 32, 32)
+    assert seen[0][..., :14].max() < 0.02
+    assert (seen[0][..., 18:] - 200 / 255).abs().max() < 0.02
+
+
+def test_a_prime_needs_something_to_draw(sampler, tmp_path):
+    with pytest.raises(InputError, match=r"--prime leaves nothing to draw.*1 frames"):
+        sampler.sample("a 3", prime=clip(1), frames=1)
+    with pytest.raises(InputError, match="T C H W"):
+        sampler.sample("a 3", prime=torch.zeros(3, 32, 32))
+    with pytest.raises(InputError, match="does not exist"):
+        sampler.sample("a 3", prime=tmp_path / "gone.gif")
+
+
+@pytest.mark.parametrize("steered", [False, True])
+def test_what_enlarges_is_given_the_first_picture(sampler, tmp_path, given, capsys, monkeypatch, steered):
+    monkeypatch.setattr(Counting, "continues", False)
+    codec = sampler.task.stages["codec"]
+    monkeypatch.setitem(
+        codec.stages if steered else sampler.task.stages, "low_res", codec
+    )  # its own, or its generator's
+    sampler.sample("a 3", prime=write_clip(tmp_path / "x.gif", clip(5) + 10, 8))
+    assert given == [[2]]
+    assert "the first frame is enlarged" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""Stories: frames run on over the seams, any length in the memory of a scene, nothing half-written, drawn again from the sidecar."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kineograph import cli
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.media.clips import read_clip, write_clip
+from kineograph.sample import story as stories
+from kineograph.sample.command import tell_and_write
+from kineograph.sample.draw import Sampler
+from kineograph.sample.story import read_scenes
+from tests.sample.tiny_task import Counting, make_run
+
+SCENES = ["a red 3 moves left", "it stops", "it moves on"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs") / "clips"
+    return make_run(place, frames=7, generator="Counting", codec_task="PairCodec").path
+
+
+@pytest.fixture(scope="module")
+def sampler(run) -> Sampler:
+    return Sampler.open(run, device="cpu")
+
+
+def numbers(pixels: torch.Tensor) -> list[int]:
+    """What Counting wrote into the frames."""
+    return (pixels[:, 0].flatten(1).mean(1) * 255).round().int().tolist()
+
+
+def test_frames_run_on_over_the_seams(sampler):
+    parts = list(sampler.story(SCENES, overlap=3))
+    assert [len(part) for part in parts] == [7, 4, 4]
+    assert numbers(torch.cat(parts)) == list(range(15))
+    for caption, part in zip(SCENES, parts):
+        assert part[:, 1].mul(255).round().unique().tolist() == [len(caption)]
+
+
+@pytest.mark.parametrize("overlap", [1, 3, 5])
+def test_every_overlap_that_fits(sampler, overlap):
+    """5 of 7: a scene then shows fewer new frames than the next one begins from."""
+    story = sampler.story(SCENES, overlap=overlap)
+    assert numbers(torch.cat(list(story))) == list(range(story.total))
+    assert story.total == 7 + 2 * (7 - overlap)
+    assert story.shown(2) == range(story.total - (7 - overlap), story.total)
+
+
+def test_the_first_scene_is_what_sample_draws_and_others_have_noise_of_their_own(sampler):
+    first, second, third = sampler.story(["it stops"] * 3, seed=5)
+    assert torch.equal(first, sampler.sample("it stops", seed=5).pixels[0])
+    noise = [part[0, 2, 0, 0].item() for part in (first[-4:], second, third)]
+    assert len(set(noise)) == 3
+    assert torch.equal(torch.cat([first, second, third]), torch.cat(list(sampler.story(["it stops"] * 3, seed=5))))
+    assert not torch.equal(first, next(iter(sampler.story(["it stops"], seed=6))))
+
+
+def test_the_overlap_is_the_stages_own_unless_told(sampler):
+    assert sampler.story(SCENES).overlap == 3
+    assert sampler.story(SCENES, options={"sample.overlap": 5}).overlap == 5
+    told = sampler.story(SCENES, overlap=1)
+    assert (told.overlap, told.options.overlap) == (
+        1,
+        1,
+    )  # scenes longer than the trained length continue themselves alike
+    assert sampler.story(SCENES, frames=9, overlap=5).total == 9 + 2 * 4
+
+
+def test_what_does_not_fit_is_said_before_anything_is_drawn(sampler, monkeypatch):
+    monkeypatch.setattr(Counting, "sample", lambda *_: pytest.fail("something was drawn"))
+    with pytest.raises(InputError, match=r"--overlap=4 does not fit scenes of 7 frames: use 1, 3, 5$"):
+        sampler.story(SCENES, overlap=4)
+    for overlap in (0, 7, 9):
+        with pytest.raises(InputError, match=f"--overlap={overlap} does not fit"):
+            sampler.story(SCENES, overlap=overlap)
+    with pytest.raises(InputError, match=r"--overlap=7 does not fit scenes of 21"):  # a window of 7 would draw nothing
+        sampler.story(SCENES, overlap=7, frames=21)
+    with pytest.raises(InputError, match=r"sample\.overlap=3 does not fit scenes of 3 frames: use 1 with --overlap"):
+        sampler.story(SCENES, frames=3)
+    with pytest.raises(InputError, match="draws 1 frames at a time"):
+        sampler.story(SCENES, frames=1)
+    with pytest.raises(ConfigError, match="frames=8 does not fit pairs: use 2k"):
+        sampler.story(SCENES, frames=8)
+    with pytest.raises(ConfigError, match="frames=8 does not fit pairs: use 2k"):
+        sampler.sample(SCENES, frames=8)
+    with pytest.raises(InputError, match="list of captions"):
+        sampler.story("a 3")
+    with pytest.raises(InputError, match="at least one caption"):
+        sampler.story([])
+    for wrong in ("", "# later", "a 3\nmoves"):
+        with pytest.raises(InputError, match="scene 2, "):
+            sampler.story(["a 3", wrong])
+
+
+def test_what_cannot_continue_says_so(tmp_path):
+    plain = Sampler.open(make_run(tmp_path / "run", generator="OptionlessGenerator", codec=False).path, device="cpu")
+    with pytest.raises(InputError, match=r"a story needs a generator that continues.*OptionlessGenerator does not"):
+        plain.story(["a 3"])
+    with pytest.raises(InputError, match=r"--prime needs a generator that continues"):
+        plain.sample("a 3", prime=torch.zeros(1, 3, 32, 32))
+
+
+def test_without_a_codec_or_an_own_overlap_half_a_scene_is_continued(tmp_path):
+    plain = Sampler.open(make_run(tmp_path / "run", frames=4, codec=False).path, device="cpu")
+    assert plain.story(SCENES).overlap == 2
+    assert sum(len(part) for part in plain.story(SCENES)) == 4 + 2 + 2
+
+
+def test_a_story_continues_a_given_clip(sampler):
+    start = torch.zeros(3, 3, 32, 32)
+    start[:, 0] = torch.tensor([40, 41, 42])[:, None, None] / 255
+    parts = list(sampler.story(SCENES, prime=start, overlap=1))
+    assert torch.equal(parts[0], sampler.sample(SCENES[0], prime=start).pixels[0])
+    assert numbers(torch.cat(parts))[3:] == list(range(43, 43 + 4 + 6 + 6))
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_video_its_sheet_and_what_draws_it_again(run, tmp_path, capsys):
+    scenes = tmp_path / "scenes.txt"
+    scenes.write_text("# a story\n\n" + "\n".join(SCENES) + "\n")
+    start = write_clip(tmp_path / "start.png", torch.full((1, 3, 32, 32), 0.5), 8)
+    written = tell_and_write(
+        run, scenes, out=tmp_path / "one", overlap=5, seed=3, frames=9, prime=start, negative="it's dull", guidance=2.0,
+        settings=["sample.palette=[0.5]"], ema=False, format="mp4", device="cpu",
+    )  # fmt: skip
+    video = written[0]
+    assert [path.name for path in written] == ["story-a-red-3-moves-left-0001.mp4", "story-a-red-3-moves-left-0001.png"]
+    assert {path.suffix for path in video.parent.iterdir()} == {".mp4", ".png", ".json", ".txt"}
+    assert len(read_clip(video)[0]) == 9 + 2 * 4
+    told = json.loads(video.with_suffix(".json").read_text())
+    assert [scene["caption"] for scene in told["scenes"]] == SCENES
+    assert [scene["frames"] for scene in told["scenes"]] == [[1, 9], [10, 13], [14, 17]]
+    assert told["scenes"][2]["seconds"] == [13 / 8, 17 / 8]
+    assert told["drawn"] == {"frames": 17, "size": [32, 32], "channels": 3, "fps": 8.0}
+    assert (told["overlap"], told["frames"], told["seed"], told["ema"]) == (5, 9, 3, False)
+    assert len(told["weights"]) == 2
+    assert told["options"]["guidance"] == 2.0
+    assert told["prime"]["frames"] == 1
+    scenes.unlink()  # the sidecar needs none but its own files
+    words = shlex.split(told["command"])
+    assert words[:2] == ["kineo", "story"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words[1:], "--device", "cpu"])
+    assert end.value.code == 0
+    again = [tmp_path / "one" / path.name.replace("0001", "0002") for path in written]
+    assert capsys.readouterr().out.split() == [str(path) for path in again]
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+    assert video.with_suffix(".txt").read_text().splitlines() == SCENES
+
+
+def test_python_saves_a_gif_that_is_exact(sampler, tmp_path):
+    story = sampler.story(SCENES, overlap=3)
+    video, sheet = story.save(tmp_path / "new" / "folder")
+    pixels, fps = read_clip(video, 3)
+    assert fps == 8
+    assert numbers(pixels / 255) == list(range(15))
+    wide, high = Image.open(sheet).size
+    assert wide > 7 * 96
+    assert high > 3 * 96
+    assert story.save(tmp_path / "new" / "folder")[0] != video
+
+
+def test_long_stories_stay_small_and_the_sheet_says_what_it_shows(sampler, tmp_path, monkeypatch):
+    """200 scenes: whenever a scene is drawn, no frames of earlier ones are alive but the overlap."""
+    drawn: list[weakref.ref] = []
+    alive: list[int] = []
+    draw = Counting.sample
+
+    def watched(self, prompts, options):
+        alive.append(sum(1 for tensor in drawn if tensor() is not None))
+        pixels = draw(self, prompts, options)
+        drawn.append(weakref.ref(pixels.untyped_storage()))
+        return pixels
+
+    monkeypatch.setattr(Counting, "sample", watched)
+    heard: list[str] = []
+    video, sheet = sampler.story([f"scene {number}" for number in range(200)]).save(tmp_path, "gif", heard.append)
+    assert len(alive) == 200
+    assert max(alive) == 0
+    told = json.loads(video.with_suffix(".json").read_text())
+    shown = told["sheet"]["scenes"]
+    assert len(shown) == stories.SHEET
+    assert (shown[0], shown[-1]) == (1, 200)
+    assert Image.open(sheet).height < stories.SHEET * 140
+    assert heard[0] == "scene 1 of 200, frames 1 to 7: scene 0"
+    assert heard[-1] == "the sheet shows 24 of 200 scenes"
+    assert told["drawn"]["frames"] == 7 + 199 * 4 == len(read_clip(video)[0])
+
+
+def test_views_do_not_keep_scenes_alive(sampler):
+    """What a scene passes on owns no more memory than the overlap."""
+    given: list[int] = []
+    draw = Counting.sample
+
+    class Watched(Counting):
+        def sample(self, prompts, options):
+            if prompts.prime is not None:
+                given.append(prompts.prime.untyped_storage().nbytes())
+            return draw(self, prompts, options)
+
+    story = sampler.story(SCENES, overlap=3)
+    before = sampler.task.__class__
+    sampler.task.__class__ = Watched
+    try:
+        list(story)
+    finally:
+        sampler.task.__class__ = before
+    assert given == [3 * 3 * 32 * 32 * 4] * 2
+
+
+@pytest.mark.parametrize("format", ["gif", "mp4"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_story_leaves_nothing(sampler, tmp_path, monkeypatch, format, error):
+    draw = Counting.sample
+
+    def dies(self, prompts, options):
+        if prompts.captions == [SCENES[2]]:
+            assert [path.name[0] for path in tmp_path.iterdir()] in (
+                [],
+                ["."],
+            )  # nothing under a name while it is drawn
+            raise error
+        return draw(self, prompts, options)
+
+    monkeypatch.setattr(Counting, "sample", dies)
+    with pytest.raises(error):
+        sampler.story(SCENES).save(tmp_path, format)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_beside_the_video_leaves_no_empty_video(sampler, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(stories, "write_json", full)
+    with pytest.raises(OSError, match="disk full"):
+        sampler.story(SCENES).save(tmp_path)
+    assert not list(tmp_path.glob("*.gif"))
+
+
+def test_scenes_files(tmp_path):
+    path = tmp_path / "scenes.txt"
+    path.write_bytes("\ufeffein rotes Ä\r\n\r\n  # later\r\n  數字 7  ".encode())
+    assert read_scenes(path) == ["ein rotes Ä", "數字 7"]
+    path.write_text("# only\n\n")
+    with pytest.raises(InputError, match="holds no scenes"):
+        read_scenes(path)
+    with pytest.raises(InputError, match=r"gone\.txt does not exist"):
+        read_scenes(tmp_path / "gone.txt")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_scenes(tmp_path)
+    for data in (b"\xff\xd8\xff\xe0", np.arange(9, dtype=np.float32).tobytes()):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match="is not UTF-8 text"):
+            read_scenes(path)
+
+
+def test_mistakes_write_nothing(run, tmp_path):
+    scenes = tmp_path / "scenes.txt"
+    scenes.write_text("a 3\n")
+    out = tmp_path / "none"
+    with pytest.raises(InputError, match="--format png is not written for a story: use gif or mp4"):
+        tell_and_write(run, scenes, out=out, format="png", device="cpu")
+    with pytest.raises(ConfigError, match=r"--set train\.lr=1"):
+        tell_and_write(run, scenes, out=out, settings=["train.lr=1"], device="cpu")
+    with pytest.raises(InputError, match="--overlap=2"):
+        tell_and_write(run, scenes, out=out, overlap=2, device="cpu")
+    assert not out.exists()
