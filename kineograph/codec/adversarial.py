@@ -1,12 +1,13 @@
-"""The adversarial game of codecs: patch discriminator, hinge losses, its gradient penalty, the generator's adaptive weight."""
+"""The adversarial game of codecs: patch discriminators of pictures and clips, hinge losses, its gradient penalty, the generator's adaptive weight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -51,6 +52,46 @@ class Discriminator(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         return self.layers(pictures)[:, 0].float()
+
+
+class TimeMix(nn.Module):
+    """A convolution over three neighbouring frames, at each place alone: B·T C H W → the same.
+
+    In channels_last memory frames and places are the two axes of a picture without a copy, so this is a 3 × 1 convolution of
+    the fast two-dimensional kind. Before the first frame and after the last stands nothing, and so it does in place of padding.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, (3, 1), padding=(1, 0))
+
+    def forward(self, x: Tensor, frames: int, keep: Tensor | None) -> Tensor:
+        if keep is not None:
+            x = x * keep[:, None, None, None].to(x.dtype)
+        rows = rearrange(x, "(b t) c h w -> b c t (h w)", t=frames)
+        return rearrange(self.conv(rows), "b c t (h w) -> (b t) c h w", h=x.shape[2])
+
+
+class VideoDiscriminator(nn.Module):
+    """Judges every patch of every frame in the light of the frames around it: each level looks one of its frames further in
+    both directions, so motion is judged, and an image is a clip of one frame. B·T C H W in [−1, 1] → logits B·T h w."""
+
+    def __init__(self, channels: int, config: AdversarialConfig) -> None:
+        super().__init__()
+        widths = [config.width * min(2**level, 8) for level in range(config.levels)]
+        self.halves = nn.ModuleList(halve(a, b) for a, b in pairwise([channels, *widths]))
+        self.norms = nn.ModuleList([nn.Identity(), *(ChannelNorm(width) for width in widths[1:])])
+        self.mixes = nn.ModuleList(TimeMix(width) for width in widths)
+        self.wide = nn.Conv2d(widths[-1], widths[-1], 1)
+        self.judge = nn.Conv2d(widths[-1], 1, 3, padding=1)
+
+    def forward(self, pictures: Tensor, frames: int, keep: Tensor | None = None) -> Tensor:
+        """`frames` a clip; `keep`, B·T: False where a frame is padding, which then changes no other frame's logits."""
+        x = pictures.contiguous(memory_format=torch.channels_last)
+        for half, norm, mix in zip(self.halves, self.norms, self.mixes):
+            x = F.leaky_relu(norm(half(x)), 0.2)
+            x = x + F.leaky_relu(mix(x, frames, keep), 0.2)
+        return self.judge(F.leaky_relu(self.wide(x), 0.2))[:, 0].float()
 
 
 def check_size(config: AdversarialConfig, height: int, width: int) -> None:
@@ -114,11 +155,17 @@ def gradient_at(pictures: Tensor, judge: Callable[[Tensor], Tensor], keep: Tenso
     return value.detach(), gradient / _SCALE
 
 
-def adaptive_weight(pictures: Tensor, last: Tensor, reference: Tensor, push: Tensor, largest: float) -> Tensor:
-    """|∂ reference / ∂ last| / |∂ adversarial / ∂ last|, from the two gradients at the pictures; of the global batch."""
+def adaptive_weight(
+    pictures: Tensor, last: Sequence[Tensor], reference: Tensor, push: Tensor, largest: float
+) -> Tensor:
+    """|∂ reference / ∂ last| / |∂ adversarial / ∂ last|, from the two gradients at the pictures; of the global batch.
+
+    `last` are the weights that paint them; each must have painted some of these.
+    """
     with torch.autocast(pictures.device.type, enabled=False):
         at_last = [
-            torch.autograd.grad(pictures, last, gradient, retain_graph=True)[0] for gradient in (reference, push)
+            torch.cat([g.flatten() for g in torch.autograd.grad(pictures, last, gradient, retain_graph=True)])
+            for gradient in (reference, push)
         ]
-    wanted, found = ranks.sum_(torch.stack(at_last)).flatten(1).norm(dim=1)
+    wanted, found = ranks.sum_(torch.stack(at_last)).norm(dim=1)
     return (wanted / found.clamp_min(1e-8)).clamp_max(largest).detach()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import freeze
+from kineograph.core.task import BuildContext, freeze
 
 
 class PerceptualConfig(Config):
@@ -23,6 +23,8 @@ class PerceptualConfig(Config):
     weights: Path | None = None
     """A safetensors file with VGG16's convolutions (features.0.weight …) and the LPIPS heads (lin0.weight … lin4.weight);
     null turns the loss off."""
+    frames: int | None = Field(None, ge=1)
+    """So many random frames of each clip are looked at in a training step; null: all."""
 
 
 # VGG16 by its public layout: channels of each convolution, "M" a max-pool. The distance reads the last map of each stage.
@@ -108,6 +110,21 @@ def load(path: Path) -> Lpips:
     network = Lpips()
     network.load_state_dict({name: weights[name].float() for name in expected})
     return freeze(network)  # type: ignore[return-value]
+
+
+def for_stage(config: PerceptualConfig, context: BuildContext) -> Lpips | None:
+    """What a codec's config asks for; None where the loss is off."""
+    if not config.weight:
+        return None
+    if config.weights is None:
+        context.note("perceptual loss is off: perceptual.weights names no file (VGG16 with LPIPS heads, safetensors)")
+        return None
+    if min(context.shape.height, context.shape.width) < SMALLEST:
+        raise ConfigError(
+            f"data.size=[{context.shape.height}, {context.shape.width}] is too small for the perceptual loss: "
+            f"use {SMALLEST} or more, or perceptual.weight=0"
+        )
+    return load(config.weights)
 
 
 # Converting foreign weights ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from kineograph.codec.adversarial import (
     PENALTY_STEP,
     AdversarialConfig,
     Discriminator,
+    VideoDiscriminator,
     adaptive_weight,
     check_size,
     fooling,
@@ -42,6 +43,62 @@ def test_a_patch_is_judged_by_its_surroundings_and_no_batch_mate():
     assert apart[0, :8, :8].max() == 0
     assert apart[0, 15, 15] > 0
     assert apart[1].min() > 0
+
+
+# Clips -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5])
+def test_one_logit_a_patch_of_each_frame(frames):
+    judge = VideoDiscriminator(3, AdversarialConfig(width=8, levels=2))
+    assert judge(torch.randn(2 * frames, 3, 16, 24), frames).shape == (2 * frames, 4, 6)
+
+
+def test_a_frame_is_judged_by_its_neighbours_and_no_batch_mate():
+    """Two levels look two frames far."""
+    judge = VideoDiscriminator(3, AdversarialConfig(width=8, levels=2))
+    clips = torch.randn(2, 9, 3, 8, 8)
+    changed = clips.clone()
+    changed[0, 4] += 1.0
+    apart = (judge(changed.flatten(0, 1), 9) - judge(clips.flatten(0, 1), 9)).unflatten(0, (2, 9)).abs().amax((2, 3))
+    assert (apart[0] > 0).tolist() == [False, False, True, True, True, True, True, False, False]
+    assert apart[1].max() == 0
+
+
+def test_padding_changes_no_other_frame():
+    """A clip is judged as if it were alone, whatever stands behind its end."""
+    judge = VideoDiscriminator(3, AdversarialConfig(width=8, levels=3))
+    clip = torch.randn(3, 3, 16, 16)
+    alone = judge(clip, 3)
+    for tail in (torch.randn(2, 3, 16, 16), torch.zeros(2, 3, 16, 16)):
+        padded = torch.cat([clip, tail])
+        keep = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+        assert torch.allclose(judge(padded, 5, keep)[:3], alone, atol=1e-6)
+        assert not torch.allclose(judge(padded, 5)[:3], alone, atol=1e-3)
+
+
+def test_it_tells_motion_from_the_same_frames_in_another_order():
+    """Real: a bar that walks. Fake: its frames, shuffled. A judge of single frames meets the same pictures on both sides, so
+    that its hinge loss cannot fall below 1; this one's does."""
+    bars = torch.full((8, 1, 8, 8), -1.0)
+    for time in range(8):
+        bars[time, :, :, time] = 1.0
+    starts = [bars.roll(shift, dims=3) for shift in (0, 2, 4, 6)]
+    real = torch.cat(starts)
+    fake = torch.cat([clip[[0, 3, 6, 1, 4, 7, 2, 5]] for clip in starts])
+    config = AdversarialConfig(width=8, levels=2)
+
+    def learnt(judge: nn.Module, *frames: int) -> float:
+        optimizer = torch.optim.Adam(judge.parameters(), 3e-3)
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = hinge(judge(real, *frames), judge(fake, *frames)).mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    assert learnt(Discriminator(1, config)) > 0.99
+    assert learnt(VideoDiscriminator(1, config), 8) < 0.3
 
 
 def test_too_many_levels_are_refused():
@@ -121,9 +178,9 @@ def test_adaptive_weight_by_hand():
     pictures = layer(features)
     reference, push = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[0.0, -0.5]]]])
     # ∂/∂w Σ g·w·f = Σ g·f: 3·1 + 4·2 = 11 and −0.5·2 = −1
-    assert adaptive_weight(pictures, layer.weight, reference, push, 1e4) == pytest.approx(11.0)
-    assert adaptive_weight(pictures, layer.weight, reference, push, 5.0) == 5.0
-    silent = adaptive_weight(pictures, layer.weight, reference, torch.zeros_like(push), 7.0)
+    assert adaptive_weight(pictures, [layer.weight], reference, push, 1e4) == pytest.approx(11.0)
+    assert adaptive_weight(pictures, [layer.weight], reference, push, 5.0) == 5.0
+    silent = adaptive_weight(pictures, [layer.weight], reference, torch.zeros_like(push), 7.0)
     assert silent == 7.0
     assert not silent.requires_grad
     pictures.sum().backward()  # the graph is still there

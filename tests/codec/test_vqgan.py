@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from kineograph.codec.perceptual import Lpips
 from kineograph.codec.vqgan import TASK, VQGAN, VQGANConfig
 from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.lookup import find_task
-from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, load_weights, parameters_of, weights_of
+from tests.codec.playing import gradients, noise_for, parameters_of_all, run_player, train
 
 SMALL = {"width": 8, "multipliers": [1, 2], "perceptual": {"weight": 0}}
 GAME = {"adversarial": {"width": 8, "levels": 2}}
@@ -39,40 +37,6 @@ def batch_for(task: VQGAN, clips: int = 2, frames: int | None = None) -> Batch:
     size = (frames or shape.frames, shape.channels, shape.height, shape.width)
     samples = [Sample(pixels=torch.randint(0, 256, size, dtype=torch.uint8)) for _ in range(clips)]
     return Batch.collate(samples, range(clips))
-
-
-def noise_for(batch: Batch, step: int = 0) -> Noise:
-    return Noise(0, step, batch.slots)
-
-
-def run_player(task: VQGAN, player: str, shared):
-    """A player's backward as the trainer runs it: the other player's parameters are asleep."""
-    for name in task.players:
-        for p in parameters_of_all(task, name):
-            p.requires_grad_(name == player)
-    loss = task.loss(player, shared)
-    loss.total.sum.backward(retain_graph=True)
-    for name in task.players:
-        for p in parameters_of_all(task, name):
-            p.requires_grad_(True)
-    return loss
-
-
-def parameters_of_all(task: VQGAN, player: str):
-    return [p for module in task.trainable(player) for p in module.parameters()]
-
-
-def gradients(task: VQGAN, player: str) -> float:
-    return sum(float(p.grad.abs().sum()) for p in parameters_of_all(task, player) if p.grad is not None)
-
-
-@pytest.fixture(scope="module")
-def vgg(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "lpips.safetensors"
-    torch.manual_seed(3)
-    weights = Lpips().state_dict()
-    save_file({name: value.abs() if name.startswith("lin") else value for name, value in weights.items()}, path)
-    return path
 
 
 # Codec -------------------------------------------------------------------------------------------------------------
@@ -337,19 +301,6 @@ def test_perceptual_is_frozen_and_neither_trained_nor_saved(vgg):
 
 
 # Training ----------------------------------------------------------------------------------------------------------
-
-
-def train(task: VQGAN, batch: Batch, steps: int, lr: float = 3e-3) -> None:
-    optimizers = {name: torch.optim.Adam(parameters_of_all(task, name), lr) for name in task.players}
-    for step in range(steps):
-        playing = [name for name in task.players if task.plays(name, step)]
-        torch.manual_seed(step)
-        shared = task(batch, noise_for(batch, step))
-        for name in reversed(playing):
-            optimizers[name].zero_grad()
-            run_player(task, name, shared)
-        for name in playing:
-            optimizers[name].step()
 
 
 def smooth_picture() -> Batch:

@@ -1,0 +1,346 @@
+"""C-ViViT: a video tokenizer that is causal in time. The first frame has tokens of its own, so an image is a clip's beginning,
+and a clip can go on for any number of frames."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from einops import rearrange
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+
+from kineograph.codec import perceptual as lpips
+from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, check_size
+from kineograph.codec.fitting import tokens_across
+from kineograph.codec.game import (
+    Judge,
+    Reconstruction,
+    discriminator_loss,
+    game_on,
+    generator_loss,
+    inward,
+    outward,
+    scores,
+)
+from kineograph.codec.perceptual import Lpips, PerceptualConfig
+from kineograph.core.batch import Batch, Shape
+from kineograph.core.config import StageConfig
+from kineograph.core.errors import ConfigError
+from kineograph.core.noise import Noise
+from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.nn.norms import norm_layer
+from kineograph.nn.positions import Rotation, grid_positions, sincos
+from kineograph.nn.quantizers import Quantized, QuantizerConfig, VQConfig, build_quantizer
+from kineograph.nn.transformer import Block, BlockConfig, Transformer, TransformerConfig
+
+
+class CViViTConfig(StageConfig, BlockConfig):
+    task: str = "cvivit"
+    spatial_depth: int = Field(4, ge=1)
+    """Blocks of the encoder that look across a frame."""
+    temporal_depth: int = Field(4, ge=1)
+    """Blocks of the encoder that look back in time."""
+    decoder_spatial_depth: int | None = Field(None, ge=1)
+    """The same of the decoder; null: as the encoder."""
+    decoder_temporal_depth: int | None = Field(None, ge=1)
+    """The same of the decoder; null: as the encoder."""
+    patch: tuple[int, int] = (8, 8)
+    """Pixels that a token covers: one number, or height and width."""
+    temporal_patch: int = Field(2, ge=1)
+    """Frames that a token covers, after the first frame, which is coded alone: clips have 1 + k · temporal_patch frames."""
+    quantizer: QuantizerConfig = VQConfig()
+    """kind: vq, lfq or fsq, and what belongs to it."""
+    loss: Literal["l1", "l2"] = "l1"
+    """Reconstruction loss, of pixels in [−1, 1]."""
+    perceptual: PerceptualConfig = PerceptualConfig()
+    adversarial: AdversarialConfig | None = None
+    """The GAN, whose discriminator sees motion; null: none."""
+
+    @field_validator("patch", mode="before")
+    @classmethod
+    def _square(cls, value: object) -> object:
+        return (value, value) if isinstance(value, int) else value
+
+    @field_validator("patch")
+    @classmethod
+    def _positive(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if min(value) < 1:
+            raise ValueError("a token covers at least 1 pixel")
+        return value
+
+    def transformer(self, depth: int) -> TransformerConfig:
+        shared: dict[str, Any] = {name: getattr(self, name) for name in BlockConfig.model_fields}
+        return TransformerConfig(**shared, depth=depth)
+
+
+# Network -----------------------------------------------------------------------------------------------------------
+
+
+class Embedding(nn.Module):
+    """… pixels of a patch → … D, normalised.
+
+    Only what comes out is normalised: a norm of the pixels themselves would make flat patches of every brightness alike. The
+    bias keeps them apart here, since it is not scaled along with them.
+    """
+
+    def __init__(self, pixels: int, config: CViViTConfig) -> None:
+        super().__init__()
+        self.linear = nn.Linear(pixels, config.width)
+        nn.init.normal_(self.linear.weight, std=pixels**-0.5)
+        nn.init.normal_(self.linear.bias)
+        self.norm = norm_layer(config.norm, config.width)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.norm(self.linear(patches))
+
+
+class Spatial(nn.Module):
+    """Every token looks at all tokens of its time: B t h w D → B t h w D. Positions come from the shape, so any size will do."""
+
+    def __init__(self, config: CViViTConfig, depth: int) -> None:
+        super().__init__()
+        self.width, self.head_width = config.width, config.width // config.heads
+        self.transformer = Transformer(config.transformer(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, h, w, _ = x.shape
+        places = grid_positions((h, w), x.device)
+        table = sincos(places, self.width) * self.width**0.5  # as large as what it is added to
+        x = rearrange(x, "b t h w d -> (b t) (h w) d") + table
+        x = self.transformer(x, rotary=Rotation.of(places, self.head_width))
+        return rearrange(x, "(b t) (h w) d -> b t h w d", b=b, h=h)
+
+
+class Temporal(nn.Module):
+    """Every token looks at the tokens of its place up to its own time: B t h w D → B t h w D."""
+
+    def __init__(self, config: CViViTConfig, depth: int) -> None:
+        super().__init__()
+        self.head_width = config.width // config.heads
+        self.transformer = Transformer(config.transformer(depth), causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, h, _, _ = x.shape
+        turn = Rotation.of(grid_positions((t,), x.device), self.head_width)
+        x = self.transformer(rearrange(x, "b t h w d -> (b h w) t d"), rotary=turn)
+        return rearrange(x, "(b h w) t d -> b t h w d", b=b, h=h)
+
+
+class Encoder(nn.Module):
+    """B T C H W in [−1, 1] → B t h w D"""
+
+    def __init__(self, channels: int, config: CViViTConfig) -> None:
+        super().__init__()
+        self.patch, self.temporal_patch = config.patch, config.temporal_patch
+        pixels = channels * config.patch[0] * config.patch[1]
+        self.first = Embedding(pixels, config)
+        self.tubes = Embedding(pixels * config.temporal_patch, config)
+        self.spatial = Spatial(config, config.spatial_depth)
+        self.temporal = Temporal(config, config.temporal_depth)
+
+    def forward(self, video: Tensor) -> Tensor:
+        p, q = self.patch
+        x = self.first(rearrange(video[:, :1], "b t c (h p) (w q) -> b t h w (p q c)", p=p, q=q))
+        if video.shape[1] > 1:
+            tubes = rearrange(
+                video[:, 1:], "b (t s) c (h p) (w q) -> b t h w (s p q c)", s=self.temporal_patch, p=p, q=q
+            )
+            x = torch.cat([x, self.tubes(tubes)], dim=1)
+        return self.temporal(self.spatial(x))
+
+
+class Decoder(nn.Module):
+    """B t h w D → B t h w D: everything but the last layer."""
+
+    def __init__(self, config: CViViTConfig) -> None:
+        super().__init__()
+        self.temporal = Temporal(config, config.decoder_temporal_depth or config.temporal_depth)
+        self.spatial = Spatial(config, config.decoder_spatial_depth or config.spatial_depth)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.spatial(self.temporal(z))
+
+
+class ToPixels(nn.Module):
+    """The decoder's last layers, B t h w D → B·T C H W. They stand alone so that the adaptive weight's gradients go through
+    nothing else."""
+
+    def __init__(self, channels: int, config: CViViTConfig) -> None:
+        super().__init__()
+        self.patch, self.temporal_patch = config.patch, config.temporal_patch
+        pixels = channels * config.patch[0] * config.patch[1]
+        self.first = nn.Linear(config.width, pixels)
+        self.tubes = nn.Linear(config.width, pixels * config.temporal_patch)
+
+    def forward(self, features: Tensor) -> Tensor:
+        p, q = self.patch
+        video = rearrange(self.first(features[:, :1]), "b t h w (p q c) -> b t (h p) (w q) c", p=p, q=q)
+        if features.shape[1] > 1:
+            tubes = rearrange(
+                self.tubes(features[:, 1:]),
+                "b t h w (s p q c) -> b (t s) (h p) (w q) c",
+                s=self.temporal_patch,
+                p=p,
+                q=q,
+            )
+            video = torch.cat([video, tubes], dim=1)
+        return video.float().flatten(0, 1).permute(0, 3, 1, 2)  # channels_last
+
+    def weights(self, frames: int) -> list[Tensor]:
+        """Those that paint clips of so many frames: an image has no tubes."""
+        return [self.first.weight] if frames == 1 else [self.first.weight, self.tubes.weight]
+
+
+# Task --------------------------------------------------------------------------------------------------------------
+
+
+class CViViT(Task):
+    """Codec and its training: generator (encoder, quantizer, decoder) against a discriminator of clips."""
+
+    Config = CViViTConfig
+    players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
+
+    def __init__(self, config: CViViTConfig, shape: Shape, perceptual: Lpips | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.shape = shape
+        self.shape_for(shape.frames, shape.height, shape.width)
+        self.encoder = Encoder(shape.channels, config)
+        self.quantizer = build_quantizer(config.width, config.quantizer)
+        self.decoder = Decoder(config)
+        self.to_pixels = ToPixels(shape.channels, config)
+        self.vocabulary = self.quantizer.codes
+        self.perceptual = perceptual
+        self.discriminator: VideoDiscriminator | None = None
+        self.players = ("generator",)  # type: ignore[misc]
+        if config.adversarial and config.adversarial.weight:
+            check_size(config.adversarial, shape.height, shape.width)
+            self.discriminator = VideoDiscriminator(shape.channels, config.adversarial)
+            self.players = ("generator", "discriminator")  # type: ignore[misc]
+
+    @classmethod
+    def build(cls, config: CViViTConfig, context: BuildContext) -> CViViT:
+        return cls(config, context.shape, lpips.for_stage(config.perceptual, context))
+
+    # codec -------------------------------------------------------------------------------------------------------
+
+    def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Tokens (t, h, w) of a clip."""
+        step = self.config.temporal_patch
+        times, rest = divmod(frames - 1, step)
+        if rest or frames < 1:
+            near = [1 + step * k for k in (times, times + 1) if k >= 0]
+            raise ConfigError(
+                f"frames={frames} does not fit this cvivit: use 1 + {step}k ({', '.join(map(str, near))} …)"
+            )
+        return 1 + times, *tokens_across("cvivit", height, width, self.config.patch)
+
+    def mask_for(self, frame_mask: Tensor) -> Tensor:
+        """A token is real where any of its frames is."""
+        tubes = rearrange(frame_mask[:, 1:], "b (t s) -> b t s", s=self.config.temporal_patch)
+        return torch.cat([frame_mask[:, :1], tubes.any(-1)], dim=1)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
+        """B T C H W in [0, 1] → B t h w"""
+        clips, frames, _, height, width = pixels.shape
+        self.shape_for(frames, height, width)
+        if frame_mask is not None:
+            pixels = _held(pixels, frame_mask)
+        ids = self._quantized(self.encoder(pixels * 2 - 1), None).ids
+        return rearrange(ids, "(b t) h w -> b t h w", b=clips)
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """B t h w → B T C H W in [0, 1]"""
+        features = self.quantizer.lookup(rearrange(tokens, "b t h w -> (b t) h w"))
+        return outward(self._painted(features, tokens.shape[0]), tokens.shape[0])
+
+    def _quantized(self, features: Tensor, mask: Tensor | None) -> Quantized:
+        """B t h w D, and which of its times are real, B t"""
+        if mask is not None:
+            # Where new codes are drawn from tokens, they shall be real ones: padding holds those of the first frame.
+            features = torch.where(mask[:, :, None, None, None], features, features[:, :1])
+        rows = features.flatten(0, 1).permute(0, 3, 1, 2)  # B·t D h w, channels_last
+        return self.quantizer(rows, None if mask is None else mask.flatten())
+
+    def _painted(self, z: Tensor, clips: int) -> Tensor:
+        """B·t D h w → B·T C H W in [−1, 1]"""
+        return self.to_pixels(self.decoder(rearrange(z, "(b t) d h w -> b t h w d", b=clips)))
+
+    # training ----------------------------------------------------------------------------------------------------
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        if player == "discriminator" and self.discriminator is not None:
+            return [self.discriminator]
+        return [self.encoder, self.quantizer, self.decoder, self.to_pixels]
+
+    def plays(self, player: str, step: int) -> bool:
+        return player == "generator" or game_on(self.config.adversarial, step)
+
+    def forward(self, batch: Batch, noise: Noise) -> Reconstruction:
+        video, mask = batch.video, batch.frame_mask
+        clips = video.shape[0]
+        self.shape_for(video.shape[1], *video.shape[-2:])
+        if mask is not None:
+            video = _held(video, mask)
+        real = inward(video)
+        features = self.encoder(rearrange(real, "(b t) c h w -> b t c h w", b=clips))
+        times = None if mask is None else self.mask_for(mask)
+        quantized = self._quantized(features, times)
+        fake = self._painted(quantized.z, clips)
+        keep = real.new_ones(real.shape[0]) if mask is None else mask.flatten().to(real.dtype)
+        return Reconstruction(real, fake, keep, quantized, None if times is None else times.flatten(), noise)
+
+    def loss(self, player: str, shared: Reconstruction) -> Loss:
+        game, judge = self.config.adversarial, self._judge(shared)
+        if player == "discriminator":
+            assert game is not None
+            assert judge is not None
+            return discriminator_loss(shared, game, judge)
+        last = self.to_pixels.weights(shared.real.shape[0] // shared.noise.batch)
+        return generator_loss(shared, self.config, self.vocabulary, self.perceptual, judge, last)
+
+    def _judge(self, shared: Reconstruction) -> Judge | None:
+        """The discriminator of this batch's clips, in its turn."""
+        discriminator = self.discriminator
+        if discriminator is None or not game_on(self.config.adversarial, shared.noise.step):
+            return None
+        frames = shared.real.shape[0] // shared.noise.batch
+        padded = shared.rows is not None
+
+        def judge(pictures: Tensor) -> Tensor:
+            keep = shared.keep.repeat(pictures.shape[0] // shared.keep.shape[0]) if padded else None
+            return discriminator(pictures, frames, keep)
+
+        return judge
+
+    def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
+        return scores(self(batch, noise), self.config, self.vocabulary, self.perceptual)
+
+    def reconstruct(self, batch: Batch) -> Tensor:
+        return self.decode(self.encode(batch.video, batch.frame_mask))
+
+    # how the outside treats it -----------------------------------------------------------------------------------
+
+    def compiled(self) -> list[nn.Module]:
+        return [part for part in (self.encoder, self.decoder, self.discriminator, self.perceptual) if part is not None]
+
+    def blocks(self) -> list[nn.Module]:
+        return [part for part in self.modules() if isinstance(part, Block)]
+
+    def tokens_per_clip(self) -> int:
+        t, h, w = self.shape_for(self.shape.frames, self.shape.height, self.shape.width)
+        return t * h * w
+
+
+def _held(pixels: Tensor, frame_mask: Tensor) -> Tensor:
+    """B T …: the last real frame stays until the end, whatever the padding showed. A tube may hold frames of both."""
+    times = torch.arange(pixels.shape[1], device=pixels.device)
+    last = (frame_mask.sum(1, keepdim=True) - 1).clamp_min(0)  # B 1
+    clips = torch.arange(pixels.shape[0], device=pixels.device)[:, None]
+    return pixels[clips, torch.minimum(times, last)]
+
+
+TASK = CViViT

@@ -1,0 +1,189 @@
+"""What the two players of a codec descend, whether it reconstructs pictures or clips: the generator's terms, the game
+against the discriminator, and how a reconstruction is scored. Clips are their frames side by side, F = B·T."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from kineograph.codec.adversarial import (
+    AdversarialConfig,
+    adaptive_weight,
+    fooling,
+    gradient_at,
+    hinge,
+    nudged,
+    slope,
+)
+from kineograph.codec.perceptual import Lpips, PerceptualConfig
+from kineograph.core.noise import Noise
+from kineograph.core.task import Loss, Mean
+from kineograph.nn.quantizers import Quantized, codebook_histogram, straight_through, usage
+
+Judge = Callable[[Tensor], Tensor]
+"""Frames F C H W, or several times as many laid end to end → a logit for each patch, F h w."""
+
+
+class Judged(Protocol):
+    """A codec's config, as far as it says what a good reconstruction is."""
+
+    @property
+    def loss(self) -> Literal["l1", "l2"]: ...
+    @property
+    def perceptual(self) -> PerceptualConfig: ...
+    @property
+    def adversarial(self) -> AdversarialConfig | None: ...
+
+
+@dataclass
+class Reconstruction:
+    """What both players of a step look at."""
+
+    real: Tensor  # F C H W in [−1, 1]
+    fake: Tensor  # F C H W
+    keep: Tensor  # F: 1 for a frame, 0 for padding
+    quantized: Quantized
+    rows: Tensor | None  # of each row of `quantized`, bool: False where it is padding; None: none is
+    noise: Noise
+
+    @property
+    def count(self) -> Tensor:
+        return self.keep.sum()
+
+
+def game_on(config: AdversarialConfig | None, step: int) -> bool:
+    return config is not None and config.weight > 0 and step >= config.start
+
+
+# Losses ------------------------------------------------------------------------------------------------------------
+
+
+def generator_loss(
+    shared: Reconstruction,
+    config: Judged,
+    codes: int,
+    look: Lpips | None,
+    judge: Judge | None,
+    last: Sequence[Tensor],
+) -> Loss:
+    """reconstruction + quantizer + w_p perceptual + w_a λ adversarial
+
+    `judge` is None while there is no game; `last` are the weights that paint the pixels, for the adaptive weight λ.
+    """
+    real, fake, keep, count = shared.real, shared.fake, shared.keep, shared.count
+    reconstruction = (distance(config.loss, fake, real) * keep).sum()
+    total = reconstruction + shared.quantized.loss * count
+    terms = {"reconstruction": reconstruction, "quantizer": shared.quantized.loss * count}
+    # The judges are walked back through here, to the pictures; the total carries their gradients on from there.
+    reference = None  # gradient at the pictures of what the adversarial term is measured against
+    if look is not None:
+        weight = config.perceptual.weight
+        seen, weights = frames_seen(keep, config.perceptual.frames, shared.noise)
+        terms["perceptual"], reference = gradient_at(
+            fake, lambda pictures: look(_taken(pictures, seen), _taken(real, seen)), weights
+        )
+        total = total + straight_through(weight * terms["perceptual"], (fake * reference * weight).sum())
+    if judge is not None:
+        game = config.adversarial
+        assert game is not None
+        terms["adversarial"], push = gradient_at(fake, lambda pictures: fooling(judge(pictures)), keep)
+        strength = torch.full_like(count, game.weight)
+        if game.adaptive:
+            if reference is None:
+                _, reference = gradient_at(fake, lambda pictures: distance(config.loss, pictures, real), keep)
+            strength = strength * adaptive_weight(fake, last, reference, push, game.adaptive_max)
+        terms["adversarial_weight"] = strength * count
+        total = total + straight_through(strength * terms["adversarial"], (fake * (push * strength)).sum())
+    named = {name: Mean(value, count) for name, value in terms.items()}
+    return Loss(Mean(total, count), named | _codes(shared, codes, shared.quantized.metrics))
+
+
+def discriminator_loss(shared: Reconstruction, game: AdversarialConfig, judge: Judge) -> Loss:
+    """hinge + γ/2 · penalty, the latter once in a while"""
+    pictures = [shared.real, shared.fake.detach()]
+    if game.penalty and shared.noise.step % game.penalty_every == 0:
+        pictures.append(nudged(shared.real, shared.noise))
+    real, fake, *moved = judge(torch.cat(pictures)).chunk(len(pictures))  # no norm looks across the batch
+    each = hinge(real, fake)
+    terms = {"hinge": each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
+    if moved:
+        terms["penalty"] = slope(real, *moved)
+        each = each + game.penalty / 2 * game.penalty_every * terms["penalty"]
+    named = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in terms.items()}
+    return Loss(Mean((each * shared.keep).sum(), shared.count), named)
+
+
+def scores(shared: Reconstruction, config: Judged, codes: int, look: Lpips | None) -> dict[str, Mean]:
+    """`loss` is what is seen: reconstruction and, where there is one, perceptual loss; the game's own loss says nothing
+    about which checkpoint is best."""
+    error = (clamped(shared.fake) - clamped(shared.real)).square().flatten(1).mean(1)
+    each = {
+        "reconstruction": distance(config.loss, shared.fake, shared.real),
+        "psnr": -10 * torch.log10(error.clamp_min(1e-10)),
+    }
+    each["loss"] = each["reconstruction"]
+    if look is not None:
+        each["lpips"] = look(shared.fake, shared.real)
+        each["loss"] = each["loss"] + config.perceptual.weight * each["lpips"]
+    means = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in each.items()}
+    return means | _codes(shared, codes, {})
+
+
+def distance(kind: Literal["l1", "l2"], fake: Tensor, real: Tensor) -> Tensor:
+    """F C H W, twice → F"""
+    apart = (fake - real).abs() if kind == "l1" else (fake - real).square()
+    return apart.flatten(1).mean(1)
+
+
+def frames_seen(keep: Tensor, frames: int | None, noise: Noise) -> tuple[Tensor | None, Tensor]:
+    """Which frames the perceptual loss looks at, and their weights: `frames` random ones of each clip, never padding. The
+    seen ones stand for all real frames of their clip, so that the weighted sum is, in the mean, that over all frames.
+
+    keep F → places in it (None: all), weights. A clip with fewer real frames than asked for has its rest at weight 0.
+    """
+    clips = keep.view(noise.batch, -1)  # B T
+    length = clips.shape[1]
+    if frames is None or frames >= length:
+        return None, keep
+    order = noise.uniform("perceptual", length) + 2 * clips  # real frames lie above all padding
+    times = order.topk(frames).indices  # B n
+    taken = clips.gather(1, times)
+    weights = taken * (clips.sum(1, keepdim=True) / taken.sum(1, keepdim=True).clamp_min(1))
+    starts = torch.arange(noise.batch, device=keep.device)[:, None] * length
+    return (times + starts).flatten(), weights.flatten()
+
+
+def _taken(pictures: Tensor, places: Tensor | None) -> Tensor:
+    return pictures if places is None else pictures.index_select(0, places)
+
+
+def _codes(shared: Reconstruction, codes: int, metrics: dict[str, Tensor]) -> dict[str, Mean]:
+    """How this batch uses the codebook. A whole set's use is not the mean of these: add up codebook_histogram."""
+    ids = shared.quantized.ids
+    if shared.rows is not None:
+        ids = ids.masked_fill(~shared.rows[:, None, None], codes)  # padding falls into a bin of its own
+    found = usage(codebook_histogram(ids, codes + 1)[:codes])
+    return {f"codes/{name}": Mean(value * shared.count, shared.count) for name, value in (metrics | found).items()}
+
+
+# Pixels as networks see them ---------------------------------------------------------------------------------------
+
+
+def inward(pixels: Tensor) -> Tensor:
+    """B T C H W in [0, 1] → B·T C H W in [−1, 1]"""
+    return rearrange(pixels, "b t c h w -> (b t) c h w").mul(2).sub_(1).contiguous(memory_format=torch.channels_last)
+
+
+def clamped(pictures: Tensor) -> Tensor:
+    """[−1, 1] → [0, 1], nothing outside"""
+    return ((pictures + 1) / 2).clamp(0, 1)
+
+
+def outward(pictures: Tensor, clips: int) -> Tensor:
+    """B·T C H W → B T C H W in [0, 1]"""
+    return rearrange(clamped(pictures), "(b t) c h w -> b t c h w", b=clips)

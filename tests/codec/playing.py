@@ -1,0 +1,47 @@
+"""What the tests of codecs share: players stepped as the Trainer steps them."""
+
+from __future__ import annotations
+
+import torch
+
+from kineograph.core.batch import Batch
+from kineograph.core.noise import Noise
+from kineograph.core.task import Loss, Task
+
+
+def noise_for(batch: Batch, step: int = 0) -> Noise:
+    return Noise(0, step, batch.slots)
+
+
+def parameters_of_all(task: Task, player: str):
+    return [p for module in task.trainable(player) for p in module.parameters()]
+
+
+def run_player(task: Task, player: str, shared) -> Loss:
+    """A player's backward as the trainer runs it: the other player's parameters are asleep."""
+    for name in task.players:
+        for p in parameters_of_all(task, name):
+            p.requires_grad_(name == player)
+    loss = task.loss(player, shared)
+    loss.total.sum.backward(retain_graph=True)
+    for name in task.players:
+        for p in parameters_of_all(task, name):
+            p.requires_grad_(True)
+    return loss
+
+
+def gradients(task: Task, player: str) -> float:
+    return sum(float(p.grad.abs().sum()) for p in parameters_of_all(task, player) if p.grad is not None)
+
+
+def train(task: Task, batch: Batch, steps: int, lr: float = 3e-3) -> None:
+    optimizers = {name: torch.optim.Adam(parameters_of_all(task, name), lr) for name in task.players}
+    for step in range(steps):
+        playing = [name for name in task.players if task.plays(name, step)]
+        torch.manual_seed(step)
+        shared = task(batch, noise_for(batch, step))
+        for name in reversed(playing):
+            optimizers[name].zero_grad()
+            run_player(task, name, shared)
+        for name in playing:
+            optimizers[name].step()

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import torch
+
+from kineograph.codec.game import clamped, frames_seen, inward, outward
+from kineograph.core.noise import Noise
+
+
+def keep_of(lengths: list[int], frames: int) -> torch.Tensor:
+    return (torch.arange(frames) < torch.tensor(lengths)[:, None]).float().flatten()
+
+
+def test_all_frames_are_seen_unless_fewer_are_asked_for():
+    keep, noise = keep_of([4, 2], 4), Noise.for_rows(0, 0, 2)
+    for frames in (None, 4, 9):
+        places, weights = frames_seen(keep, frames, noise)
+        assert places is None
+        assert torch.equal(weights, keep)
+
+
+def test_seen_frames_are_real_different_and_stand_for_their_clip():
+    keep = keep_of([6, 3, 1, 2], 6)
+    for step in range(50):
+        places, weights = frames_seen(keep, 2, Noise.for_rows(0, step, 4))
+        clips = places.view(4, 2)
+        assert torch.equal(clips // 6, torch.arange(4)[:, None].expand(4, 2))
+        assert (clips[:, 0] != clips[:, 1]).all()
+        assert torch.equal(weights > 0, keep[places] > 0)  # padding only where a clip has nothing else, at no weight
+        assert torch.equal(weights.view(4, 2).sum(1), torch.tensor([6.0, 3.0, 1.0, 2.0]))
+
+
+def test_the_weighted_sum_is_in_the_mean_that_of_all_frames():
+    keep = keep_of([5, 3], 5)
+    values = torch.randn(10, generator=torch.Generator().manual_seed(0))
+    found = []
+    for step in range(2000):
+        places, weights = frames_seen(keep, 2, Noise.for_rows(0, step, 2))
+        found.append((values[places] * weights).sum())
+    spread = torch.stack(found).std() / 2000**0.5
+    assert (torch.stack(found).mean() - (values * keep).sum()).abs() < 4 * spread
+
+
+def test_which_frames_are_seen_is_keyed_by_sample_and_step():
+    keep = keep_of([8] * 4, 8)
+    together, _ = frames_seen(keep, 3, Noise.for_rows(3, 5, 4))
+    half, _ = frames_seen(keep[16:], 3, Noise.for_rows(3, 5, 2, first=2))
+    assert torch.equal(together[6:] - 16, half)
+    assert not torch.equal(together, frames_seen(keep, 3, Noise.for_rows(3, 6, 4))[0])
+
+
+def test_pixels_go_in_and_come_out():
+    pixels = torch.rand(2, 3, 3, 4, 4)
+    inside = inward(pixels)
+    assert inside.shape == (6, 3, 4, 4)
+    assert inside.min() < 0
+    assert torch.allclose(outward(inside, 2), pixels, atol=1e-6)
+    assert clamped(torch.tensor([-3.0, 0.0, 3.0])).tolist() == [0.0, 0.5, 1.0]
