@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from kineograph.core.noise import Noise
-from kineograph.process.masking import capacity, find_tokens, hidden_counts, hide, mask_ratios
+from kineograph.process.masking import (
+    MaskedSample,
+    capacity,
+    find_guided,
+    find_tokens,
+    hidden_counts,
+    hide,
+    judge,
+    mask_ratios,
+    redraw,
+)
 
 
 def noise(rows: int, step: int = 0, first: int = 0, seed: int = 0) -> Noise:
@@ -197,3 +207,123 @@ def test_the_surest_tokens_are_kept_first():
     left = hidden_counts(20, 4)[1]
     assert (seen[1][:, :left] == 11).all()
     assert (seen[1][:, left:] != 11).all()
+
+
+# padding
+
+
+def padded(rows: int, tokens: int) -> torch.Tensor:
+    """The first 1 … tokens places are real."""
+    return torch.arange(tokens) < (1 + torch.arange(rows) % tokens)[:, None]
+
+
+def test_a_share_of_the_real_tokens_is_hidden_and_padding_never():
+    keep = padded(24, 12)
+    for step in range(30):
+        masked = hide(noise(24, step), 12, keep)
+        assert not (masked.mask & ~keep).any()
+        expected = (mask_ratios(noise(24, step)) * keep.sum(1)).ceil().clamp(min=1)
+        assert torch.equal(masked.mask.sum(1).float(), expected)
+        kept = masked.rows[masked.weights > 0]
+        assert torch.equal(kept.sort().values, masked.mask.flatten().nonzero()[:, 0])
+        assert masked.rows.shape == (capacity(24, 12),)
+
+
+def test_what_is_hidden_does_not_depend_on_padding():
+    keep = padded(6, 20)
+    together = hide(noise(6, 4), 20, keep).mask
+    for row in range(6):
+        length = int(keep[row].sum())
+        assert torch.equal(together[row, :length], hide(noise(1, 4, first=row), length).mask[0])
+
+
+def test_nothing_padded_is_no_mask():
+    a, b = hide(noise(5, 1), 9), hide(noise(5, 1), 9, torch.ones(5, 9, dtype=torch.bool))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# critics
+
+
+def test_redrawn_tokens_lie_at_scored_places_and_follow_the_logits():
+    tokens = truth(4, 16, 11)
+    masked = hide(noise(4), 16)
+    hidden = torch.randn(len(masked.rows), 11, generator=torch.Generator().manual_seed(0))
+
+    def drawn(temperature, parts):
+        return redraw(lambda rows: 9 * rows, parts, hidden, masked, tokens, noise(4), temperature)
+
+    whole = [slice(0, len(hidden))]
+    filled, wrong = drawn(0.0, whole)
+    assert torch.equal(filled[~masked.mask], tokens[~masked.mask])
+    scored = masked.weights > 0
+    assert torch.equal(filled.flatten()[masked.rows][scored], hidden.argmax(1)[scored])
+    assert torch.equal(wrong, filled.flatten()[masked.rows] != tokens.flatten()[masked.rows])
+    assert not wrong[~scored].any()
+    halves = [slice(0, 20), slice(20, len(hidden))]
+    assert torch.equal(drawn(1.0, whole)[0], drawn(1.0, halves)[0])
+
+
+def test_judging_counts_scored_places_alone():
+    masked = hide(noise(4, 3), 16)
+    wrong = torch.arange(len(masked.rows)) % 3 == 0
+    wrong &= masked.weights > 0
+    scores = torch.full((4, 16, 1), -9.0)
+    scores.view(-1)[masked.rows[wrong]] = 9.0  # always right
+    found = judge(scores, masked, wrong)
+    assert float(found.count) == int(masked.mask.sum()) == float(found.right)
+    assert float(found.wrong) == int(wrong.sum())
+    assert float(found.loss().total.value()) == pytest.approx(math.log1p(math.exp(-9)), rel=1e-2)
+    opposite = judge(-scores, masked, wrong)
+    assert float(opposite.right) == 0
+    assert float(opposite.loss().total.value()) == pytest.approx(9, rel=1e-3)
+    unscored = ~masked.mask
+    assert torch.equal(judge(torch.where(unscored[..., None], 5.0, scores), masked, wrong).sum, found.sum)
+
+
+def test_critic_noise_may_stay():
+    critic = lambda tokens, step: torch.zeros(tokens.shape)  # noqa: E731 (noise alone decides)
+
+    def orders(**keys):
+        oracle = Oracle(truth(), 11)
+        find_tokens(
+            oracle,
+            torch.full((3, 20), 11),
+            mask_id=11,
+            steps=6,
+            noise=noise(3),
+            critic=lambda t, s: critic(t, s) + 1e3 * (torch.arange(20) < 4),
+            critic_noise=1.2e3,
+            **keys,
+        )
+        return oracle.seen
+
+    falling, constant = orders(), orders(critic_noise_falls=False)
+    assert not torch.equal(falling[-1], constant[-1])
+    left = hidden_counts(20, 6)[5]
+    assert ((falling[-1] == 11).sum(1) == left).all()
+    assert (falling[-1] == 11)[:, 4:].sum() < (constant[-1] == 11)[:, 4:].sum()  # late noise still moves what is hidden
+
+
+def test_guided_hidden_states_are_guided_logits():
+    """The head is linear, so the tokens are those of guided logits; conditions stand in a batch of twice the rows."""
+    weight = torch.randn(11, 6, generator=torch.Generator().manual_seed(0))
+    table = torch.randn(2, 20, 6, generator=torch.Generator().manual_seed(1))  # wanted, other
+    start = torch.full((3, 20), 11)
+
+    def hidden(tokens, step):
+        assert tokens.shape == (6, 20)
+        return table.repeat_interleave(3, dim=0)
+
+    def logits(rows):
+        return rows @ weight.T
+
+    def denoise(tokens, places, step):
+        wanted, other = logits(table)
+        found = (other + 4.0 * (wanted - other)).expand(3, -1, -1)
+        return found.gather(1, places[..., None].expand(-1, -1, 11))
+
+    options = MaskedSample(steps=5, guidance=4.0, noise=2.0)
+    a = find_guided(hidden, logits, start, options, guide=True, mask_id=11, noise=noise(3))
+    b = find_tokens(denoise, start, mask_id=11, steps=5, noise=noise(3), confidence_noise=2.0)
+    assert torch.equal(a, b)

@@ -6,27 +6,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from kineograph.core.config import Config, StageConfig
+from kineograph.core.config import StageConfig
 from kineograph.nn.transformer import TransformerConfig
-from kineograph.process.guidance import Schedule
+from kineograph.process.masking import MaskedSample
 from kineograph.text import TextConfig
 
-
-class MuseSample(Config):
-    steps: int = Field(18, ge=1)
-    """Forward passes from all tokens hidden to none."""
-    guidance: float = Field(3.0, ge=0)
-    """Classifier-free guidance; 1 is none, and costs half as much."""
-    guidance_schedule: Schedule = "constant"
-    """linear: from 1 at the first step to `guidance` at the last."""
-    temperature: float = Field(1.0, ge=0)
-    """Of drawing tokens; 0 always takes the likeliest."""
-    top_k: int | None = Field(None, ge=1)
-    """Draw among so many likeliest tokens; null: among all."""
-    noise: float = Field(4.5, ge=0)
-    """Gumbel noise on the confidence that decides which tokens stay, falling to 0 by the last step; without a critic."""
-    critic_noise: float = Field(1.0, ge=0)
-    """The same on a critic's scores (uniform noise)."""
+MuseSample = MaskedSample
 
 
 class MuseConfig(StageConfig, TransformerConfig):

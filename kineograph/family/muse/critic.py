@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,20 +10,11 @@ from torch import Tensor, nn
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Loss, Task
 from kineograph.family.muse.config import CriticConfig, MuseSample
 from kineograph.family.muse.network import Condition, MuseNetwork
-from kineograph.family.muse.task import Critic, Muse, critic_loss
-
-
-@dataclass
-class Judged:
-    """Sums over the places whose token was drawn by the generator."""
-
-    loss: Tensor
-    right: Tensor  # places where the critic's verdict holds
-    wrong: Tensor  # places where the generator erred
-    count: Tensor
+from kineograph.family.muse.task import Muse
+from kineograph.process.masking import Critic, Judged, judge
 
 
 class MuseCritic(Task):
@@ -67,19 +57,10 @@ class MuseCritic(Task):
             condition = self.generator.condition(batch, dropped)
             masked, rows = self.generator.predict(tokens, condition, noise)
             filled, wrong = self.generator.redraw(rows, masked, tokens, noise, self.config.temperature)
-        scores = self.scores(filled, condition)
-        with torch.no_grad():
-            verdict = (scores.flatten().index_select(0, masked.rows) > 0) == wrong
-        return Judged(
-            critic_loss(scores, masked, wrong),
-            (verdict * masked.weights).sum(),
-            (wrong * masked.weights).sum(),
-            masked.weights.sum(),
-        )
+        return judge(self.scores(filled, condition), masked, wrong)
 
     def loss(self, player: str, shared: Judged) -> Loss:
-        terms = {"accuracy": Mean(shared.right, shared.count), "wrong": Mean(shared.wrong, shared.count)}
-        return Loss(Mean(shared.loss, shared.count), terms)
+        return shared.loss()
 
     def sample(self, prompts: Prompts, options: MuseSample) -> Tensor:
         def critic(condition: Condition) -> Critic:

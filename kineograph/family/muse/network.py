@@ -11,6 +11,7 @@ from kineograph.family.muse.config import CriticConfig, MuseConfig
 from kineograph.nn.attention import Memory
 from kineograph.nn.positions import LearnedPositions, Rotary, SincosPositions
 from kineograph.nn.transformer import Transformer, init_weights
+from kineograph.text.reading import Words
 
 Grid = tuple[int, int]
 
@@ -26,10 +27,10 @@ class Condition:
     def join(self, other: Condition) -> Condition:
         """The rows of both."""
 
-        def both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-            return None if a is None or b is None else torch.cat([a, b])
-
-        return Condition(both(self.text, other.text), both(self.mask, other.mask), both(self.low_res, other.low_res))
+        low_res = None
+        if self.low_res is not None and other.low_res is not None:
+            low_res = torch.cat([self.low_res, other.low_res])
+        return Condition(*Words(self.text, self.mask).join(Words(other.text, other.mask)), low_res)
 
 
 class LowRes(nn.Module):

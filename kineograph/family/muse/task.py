@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,26 +13,13 @@ from torch import Tensor, nn
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Loss, Task
 from kineograph.family.muse.config import MuseConfig, MuseSample
 from kineograph.family.muse.network import Condition, MuseNetwork
 from kineograph.nn.head import Head
-from kineograph.process.guidance import guided, scale_at
-from kineograph.process.masking import Masked, find_tokens, hide
-from kineograph.process.sampling import draw_tokens
+from kineograph.process.masking import Critic, Masked, Scored, critic_loss, find_guided, hide, redraw
 from kineograph.text import Text, build_text
-
-Critic = Callable[[Tensor, int], Tensor]
-
-
-@dataclass
-class Scored:
-    """Sums over the scored tokens of a batch."""
-
-    cross_entropy: Tensor
-    correct: Tensor
-    count: Tensor
-    critic: Tensor | None = None
+from kineograph.text.reading import Words, null_text, precomputed, read_batch, read_captions, read_prompts, reads_for
 
 
 class Muse(Task):
@@ -46,7 +32,7 @@ class Muse(Task):
 
     @classmethod
     def reads_for(cls, config: MuseConfig) -> frozenset[str]:
-        return cls.reads if config.text.kind in ("learned", "t5", "clip") else frozenset({"pixels"})
+        return reads_for(config.text)
 
     def __init__(self, config: MuseConfig, context: BuildContext) -> None:
         super().__init__()
@@ -114,34 +100,16 @@ class Muse(Task):
             )
         return rearrange(tokens, "b 1 h w -> b (h w)")
 
-    def read_text(self, captions: list[str] | None, batch: Batch | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Embeddings and mask of captions, or those that come with the batch. Empty captions are the null text."""
-        if self.text is None:
-            return None, None
-        text = cast(Text, self.text)
-        if batch is not None and batch.text_embeds is not None and not text.trained:
-            embeddings, mask = batch.text_embeds, batch.text_mask
-            if embeddings.shape[2] != text.width:
-                raise InputError(
-                    f"text embeddings have {embeddings.shape[2]} channels and text.width={text.width}: make them alike"
-                )
-            if mask is None:
-                mask = (embeddings != 0).any(dim=-1)
-            return text.drop(embeddings, mask, torch.zeros_like(mask[:, 0]))
-        if captions is None:
-            raise InputError("these samples have no captions: add them, or set text.kind=none to train without text")
-        embeddings, mask = text.encode(captions)
-        empty = torch.tensor([not caption.strip() for caption in captions]).to(mask.device, non_blocking=True)
-        return text.drop(embeddings, mask, empty)
+    @property
+    def reader(self) -> Text | None:
+        """The text encoder; None: no text."""
+        return cast("Text | None", self.text)
 
-    def no_text(self, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """The null text for every row."""
-        if self.text is None:
-            return None, None
-        text = cast(Text, self.text)
-        embeddings = torch.zeros(rows, text.length, text.width, device=device)
-        mask = torch.zeros(rows, text.length, dtype=torch.bool, device=device)
-        return text.drop(embeddings, mask, torch.ones(rows, dtype=torch.bool, device=device))
+    def read_text(self, captions: list[str]) -> Words:
+        return read_captions(self.reader, captions)
+
+    def no_text(self, rows: int, device: torch.device) -> Words:
+        return null_text(self.reader, rows, device)
 
     def read_low_res(self, batch: Batch) -> Tensor | None:
         """Tokens of the same images made smaller, B M."""
@@ -162,10 +130,7 @@ class Muse(Task):
         return cast(Any, self.stages["low_res"]).encode(small[:, None]).flatten(1)
 
     def condition(self, batch: Batch, dropped: Tensor | None = None) -> Condition:
-        text, mask = self.read_text(batch.captions, batch)
-        if text is not None and mask is not None and dropped is not None:
-            text, mask = cast(Text, self.text).drop(text, mask, dropped)
-        return Condition(text, mask, self.read_low_res(batch))
+        return Condition(*read_batch(self.reader, batch, dropped), self.read_low_res(batch))
 
     # training ------------------------------------------------------------------------------------------------------
 
@@ -189,21 +154,11 @@ class Muse(Task):
         hidden = self.hidden(inputs, condition, previous)
         return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
 
-    @torch.no_grad()
     def redraw(
         self, rows: Tensor, masked: Masked, tokens: Tensor, noise: Noise, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Tokens with the model's own draws at the scored places, B N, and which of the R draws are wrong."""
-        uniforms = noise.uniform("redraw", tokens.shape[1]).flatten().index_select(0, masked.rows)
-        drawn = torch.cat(
-            [
-                draw_tokens(self.head.logits(rows[part]), uniforms[part], temperature)[0]
-                for part in self.head.chunks(len(rows))
-            ]
-        )
-        targets = tokens.flatten().index_select(0, masked.rows)
-        drawn = torch.where(masked.weights > 0, drawn, targets)
-        return tokens.flatten().scatter(0, masked.rows, drawn).view_as(tokens), drawn != targets
+        return redraw(self.head.logits, self.head.chunks(len(rows)), rows, masked, tokens, noise, temperature)
 
     def forward(self, batch: Batch, noise: Noise) -> Scored:
         tokens = self.tokens(batch)
@@ -219,35 +174,21 @@ class Muse(Task):
         return scored
 
     def loss(self, player: str, shared: Scored) -> Loss:
-        terms = {
-            "cross_entropy": Mean(shared.cross_entropy.detach(), shared.count),
-            "accuracy": Mean(shared.correct, shared.count),
-        }
-        total = shared.cross_entropy
-        if shared.critic is not None:
-            total = total + self.config.critic_weight * shared.critic
-            terms["critic"] = Mean(shared.critic.detach(), shared.count)
-        return Loss(Mean(total, shared.count), terms)
+        return shared.loss(self.config.critic_weight)
 
     # sampling ------------------------------------------------------------------------------------------------------
 
     def prompted(self, prompts: Prompts) -> tuple[Condition, Condition | None]:
         """What is asked for, and what to be guided away from (None: nothing was asked for)."""
-        shape, rows, device = self.shape, len(prompts), prompts.noise.device
+        shape = self.shape
         asked = (prompts.frames or 1, prompts.height or shape.height, prompts.width or shape.width)
         if asked != (1, shape.height, shape.width):
             raise InputError(
                 f"frames × height × width = {asked} cannot be drawn: this muse was trained for {(1, shape.height, shape.width)}"
             )
         low_res = self.prompted_low_res(prompts)
-        null = Condition(*self.no_text(rows, device), low_res)
-        given = prompts.batch is not None and prompts.batch.text_embeds is not None and prompts.captions is None
-        if self.text is None or not (given or prompts.captions is not None):
-            return null, None
-        wanted = Condition(*self.read_text(prompts.captions, prompts.batch if given else None), low_res)
-        if prompts.negative is None:
-            return wanted, null
-        return wanted, Condition(*self.read_text(prompts.negative), low_res)
+        wanted, other = read_prompts(self.reader, prompts)
+        return Condition(*wanted, low_res), None if other is None else Condition(*other, low_res)
 
     def prompted_low_res(self, prompts: Prompts) -> Tensor | None:
         """The smaller image's tokens: of a given picture, or drawn by the base generator, or of a real sample beside the prompt."""
@@ -289,30 +230,17 @@ class Muse(Task):
                 previous[0] = found.clone()  # a CUDA graph writes its next result where this one lies
             return found
 
-        # the head is linear: guiding hidden states is guiding logits, at half the price
-        step_hidden = (
-            guided(hidden, lambda step: scale_at(options.guidance, step, options.steps, options.guidance_schedule))
-            if guide
-            else hidden
-        )
-
-        def denoise(tokens: Tensor, places: Tensor, step: int) -> Tensor:
-            found = step_hidden(tokens, step)  # B N D
-            return self.head.logits(found.gather(1, places[..., None].expand(-1, -1, found.shape[2])))  # B m V
-
         if make_critic is None and self.critic is not None:
             make_critic = self._self_critic
-        tokens = find_tokens(
-            denoise,
+        tokens = find_guided(
+            hidden,
+            self.head.logits,
             torch.full((rows, length), self.mask_id, device=prompts.noise.device),
+            options,
+            guide=guide,
             mask_id=self.mask_id,
-            steps=options.steps,
             noise=prompts.noise,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            confidence_noise=options.noise,
             critic=make_critic(wanted) if make_critic is not None else None,
-            critic_noise=options.critic_noise,
         )
         return rearrange(tokens, "b (h w) -> b 1 h w", h=self.grid[0])
 
@@ -331,11 +259,8 @@ class Muse(Task):
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens, and the text where its encoder is frozen."""
-        made = {"tokens": self.tokens(batch).view(len(batch), 1, *self.grid)}
-        text = cast(Text, self.text) if self.text is not None else None
-        if text is not None and not text.trained and batch.captions is not None:
-            made["text_embeds"], made["text_mask"] = text.encode(batch.captions)
-        return made
+        tokens = self.tokens(batch).view(len(batch), 1, *self.grid)
+        return {"tokens": tokens, **precomputed(self.reader, batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
@@ -346,13 +271,7 @@ class Muse(Task):
         return list(self.network.transformer.blocks)
 
     def assets(self) -> dict[str, str]:
-        return cast(Text, self.text).assets() if self.text is not None else {}
+        return self.reader.assets() if self.reader is not None else {}
 
     def tokens_per_clip(self) -> int:
         return self.grid[0] * self.grid[1]
-
-
-def critic_loss(scores: Tensor, masked: Masked, wrong: Tensor) -> Tensor:
-    """Sum of the binary cross-entropy of "this token is wrong" (scores B N 1), over the scored places alone."""
-    found = scores.flatten().index_select(0, masked.rows).float()
-    return (F.binary_cross_entropy_with_logits(found, wrong.float(), reduction="none") * masked.weights).sum()

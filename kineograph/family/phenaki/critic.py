@@ -1,0 +1,71 @@
+"""A token critic as a stage: it learns which of a frozen generator's tokens are wrong, and steers what is drawn again."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import ConfigError
+from kineograph.core.noise import Noise
+from kineograph.core.task import BuildContext, Loss, Task
+from kineograph.family.phenaki.config import CriticConfig, PhenakiSample
+from kineograph.family.phenaki.network import TokenCritic
+from kineograph.family.phenaki.sampling import draw
+from kineograph.family.phenaki.task import Phenaki
+from kineograph.process.masking import Judged, judge
+
+
+class PhenakiCritic(Task):
+    Config = CriticConfig
+    reads = frozenset({"pixels"})  # captions where the generator reads them, and it has asked for them already
+    continues = True
+
+    def __init__(self, config: CriticConfig, context: BuildContext) -> None:
+        super().__init__()
+        generator = context.stage(config.generator)
+        if not isinstance(generator, Phenaki):
+            raise ConfigError(f"generator={config.generator} is no phenaki stage: name the stage whose task is phenaki")
+        self.config = config
+        self.stages |= {"generator": generator, "codec": generator.codec}
+        self.reads = generator.reads  # type: ignore[misc]
+        self.critic = TokenCritic(config, config.rotary, generator.vocabulary, generator.grid, generator.text_width)
+
+    @classmethod
+    def build(cls, config: CriticConfig, context: BuildContext) -> PhenakiCritic:
+        return cls(config, context)
+
+    @property
+    def generator(self) -> Phenaki:
+        return cast(Phenaki, self.stages["generator"])
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        return [self.critic]
+
+    def forward(self, batch: Batch, noise: Noise) -> Judged:
+        generator = self.generator
+        with torch.no_grad():
+            clips, words = generator.clips(batch), generator.words(batch, noise, drop=self.training)
+            masked, rows = generator.predict(clips, words, noise)
+            found = generator.challenge(clips, words, masked, rows, noise, self.config.temperature)
+        return judge(self.critic(found.clips, words), masked, found.wrong)
+
+    def loss(self, player: str, shared: Judged) -> Loss:
+        return shared.loss()
+
+    def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:
+        return draw(self.generator, prompts, options, self.critic)
+
+    def compiled(self) -> list[nn.Module]:
+        return [self.critic.network]
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.critic.network.transformer.blocks)
+
+    def tokens_per_clip(self) -> int:
+        return self.generator.tokens_per_clip()
+
+
+TASK = PhenakiCritic

@@ -1,0 +1,103 @@
+"""What every stage that is conditioned on text does with it: captions or given embeddings in training, prompts in sampling, and the
+null text where there are none. `text` is None throughout for a model without text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import InputError
+from kineograph.text.config import Text, TextConfig
+
+
+class Words(NamedTuple):
+    """A batch of texts as the network reads them; None and None for a model without text."""
+
+    embeddings: Tensor | None = None  # B L D
+    mask: Tensor | None = None  # B L, True = a real token
+
+    def join(self, other: Words) -> Words:
+        """The rows of both."""
+        return Words(*(None if a is None or b is None else torch.cat([a, b]) for a, b in zip(self, other, strict=True)))
+
+    def detach(self) -> Words:
+        """What reads them without teaching their encoder."""
+        return Words(*(None if part is None else part.detach() for part in self))
+
+
+def reads_for(config: TextConfig) -> frozenset[str]:
+    """What training needs of the data beside the tokens: captions only where an encoder reads them."""
+    return frozenset({"pixels", "captions"} if config.kind in ("learned", "t5", "clip") else {"pixels"})
+
+
+def read_captions(text: Text | None, captions: list[str] | None) -> Words:
+    """Empty captions are the null text."""
+    if text is None:
+        return Words()
+    if captions is None:
+        raise InputError("these samples have no captions: add them, or set text.kind=none to train without text")
+    embeddings, mask = text.encode(captions)
+    empty = torch.tensor([not caption.strip() for caption in captions]).to(mask.device, non_blocking=True)
+    return Words(*text.drop(embeddings, mask, empty))
+
+
+def read_batch(text: Text | None, batch: Batch, dropped: Tensor | None = None) -> Words:
+    """The embeddings that come with a batch, or those of its captions; rows where `dropped` (B) become the null text."""
+    words = read_given(text, batch) or read_captions(text, batch.captions)
+    if text is None or dropped is None or words.embeddings is None or words.mask is None:
+        return words
+    return Words(*text.drop(words.embeddings, words.mask, dropped))
+
+
+def read_given(text: Text | None, batch: Batch) -> Words | None:
+    """The embeddings that come with a batch; None where it has none, or where the encoder is still learning."""
+    if text is None or text.trained or batch.text_embeds is None:
+        return None
+    embeddings, mask = batch.text_embeds, _mask(batch)
+    if embeddings.shape[2] != text.width:
+        raise InputError(
+            f"text embeddings have {embeddings.shape[2]} channels and text.width={text.width}: make them alike"
+        )
+    return Words(*text.drop(embeddings, mask, torch.zeros_like(mask[:, 0])))
+
+
+def _mask(batch: Batch) -> Tensor:
+    """B L: given with the embeddings, or where they are not 0."""
+    assert batch.text_embeds is not None
+    return (batch.text_embeds != 0).any(dim=-1) if batch.text_mask is None else batch.text_mask
+
+
+def null_text(text: Text | None, rows: int, device: torch.device, length: int | None = None) -> Words:
+    """The null text for every row, as long as the encoder's texts or those beside it."""
+    if text is None:
+        return Words()
+    length = length or text.length
+    embeddings = torch.zeros(rows, length, text.width, device=device)
+    mask = torch.zeros(rows, length, dtype=torch.bool, device=device)
+    return Words(*text.drop(embeddings, mask, torch.ones(rows, dtype=torch.bool, device=device)))
+
+
+def read_prompts(text: Text | None, prompts: Prompts) -> tuple[Words, Words | None]:
+    """What is asked for, and what to be guided away from (None: nothing was asked for)."""
+    given = read_given(text, prompts.batch) if prompts.batch is not None and prompts.captions is None else None
+    length = given.embeddings.shape[1] if given is not None and given.embeddings is not None else None
+    null = null_text(text, len(prompts), prompts.noise.device, length)
+    if given is None and (text is None or prompts.captions is None):
+        return null, None
+    wanted = given or read_captions(text, prompts.captions)
+    return wanted, null if prompts.negative is None else read_captions(text, prompts.negative)
+
+
+def precomputed(text: Text | None, batch: Batch) -> dict[str, Tensor]:
+    """`text_embeds` and `text_mask` for a cache, where the encoder is frozen."""
+    if text is None or text.trained:
+        return {}
+    if batch.text_embeds is not None:
+        return {"text_embeds": batch.text_embeds, "text_mask": _mask(batch)}
+    if batch.captions is None:
+        return {}
+    embeddings, mask = text.encode(batch.captions)
+    return {"text_embeds": embeddings, "text_mask": mask}
