@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ Memory = tuple[Tensor, Tensor]  # keys and values, B h M d
 
 Turn = Callable[[Tensor], Tensor]  # queries or keys, B h N d, turned by their positions
 
+MOST_SEQUENCES = 65_535
+"""In one call of a fused kernel, which gives them the second axis of a CUDA grid. Attention over time has h · w of them a clip."""
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
@@ -24,6 +28,10 @@ def attend(
     `mask` is bool, True where a key may be seen, and broadcasts to B h N M. Each query must see at least one key. No number stands for
     "minus infinity", so nothing can overflow in half precision. `causal` lets each query see the keys up to its own place, and takes no mask.
     """
+    if q.shape[0] > MOST_SEQUENCES:
+        parts = [slice(start, start + MOST_SEQUENCES) for start in range(0, q.shape[0], MOST_SEQUENCES)]
+        seen = [mask if mask is None or mask.shape[0] == 1 else mask[rows] for rows in parts]
+        return torch.cat([attend(q[rows], k[rows], v[rows], keys, dropout, causal) for rows, keys in zip(parts, seen)])
     return F.scaled_dot_product_attention(
         q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, dropout_p=dropout, is_causal=causal
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from einops import rearrange
@@ -30,12 +29,14 @@ def angles(positions: Tensor, pairs: int, base: float) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-@dataclass(frozen=True)
 class Rotation:
-    """Rotary positions: each pair of channels (2i, 2i + 1) of a query or key turns by its angle, each axis having its share of pairs."""
+    """Rotary positions: each pair of channels (2i, 2i + 1) of a query or key turns by its angle, each axis having its share of pairs.
 
-    cos: Tensor  # N d/2
-    sin: Tensor
+    A plain class: torch.compile of torch 2.11 cannot make a frozen dataclass.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin  # N d/2 each
 
     @staticmethod
     def of(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rotation:

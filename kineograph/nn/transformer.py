@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
 import torch.nn.functional as F
 from pydantic import Field, model_validator
@@ -14,11 +14,11 @@ from kineograph.nn.norms import Norm, norm_layer
 from kineograph.nn.positions import Rotary
 
 
-class TransformerConfig(Config):
+class BlockConfig(Config):
+    """What the blocks of a network have in common, however many stacks of them it has."""
+
     width: int = Field(512, ge=2)
     """Channels of the residual stream."""
-    depth: int = Field(8, ge=1)
-    """Blocks."""
     heads: int = Field(8, ge=1)
     """Attention heads; each is width / heads wide."""
     mlp: Literal["geglu", "gelu"] = "geglu"
@@ -33,12 +33,17 @@ class TransformerConfig(Config):
     """On attention weights and on what each part of a block adds, in training only."""
 
     @model_validator(mode="after")
-    def _divides(self) -> TransformerConfig:
+    def _divides(self) -> Self:
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width={self.width} must be a multiple of 2 × heads = {2 * self.heads} (channels turn in pairs)"
             )
         return self
+
+
+class TransformerConfig(BlockConfig):
+    depth: int = Field(8, ge=1)
+    """Blocks."""
 
 
 class Mlp(nn.Module):
@@ -59,7 +64,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: TransformerConfig, cross: bool, causal: bool = False) -> None:
+    def __init__(self, config: BlockConfig, cross: bool, causal: bool = False) -> None:
         super().__init__()
         self.norm_attention = norm_layer(config.norm, config.width)
         self.attention = SelfAttention(

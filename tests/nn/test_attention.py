@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from kineograph.nn import attention
 from kineograph.nn.attention import CrossAttention, SelfAttention, attend
 from kineograph.nn.positions import LearnedPositions, Rotary, SincosPositions, grid_positions
 from kineograph.nn.transformer import Transformer, TransformerConfig
@@ -133,3 +134,22 @@ def test_residual_stream_keeps_its_size_at_any_depth():
         net(x)
         assert 0.8 < float(kept[0].detach().std()) < 2.5
     assert isinstance(net.blocks, nn.ModuleList)
+
+
+@pytest.mark.parametrize("masked", [None, "each", "one"])
+def test_more_sequences_than_a_kernel_takes_are_cut(monkeypatch, masked):
+    q, k, v = (draw(10, 2, 5, 4) for _ in range(3))
+    mask = {None: None, "each": torch.rand(10, 1, 1, 5) > 0.5, "one": torch.rand(1, 1, 1, 5) > 0.5}[masked]
+    if mask is not None:
+        mask[..., 0] = True
+    whole = attention.attend(q, k, v, mask, causal=masked is None)
+    calls = []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, *rest, **named: (calls.append(q.shape[0]), kernel(q, *rest, **named))[1],
+    )
+    monkeypatch.setattr(attention, "MOST_SEQUENCES", 4)
+    assert torch.allclose(attention.attend(q, k, v, mask, causal=masked is None), whole, atol=1e-6)
+    assert calls == [4, 4, 2]

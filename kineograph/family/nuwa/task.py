@@ -1,0 +1,186 @@
+"""NUWA as a stage: every token of a clip is learned from those before it, and drawn after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise
+from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
+from kineograph.family.nuwa.generation import draw
+from kineograph.family.nuwa.network import Condition, NuwaNetwork, OneStep
+from kineograph.nn.head import Head
+from kineograph.text import Text, build_text
+from kineograph.text.reading import precomputed, read_batch, reads_for
+
+
+@dataclass
+class Scored:
+    """Sums over the tokens of a batch that are no padding."""
+
+    cross_entropy: Tensor
+    correct: Tensor
+    count: Tensor
+
+
+class Nuwa(Task):
+    Config = NuwaConfig
+    reads = frozenset({"pixels", "captions"})
+    continues = True
+
+    @classmethod
+    def caches(cls, config: NuwaConfig) -> bool:
+        return config.sketch is None  # sketches come as pixels
+
+    @classmethod
+    def reads_for(cls, config: NuwaConfig) -> frozenset[str]:
+        return reads_for(config.text) | ({"sketch"} if config.sketch is not None else set())
+
+    def __init__(self, config: NuwaConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.config, self.shape = config, context.shape
+        size = (context.shape.frames, context.shape.height, context.shape.width)
+        codec = _codec(config.codec, context.stage(config.codec), "codec")
+        self.stages["codec"] = codec
+        self.grid: tuple[int, int, int] = codec.shape_for(*size)
+        self.vocabulary = int(codec.vocabulary)
+        sketch = None
+        if config.sketch is not None:
+            drawn = self.stages["sketch"] = _codec(config.sketch, context.stage(config.sketch), "sketch")
+            sketch = int(drawn.vocabulary), drawn.shape_for(*size)
+        text = build_text(config.text, context)
+        self.text = cast(nn.Module, text)
+        self.reads = self.reads_for(config)  # type: ignore[misc]
+        self.network = NuwaNetwork(config, self.vocabulary, self.grid, text.width if text else None, sketch)
+        self.one_step = OneStep(self.network)
+        self.head = Head(config.width, self.vocabulary, config.label_smoothing)
+
+    @classmethod
+    def build(cls, config: NuwaConfig, context: BuildContext) -> Nuwa:
+        return cls(config, context)
+
+    @property
+    def codec(self) -> Any:
+        return self.stages["codec"]
+
+    @property
+    def words(self) -> Text | None:
+        return cast(Text | None, self.text)
+
+    # conditions ----------------------------------------------------------------------------------------------------
+
+    def tokens(self, batch: Batch) -> Tensor:
+        """B t h w: from a cache, or from the codec."""
+        tokens = batch.tokens
+        if tokens is None:
+            with torch.no_grad():
+                tokens = cast(Tensor, self.codec.encode(batch.video, batch.frame_mask))
+        if tokens.shape[1] > self.grid[0] or tuple(tokens.shape[2:]) != self.grid[1:]:
+            raise InputError(
+                f"tokens of shape {tuple(tokens.shape[1:])} do not fit nuwa's grid {self.grid}: were they cached at another data.size or data.frames?"
+            )
+        return tokens
+
+    def sketch_tokens(self, batch: Batch) -> Tensor | None:
+        """Tokens of the sketches that come with a batch, B t h w, the id for nothing where frames are padding. None: there are no sketches."""
+        if "sketch" not in batch.extra or self.network.sketch is None:
+            return None
+        codec: Any = self.stages["sketch"]
+        with torch.no_grad():
+            tokens = codec.encode(batch.extra["sketch"].float() / 255, batch.frame_mask)
+        if batch.frame_mask is not None:
+            tokens = tokens.masked_fill(
+                ~codec.mask_for(batch.frame_mask)[:, :, None, None], self.network.sketch.nothing
+            )
+        return tokens
+
+    def read_sketch(self, batch: Batch, dropped: Tensor | None = None) -> Tensor | None:
+        """The same for training, B M; rows where `dropped` (B) see nothing."""
+        if self.network.sketch is None:
+            return None
+        tokens = self.sketch_tokens(batch)
+        if tokens is None:
+            raise InputError(
+                "this nuwa draws after sketches, and these samples have none: use data that give one (sketch, T C H W), or set sketch=null"
+            )
+        if dropped is not None:
+            tokens = tokens.masked_fill(dropped[:, None, None, None], self.network.sketch.nothing)
+        return self.network.sketch.cut(tokens)
+
+    def prompted_sketch(self, prompts: Prompts) -> Tensor | None:
+        """The sketches beside the prompts, B t h w; without any, nothing is sketched."""
+        if self.network.sketch is None:
+            return None
+        found = self.sketch_tokens(prompts.batch) if prompts.batch is not None else None
+        if found is not None:
+            return found
+        shape = (len(prompts), *self.network.sketch.grid)
+        return torch.full(shape, self.network.sketch.nothing, device=prompts.noise.device)
+
+    def condition(self, batch: Batch, noise: Noise | None = None) -> Condition:
+        """What a batch of clips comes with; in training some rows without their caption, some without their sketch."""
+        teach = noise if self.training else None
+        dropped = teach.happens("caption dropout", self.config.caption_dropout) if teach is not None else None
+        blank = teach.happens("sketch dropout", self.config.sketch_dropout) if teach is not None else None
+        return Condition(*read_batch(self.words, batch, dropped), self.read_sketch(batch, blank))
+
+    # training ------------------------------------------------------------------------------------------------------
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        return [module for module in (self.network, self.head, self.text) if module is not None]
+
+    def forward(self, batch: Batch, noise: Noise) -> Scored:
+        tokens = self.tokens(batch)  # B t h w
+        condition = self.condition(batch, noise)
+        hidden = self.network(tokens.flatten(1), condition.text, condition.mask, condition.sketch)  # B N D
+        if batch.frame_mask is None:
+            weights = torch.ones(tokens.numel(), device=tokens.device)
+        else:  # padding is at the end, so no real token sees it: it is only left out of the score
+            weights = self.codec.mask_for(batch.frame_mask)[:, :, None, None].expand_as(tokens).flatten().float()
+        loss, correct = self.head(hidden.flatten(0, 1), tokens.flatten(), weights)
+        return Scored(loss, correct, weights.sum())
+
+    def loss(self, player: str, shared: Scored) -> Loss:
+        terms = {
+            "cross_entropy": Mean(shared.cross_entropy.detach(), shared.count),
+            "accuracy": Mean(shared.correct, shared.count),
+        }
+        return Loss(Mean(shared.cross_entropy, shared.count), terms)
+
+    # sampling ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample(self, prompts: Prompts, options: NuwaSample) -> Tensor:
+        return draw(self, prompts, options)
+
+    @torch.no_grad()
+    def precompute(self, batch: Batch) -> dict[str, Tensor]:
+        """Tokens, and the text where its encoder is frozen."""
+        return {"tokens": self.tokens(batch), **precomputed(self.words, batch)}
+
+    # how the outside treats it -------------------------------------------------------------------------------------
+
+    def compiled(self) -> list[nn.Module]:
+        inner = getattr(self.text, "transformer", None) if self.words is not None and self.words.trained else None
+        return [self.network, self.one_step, self.head.softmax, *([inner] if inner is not None else [])]
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.network.blocks)
+
+    def assets(self) -> dict[str, str]:
+        return self.words.assets() if self.words is not None else {}
+
+    def tokens_per_clip(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+def _codec(name: str, stage: Any, key: str) -> Any:
+    if not hasattr(stage, "encode") or getattr(stage, "vocabulary", None) is None:
+        raise ConfigError(f"{key}={name} gives no tokens: nuwa needs a codec with a codebook, such as vqgan")
+    return stage
