@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from kineograph import cli
 from kineograph.codec.adversarial import AdversarialConfig
+from kineograph.codec.cvivit import CViViTConfig
 from kineograph.codec.perceptual import PerceptualConfig
 from kineograph.codec.vqgan import VQGANConfig
 from kineograph.core.config import StageConfig, flatten, read_yaml
@@ -23,6 +24,9 @@ from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
 from kineograph.family.muse.config import CriticConfig, MuseConfig, MuseSample
+from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
+from kineograph.family.phenaki.config import CriticConfig as PhenakiCriticConfig
+from kineograph.family.phenaki.config import PhenakiConfig, PhenakiSample
 from kineograph.nn.quantizers import FSQConfig, LFQConfig, VQConfig
 from kineograph.run import layers
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
@@ -55,10 +59,16 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "task: vqgan", FSQConfig, "quantizer.", None),
     (CONFIG, "task: vqgan", PerceptualConfig, "perceptual.", None),
     (CONFIG, "task: vqgan", AdversarialConfig, "adversarial.", None),
+    (CONFIG, "task: cvivit", CViViTConfig, "", StageConfig),
     (CONFIG, "task: muse", MuseConfig, "", StageConfig),
     (CONFIG, "sample.*", MuseSample, "sample.", None),
     (CONFIG, "text.*", TextConfig, "text.", None),
     (CONFIG, "task: muse.critic", CriticConfig, "", StageConfig),
+    (CONFIG, "task: phenaki", PhenakiConfig, "", StageConfig),
+    (CONFIG, "task: phenaki", PhenakiSample, "sample.", MuseSample),
+    (CONFIG, "task: phenaki.critic", PhenakiCriticConfig, "", StageConfig),
+    (CONFIG, "task: nuwa", NuwaConfig, "", StageConfig),
+    (CONFIG, "task: nuwa", NuwaSample, "sample.", None),
 ]
 
 

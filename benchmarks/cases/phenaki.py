@@ -1,0 +1,296 @@
+"""Phenaki: one step of C-ViViT with its discriminator, one of the masked transformer on given tokens, and a guided sampling call."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.case import Case, Peer, Sizes, Work
+from benchmarks.measure import count_flops
+from benchmarks.ours import training
+from benchmarks.peers import autocast, optimizer_step, random_vgg16, size, trainable
+
+if TYPE_CHECKING:
+    from kineograph.codec.cvivit import CViViT
+    from kineograph.core.batch import Batch, Shape
+    from kineograph.family.phenaki.task import Phenaki
+
+CODEC = {"width": 512, "heads": 8, "depth": 4, "codes": 8192, "pixels": 128, "frames": 17, "batch": 4, "judge": 32}
+TRAIN = {**CODEC, "batch": 8, "layers": 12, "text": (64, 768)}
+SAMPLE = {**TRAIN, "steps": 18, "guidance": 5.0}
+SMALL = {
+    "width": 64,
+    "heads": 2,
+    "depth": 1,
+    "codes": 64,
+    "pixels": 32,
+    "frames": 5,
+    "batch": 1,
+    "judge": 4,
+    "layers": 2,
+    "text": (8, 32),
+}
+
+PATCH, TEMPORAL_PATCH = 8, 2
+CAPTION_DROPOUT = 0.25
+
+
+# Ours ------------------------------------------------------------------------------------------------------------
+
+
+def _shape(sizes: Sizes) -> Shape:
+    from kineograph.core.batch import Shape
+
+    return Shape(sizes["frames"], sizes["pixels"], sizes["pixels"], 3, 8.0)
+
+
+def _codec(sizes: Sizes, judges: dict[str, Any]) -> CViViT:
+    from kineograph.codec.cvivit import CViViT, CViViTConfig
+    from kineograph.core.config import parse
+    from kineograph.core.task import BuildContext
+
+    layout = {
+        "width": sizes["width"],
+        "heads": sizes["heads"],
+        "spatial_depth": sizes["depth"],
+        "temporal_depth": sizes["depth"],
+        "patch": PATCH,
+        "temporal_patch": TEMPORAL_PATCH,
+        "quantizer": {"kind": "lfq", "codes": sizes["codes"]},
+    }
+    return CViViT.build(parse(CViViTConfig, layout | judges), BuildContext(_shape(sizes)))
+
+
+def ours_codec(sizes: Sizes, device: torch.device) -> Work:
+    """As the peer: one random frame a clip for the perceptual net, a gradient penalty in every step. The discriminator sees all
+    frames, where the peer's sees one."""
+    from kineograph.codec.perceptual import Lpips
+    from kineograph.core.batch import Batch
+
+    batch, pixels = sizes["batch"], sizes["pixels"]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "random-vgg16.safetensors"
+        save_file(Lpips().state_dict(), weights)
+        judges = {
+            "perceptual": {"weights": weights, "frames": 1},
+            "adversarial": {"width": sizes["judge"], "levels": 4, "penalty_every": 1},
+        }
+        task = _codec(sizes, judges)
+    clips = torch.randint(0, 256, (batch, sizes["frames"], 3, pixels, pixels), dtype=torch.uint8)
+    return training(task, Batch(slots=torch.arange(batch), pixels=clips), device)
+
+
+def _our_model(sizes: Sizes) -> Phenaki:
+    from kineograph.core.config import parse
+    from kineograph.core.task import BuildContext, freeze
+    from kineograph.family.phenaki.config import PhenakiConfig
+    from kineograph.family.phenaki.task import Phenaki
+
+    codec = _codec(sizes, {"perceptual": {"weight": 0}})
+    freeze(codec)
+    length, width = sizes["text"]
+    config = parse(
+        PhenakiConfig,
+        {
+            "task": "phenaki",
+            "codec": "codec",
+            "width": sizes["width"],
+            "depth": sizes["layers"],
+            "heads": sizes["heads"],
+            "mlp_ratio": 4.5,  # the peer's parameters, within 2 %
+            "text": {"kind": "given", "width": width, "length": length},
+            "caption_dropout": CAPTION_DROPOUT,
+        },
+    )
+    return Phenaki(config, BuildContext(_shape(sizes), stage=lambda name: codec))
+
+
+def _texts(sizes: Sizes, **more: Any) -> Batch:
+    from kineograph.core.batch import Batch
+
+    batch, text = sizes["batch"], sizes["text"]
+    mask = torch.ones(batch, text[0], dtype=torch.bool)
+    return Batch(slots=torch.arange(batch), text_embeds=torch.randn(batch, *text), text_mask=mask, **more)
+
+
+def ours_train(sizes: Sizes, device: torch.device) -> Work:
+    task = _our_model(sizes)
+    tokens = torch.randint(0, sizes["codes"], (sizes["batch"], *task.grid))
+    return training(task, _texts(sizes, tokens=tokens), device)
+
+
+def ours_sample(sizes: Sizes, device: torch.device) -> Work:
+    """The path of `kineo sample`, with the stages loaded and, on a GPU, compiled."""
+    from kineograph.core.task import compile_parts, freeze
+    from kineograph.family.phenaki.config import PhenakiSample
+    from kineograph.sample.draw import draw
+    from kineograph.train.stepper import precision_for
+
+    task = _our_model(sizes).to(device)
+    freeze(task)
+    codec = task.stages["codec"].to(device)
+    texts, batch = _texts(sizes), sizes["batch"]
+    options = PhenakiSample(steps=sizes["steps"], guidance=sizes["guidance"])
+    seeds = count()
+
+    def call() -> Tensor:
+        return draw(
+            task, None, rows=batch, options=options, shape=task.shape, seed=next(seeds), device=device, real=texts
+        )
+
+    flops = count_flops(call)
+    if device.type == "cuda":
+        for part in (task, codec):
+            compile_parts(part, graphs=True)
+    parameters = size(task.parameters()) + size(codec.parameters())
+    return Work(call, samples=batch, parameters=parameters, flops=flops, precision=precision_for("auto", device))
+
+
+# The peer --------------------------------------------------------------------------------------------------------
+
+
+def _peer_codec(sizes: Sizes, judged: bool) -> Any:
+    from phenaki_pytorch import CViViT
+
+    judges = {"vgg": random_vgg16(), "discr_base_dim": sizes["judge"] // 2} if judged else {"use_vgg_and_gan": False}
+    return CViViT(
+        dim=sizes["width"],
+        codebook_size=sizes["codes"],
+        image_size=sizes["pixels"],
+        patch_size=PATCH,
+        temporal_patch_size=TEMPORAL_PATCH,
+        spatial_depth=sizes["depth"],
+        temporal_depth=sizes["depth"],
+        dim_head=sizes["width"] // sizes["heads"],
+        heads=sizes["heads"],
+        **judges,
+    )
+
+
+def phenaki_pytorch_codec(sizes: Sizes, device: torch.device) -> Work:
+    codec = _peer_codec(sizes, judged=True).to(device)
+    clips = torch.rand(sizes["batch"], 3, sizes["frames"], sizes["pixels"], sizes["pixels"], device=device)
+    real = clips.clone()  # the discriminator's call turns on gradients of the clips it is given
+    generator, discriminator = trainable(codec, without=("discr", "vgg")), list(codec.discr.parameters())
+    step_generator = optimizer_step(generator, lambda: codec(clips), device, sizes["precision"])
+    step_discriminator = optimizer_step(
+        discriminator, lambda: codec(real, return_discr_loss=True), device, sizes["precision"]
+    )
+
+    def step() -> None:
+        step_generator()
+        step_discriminator()
+
+    parts = {"generator": size(generator), "discriminator": size(discriminator)}
+    return Work(
+        step,
+        samples=sizes["batch"],
+        parameters=sum(parts.values()),
+        flops=count_flops(step),
+        notes=[f"{player}: {number / 1e6:.2f} M parameters" for player, number in parts.items()],
+    )
+
+
+def _peer_model(sizes: Sizes, device: torch.device) -> Any:
+    """Its T5 is replaced by random embeddings of the same shape."""
+    from phenaki_pytorch import MaskGit, Phenaki
+    from phenaki_pytorch import phenaki_pytorch as module
+
+    width = sizes["text"][1]
+    side = sizes["pixels"] // PATCH
+    length = (1 + (sizes["frames"] - 1) // TEMPORAL_PATCH) * side**2
+    with mock.patch.object(module, "get_encoded_dim", return_value=width):
+        transformer = MaskGit(
+            num_tokens=sizes["codes"],
+            max_seq_len=length,
+            dim=sizes["width"],
+            dim_context=width,
+            depth=sizes["layers"],
+            heads=sizes["heads"],
+            dim_head=sizes["width"] // sizes["heads"],
+        )
+        codec = _peer_codec(sizes, judged=False)
+        return Phenaki(
+            cvivit=codec,
+            maskgit=transformer,
+            text_embed_dim=width,
+            cond_drop_prob=CAPTION_DROPOUT,
+            steps=sizes.get("steps", 18),
+        ).to(device)
+
+
+def phenaki_pytorch_train(sizes: Sizes, device: torch.device) -> Work:
+    model = _peer_model(sizes, device)
+    batch, side = sizes["batch"], sizes["pixels"] // PATCH
+    times = 1 + (sizes["frames"] - 1) // TEMPORAL_PATCH
+    ids = torch.randint(0, sizes["codes"], (batch, times, side, side), device=device)
+    embeddings = torch.randn(batch, *sizes["text"], device=device)
+    parameters = list(model.maskgit.parameters())
+    step = optimizer_step(
+        parameters, lambda: model(video_codebook_ids=ids, text_embeds=embeddings), device, sizes["precision"]
+    )
+    return Work(step, samples=batch, parameters=size(parameters), flops=count_flops(step))
+
+
+def phenaki_pytorch_sample(sizes: Sizes, device: torch.device) -> Work:
+    from phenaki_pytorch import phenaki_pytorch as module
+
+    model = _peer_model(sizes, device).eval()
+    texts = ["a"] * sizes["batch"]
+
+    def encode(texts: list[str], **_: Any) -> Tensor:
+        return torch.randn(len(texts), *sizes["text"], device=device)
+
+    model.encode_texts = encode
+
+    def call() -> None:
+        with (
+            torch.no_grad(),
+            autocast(device, sizes["precision"]),
+            mock.patch.object(module, "t5_encode_text", encode),
+        ):
+            model.sample(texts=texts, num_frames=sizes["frames"], cond_scale=sizes["guidance"])
+
+    parameters = size(model.maskgit.parameters()) + size(trainable(model.cvivit))
+    return Work(call, samples=sizes["batch"], parameters=parameters, flops=count_flops(call))
+
+
+def _peer(build: Any) -> Peer:
+    return Peer("phenaki-pytorch", "0.5.0", "phenaki_pytorch", build)
+
+
+CASES = (
+    Case(
+        name="cvivit-train",
+        about="C-ViViT, generator and discriminator step: 4 + 4 layers each way, width 512, 17 × 128 × 128, 8,192 codes",
+        sizes=CODEC,
+        small=SMALL,
+        ours=ours_codec,
+        peer=_peer(phenaki_pytorch_codec),
+    ),
+    Case(
+        name="phenaki-train",
+        about="Phenaki transformer step: 12 layers, width 512, 2,304 tokens, 8,192 codes, text embeddings given",
+        sizes=TRAIN,
+        small=SMALL,
+        ours=ours_train,
+        peer=_peer(phenaki_pytorch_train),
+    ),
+    Case(
+        name="phenaki-sample",
+        about="Phenaki sampling call: 18 guided steps to clips of 17 × 128 × 128",
+        sizes=SAMPLE,
+        small={**SMALL, "steps": 3},
+        ours=ours_sample,
+        peer=_peer(phenaki_pytorch_sample),
+        warmup=2,
+        repeat=8,
+    ),
+)
