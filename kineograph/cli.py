@@ -89,6 +89,12 @@ def sample(
             show_default=False,
         ),
     ] = None,
+    sketch: Annotated[
+        Path | None,
+        typer.Option(
+            help="An image or clip to draw after, where the stage was trained with sketches.", show_default=False
+        ),
+    ] = None,
     negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
     checkpoint: Checkpoint = "last",
     format: Annotated[
@@ -112,7 +118,8 @@ def sample(
 
     written = draw_and_write(
         run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
-        negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size, ema=ema,
+        sketch=sketch, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
+        ema=ema,
     )  # fmt: skip
     for path in written:
         print(path)

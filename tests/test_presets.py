@@ -31,6 +31,21 @@ SHRINK: dict[str, list[str]] = {
         "stages.superres.width=32", "stages.superres.depth=1", "stages.superres.heads=2", "stages.generator.sample.steps=2",
         "stages.superres.sample.steps=2", "stages.tokenizer.adversarial.start=0", "stages.tokenizer_512.adversarial.start=0",
     ],
+    "nuwa-tiny": ["data.count=40", "stages.tokenizer.width=8", "stages.generator.depth=1"],
+    "nuwa-sketch-tiny": [
+        "data.count=40", "stages.tokenizer.width=8", "stages.sketch_tokenizer.width=8", "stages.generator.depth=1",
+    ],
+    "nuwa-digits": [
+        "data.size=32", "data.frames=3", "stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1",
+    ],
+    "nuwa-base": [
+        "data.size=32", "data.frames=2", "stages.tokenizer.width=8", "stages.tokenizer.adversarial.start=0", "stages.generator.width=32",
+        "stages.generator.depth=3", "stages.generator.heads=2", "stages.generator.text.width=32", "stages.generator.text.depth=1",
+        "stages.generator.text.heads=2",
+    ],
+    "nuwa-mnist": [
+        "data.size=32", "data.frames=3", "stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1",
+    ],
 }  # fmt: skip
 
 
@@ -61,10 +76,24 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(preset: str, t5: Path, pictures: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Frames first, as the standard Moving-MNIST file has them."""
+    path = tmp_path_factory.mktemp("arrays") / "mnist_test_seq.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 256, (20, 200, 64, 64), dtype=np.uint8))
+    return path
+
+
+def files(preset: str, pictures: Path, arrays: Path) -> list[str]:
+    """Where the data of presets that need some lie."""
+    source = layers.read([preset])["data"]["source"]
+    return [f"data.folder={place}" for name, place in (("folder", pictures), ("memmap", arrays)) if name == source]
+
+
+def settings(preset: str, t5: Path, pictures: Path, arrays: Path) -> list[str]:
     """What a user of the preset must name."""
     tree = layers.read([preset])
-    found = [f"data.folder={pictures}"] if tree["data"]["source"] == "folder" else []
+    found = files(preset, pictures, arrays)
     for name, stage in tree["stages"].items():
         if stage.get("text", {}).get("kind") == "t5":
             found += [f"stages.{name}.text.name={t5}", f"stages.{name}.text.width=24"]
@@ -76,8 +105,8 @@ def test_every_preset_is_here() -> None:
 
 
 @pytest.mark.parametrize("preset", layers.preset_names())
-def test_builds_on_the_meta_device(preset: str, pictures: Path) -> None:
-    tree = layers.read([preset, *([f"data.folder={pictures}"] if preset == "muse-base" else [])])
+def test_builds_on_the_meta_device(preset: str, pictures: Path, arrays: Path) -> None:
+    tree = layers.read([preset, *files(preset, pictures, arrays)])
     built: dict[str, Task] = {}
     with torch.device("meta"):
         for stage in make_plan(tree).stages:
@@ -91,8 +120,8 @@ def test_builds_on_the_meta_device(preset: str, pictures: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", layers.preset_names())
-def test_takes_two_steps_when_shrunk(preset: str, t5: Path, pictures: Path, tmp_path: Path) -> None:
-    words = [preset, *QUICK, *settings(preset, t5, pictures), *SHRINK[preset]]
+def test_takes_two_steps_when_shrunk(preset: str, t5: Path, pictures: Path, arrays: Path, tmp_path: Path) -> None:
+    words = [preset, *QUICK, *settings(preset, t5, pictures, arrays), *SHRINK[preset]]
     run = train(words, run=tmp_path / "run", quiet=True)
     plan = make_plan(layers.read(words))
     for stage in plan.stages:

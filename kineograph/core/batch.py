@@ -112,7 +112,11 @@ class Batch:
         for name in ("tokens", "latents", "text_embeds", "text_mask"):
             if getattr(first, name) is not None:
                 setattr(batch, name, torch.stack([getattr(sample, name) for sample in samples]))
-        batch.extra = {name: torch.stack([sample.extra[name] for sample in samples]) for name in first.extra}
+        for name in {name for sample in samples for name in sample.extra}:
+            parts = [sample.extra[name] for sample in samples]
+            if len({part.shape[:1] for part in parts}) > 1:  # of clips of different lengths
+                parts = [_pad_frames(part, max(map(len, parts))) for part in parts]
+            batch.extra[name] = torch.stack(parts)
         return batch
 
 

@@ -39,6 +39,7 @@ NAMES = {
     "text_mask": ("text_mask",),
     "latents": ("latents",),
     "fps": ("fps",),
+    "sketch": ("sketch", "sketches"),
 }
 _FIELD_OF = {name: field for field, names in NAMES.items() for name in names}
 _EXPECTED = "str = caption, float or uint8 of rank 3 or 4 = pixels, int64 = codebook ids, bool = frame mask, float of rank 2 = text embeddings"
@@ -121,7 +122,7 @@ class DatasetSource:
         fields, name = self._fields(index), self.identity(index)
         sample = Sample(caption=fields.get("caption"), fps=fields.get("fps") or self.config.shape.fps)
         for field, value in fields.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and field != "sketch":
                 setattr(sample, field, value)
         if "pixels" in fields:
             clip = _as_clip(fields["pixels"], self.config.channels, name)  # T H W C
@@ -132,9 +133,20 @@ class DatasetSource:
             # Codebook ids tell of the first frames, whatever else the clip has.
             chosen = slice(0, min(real, frames)) if sample.tokens is not None else window(real, frames, rng)
             sample.pixels, sample.frame_mask = pad(fit(clip[chosen], self.config.size, self.config.channels), frames)
+            if "sketch" in fields:
+                sample.extra["sketch"] = self._sketch(fields["sketch"], clip, chosen, name)
         if sample.tokens is not None and self._grid is not None:
             sample.tokens, sample.frame_mask = self._grid.fit(sample.tokens, sample.frame_mask, name)
         return sample
+
+    def _sketch(self, value: Any, clip: np.ndarray, chosen: slice | np.ndarray, name: str) -> Tensor:
+        """T C H W, of the frames that are taken of the clip; channels as they are given."""
+        sketch = _as_clip(
+            value, value.shape[1] if isinstance(value, Tensor) and value.ndim == 4 else 1, name
+        )  # T H W C
+        if len(sketch) != len(clip):
+            raise InputError(f"{name}: a sketch of {len(sketch)} frames beside a clip of {len(clip)}")
+        return pad(fit(sketch[chosen], self.config.size, sketch.shape[3]), self.config.frames)[0]
 
     def caption(self, index: int) -> str | None:
         own = getattr(self.dataset, "caption", None)  # a Dataset may give captions without decoding
@@ -247,11 +259,11 @@ def checked(field: str, value: Any, name: str) -> Any:
         return value
     if field == "fps":
         return _checked_fps(value, name)
-    if field == "pixels" and isinstance(value, Image.Image):
+    if field in ("pixels", "sketch") and isinstance(value, Image.Image):
         return value
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: {field} is a {type(value).__name__}, not a tensor or array")
-    if field == "pixels":
+    if field in ("pixels", "sketch"):
         return _checked_pixels(value, name)
     floats = value.dtype.is_floating_point
     wanted = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 from unicodedata import normalize
@@ -13,7 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from kineograph.core.batch import Sample
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.captions import Captions, Problem, find_captions, read_caption
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.decode import CLIPS, IMAGES, Wanted, kind_of, read_media
@@ -35,6 +37,10 @@ class FolderConfig(DataConfig):
     """What transparent pictures are laid over when `channels` has no alpha."""
     truncated: bool = False
     """Accept pictures that end too early; what is missing stays gray or black."""
+    sketches: str | None = None
+    """Folder of sketches, each named as its picture or clip (the ending may differ), cropped and timed alike; null: none."""
+    sketch_channels: Literal[1, 2, 3, 4] = 1
+    """Channels of the sketches, as data.channels."""
 
 
 class Listing(NamedTuple):
@@ -120,6 +126,8 @@ class Folder:
         """What is odd but not fatal: metadata rows without a file, text that is not UTF-8."""
         self._given = captions.given
         self._sidecar = captions.sidecar
+        self.gives = frozenset({"pixels", "sketch"} if config.sketches is not None else {"pixels"})
+        self._sketches = _sketch_files(config, names) if config.sketches is not None else {}
         framing = Framing(config.size, config.crop, config.flip, config.rotate)
         self._wanted = Wanted(
             framing if split == "train" else framing.still,
@@ -145,11 +153,21 @@ class Folder:
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
         name = self.names[index]
+        same = deepcopy(rng)  # a sketch is cropped, turned and timed by the same draws
         clip = read_media(self.root / name, name, self._wanted, rng)
         pixels, mask = pad(clip.pixels, self.config.frames)
-        return Sample(
+        sample = Sample(
             pixels=pixels, frame_mask=mask, fps=clip.fps or self.config.shape.fps, caption=self.caption(index)
         )
+        if self._sketches:
+            path = self._sketches[name]
+            drawn = read_media(path, path.name, replace(self._wanted, channels=self.config.sketch_channels), same)
+            if len(drawn.pixels) != len(clip.pixels):
+                raise Unreadable(
+                    name, f"its sketch {path} has {len(drawn.pixels)} frames where it has {len(clip.pixels)}"
+                )
+            sample.extra["sketch"], _ = pad(drawn.pixels, self.config.frames)
+        return sample
 
     def caption(self, index: int) -> str | None:
         name = self.names[index]
@@ -180,6 +198,21 @@ class Folder:
         for index in range(len(self)):
             digest.update(f"{self.caption(index)}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
+
+
+def _sketch_files(config: FolderConfig, names: list[str]) -> dict[str, Path]:
+    """The sketch of each item, by name without its ending; all of them must be there."""
+    root = Path(config.sketches or "").expanduser()
+    found = {
+        str(PurePosixPath(name).with_suffix("")): root / name for name in list_folder(root, "data.sketches=").media
+    }
+    missing = [name for name in names if str(PurePosixPath(name).with_suffix("")) not in found]
+    if missing:
+        raise InputError(
+            f"data.sketches={config.sketches} has no sketch for {len(missing)} of {len(names)} items, the first of them {missing[0]}: "
+            "name each sketch as its picture or clip"
+        )
+    return {name: found[str(PurePosixPath(name).with_suffix(""))] for name in names}
 
 
 SOURCE = Folder

@@ -96,9 +96,15 @@ def _lengthened(batch: Batch, frames: int) -> Batch:
     if batch.pixels is None or batch.pixels.shape[1] >= frames:
         return batch
     rows, length = batch.pixels.shape[:2]
-    tail = batch.pixels[:, -1:].expand(-1, frames - length, -1, -1, -1)
+
+    def longer(clip: torch.Tensor) -> torch.Tensor:
+        return torch.cat([clip, clip[:, -1:].expand(-1, frames - length, -1, -1, -1)], dim=1)
+
     mask = batch.frame_mask if batch.frame_mask is not None else torch.ones(rows, length, dtype=torch.bool)
-    batch.pixels = torch.cat([batch.pixels, tail], dim=1)
+    batch.pixels = longer(batch.pixels)
+    for name, value in batch.extra.items():
+        if value.ndim == 5 and value.shape[1] == length:  # what goes with the frames: a sketch
+            batch.extra[name] = longer(value)
     batch.frame_mask = torch.nn.functional.pad(mask, (0, frames - length))
     return batch
 

@@ -38,6 +38,8 @@ class MemmapConfig(DataConfig):
     """Of a raw labels file."""
     caption: str | None = None
     """Captions from labels: "the digit {label}", "the digits {label[0]} and {label[1]}". null: captions.txt or captions.jsonl beside, if any."""
+    rotate: bool = False
+    """Turn by a random multiple of 90° (training only)."""
 
 
 def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
@@ -73,7 +75,9 @@ class Memmap:
         captions: list[str] | None,
         indices: np.ndarray,
         note: str | None,
+        rotate: bool,
     ) -> None:
+        self._rotate = rotate
         self.config, self.array, self.layout, self.captions, self.indices, self.note = (
             config,
             array,
@@ -110,7 +114,7 @@ class Memmap:
                 f"{array.path} has {count} clips in layout {layout}, and there are {len(captions)} labels or captions"
             )
         part = select([f"{array.path.name}:{number}" for number in range(count)], split, config)
-        return cls(config, array, layout, captions, part.indices, part.note)
+        return cls(config, array, layout, captions, part.indices, part.note, config.rotate and split == "train")
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -121,6 +125,8 @@ class Memmap:
         clip = values[:, number] if self.layout == "TNHW" else values[number]  # T H W or T C H W
         clip = np.asarray(clip[window(len(clip), self.config.frames, rng)])
         clip = rearrange(clip, "t c h w -> t h w c") if self.layout == "NTCHW" else clip[..., None]
+        if self._rotate:
+            clip = np.rot90(clip, int(rng.integers(4)), axes=(1, 2))
         pixels, mask = pad(
             fit(self._eight_bits(clip, index), self.config.size, self.config.channels), self.config.frames
         )

@@ -3,6 +3,7 @@
 What item `index` shows is a pure function of (index, split, config), so evaluation data are the same on every machine.
 Validation and test use glyph images, wordings and combinations of digit, colour and motion (or place) that training never shows.
 A share of the training items may be stills: pictures of one frame with a picture's caption, beside the clips.
+A sketch says where the digits are, whatever their colours: a map of one channel, for models that draw after one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
+from einops import rearrange
 from pydantic import Field, model_validator
 
 from kineograph.core.batch import Sample
@@ -24,6 +26,7 @@ from kineograph.data import digit_glyphs
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.digit_captions import COLOURS, PLAIN, Facts, Figure, caption_of, joins, values_of, wordings
 from kineograph.data.digit_motion import Stage, tries
+from kineograph.data.transforms import recolour
 
 ENDLESS = 2**40
 T = TypeVar("T")
@@ -50,6 +53,10 @@ class MovingDigitsConfig(DataConfig):
     """Share of the combinations of digit, colour and motion (or place) that training never shows."""
     wordings: Literal["varied", "plain"] = "varied"
     """varied: captions say the same in many ways, some of them in validation only; plain: one wording everywhere."""
+    sketch: bool = False
+    """Give a sketch with each item too, T 1 H W: where the digits are, the first that the caption names in white, the second in gray."""
+    shows: Literal["clip", "sketch"] = "clip"
+    """sketch: the pixels themselves are the sketch, for a codec of sketches."""
     count: int | None = Field(None, ge=1)
     """Items of the training split (the others have their share of it); null: endless."""
 
@@ -162,8 +169,20 @@ class MovingDigits:
 
     def read(self, index: int, rng: np.random.Generator | None = None) -> Sample:
         """A clip (or a still, of one frame) and its caption. `rng` is not needed: nothing here is random beyond the index."""
-        item = self.item(index)
-        return Sample(pixels=torch.from_numpy(self.paint(item)), fps=self.config.shape.fps, caption=item.caption)
+        item, config = self.item(index), self.config
+        sketch = self.sketch(item) if config.sketch or config.shows == "sketch" else None  # T 1 H W
+        if sketch is not None and config.shows == "sketch":
+            pixels = rearrange(recolour(rearrange(sketch, "t c h w -> t h w c"), config.channels), "t h w c -> t c h w")
+        else:
+            pixels = self.paint(item)
+        sample = Sample(pixels=torch.from_numpy(pixels), fps=config.shape.fps, caption=item.caption)
+        if sketch is not None and config.sketch:
+            sample.extra["sketch"] = torch.from_numpy(sketch)
+        return sample
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return frozenset({"pixels", "sketch"} if self.config.sketch else {"pixels"})
 
     def caption(self, index: int) -> str:
         return self.item(index).caption
@@ -205,15 +224,32 @@ class MovingDigits:
 
     def paint(self, item: Item) -> np.ndarray:
         """T C H W, uint8; where digits cover each other the brighter wins."""
-        stage, channels = item.scenes.stage, self.config.channels
-        canvas = np.zeros((stage.frames, channels, stage.height, stage.width), dtype=np.uint8)
-        images, _ = digit_glyphs.load_glyphs()
+        channels = self.config.channels
         painted = channels if channels % 2 else channels - 1  # without the alpha channel
-        paths = stage.paths(item.facts, item.starts).tolist()
-        for figure, index, path in zip(item.facts, item.glyphs, paths, strict=True):
-            glyph = digit_glyphs.enlarge(images[index], stage.side)
+        patches = []
+        for figure, glyph in zip(item.facts, self._glyphs(item), strict=True):
             colour = np.array(COLOURS[figure.colour] if figure.colour else (255,) * painted, dtype=np.uint16)
-            patch = (glyph * colour[:, None, None] // 255).astype(np.uint8)  # C side side
+            patches.append((glyph * colour[:, None, None] // 255).astype(np.uint8))  # C side side
+        return self._put(item, patches, channels)
+
+    def sketch(self, item: Item) -> np.ndarray:
+        """T 1 H W, uint8: 255 where the first digit has ink, 128 where the second has."""
+        inks = [(glyph > 127)[None] * np.uint8(ink) for glyph, ink in zip(self._glyphs(item), (255, 128))]
+        return self._put(item, inks, 1)
+
+    @staticmethod
+    def _glyphs(item: Item) -> list[np.ndarray]:
+        images, _ = digit_glyphs.load_glyphs()
+        return [digit_glyphs.enlarge(images[index], item.scenes.stage.side) for index in item.glyphs]
+
+    @staticmethod
+    def _put(item: Item, patches: list[np.ndarray], channels: int) -> np.ndarray:
+        """A patch a figure, C side side, moved over a black canvas, T channels H W. A channel that no patch has is opaque."""
+        stage = item.scenes.stage
+        canvas = np.zeros((stage.frames, channels, stage.height, stage.width), dtype=np.uint8)
+        paths = stage.paths(item.facts, item.starts).tolist()
+        painted = patches[0].shape[0]
+        for patch, path in zip(patches, paths, strict=True):
             for frame, (row, column) in zip(canvas, path, strict=True):
                 under = frame[:painted, row : row + stage.side, column : column + stage.side]
                 np.maximum(under, patch, out=under)

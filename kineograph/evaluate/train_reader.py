@@ -109,11 +109,11 @@ def damage(frames: Tensor, targets: Tensor, noise: Noise) -> tuple[Tensor, Tenso
         direction = torch.where((targets[..., 2] >= 0) & still[:, None], STILL, targets[..., 2])
         targets = torch.cat([targets[..., :2], direction[..., None], targets[..., 3:]], -1)
 
-    # x ↦ A x + b: a small turn, stretch and slant about the middle, and a shift of less than a pixel; a quarter of it for
-    # pictures, whose places lie so close together that more would carry digits from one to the next
-    most = 1.0 if moments > 1 else 0.25
-    bend = spread("bend", -0.12 * most, 0.12 * most, 2, 2) + torch.eye(2, device=device)
-    shift = spread("shift", -0.03 * most, 0.03 * most, 2, 1)
+    # x ↦ A x + b: a small turn, stretch and slant about the middle (less for pictures, whose places lie close together),
+    # and a shift of less than a pixel
+    most = 0.12 if moments > 1 else 0.06
+    bend = spread("bend", -most, most, 2, 2) + torch.eye(2, device=device)
+    shift = spread("shift", -0.03, 0.03, 2, 1)
     grid = F.affine_grid(torch.cat([bend, shift], -1), [count, 1, *frames.shape[-2:]], align_corners=False)
     bent = F.grid_sample(rearrange(frames, "b t c h w -> b (t c) h w"), grid, align_corners=False)
 

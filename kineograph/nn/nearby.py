@@ -50,7 +50,7 @@ def nearby_attend(
 
         assert window is not None
         return flex_nearby(q, k.to(q.dtype), v.to(q.dtype), grid, window, mask)
-    seen: Tensor = getattr(_masks, _shelve(grid, window, q.device))  # N N
+    seen: Tensor = getattr(_masks, _shelve(grid, *_parts(window), q.device))  # N N
     if mask is not None:
         seen = seen & F.pad(mask[:, 1:], (1, 0), value=True)[:, None, None, :]  # B 1 N N
     return attend(q, k, v, seen, dropout)
@@ -69,13 +69,18 @@ def choose(q: Tensor, window: Window | None, dropout: float) -> Backend:
 _masks = Shelf()
 
 
+def _parts(window: Window | None) -> tuple[tuple[int, int, int] | None, int]:
+    """A window in plain numbers: torch.compile of torch 2.11 cannot hand a frozen dataclass to a function that it calls."""
+    return (None, 1) if window is None else (window.size, window.dilation)
+
+
 @torch.compiler.assume_constant_result
-def _shelve(grid: Grid, window: Window | None, device: torch.device) -> str:
+def _shelve(grid: Grid, size: tuple[int, int, int] | None, dilation: int, device: torch.device) -> str:
     """Make a mask unless it is there, and say its name."""
-    name = f"{grid} {window} {device}"
+    name = f"{grid} {size} {dilation} {device}"
     if not hasattr(_masks, name):
         with torch.inference_mode(False):  # one first met while sampling serves training too
-            setattr(_masks, name, nearby_mask(grid, window, device))
+            setattr(_masks, name, nearby_mask(grid, None if size is None else Window(size, dilation), device))
     return name
 
 
@@ -107,6 +112,10 @@ class NearbyCache:
     def ring(self) -> int:
         """Tokens that are kept beside BOS."""
         return self.keys.shape[2] - 1
+
+    def clear(self) -> None:
+        self.keys.zero_()
+        self.values.zero_()
 
     def locate(self, index: Tensor) -> Located:
         """Of an input position, an int64 tensor with one element. Layers of one window and grid may share what this gives."""

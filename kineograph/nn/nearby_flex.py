@@ -78,7 +78,7 @@ def make_order(grid: Grid, window: Window, device: torch.device | str, block: in
     length = prod(grid)
     queries = (best_order(grid, window, block) if best else torch.arange(length)).to(device)
     keys = (queries + 1) % length  # token p is at input position p + 1, BOS (position 0) at place N − 1
-    t, y, x = places(queries, grid).int().unbind(-1)
+    t, y, x = (axis.contiguous() for axis in places(queries, grid).int().unbind(-1))
     d, (_, rows, columns) = window.dilation, window.size
     residue = ((t % d) * d + y % d) * d + x % d
     raster = queries.int()
@@ -96,12 +96,12 @@ _orders = Shelf()
 
 
 @torch.compiler.assume_constant_result
-def _shelve(grid: Grid, window: Window, device: torch.device) -> str:
-    """Make an order unless it is there, and say its name."""
-    name = f"{grid} {window} {device}"
+def _shelve(grid: Grid, size: tuple[int, int, int], dilation: int, device: torch.device) -> str:
+    """Make an order unless it is there, and say its name. Plain numbers: torch.compile of torch 2.11 cannot hand over a frozen dataclass."""
+    name = f"{grid} {size} {dilation} {device}"
     if not hasattr(_orders, name):
         with torch.inference_mode(False), torch.no_grad():
-            setattr(_orders, name, make_order(grid, window, device))
+            setattr(_orders, name, make_order(grid, Window(size, dilation), device))
     return name
 
 
@@ -124,7 +124,7 @@ def flex_nearby(
 ) -> Tensor:
     """q, k and v are B h N d by input position; mask is B N, True = a real token. Fast under torch.compile only."""
     if order is None:
-        order = getattr(_orders, _shelve(grid, window, q.device))
+        order = getattr(_orders, _shelve(grid, window.size, window.dilation, q.device))
     assert order is not None
     q = _Reorder.apply(q, order.queries, order.queries_back)
     k = _Reorder.apply(k, order.keys, order.keys_back)

@@ -18,6 +18,9 @@ class ShiftCache:
     kept: Tensor  # B (Y X) 2s: those that move in t, then those that move in y
     grid: Grid
 
+    def clear(self) -> None:
+        self.kept.zero_()
+
 
 class TokenShift(nn.Module):
     """A quarter of the channels comes from the token one frame before the place, one from the token above it, one from the token left of it;

@@ -72,9 +72,12 @@ class Drawing:
         self.left = 0
         self.restart(given, start, place)
 
-    def restart(self, given: Tensor | None = None, start: int = 0, place: int = 0) -> None:
-        """Begin again in the same buffers, so that a recorded graph serves the next part of a long sequence too. The caller's cache must be where it
-        was, filled anew."""
+    def restart(self, given: Tensor | None = None, start: int = 0, place: int = 0, noise: Noise | None = None) -> None:
+        """Begin again in the same buffers, so that a recorded graph serves the next part of a long sequence, and with `noise` the next batch,
+        too. The caller's cache must be where it was, filled anew."""
+        if noise is not None:
+            assert noise.batch == self._noise.batch
+            self._noise = noise
         length, known = self.tokens.shape[1], 0 if given is None else given.shape[1]
         assert start <= known <= length
         self.left = length - start  # positions that are not drawn yet

@@ -35,8 +35,8 @@ from kineograph.media.clips import write_clip
 
 KINDS = ("moving-digits",)
 CLIP_FRAMES = 16  # unless `frames` says otherwise; png has one
-# Keys of data.* that choose among items: here --count and --split do.
-_NOT_HERE = ("source", "validation", "test", "max_unreadable", "count")
+# Keys of data.* that choose among items (here --count and --split do), or give what no file has (shows=sketch writes sketches).
+_NOT_HERE = ("source", "validation", "test", "max_unreadable", "count", "sketch")
 _SHARD = 1000
 _LINE_EVERY = 10.0  # seconds between lines when there is no terminal
 

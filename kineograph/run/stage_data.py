@@ -157,6 +157,8 @@ def open_data(
     reads = stage.spec.task.reads_for(stage.spec.config)
     if "pixels" in reads:
         _require_pixels(found)
+    if "sketch" in reads:
+        _require_sketch(found)
     if "captions" in reads:
         require_captions(found.source, f"stage {stage.name} ({stage.spec.config.task})")
         if stage.spec.config.init in (opened or {}):
@@ -184,6 +186,16 @@ def _require_pixels(data: StageData) -> None:
     raise InputError(
         f"{who} reads pixels, and the items of data.source={stage.spec.data.source} hold {', '.join(sorted(there))} only: {remedy}"
     )
+
+
+def _require_sketch(data: StageData) -> None:
+    stage = data.stage
+    if "sketch" not in gives(data.source):
+        raise InputError(
+            f"stage {stage.name} ({stage.spec.config.task}) draws after sketches, and the items of data.source={stage.spec.data.source} have none: "
+            "set data.sketch=true (moving_digits) or data.sketches=FOLDER (folder), give them as `sketch` in your own Dataset, "
+            f"or leave stages.{stage.name}.sketch out"
+        )
 
 
 def expect_tokens(task: Task, data: StageData) -> None:

@@ -25,6 +25,7 @@ def draw_and_write(
     frames: int | None = None,
     size: str | None = None,
     prime: Path | None = None,
+    sketch: Path | None = None,
     negative: str | None = None,
     checkpoint: str | int = "last",
     format: str | None = None,
@@ -48,6 +49,7 @@ def draw_and_write(
         frames=frames,
         size=height_width,
         prime=prime,
+        sketch=sketch,
         negative=negative,
         options=options,
     )

@@ -22,6 +22,7 @@ from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, compile_parts
 from kineograph.sample.prime import Prime, Takes, read_prime
+from kineograph.sample.sketch import Sketch, read_sketch
 from kineograph.sample.stages import Stages, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
 from kineograph.train.stepper import autocast, precision_for
@@ -48,6 +49,7 @@ class Origin:
     frames: int | None
     size: tuple[int, int] | None
     prime: dict[str, Any] | None
+    sketch: dict[str, Any] | None
     options: dict[str, Any]  # all of them, resolved
     changed: dict[str, Any]  # those that differ from the run's own
     device: str
@@ -126,6 +128,7 @@ class Sampler:
         frames: int | None = None,
         size: int | tuple[int, int] | None = None,
         prime: str | Path | Tensor | None = None,
+        sketch: str | Path | Tensor | None = None,
         negative: str | None = None,
         options: Mapping[str, Any] | None = None,
         batch: int = BATCH,
@@ -133,6 +136,7 @@ class Sampler:
         """`count` samples of each caption (of nothing in particular for None). The same arguments give the same pictures.
 
         `prime`: frames to begin with, as a file or T C H W; of a longer clip the last ones count (sample/prime.py).
+        `sketch`: what to draw after, as a file or T C H W (sample/sketch.py).
         Row `caption index × count + number` has its own noise, whatever `batch` is. `options` are keys of the stage's `sample` section.
         """
         texts = self._captions(captions, negative)
@@ -143,6 +147,7 @@ class Sampler:
         rows = [text for text in texts for _ in range(count)] if texts is not None else None
         total = count if rows is None else len(rows)
         start = self._prime(prime, frames, height_width, chosen)
+        drawn_after = self._sketch(sketch, frames, height_width)
         pixels = draw(
             self.task,
             rows,
@@ -155,9 +160,10 @@ class Sampler:
             size=height_width,
             prime=start.frames if start is not None else None,
             negative=negative,
+            real=drawn_after.batch(total) if drawn_after is not None else None,
             batch=batch,
         )
-        origin = self._origin(texts, count, seed, negative, frames, height_width, start, chosen)
+        origin = self._origin(texts, count, seed, negative, frames, height_width, start, chosen, drawn_after)
         return Drawn(pixels, self.shape.fps, list(rows) if rows is not None else [None] * total, chosen, origin)
 
     def story(
@@ -201,6 +207,15 @@ class Sampler:
         if prime is None:
             return None
         return read_prime(prime, self.takes, self._data, frames or self.shape.frames, size, chosen, self._stages.note)
+
+    def _sketch(
+        self, sketch: str | Path | Tensor | None, frames: int | None, size: tuple[int, int] | None
+    ) -> Sketch | None:
+        if sketch is None:
+            return None
+        height_width = size or (self.shape.height, self.shape.width)
+        count = frames or self.shape.frames
+        return read_sketch(sketch, self.task, self.task_name, self._data, count, height_width, self._stages.note)
 
     def resolve(self, options: Mapping[str, Any] | None = None, **shortcuts: Any) -> Any:
         """The stage's sampling options with some of them changed. Keys may be written `sample.K` or `K`."""
@@ -255,6 +270,7 @@ class Sampler:
         size: tuple[int, int] | None,
         prime: Prime | None,
         chosen: Any,
+        sketch: Sketch | None = None,
     ) -> Origin:
         return Origin(
             run=str(self.run.path),
@@ -269,6 +285,7 @@ class Sampler:
             frames=frames,
             size=size,
             prime=prime.told if prime is not None else None,
+            sketch=sketch.told if sketch is not None else None,
             options=_dump(chosen),
             changed=_changes(self.options, chosen),
             device=str(self.device),

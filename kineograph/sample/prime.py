@@ -128,11 +128,11 @@ def read_prime(
         )
     window = takes.longest(frames) + 1
     if isinstance(prime, Tensor):
-        given, there = _checked(prime)[-window:], len(prime)
-        clip, told = _fitted_tensor(given, data, height_width), {"sha256": _digest(prime)}
+        given, there = checked(prime)[-window:], len(prime)
+        clip, told = fitted_tensor(given, data, height_width), {"sha256": digest(prime)}
     else:
         images, there = _last_images(prime, data.fps, window, takes.shape.fps, note)
-        clip, told = _fitted(images, data, height_width), {"file": str(prime), "sha256": _file_digest(prime)}
+        clip, told = fitted(images, data, height_width), {"file": str(prime), "sha256": file_digest(prime)}
     most = takes.usual_overlap(frames, options) if there >= window else there
     used = max((number for number in fitting if number <= most), default=fitting[0])
     if used > there:
@@ -148,11 +148,11 @@ def _first_picture(
     prime: str | Path | Tensor, data: DataConfig, size: tuple[int, int], note: Callable[[str], None]
 ) -> Prime:
     if isinstance(prime, Tensor):
-        return Prime(_fitted_tensor(_checked(prime)[:1], data, size), {"sha256": _digest(prime)})
+        return Prime(fitted_tensor(checked(prime)[:1], data, size), {"sha256": digest(prime)})
     shown = list(itertools.islice(frames_of(prime), 2))
     if len(shown) > 1:
         note("--prime: the first frame is enlarged")
-    return Prime(_fitted([shown[0].image], data, size), {"file": str(prime), "sha256": _file_digest(prime)})
+    return Prime(fitted([shown[0].image], data, size), {"file": str(prime), "sha256": file_digest(prime)})
 
 
 # Which frames ----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _last_images(
 # In the run's size and colours -----------------------------------------------------------------------------------
 
 
-def _fitted(images: list[Image.Image], data: DataConfig, size: tuple[int, int]) -> Tensor:
+def fitted(images: list[Image.Image], data: DataConfig, size: tuple[int, int]) -> Tensor:
     """Resized, cropped and coloured as training data are. → T C H W."""
     background = getattr(data, "background", "black")
     place = Framing(size).place(*images[0].size, numpy_rng(0))  # centred: nothing is drawn from it
@@ -199,23 +199,23 @@ def _fitted(images: list[Image.Image], data: DataConfig, size: tuple[int, int]) 
     return rearrange(torch.from_numpy(np.stack(frames)), "t h w c -> t c h w").float() / 255
 
 
-def _fitted_tensor(clip: Tensor, data: DataConfig, size: tuple[int, int]) -> Tensor:
+def fitted_tensor(clip: Tensor, data: DataConfig, size: tuple[int, int]) -> Tensor:
     if clip.shape[1:] == (data.channels, *size):
         return clip
     frames = rearrange(clip.clamp(0, 1) * 255, "t c h w -> t h w c").round().to(torch.uint8).numpy()
     return rearrange(torch.from_numpy(fit(frames, size, data.channels)), "t h w c -> t c h w").float() / 255
 
 
-def _checked(prime: Tensor) -> Tensor:
+def checked(prime: Tensor, what: str = "prime") -> Tensor:
     if prime.ndim != 4 or not len(prime):
-        raise InputError(f"prime has shape {tuple(prime.shape)}: give frames as T C H W")
+        raise InputError(f"{what} has shape {tuple(prime.shape)}: give frames as T C H W")
     return (prime if prime.is_floating_point() else prime.float() / 255).float().cpu()
 
 
-def _digest(prime: Tensor) -> str:
+def digest(prime: Tensor) -> str:
     return hashlib.sha256(np.ascontiguousarray(prime.detach().cpu().float().numpy()).tobytes()).hexdigest()
 
 
-def _file_digest(path: str | Path) -> str:
+def file_digest(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

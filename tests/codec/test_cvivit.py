@@ -153,10 +153,9 @@ def test_the_order_of_the_past_matters():
 
 
 def test_flat_patches_of_different_brightness_are_told_apart():
-    """A norm of the pixels would make them one."""
-    task = build()
-    levels = torch.tensor([-1.0, -0.5, 0.1, 0.5, 1.0])
-    found = task.encoder.first(levels[:, None].expand(-1, 48))
+    """A norm of patches would make them one."""
+    levels = torch.tensor([-1.0, -0.5, 0.1, 0.5, 1.0])[:, None, None, None, None].expand(-1, 1, 3, 16, 16)
+    found = build().eval().encoder(levels)[:, 0, 1, 1]
     assert torch.cdist(found, found).add(10 * torch.eye(5)).min() > 0.1
 
 
@@ -215,7 +214,7 @@ def test_blocks_are_configured_as_asked():
     wide = build(mlp_ratio=8)
     assert wide.encoder.spatial.transformer.blocks[0].mlp.down.in_features > 16 * 4
     assert not build(mlp="gelu").decoder.temporal.transformer.blocks[0].mlp.gated
-    assert isinstance(build(norm="layer").encoder.first.norm, torch.nn.LayerNorm)
+    assert isinstance(build(norm="layer").encoder.spatial.transformer.norm, torch.nn.LayerNorm)
     assert isinstance(build(qk_norm=False).encoder.spatial.transformer.blocks[0].attention.norm_q, torch.nn.Identity)
     clips = batch_for(plain).video
     shaky = build(dropout=0.5)
@@ -247,7 +246,7 @@ def test_without_a_game_there_is_one_player_and_the_quantizer_still_learns(quant
         assert torch.allclose(loss.total.value(), terms)
         if quantizer["kind"] != "fsq":
             assert loss.terms["quantizer"].value() != 0
-            first = task.encoder.first.linear.weight
+            first = task.encoder.first.weight
             (through,) = torch.autograd.grad(shared.quantized.loss, first, retain_graph=True)
             assert through.abs().sum() > 0
         assert all(p.grad is not None for p in parameters_of(task, "generator").values())

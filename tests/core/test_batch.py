@@ -85,3 +85,16 @@ def test_map_reaches_every_tensor_and_nothing_else() -> None:
 
 def test_prompts_are_as_many_as_their_noise() -> None:
     assert len(Prompts(noise=Noise.for_rows(0, 0, 5))) == 5
+
+
+def test_extras_of_different_lengths_are_padded_and_missing_ones_refused() -> None:
+    samples = [
+        Sample(pixels=torch.zeros(t, 3, 2, 2, dtype=torch.uint8), extra={"sketch": torch.full((t, 1, 2, 2), float(t))})
+        for t in (1, 3)
+    ]
+    batch = Batch.collate(samples, [0, 1])
+    assert batch.extra["sketch"].shape == (2, 3, 1, 2, 2)
+    assert batch.extra["sketch"][0].unique().tolist() == [1.0]
+    for given in ([samples[0], Sample(pixels=samples[1].pixels)], [Sample(pixels=samples[1].pixels), samples[0]]):
+        with pytest.raises(KeyError, match="sketch"):
+            Batch.collate(given, [0, 1])

@@ -327,3 +327,19 @@ def test_our_sources_by_name(pictures):
     assert len(open_source(config, "train", 0)) == 12
     with pytest.raises(ConfigError, match=r"data.foldr: did you mean data.folder"):
         data_config({"source": "folder", "foldr": "x", "folder": "y"})
+
+
+def test_sketches_come_with_their_frames():
+    """The same frames of both, whichever are chosen; channels as they are."""
+    clip = (torch.arange(6)[:, None, None, None] * 20).expand(6, 3, 8, 8).to(torch.uint8)
+    opened = source({"video": clip, "caption": "a ball", "sketch": clip[:, :1]})
+    assert "sketch" in opened.gives
+    starts = set()
+    for seed in range(12):
+        sample = opened.read(0, np.random.default_rng(seed))
+        assert sample.extra["sketch"].shape == (2, 1, 8, 8)
+        assert torch.equal(sample.extra["sketch"], sample.pixels[:, :1])
+        starts.add(int(sample.pixels[0, 0, 0, 0]))
+    assert len(starts) > 2
+    with pytest.raises(InputError, match="a sketch of 5 frames beside a clip of 6"):
+        first({"video": clip, "sketch": clip[:5, :1]})

@@ -245,3 +245,36 @@ def test_fingerprint_follows_files_and_config(pictures):
     picture(pictures / "p00.png", 5)
     os.utime(pictures / "p00.png", ns=(1, 1))
     assert opened(pictures).fingerprint() != first
+
+
+def test_sketches_are_cropped_turned_and_timed_with_their_clips(tmp_path, make_video):
+    """Frames of noise, whose sketch is the frame itself: whatever was drawn for one must have been drawn for the other."""
+    frames = np.random.default_rng(0).integers(0, 255, (20, 6, 4), dtype=np.uint8).repeat(8, 1).repeat(8, 2)
+    pictures = [Image.fromarray(frame) for frame in frames]
+    for folder in ("clips", "sketches"):
+        (tmp_path / folder / "a").mkdir(parents=True)
+    pictures[0].save(tmp_path / "clips/a/x.gif", save_all=True, append_images=pictures[1:], duration=100)
+    pictures[0].save(tmp_path / "sketches/a/x.png", save_all=True, append_images=pictures[1:], duration=100)
+    options = {"size": 32, "frames": 4, "crop": "random", "flip": 0.5, "rotate": True, "channels": 1}
+    source = opened(tmp_path / "clips", sketches=str(tmp_path / "sketches"), **options)
+    assert source.gives == {"pixels", "sketch"}
+    seen = set()
+    for seed in range(8):
+        sample = source.read(0, np.random.default_rng(seed))
+        assert sample.extra["sketch"].shape == (4, 1, 32, 32)
+        torch.testing.assert_close(sample.extra["sketch"].float(), sample.pixels.float(), atol=3, rtol=0)
+        seen.add(sample.pixels.numpy().tobytes())
+    assert len(seen) > 4
+    with_colours = opened(tmp_path / "clips", sketches=str(tmp_path / "sketches"), sketch_channels=3, **options)
+    assert with_colours.read(0, np.random.default_rng(0)).extra["sketch"].shape[1] == 3
+    assert opened(tmp_path / "clips").read(0, np.random.default_rng(0)).extra == {}
+
+
+def test_missing_sketches_are_named(tmp_path):
+    picture(tmp_path / "photos" / "a.png")
+    picture(tmp_path / "photos" / "b.jpg")
+    picture(tmp_path / "outlines" / "a.png")
+    with pytest.raises(InputError, match=r"no sketch for 1 of 2 items, the first of them b\.jpg"):
+        opened(tmp_path / "photos", sketches=str(tmp_path / "outlines"))
+    with pytest.raises(InputError, match=r"data\.sketches=.*does not exist"):
+        opened(tmp_path / "photos", sketches=str(tmp_path / "nowhere"))

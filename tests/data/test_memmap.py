@@ -164,3 +164,15 @@ def test_workers_reopen_rather_than_copy(tmp_path):
     packed = pickle.dumps(source)
     assert len(packed) < 20_000
     assert values(pickle.loads(packed), 0) == [0] * 4
+
+
+def test_quarter_turns_in_training_only(tmp_path):
+    array = np.random.default_rng(0).integers(0, 256, (12, 4, 8, 8), dtype=np.uint8)
+    np.save(tmp_path / "clips.npy", array)
+    options = {"layout": "NTHW", "channels": 1, "rotate": True, "validation": 0.3}
+    for split, turns in (("train", 4), ("validation", 1)):
+        source = opened(tmp_path / "clips.npy", split, **options)
+        number = int(source.identity(0).rsplit(":")[-1])
+        expected = {np.rot90(array[number], k, axes=(1, 2)).tobytes() for k in range(turns)}
+        found = {source.read(0, np.random.default_rng(seed)).pixels.numpy().tobytes() for seed in range(30)}
+        assert found == expected

@@ -510,3 +510,52 @@ def test_plain_wordings_are_one():
             (figure,) = opened.facts(index)
             phrase = figure.direction.replace(" ", " and ")
             assert opened.caption(index) == f"a {figure.colour} {figure.digit} moves {phrase}"
+
+
+# sketches --------------------------------------------------------------------------------------------------------
+
+
+def test_a_sketch_lies_under_the_digits_and_knows_no_colours():
+    plain, sketched = source(frames=4), source(frames=4, sketch=True)
+    for index in range(8):
+        sample = sketched.read(index)
+        sketch = sample.extra["sketch"].numpy()
+        assert sketch.shape == (4, 1, 32, 32) and set(np.unique(sketch)) == {0, 255}
+        assert (sample.pixels.numpy() == clip(plain, index)).all()
+        bright = sample.pixels.numpy().max(1, keepdims=True)
+        assert bright[sketch == 255].min() > bright[sketch == 0].max() * 0.9
+    assert plain.read(0).extra == {}
+    assert sketched.gives == {"pixels", "sketch"} and plain.gives == {"pixels"}
+
+
+def test_two_digits_are_told_apart_in_the_order_of_the_caption():
+    opened = source(frames=3, size=64, digits=2, sketch=True)
+    for index in range(6):
+        item, sketch = opened.item(index), opened.read(index).extra["sketch"].numpy()[:, 0]
+        assert set(np.unique(sketch)) == {0, 128, 255}
+        paths = item.scenes.stage.paths(item.facts, item.starts)
+        middle = item.scenes.stage.side / 2
+        for ink, path in zip((255, 128), paths, strict=True):
+            rows, columns = np.nonzero(sketch[0] == ink)
+            assert abs(rows.mean() - path[0, 0] - middle) < middle / 2
+            assert abs(columns.mean() - path[0, 1] - middle) < middle / 2
+
+
+def test_what_shows_sketches_shows_those_of_the_clips():
+    clips, sketches = source(frames=4, sketch=True), source(frames=4, shows="sketch")
+    gray = source(frames=4, shows="sketch", channels=1)
+    for index in range(4):
+        wanted = clips.read(index).extra["sketch"]
+        assert (sketches.read(index).pixels == wanted).all()  # in three equal channels
+        assert sketches.caption(index) == clips.caption(index)
+    assert gray.read(0).pixels.shape == (4, 1, 32, 32)
+    assert sketches.read(0).extra == {}
+
+
+def test_sketches_of_stills_are_padded_with_them():
+    from kineograph.data.loader import Loader
+
+    opened = source(frames=4, stills=0.5, sketch=True)
+    for batch in Loader(opened, seed=0, batch_size=2, workers=0).in_order(0, 12, 2):
+        assert batch.extra["sketch"].shape == (2, 4, 1, 32, 32)
+        assert batch.pixels.shape[:2] == (2, 4)

@@ -18,8 +18,6 @@ from kineograph.core.batch import Prompts
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.family.nuwa.config import NuwaSample
 from kineograph.family.nuwa.network import Condition
-from kineograph.process.autoregression import Drawing
-from kineograph.process.guidance import guided
 from kineograph.text.reading import Words, read_prompts
 
 if TYPE_CHECKING:
@@ -28,6 +26,15 @@ if TYPE_CHECKING:
 
 def draw(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor:
     """Pixels for prompts, B T C H W: all frames that are asked for, those given among them."""
+    task.easel.prepare(task)
+    try:
+        return _draw(task, prompts, options)
+    finally:
+        if any(p.requires_grad for p in task.head.parameters()):  # training wants the memory back
+            task.easel.clear()
+
+
+def _draw(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor:
     frames = prompts.frames or task.shape.frames
     window = _given(task, prompts, frames)  # B k h w: tokens of the present window
     total, first, shown = _times(task, prompts, frames), 0, 0
@@ -41,7 +48,8 @@ def draw(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor:
         length = min(task.grid[0], total - first)
         if window.shape[1] < length:
             condition = Condition(*words, _sketch_at(task, sketch, first, guide))
-            window = _draw_window(task, window, length, condition, prompts, options, guide, first)
+            room = min(task.grid[0], total)
+            window = _draw_window(task, window, length, room, condition, prompts, options, guide, first)
         pixels = task.codec.decode(window)
         clip.append(pixels[:, shown:])
         end = first + window.shape[1]
@@ -57,41 +65,22 @@ def _draw_window(
     task: Nuwa,
     given: Tensor,  # B k h w
     length: int,
+    room: int,
     condition: Condition,
     prompts: Prompts,
     options: NuwaSample,
     guide: bool,
     first: int,
 ) -> Tensor:
-    """`length` times of tokens of which the first are given, B t h w; `first` is where they stand in the clip."""
-    rows, (_, height, width) = len(prompts), task.grid
+    """`length` times of tokens of which the first are given, B t h w; `first` is where they stand in the clip.
+
+    The canvas has room for the longest window of the clip, so that all of them share it.
+    """
+    _, height, width = task.grid
+    canvas = task.easel.canvas(task, condition, prompts.noise, room, guide, options)
     area = height * width  # tokens a time
-    state = task.network.start(condition, rows * (2 if guide else 1), length)
-    known = given.flatten(1)  # B K
-    if known.shape[1]:
-        task.network.fill(torch.cat([known, known]) if guide else known, state)
-
-    def step(token: Tensor, index: Tensor) -> Tensor:
-        def hidden(tokens: Tensor, _: int) -> Tensor:
-            return task.one_step(tokens, index, state)  # B 1 D
-
-        # the head is linear: guiding hidden states is guiding logits, at half the price
-        found = guided(hidden, lambda _: options.guidance)(token, 0) if guide else hidden(token, 0)
-        return task.head.logits(found[:, 0])
-
-    drawing = Drawing(
-        step,
-        length * area,
-        prompts.noise,
-        bos=task.network.bos,
-        given=known if known.shape[1] else None,
-        start=known.shape[1],
-        place=first * area,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-    )
-    return rearrange(drawing.run(), "b (t h w) -> b t h w", h=height, w=width)
+    drawn = canvas.draw(condition, prompts.noise, given.flatten(1), first * area, length * area)
+    return rearrange(drawn, "b (t h w) -> b t h w", h=height, w=width)
 
 
 def _words(task: Nuwa, prompts: Prompts, options: NuwaSample) -> tuple[Words, bool]:

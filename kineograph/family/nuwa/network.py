@@ -27,6 +27,9 @@ class Condition:
     mask: Tensor | None = None  # B L
     sketch: Tensor | None = None  # B M, tokens
 
+    def clone(self) -> Condition:
+        return Condition(*(None if part is None else part.clone() for part in (self.text, self.mask, self.sketch)))
+
 
 class Heard(NamedTuple):
     """A condition as one block attends to it: keys and values of the text, with its mask, and of the sketch."""
@@ -35,6 +38,9 @@ class Heard(NamedTuple):
     mask: Tensor | None
     sketch: Memory | None
 
+    def tensors(self) -> list[Tensor]:
+        return [*(self.text or ()), *((self.mask,) if self.mask is not None else ()), *(self.sketch or ())]
+
 
 class BlockCache(NamedTuple):
     """What a block keeps of the positions that it has passed."""
@@ -42,6 +48,11 @@ class BlockCache(NamedTuple):
     attention: NearbyCache
     shift_attention: ShiftCache | None
     shift_mlp: ShiftCache | None
+
+    def clear(self) -> None:
+        for part in self:
+            if part is not None:
+                part.clear()
 
 
 class Block(nn.Module):
@@ -249,6 +260,16 @@ class NuwaNetwork(nn.Module):
         added, turns = self.places(frames * grid[1] * grid[2])
         return Decoding(added, turns, heard, [block.cache(rows, grid) for block in blocks])
 
+    def restart(self, condition: Condition, state: Decoding) -> None:
+        """As `start`, in the memory of a state of the same shape: what has recorded its places goes on with it."""
+        text, sketch = self._context(condition.text, condition.sketch)
+        state.added.copy_(self.places(state.added.shape[0])[0])
+        for block, heard, cache in zip(self.blocks, state.heard, state.caches, strict=True):
+            fresh = cast(Block, block).hear(text, condition.mask, sketch)
+            for kept, value in zip(heard.tensors(), fresh.tensors(), strict=True):
+                kept.copy_(value)
+            cache.clear()  # nothing there is seen, but no masked number may be other than finite
+
     def fill(self, tokens: Tensor, state: Decoding) -> None:
         """Pass the positions before token N in one go, for whole times B N of given tokens."""
         added, turns = self.places(tokens.shape[1])
@@ -271,11 +292,8 @@ class NuwaNetwork(nn.Module):
 
 
 class OneStep(nn.Module):
-    """`NuwaNetwork.step` as a module without weights of its own: it is compiled as it stands, since drawing records its own graph around it."""
+    """`NuwaNetwork.step` as a module without weights of its own: it is compiled as it stands, since drawing records its own graph around it.
+    The network is given: the one that trains, or a copy of it (canvas.py)."""
 
-    def __init__(self, network: NuwaNetwork) -> None:
-        super().__init__()
-        self._network = (network,)  # in a tuple, so that it is not counted twice
-
-    def forward(self, token: Tensor, index: Tensor, state: Decoding) -> Tensor:
-        return self._network[0].step(token, index, state)
+    def forward(self, network: NuwaNetwork, token: Tensor, index: Tensor, state: Decoding) -> Tensor:
+        return network.step(token, index, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.family.nuwa.canvas import Easel
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.nuwa.generation import draw
 from kineograph.family.nuwa.network import Condition, NuwaNetwork, OneStep
@@ -57,9 +59,13 @@ class Nuwa(Task):
         text = build_text(config.text, context)
         self.text = cast(nn.Module, text)
         self.reads = self.reads_for(config)  # type: ignore[misc]
-        self.network = NuwaNetwork(config, self.vocabulary, self.grid, text.width if text else None, sketch)
-        self.one_step = OneStep(self.network)
-        self.head = Head(config.width, self.vocabulary, config.label_smoothing)
+        self._network = partial(
+            NuwaNetwork, config, self.vocabulary, self.grid, text.width if text is not None else None, sketch
+        )
+        self._head = partial(Head, config.width, self.vocabulary, config.label_smoothing)
+        self.network, self.head = self._network(), self._head()
+        self.one_step = OneStep()
+        self.easel = Easel()
 
     @classmethod
     def build(cls, config: NuwaConfig, context: BuildContext) -> Nuwa:
@@ -72,6 +78,11 @@ class Nuwa(Task):
     @property
     def words(self) -> Text | None:
         return cast(Text | None, self.text)
+
+    def blank(self) -> tuple[NuwaNetwork, Head]:
+        """Another network and head, of the meta device: without numbers."""
+        with torch.device("meta"):
+            return self._network(), self._head()
 
     # conditions ----------------------------------------------------------------------------------------------------
 

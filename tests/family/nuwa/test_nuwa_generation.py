@@ -75,7 +75,7 @@ def test_one_by_one_is_all_at_once(make, batch, keys, given):
         nuwa.network.fill(flat[:, : given * PLACES], state)
     for place in range(given * PLACES, FRAMES * PLACES):
         before = flat[:, place - 1 : place] if place else torch.full((4, 1), nuwa.network.bos)
-        found = nuwa.head.logits(nuwa.one_step(before, torch.tensor([place]), state))[:, 0]
+        found = nuwa.head.logits(nuwa.one_step(nuwa.network, before, torch.tensor([place]), state))[:, 0]
         torch.testing.assert_close(found, expected[:, place], rtol=0, atol=1e-4)
 
 

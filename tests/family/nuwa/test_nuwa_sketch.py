@@ -87,7 +87,7 @@ def test_one_by_one_is_all_at_once(sketched, patch):
     state = nuwa.network.start(condition, 4, FRAMES)
     nuwa.network.fill(flat[:, :PLACES], state)
     for place in range(PLACES, FRAMES * PLACES):
-        found = nuwa.one_step(flat[:, place - 1 : place], torch.tensor([place]), state)
+        found = nuwa.one_step(nuwa.network, flat[:, place - 1 : place], torch.tensor([place]), state)
         torch.testing.assert_close(found[:, 0], expected[:, place], rtol=0, atol=1e-4)
 
 
