@@ -31,6 +31,22 @@ SHRINK: dict[str, list[str]] = {
         "stages.superres.width=32", "stages.superres.depth=1", "stages.superres.heads=2", "stages.generator.sample.steps=2",
         "stages.superres.sample.steps=2", "stages.tokenizer.adversarial.start=0", "stages.tokenizer_512.adversarial.start=0",
     ],
+    "phenaki-tiny": ["data.count=40", "stages.tokenizer.width=16", "stages.generator.depth=1"],
+    "phenaki-digits": [
+        "data.size=32", "data.frames=5", "stages.tokenizer.width=16", "stages.tokenizer.spatial_depth=1",
+        "stages.tokenizer.temporal_depth=1", "stages.generator.width=48", "stages.generator.depth=1",
+    ],
+    "phenaki-image-then-video": [
+        "data.size=32", "data.frames=5", "stages.tokenizer.width=16", "stages.tokenizer.spatial_depth=1",
+        "stages.tokenizer.temporal_depth=1", "stages.images.width=48", "stages.images.depth=1", "stages.images.sample.steps=2",
+        "stages.images.data.frames=1", "stages.generator.width=48", "stages.generator.depth=1",
+    ],
+    "phenaki-base": [
+        "data.size=32", "data.frames=5", "stages.tokenizer.width=32", "stages.tokenizer.heads=2", "stages.tokenizer.spatial_depth=1",
+        "stages.tokenizer.temporal_depth=1", "stages.tokenizer.adversarial.start=0", "stages.tokenizer.adversarial.width=8",
+        "stages.generator.width=32", "stages.generator.depth=1", "stages.generator.heads=2", "stages.critic.width=32",
+        "stages.critic.depth=1", "stages.critic.heads=2", "stages.critic.sample.steps=2",
+    ],
     "nuwa-tiny": ["data.count=40", "stages.tokenizer.width=8", "stages.generator.depth=1"],
     "nuwa-sketch-tiny": [
         "data.count=40", "stages.tokenizer.width=8", "stages.sketch_tokenizer.width=8", "stages.generator.depth=1",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kineograph.core.batch import Batch, Shape
     from kineograph.family.phenaki.task import Phenaki
 
-CODEC = {"width": 512, "heads": 8, "depth": 4, "codes": 8192, "pixels": 128, "frames": 17, "batch": 4, "judge": 32}
+CODEC = {"width": 512, "heads": 8, "depth": 4, "codes": 8192, "pixels": 128, "frames": 17, "batch": 4, "judge": 96}
 TRAIN = {**CODEC, "batch": 8, "layers": 12, "text": (64, 768)}
 SAMPLE = {**TRAIN, "steps": 18, "guidance": 5.0}
 SMALL = {
@@ -51,7 +51,7 @@ def _shape(sizes: Sizes) -> Shape:
     return Shape(sizes["frames"], sizes["pixels"], sizes["pixels"], 3, 8.0)
 
 
-def _codec(sizes: Sizes, judges: dict[str, Any]) -> CViViT:
+def _codec(sizes: Sizes, settings: dict[str, Any]) -> CViViT:
     from kineograph.codec.cvivit import CViViT, CViViTConfig
     from kineograph.core.config import parse
     from kineograph.core.task import BuildContext
@@ -65,7 +65,12 @@ def _codec(sizes: Sizes, judges: dict[str, Any]) -> CViViT:
         "temporal_patch": TEMPORAL_PATCH,
         "quantizer": {"kind": "lfq", "codes": sizes["codes"]},
     }
-    return CViViT.build(parse(CViViTConfig, layout | judges), BuildContext(_shape(sizes)))
+    return CViViT.build(parse(CViViTConfig, layout | settings), BuildContext(_shape(sizes)))
+
+
+def judges(sizes: Sizes) -> dict[str, Any]:
+    """A discriminator as large as the peer's, whose gradient penalty is paid in every step."""
+    return {"width": sizes["judge"], "levels": 5, "penalty_every": 1}
 
 
 def ours_codec(sizes: Sizes, device: torch.device) -> Work:
@@ -78,11 +83,11 @@ def ours_codec(sizes: Sizes, device: torch.device) -> Work:
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "random-vgg16.safetensors"
         save_file(Lpips().state_dict(), weights)
-        judges = {
+        settings = {
             "perceptual": {"weights": weights, "frames": 1},
-            "adversarial": {"width": sizes["judge"], "levels": 4, "penalty_every": 1},
+            "adversarial": judges(sizes),
         }
-        task = _codec(sizes, judges)
+        task = _codec(sizes, settings)
     clips = torch.randint(0, 256, (batch, sizes["frames"], 3, pixels, pixels), dtype=torch.uint8)
     return training(task, Batch(slots=torch.arange(batch), pixels=clips), device)
 
@@ -159,7 +164,7 @@ def ours_sample(sizes: Sizes, device: torch.device) -> Work:
 def _peer_codec(sizes: Sizes, judged: bool) -> Any:
     from phenaki_pytorch import CViViT
 
-    judges = {"vgg": random_vgg16(), "discr_base_dim": sizes["judge"] // 2} if judged else {"use_vgg_and_gan": False}
+    settings = {"vgg": random_vgg16()} if judged else {"use_vgg_and_gan": False}
     return CViViT(
         dim=sizes["width"],
         codebook_size=sizes["codes"],
@@ -170,7 +175,7 @@ def _peer_codec(sizes: Sizes, judged: bool) -> Any:
         temporal_depth=sizes["depth"],
         dim_head=sizes["width"] // sizes["heads"],
         heads=sizes["heads"],
-        **judges,
+        **settings,
     )
 
 

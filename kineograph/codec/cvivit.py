@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
-from kineograph.codec import pyramid
 from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, check_size
 from kineograph.codec.fitting import tokens_across
 from kineograph.codec.game import (
@@ -25,13 +24,11 @@ from kineograph.codec.game import (
     scores,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
-from kineograph.codec.pyramid import PyramidConfig
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
-from kineograph.nn.conv import ResidualBlock
 from kineograph.nn.positions import Rotation, grid_positions, sincos
 from kineograph.nn.quantizers import Quantized, QuantizerConfig, VQConfig, build_quantizer
 from kineograph.nn.transformer import Block, BlockConfig, Transformer, TransformerConfig
@@ -49,9 +46,6 @@ class CViViTConfig(StageConfig, BlockConfig):
     """The same of the decoder; null: as the encoder."""
     patch: tuple[int, int] = (8, 8)
     """Pixels that a token covers: one number, or height and width."""
-    stem: PyramidConfig | None = None
-    """Convolutions over single frames between pixels and transformers: they learn what small pictures look like in a tenth of the steps;
-    a token then covers patch · 2^(levels − 1) pixels of the stem's. null: patches are taken as they are."""
     temporal_patch: int = Field(2, ge=1)
     """Frames that a token covers, after the first frame, which is coded alone: clips have 1 + k · temporal_patch frames."""
     quantizer: QuantizerConfig = VQConfig()
@@ -73,14 +67,6 @@ class CViViTConfig(StageConfig, BlockConfig):
         if min(value) < 1:
             raise ValueError("a token covers at least 1 pixel")
         return value
-
-    @model_validator(mode="after")
-    def _stem_fits(self) -> CViViTConfig:
-        if self.stem is not None and self.patch != (self.stem.factor, self.stem.factor):
-            raise ValueError(
-                f"patch={list(self.patch)} does not fit stem, whose levels end at {self.stem.factor} pixels: set patch={self.stem.factor}"
-            )
-        return self
 
     def transformer(self, depth: int) -> TransformerConfig:
         shared: dict[str, Any] = {name: getattr(self, name) for name in BlockConfig.model_fields}
@@ -140,81 +126,63 @@ class Encoder(nn.Module):
     def __init__(self, channels: int, config: CViViTConfig) -> None:
         super().__init__()
         self.patch, self.temporal_patch = config.patch, config.temporal_patch
-        self.stem = pyramid.Encoder(channels, config.stem) if config.stem is not None else None
-        cell = config.stem.widths[-1] if config.stem is not None else channels * config.patch[0] * config.patch[1]
-        self.first = embedding(cell, config.width)
-        self.tubes = embedding(cell * config.temporal_patch, config.width)
+        pixels = channels * config.patch[0] * config.patch[1]
+        self.first = embedding(pixels, config.width)
+        self.tubes = embedding(pixels * config.temporal_patch, config.width)
         self.spatial = Spatial(config, config.spatial_depth)
         self.temporal = Temporal(config, config.temporal_depth)
 
     def forward(self, video: Tensor) -> Tensor:
-        cells = self._cells(video)
-        x = self.first(cells[:, :1])
+        p, q = self.patch
+        x = self.first(rearrange(video[:, :1], "b t c (h p) (w q) -> b t h w (p q c)", p=p, q=q))
         if video.shape[1] > 1:
-            tubes = rearrange(cells[:, 1:], "b (t s) h w k -> b t h w (s k)", s=self.temporal_patch)
+            tubes = rearrange(
+                video[:, 1:], "b (t s) c (h p) (w q) -> b t h w (s p q c)", s=self.temporal_patch, p=p, q=q
+            )
             x = torch.cat([x, self.tubes(tubes)], dim=1)
         return self.temporal(self.spatial(x))
 
-    def _cells(self, video: Tensor) -> Tensor:
-        """What stands at each place of each frame, B T h w K: a patch of pixels, or what the stem makes of it."""
-        if self.stem is None:
-            p, q = self.patch
-            return rearrange(video, "b t c (h p) (w q) -> b t h w (p q c)", p=p, q=q)
-        return rearrange(self.stem(video.flatten(0, 1)), "(b t) k h w -> b t h w k", b=video.shape[0])
-
 
 class Decoder(nn.Module):
-    """B t h w D → what the last layer paints from: B t h w D, or with a stem a map of each frame, B·T C' H' W'."""
+    """B t h w D → B t h w D: everything but the last layer."""
 
     def __init__(self, config: CViViTConfig) -> None:
         super().__init__()
         self.temporal = Temporal(config, config.decoder_temporal_depth or config.temporal_depth)
         self.spatial = Spatial(config, config.decoder_spatial_depth or config.spatial_depth)
-        self.cells = Cells(config.stem.widths[-1], config) if config.stem is not None else None
-        self.stem = pyramid.Decoder(config.stem) if config.stem is not None else None
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.spatial(self.temporal(z))
-        if self.cells is None or self.stem is None:
-            return x
-        return self.stem(rearrange(self.cells(x), "b t h w k -> (b t) k h w"))
-
-
-class Cells(nn.Module):
-    """B t h w D → every frame's own, B T h w K."""
-
-    def __init__(self, size: int, config: CViViTConfig) -> None:
-        super().__init__()
-        self.temporal_patch = config.temporal_patch
-        self.first = nn.Linear(config.width, size)
-        self.tubes = nn.Linear(config.width, size * config.temporal_patch)
-
-    def forward(self, x: Tensor) -> Tensor:
-        cells = self.first(x[:, :1])
-        if x.shape[1] > 1:
-            tubes = rearrange(self.tubes(x[:, 1:]), "b t h w (s k) -> b (t s) h w k", s=self.temporal_patch)
-            cells = torch.cat([cells, tubes], dim=1)
-        return cells
+        return self.spatial(self.temporal(z))
 
 
 class ToPixels(nn.Module):
-    """The last layer without a stem, B t h w D → B·T C H W. It stands alone so that the adaptive weight's gradients go through
+    """The decoder's last layers, B t h w D → B·T C H W. They stand alone so that the adaptive weight's gradients go through
     nothing else."""
 
     def __init__(self, channels: int, config: CViViTConfig) -> None:
         super().__init__()
-        self.patch = config.patch
-        self.cells = Cells(channels * config.patch[0] * config.patch[1], config)
+        self.patch, self.temporal_patch = config.patch, config.temporal_patch
+        pixels = channels * config.patch[0] * config.patch[1]
+        self.first = nn.Linear(config.width, pixels)
+        self.tubes = nn.Linear(config.width, pixels * config.temporal_patch)
 
     def forward(self, features: Tensor) -> Tensor:
         p, q = self.patch
-        video = rearrange(self.cells(features), "b t h w (p q c) -> (b t) (h p) (w q) c", p=p, q=q)
-        return video.float().permute(0, 3, 1, 2)  # channels_last
+        video = rearrange(self.first(features[:, :1]), "b t h w (p q c) -> b t (h p) (w q) c", p=p, q=q)
+        if features.shape[1] > 1:
+            tubes = rearrange(
+                self.tubes(features[:, 1:]),
+                "b t h w (s p q c) -> b (t s) (h p) (w q) c",
+                s=self.temporal_patch,
+                p=p,
+                q=q,
+            )
+            video = torch.cat([video, tubes], dim=1)
+        return video.float().flatten(0, 1).permute(0, 3, 1, 2)  # channels_last
 
     def weights(self, frames: int) -> list[Tensor]:
         """Those that paint clips of so many frames: an image has no tubes."""
-        cells = self.cells
-        return [cells.first.weight] if frames == 1 else [cells.first.weight, cells.tubes.weight]
+        return [self.first.weight] if frames == 1 else [self.first.weight, self.tubes.weight]
 
 
 # Task --------------------------------------------------------------------------------------------------------------
@@ -234,9 +202,7 @@ class CViViT(Task):
         self.encoder = Encoder(shape.channels, config)
         self.quantizer = build_quantizer(config.width, config.quantizer)
         self.decoder = Decoder(config)
-        self.to_pixels: ToPixels | pyramid.ToPixels = (
-            ToPixels(shape.channels, config) if config.stem is None else pyramid.ToPixels(shape.channels, config.stem)
-        )
+        self.to_pixels = ToPixels(shape.channels, config)
         self.vocabulary = self.quantizer.codes
         self.perceptual = perceptual
         self.discriminator: VideoDiscriminator | None = None
@@ -355,7 +321,7 @@ class CViViT(Task):
         return [part for part in (self.encoder, self.decoder, self.discriminator, self.perceptual) if part is not None]
 
     def blocks(self) -> list[nn.Module]:
-        return [part for part in self.modules() if isinstance(part, Block | ResidualBlock)]
+        return [part for part in self.modules() if isinstance(part, Block)]
 
     def tokens_per_clip(self) -> int:
         t, h, w = self.shape_for(self.shape.frames, self.shape.height, self.shape.width)

@@ -12,10 +12,11 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import case as cases
 from benchmarks.case import Case, Peer, Work, all_cases
-from benchmarks.cases import muse, vqgan
+from benchmarks.cases import muse, phenaki, vqgan
 from benchmarks.machine import Machine
 from benchmarks.measure import Timing, count_flops, time_calls
 from benchmarks.report import Row, as_json, compare, write
+from kineograph.core.task import parameters_of
 
 CPU = torch.device("cpu")
 MACHINE = Machine("a machine", 2, "3.12", "2.11", None, "abc", 0.1)
@@ -23,6 +24,8 @@ MACHINE = Machine("a machine", 2, "3.12", "2.11", None, "abc", 0.1)
 # The peers' trainable parameters at the full sizes, counted on muse-maskgit-pytorch 0.3.5
 PEER_VQGAN = 93_681_556
 PEER_MUSE = 103_325_181
+PEER_CVIVIT, PEER_CVIVIT_JUDGE = 51_350_000, 20_680_000
+PEER_PHENAKI = 63_293_256
 
 
 def toy(name: str = "toy", call=lambda: None, peer: Peer | None = None, parameters: int = 100) -> Case:
@@ -83,14 +86,27 @@ def test_full_sizes_match_the_peers():
     assert generator.grid == (16, 16)
 
 
-def test_vqgan_pays_the_penalty_at_every_step(monkeypatch):
-    """The peer does; a lazy penalty would make the ratio a lie."""
-    from kineograph.codec import vqgan as codec
+def test_phenaki_is_as_large_as_the_peer():
+    with torch.device("meta"):
+        judged = {"perceptual": {"weight": 0}, "adversarial": phenaki.judges(phenaki.CODEC)}
+        codec = phenaki._codec(phenaki.CODEC, judged)
+        generator = phenaki._our_model(phenaki.TRAIN)
+    parts = {player: sum(p.numel() for p in parameters_of(codec, player).values()) for player in codec.players}
+    assert parts["generator"] == pytest.approx(PEER_CVIVIT, rel=0.05)
+    assert parts["discriminator"] == pytest.approx(PEER_CVIVIT_JUDGE, rel=0.05)
+    assert sum(p.numel() for p in generator.parameters()) == pytest.approx(PEER_PHENAKI, rel=0.05)
+    assert generator.grid == (9, 16, 16)
+
+
+@pytest.mark.parametrize("case", ["vqgan-train", "cvivit-train"])
+def test_codecs_pay_the_penalty_at_every_step(case, monkeypatch):
+    """The peers do; a lazy penalty would make the ratio a lie."""
+    from kineograph.codec import game
 
     paid = []
-    slope = codec.slope
-    monkeypatch.setattr(codec, "slope", lambda *given: paid.append(1) or slope(*given))
-    work = vqgan.ours(all_cases()["vqgan-train"].sized(small=True), CPU)
+    slope = game.slope
+    monkeypatch.setattr(game, "slope", lambda *given: paid.append(1) or slope(*given))
+    work = all_cases()[case].ours(all_cases()[case].sized(small=True), CPU)
     paid.clear()
     for _ in range(2):
         work.call()
