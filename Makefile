@@ -3,8 +3,8 @@
 PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
-PROMPTS := "a red 3 at the top left" "a green seven in the middle" "the blue digit 5 stands at the bottom right" \
-	"a yellow 0 at the top" "a magenta two at the left" "a cyan 8 in the lower left" "a red four in the right middle" "a blue 9 at the bottom"
+PROMPTS := "a 3 moves left" "a seven moves up" "the digit 5 goes right" "a zero slides to the bottom" \
+	"a handwritten two drifts leftwards" "to the top moves a nine" "a four that moves down" "the number 6 slides to the right"
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -17,14 +17,14 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/.base ## train a small text-to-image model on handwritten digits on the CPU, judge it, draw pictures
-	@echo "── training muse-tiny into runs/demo (the same command resumes an interrupted run)"
-	$(BIN)/kineo train muse-tiny --run runs/demo
+demo: .venv/.base ## train a small text-to-video model on handwritten digits on the CPU, judge it, draw clips
+	@echo "── training phenaki-tiny into runs/demo (the same command resumes an interrupted run)"
+	$(BIN)/kineo train phenaki-tiny --run runs/demo
 	@echo "── judging it"
 	$(BIN)/kineo evaluate runs/demo
 	@echo "── drawing"
-	$(BIN)/kineo sample runs/demo $(PROMPTS) --out runs/demo/pictures
-	@echo "── look at the sheet of pictures above; runs/demo/evaluation has one with each picture's verdict"
+	$(BIN)/kineo sample runs/demo $(PROMPTS) --out runs/demo/clips
+	@echo "── look at the GIFs and the sheet above; runs/demo/evaluation has a sheet with each clip's verdict"
 
 test: check ## everything that must hold before a commit: style, types, import contracts, tests
 	@echo "── tests"
