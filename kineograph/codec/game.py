@@ -29,6 +29,9 @@ Judge = Callable[[Tensor], Tensor]
 """Frames F C H W, or several times as many laid end to end → a logit for each patch, F h w."""
 
 
+LOOKED_AT = 64  # frames that the perceptual net takes at once in validation: its maps outweigh everything else
+
+
 class Judged(Protocol):
     """A codec's config, as far as it says what a good reconstruction is."""
 
@@ -128,7 +131,8 @@ def scores(shared: Reconstruction, config: Judged, codes: int, look: Lpips | Non
     }
     each["loss"] = each["reconstruction"]
     if look is not None:
-        each["lpips"] = look(shared.fake, shared.real)
+        pairs = zip(shared.fake.split(LOOKED_AT), shared.real.split(LOOKED_AT), strict=True)
+        each["lpips"] = torch.cat([look(fake, real) for fake, real in pairs])
         each["loss"] = each["loss"] + config.perceptual.weight * each["lpips"]
     means = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in each.items()}
     return means | _codes(shared, codes, {})

@@ -114,7 +114,8 @@ class Colours:
             self._seen = seen if len(seen) <= max(self.limit, 256 if self._grey else 0) else None
         if self._grey:  # 256 levels are all that there are
             return
-        part = frame.reshape(-1, 3)[:: self._stride | 1]  # an odd stride does not stay in a few columns
+        # An odd stride does not stay in a few columns; a copy does not keep the frame, and with it a whole scene, alive.
+        part = frame.reshape(-1, 3)[:: self._stride | 1].copy()
         self._sample.append(part)
         self._sampled += len(part)
         if self._sampled > 4 * _PALETTE_SAMPLE:  # every frame keeps its share, however many come

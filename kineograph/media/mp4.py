@@ -23,6 +23,9 @@ class Mp4Writer:
         speed = Fraction(fps).limit_denominator(1001)  # 30000/1001 is the oddest rate in use
         try:
             self._container: Any = av.open(str(path), "w", options={"movflags": "+faststart"})
+        except av.FFmpegError as error:
+            raise InputError(f"{path} cannot be written: {error}") from None
+        try:
             self._stream: Any = self._container.add_stream(
                 "libx264", rate=speed, options={"crf": "12", "preset": "medium"}
             )

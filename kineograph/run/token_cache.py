@@ -132,7 +132,7 @@ def fill(
         start = header.done if header is not None else 0
         for batch in loader.in_order(start, len(source), BATCH):
             with autocast(precision, device):
-                made = task.precompute(batch.to(device))
+                made = _encoded(task, batch, max(1, stage.train.batch_size // stage.train.accumulate), device)
             kind = "tokens" if "tokens" in made else "latents"
             mask = _frame_mask(batch, stage.spec.data.frames)
             writer = writer or _open_writer(path, task, len(source), kind, made, mask)
@@ -157,6 +157,13 @@ def fill(
         task.train(was_training)
     data.write_skipped(folder.path / "skipped.jsonl", loader)
     note(f"{stage.name}: {len(source)} items encoded into {path}")
+
+
+def _encoded(task: Task, batch: Batch, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """What `precompute` gives, for as many rows at a time as training takes: what fits there fits here."""
+    places = range(len(batch))
+    parts = [task.precompute(batch.rows(places[start : start + rows]).to(device)) for start in places[::rows]]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _frame_mask(batch: Batch, frames: int) -> Tensor | None:

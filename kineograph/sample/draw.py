@@ -143,6 +143,7 @@ class Sampler:
         if count < 1:
             raise InputError(f"count={count}: draw at least 1 of each caption")
         chosen = self.resolve(options, guidance=guidance, steps=steps)
+        _check_guidance(chosen, guidance, texts, negative)
         height_width = self._size(frames, size)
         rows = [text for text in texts for _ in range(count)] if texts is not None else None
         total = count if rows is None else len(rows)
@@ -190,6 +191,7 @@ class Sampler:
         self._size(frames, None)
         length = frames or self.shape.frames
         chosen = self.resolve(options, guidance=guidance, steps=steps)
+        _check_guidance(chosen, guidance, texts, negative)
         named = overlap is not None
         overlap = overlap if overlap is not None else self.takes.usual_overlap(length, chosen)
         self.takes.check_overlap(overlap, length, "--overlap" if named else "sample.overlap")
@@ -290,6 +292,14 @@ class Sampler:
             changed=_changes(self.options, chosen),
             device=str(self.device),
         )
+
+
+def _check_guidance(chosen: Any, asked: float | None, captions: list[str] | None, negative: str | None) -> None:
+    """Refuse what would change nothing."""
+    if negative is not None and getattr(chosen, "guidance", None) == 1:
+        raise InputError("a negative prompt is what guidance leads away from, and guidance=1 is none: raise --guidance")
+    if asked is not None and asked != 1 and captions is None:
+        raise InputError(f"--guidance {asked:g} leads towards a prompt, and there is none: give one, or leave it out")
 
 
 def draw_for_training(

@@ -48,8 +48,16 @@ def test_options_reach_the_task_and_unknown_ones_name_the_right_key(sampler):
         sampler.sample(CAPTIONS, steps=0)
 
 
+def test_guidance_that_would_lead_nowhere_is_refused(sampler):
+    with pytest.raises(InputError, match="raise --guidance"):
+        sampler.sample(["a 3"], guidance=1.0, negative="blurred")
+    with pytest.raises(InputError, match="--guidance 2 leads towards a prompt, and there is none"):
+        sampler.sample(None, guidance=2.0)
+
+
 def test_negative_prompt_and_count_without_captions(sampler):
-    assert not torch.equal(sampler.sample(["a 3"], negative="blurred").pixels, sampler.sample(["a 3"]).pixels)
+    led = sampler.sample(["a 3"], guidance=2.0)
+    assert not torch.equal(sampler.sample(["a 3"], guidance=2.0, negative="blurred").pixels, led.pixels)
     drawn = sampler.sample(None, count=3)
     assert len(drawn) == 3
     assert drawn.captions == [None] * 3
