@@ -42,7 +42,7 @@ SHRINK: dict[str, list[str]] = {
         "stages.images.data.frames=1", "stages.generator.width=48", "stages.generator.depth=1",
     ],
     "phenaki-base": [
-        "data.size=32", "data.frames=5", "stages.tokenizer.width=32", "stages.tokenizer.heads=2", "stages.tokenizer.spatial_depth=1",
+        "train.accumulate=1", "data.size=32", "data.frames=5", "stages.tokenizer.width=32", "stages.tokenizer.heads=2", "stages.tokenizer.spatial_depth=1",
         "stages.tokenizer.temporal_depth=1", "stages.tokenizer.adversarial.start=0", "stages.tokenizer.adversarial.width=8",
         "stages.generator.width=32", "stages.generator.depth=1", "stages.generator.heads=2", "stages.critic.width=32",
         "stages.critic.depth=1", "stages.critic.heads=2", "stages.critic.sample.steps=2",

@@ -34,13 +34,14 @@ def pixels_of(count, **keys):
 def test_reads_one_digit_that_it_never_saw(reader, keys):
     source = MovingDigits.open(MovingDigitsConfig(**keys), "validation")
     found = ceiling(source, reader, 200)
-    assert found.accuracy > 0.97, found
+    # pictures are told apart by places that lie close together
+    assert found.accuracy > (0.97 if source.config.frames > 1 else 0.95), found
 
 
 def test_reads_two_digits(reader):
     for frames in (1, 8):
         source = MovingDigits.open(MovingDigitsConfig(frames=frames, digits=2, size=(64, 64)), "validation")
-        assert ceiling(source, reader, 150).accuracy > 0.85
+        assert ceiling(source, reader, 150).accuracy > 0.95
 
 
 def test_reads_damaged_pictures(reader):
