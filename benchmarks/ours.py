@@ -6,13 +6,16 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.case import Work
 from benchmarks.measure import count_flops
-from kineograph.core.batch import Batch
-from kineograph.core.task import Task, parameters_of
+from benchmarks.peers import size
+from kineograph.core.batch import Batch, Shape
+from kineograph.core.task import Task, compile_parts, freeze, parameters_of
+from kineograph.sample.draw import draw
 from kineograph.train.config import TrainConfig
-from kineograph.train.stepper import Stepper
+from kineograph.train.stepper import Stepper, precision_for
 
 
 def training(task: Task, batch: Batch, device: torch.device, **settings: Any) -> Work:
@@ -35,3 +38,21 @@ def training(task: Task, batch: Batch, device: torch.device, **settings: Any) ->
         precision=stepper.precision,
         notes=notes,
     )
+
+
+def sampling(task: Task, texts: Batch, options: Any, shape: Shape, device: torch.device) -> Work:
+    """A call of `kineo sample`, for given text embeddings, with the stages loaded and, on a GPU, compiled."""
+    parts = [freeze(part.to(device)) for part in (task, task.stages["codec"])]
+    seeds = count()
+
+    def call() -> Tensor:
+        return draw(
+            task, None, rows=len(texts), options=options, shape=shape, seed=next(seeds), device=device, real=texts
+        )
+
+    flops = count_flops(call)
+    if device.type == "cuda":
+        for part in (task, task.stages["codec"]):
+            compile_parts(part, graphs=True)
+    parameters = sum(size(part.parameters()) for part in parts)
+    return Work(call, samples=len(texts), parameters=parameters, flops=flops, precision=precision_for("auto", device))

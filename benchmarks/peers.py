@@ -8,6 +8,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from benchmarks.case import Work
+from benchmarks.measure import count_flops
+
 
 def optimizer_step(
     parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], device: torch.device, precision: str
@@ -25,6 +28,29 @@ def optimizer_step(
         optimizer.step()
 
     return step
+
+
+def game_step(
+    players: dict[str, tuple[list[nn.Parameter], Callable[[], Tensor]]],
+    samples: int,
+    device: torch.device,
+    precision: str,
+) -> Work:
+    """A step of each player of a GAN, one after the other, each with the loss that it descends."""
+    steps = [optimizer_step(parameters, loss, device, precision) for parameters, loss in players.values()]
+
+    def step() -> None:
+        for take in steps:
+            take()
+
+    parts = {name: size(parameters) for name, (parameters, _) in players.items()}
+    return Work(
+        step,
+        samples=samples,
+        parameters=sum(parts.values()),
+        flops=count_flops(step),
+        notes=[f"{name}: {number / 1e6:.2f} M parameters" for name, number in parts.items()],
+    )
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast | nullcontext[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from benchmarks.case import Case, Peer, Sizes, Work
 from benchmarks.cases.vqgan import layout
 from benchmarks.measure import count_flops
-from benchmarks.ours import training
+from benchmarks.ours import sampling, training
 from benchmarks.peers import autocast, optimizer_step, size
 
 if TYPE_CHECKING:
@@ -79,36 +78,17 @@ def ours_train(sizes: Sizes, device: torch.device) -> Work:
 
 
 def ours_sample(sizes: Sizes, device: torch.device) -> Work:
-    """The path of `kineo sample`, with the stages loaded and, on a GPU, compiled."""
     from kineograph.core.batch import Batch
-    from kineograph.core.task import compile_parts, freeze
     from kineograph.family.muse.config import MuseSample
-    from kineograph.sample.draw import draw
-    from kineograph.train.stepper import precision_for
 
-    task = _our_model(sizes).to(device)
-    freeze(task)
-    codec = task.stages["codec"].to(device)
-    batch = sizes["batch"]
-    embeddings = Batch(
+    task, batch = _our_model(sizes), sizes["batch"]
+    texts = Batch(
         slots=torch.arange(batch),
         text_embeds=torch.randn(batch, *sizes["text"]),
         text_mask=torch.ones(batch, sizes["text"][0], dtype=torch.bool),
     )
     options = MuseSample(steps=sizes["steps"], guidance=sizes["guidance"])
-    seeds = count()
-
-    def call() -> Tensor:
-        return draw(
-            task, None, rows=batch, options=options, shape=task.shape, seed=next(seeds), device=device, real=embeddings
-        )
-
-    flops = count_flops(call)
-    if device.type == "cuda":
-        for part in (task, codec):
-            compile_parts(part, graphs=True)
-    parameters = size(task.parameters()) + size(codec.parameters())
-    return Work(call, samples=batch, parameters=parameters, flops=flops, precision=precision_for("auto", device))
+    return sampling(task, texts, options, task.shape, device)
 
 
 def _peer_model(sizes: Sizes, device: torch.device) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.case import Case, Peer, Sizes, Work
 from benchmarks.measure import count_flops
-from benchmarks.ours import training
-from benchmarks.peers import autocast, optimizer_step, random_vgg16, size, trainable
+from benchmarks.ours import sampling, training
+from benchmarks.peers import autocast, game_step, optimizer_step, random_vgg16, size, trainable
 
 if TYPE_CHECKING:
     from kineograph.codec.cvivit import CViViT
@@ -132,30 +131,11 @@ def ours_train(sizes: Sizes, device: torch.device) -> Work:
 
 
 def ours_sample(sizes: Sizes, device: torch.device) -> Work:
-    """The path of `kineo sample`, with the stages loaded and, on a GPU, compiled."""
-    from kineograph.core.task import compile_parts, freeze
     from kineograph.family.phenaki.config import PhenakiSample
-    from kineograph.sample.draw import draw
-    from kineograph.train.stepper import precision_for
 
-    task = _our_model(sizes).to(device)
-    freeze(task)
-    codec = task.stages["codec"].to(device)
-    texts, batch = _texts(sizes), sizes["batch"]
+    task = _our_model(sizes)
     options = PhenakiSample(steps=sizes["steps"], guidance=sizes["guidance"])
-    seeds = count()
-
-    def call() -> Tensor:
-        return draw(
-            task, None, rows=batch, options=options, shape=task.shape, seed=next(seeds), device=device, real=texts
-        )
-
-    flops = count_flops(call)
-    if device.type == "cuda":
-        for part in (task, codec):
-            compile_parts(part, graphs=True)
-    parameters = size(task.parameters()) + size(codec.parameters())
-    return Work(call, samples=batch, parameters=parameters, flops=flops, precision=precision_for("auto", device))
+    return sampling(task, _texts(sizes), options, task.shape, device)
 
 
 # The peer --------------------------------------------------------------------------------------------------------
@@ -183,24 +163,11 @@ def phenaki_pytorch_codec(sizes: Sizes, device: torch.device) -> Work:
     codec = _peer_codec(sizes, judged=True).to(device)
     clips = torch.rand(sizes["batch"], 3, sizes["frames"], sizes["pixels"], sizes["pixels"], device=device)
     real = clips.clone()  # the discriminator's call turns on gradients of the clips it is given
-    generator, discriminator = trainable(codec, without=("discr", "vgg")), list(codec.discr.parameters())
-    step_generator = optimizer_step(generator, lambda: codec(clips), device, sizes["precision"])
-    step_discriminator = optimizer_step(
-        discriminator, lambda: codec(real, return_discr_loss=True), device, sizes["precision"]
-    )
-
-    def step() -> None:
-        step_generator()
-        step_discriminator()
-
-    parts = {"generator": size(generator), "discriminator": size(discriminator)}
-    return Work(
-        step,
-        samples=sizes["batch"],
-        parameters=sum(parts.values()),
-        flops=count_flops(step),
-        notes=[f"{player}: {number / 1e6:.2f} M parameters" for player, number in parts.items()],
-    )
+    players = {
+        "generator": (trainable(codec, without=("discr", "vgg")), lambda: codec(clips)),
+        "discriminator": (list(codec.discr.parameters()), lambda: codec(real, return_discr_loss=True)),
+    }
+    return game_step(players, sizes["batch"], device, sizes["precision"])
 
 
 def _peer_model(sizes: Sizes, device: torch.device) -> Any:

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.case import Case, Peer, Sizes, Work
-from benchmarks.measure import count_flops
 from benchmarks.ours import training
-from benchmarks.peers import optimizer_step, random_vgg16, size, trainable
+from benchmarks.peers import game_step, random_vgg16, trainable
 
 
 def layout(width: int, codes: int) -> dict[str, Any]:
@@ -56,24 +55,11 @@ def muse_maskgit_pytorch(sizes: Sizes, device: torch.device) -> Work:
     vae = VQGanVAE(dim=sizes["width"], codebook_size=sizes["codes"], vgg=random_vgg16()).to(device)
     images = torch.rand(sizes["batch"], 3, sizes["pixels"], sizes["pixels"], device=device)
     real = images.clone()  # the discriminator's call turns on gradients of the images it is given
-    generator, discriminator = trainable(vae, without=("discr", "_vgg")), list(vae.discr.parameters())
-    step_generator = optimizer_step(generator, lambda: vae(images, return_loss=True), device, sizes["precision"])
-    step_discriminator = optimizer_step(
-        discriminator, lambda: vae(real, return_discr_loss=True), device, sizes["precision"]
-    )
-
-    def step() -> None:
-        step_generator()
-        step_discriminator()
-
-    parts = {"generator": size(generator), "discriminator": size(discriminator)}
-    return Work(
-        step,
-        samples=sizes["batch"],
-        parameters=sum(parts.values()),
-        flops=count_flops(step),
-        notes=[f"{player}: {count / 1e6:.2f} M parameters" for player, count in parts.items()],
-    )
+    players = {
+        "generator": (trainable(vae, without=("discr", "_vgg")), lambda: vae(images, return_loss=True)),
+        "discriminator": (list(vae.discr.parameters()), lambda: vae(real, return_discr_loss=True)),
+    }
+    return game_step(players, sizes["batch"], device, sizes["precision"])
 
 
 CASES = (

@@ -19,7 +19,7 @@ from kineograph.family.muse.network import Condition, MuseNetwork
 from kineograph.nn.head import Head
 from kineograph.process.masking import Critic, Masked, Scored, critic_loss, find_guided, hide, redraw
 from kineograph.text import Text, build_text
-from kineograph.text.reading import Words, null_text, precomputed, read_batch, read_captions, read_prompts, reads_for
+from kineograph.text.reading import precomputed, read_batch, read_prompts, reads_for
 
 
 class Muse(Task):
@@ -104,12 +104,6 @@ class Muse(Task):
     def reader(self) -> Text | None:
         """The text encoder; None: no text."""
         return cast("Text | None", self.text)
-
-    def read_text(self, captions: list[str]) -> Words:
-        return read_captions(self.reader, captions)
-
-    def no_text(self, rows: int, device: torch.device) -> Words:
-        return null_text(self.reader, rows, device)
 
     def read_low_res(self, batch: Batch) -> Tensor | None:
         """Tokens of the same images made smaller, B M."""
