@@ -69,9 +69,9 @@ class Takes:
         return min(frames, self.shape.frames) - 1
 
     def usual_overlap(self, frames: int, options: Any) -> int:
-        """The stage's own `sample.overlap`; without one, as much as fits in half a clip, rounded up."""
+        """The stage's own `sample.overlap`; without one, as much as fits in half a clip."""
         own = getattr(options, "overlap", None)
-        return own if own is not None else max(self.fitting((min(frames, self.shape.frames) + 1) // 2), default=1)
+        return own if own is not None else max(self.fitting(max(1, min(frames, self.shape.frames) // 2)), default=1)
 
     def check_overlap(self, overlap: int, frames: int, key: str) -> None:
         """`key` is what the person set."""

@@ -16,7 +16,7 @@ class PhenakiSample(MaskedSample):
     critic: bool = True
     """Let the critic, where there is one, decide which tokens are drawn again; false: the generator's confidence does."""
     overlap: int | None = Field(None, ge=1)
-    """Frames that a clip longer than the trained one carries from window to window; null: as many as fit in half of `data.frames`, rounded up."""
+    """Frames that a clip longer than the trained one carries from window to window; null: as many as fit in half of `data.frames`."""
 
 
 class PhenakiConfig(StageConfig, TransformerConfig):

@@ -75,7 +75,7 @@ def overlap_of(codec: Any, shape: Shape, options: PhenakiSample) -> int:
             "ask for no more, or train on longer clips (data.frames)"
         )
     if options.overlap is None:
-        return max([frames for frames in fitting if 2 * frames <= shape.frames + 1], default=fitting[0])
+        return max([frames for frames in fitting if 2 * frames <= shape.frames], default=fitting[0])
     if options.overlap not in fitting:
         shown = fitting if len(fitting) <= 8 else [*fitting[:7], "…", fitting[-1]]
         raise ConfigError(
