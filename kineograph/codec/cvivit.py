@@ -300,12 +300,10 @@ class CViViT(Task):
         discriminator = self.discriminator
         if discriminator is None or not game_on(self.config.adversarial, shared.noise.step):
             return None
-        frames = shared.real.shape[0] // shared.noise.batch
         padded = shared.rows is not None
 
-        def judge(pictures: Tensor) -> Tensor:
-            keep = shared.keep.repeat(pictures.shape[0] // shared.keep.shape[0]) if padded else None
-            return discriminator(pictures, frames, keep)
+        def judge(pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
+            return discriminator(pictures, frames, keep if padded else None)
 
         return judge
 
