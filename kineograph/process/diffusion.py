@@ -52,7 +52,7 @@ class DiffusionConfig(Config):
     steps: int = Field(1000, ge=2)
     """T: noise levels in training. Sampling takes as many steps as it is asked for."""
     schedule: Schedule = "cosine"
-    """How noise grows. cosine: ᾱ is a squared cosine. Else β rises from beta_start to beta_end: in a line, by its root (quadratic, scaled_linear), or as a sigmoid."""
+    """How noise grows. cosine: ᾱ is a squared cosine. Else β rises from beta_start to beta_end: linear, scaled_linear and quadratic (√β is linear), or sigmoid."""
     beta_start: float | None = Field(None, gt=0, lt=1)
     """First β; null: 1e-4 (8.5e-4 with scaled_linear) × 1000 / steps. Not read by cosine."""
     beta_end: float | None = Field(None, gt=0, lt=1)
@@ -162,7 +162,7 @@ class Diffusion(nn.Module):
         super().__init__()
         self.config, self.steps = config, config.steps
         kept = levels(config)
-        self.kept: list[float] = kept.tolist()
+        self.alpha_bar: list[float] = kept.tolist()
         """ᾱ in full precision on the host: solvers take their coefficients from it."""
         for name, table in self._tables(kept).items():
             self.register_buffer(name, table.float(), persistent=False)

@@ -24,12 +24,16 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.process.diffusion import Diffusion
+from kineograph.process.guidance import DiffusionSchedule, guided_denoise, scale_table
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """denoise(x, t: B int64) → the objective's own form, with twice the channels where the variance is learned."""
@@ -187,7 +191,7 @@ def _pairs(diffusion: Diffusion, steps: int, start: int) -> list[tuple[int, floa
     if not 0 <= start < steps:
         raise InputError(f"start={start} does not fit steps={steps}: use 0 … {steps - 1}")
     times = timesteps(diffusion.steps, steps)[start:]
-    kept = [diffusion.kept[t] for t in times]
+    kept = [diffusion.alpha_bar[t] for t in times]
     return list(zip(times, kept, [*kept[1:], 1.0], strict=True))
 
 
@@ -206,7 +210,7 @@ def _walk(
     now: Tensor | None = None  # x̂0 of the level before, then of this one
     for step, following in zip(plan, [*plan[1:], None], strict=True):
         t = torch.full((x.shape[0],), step.t, dtype=torch.int64, device=x.device)
-        before, kept = now, diffusion.kept[step.t]
+        before, kept = now, diffusion.alpha_bar[step.t]
         rounds = 1 if inpaint is None or following is None else inpaint.resample
         for left in reversed(range(rounds)):
             if inpaint is not None:
@@ -219,7 +223,7 @@ def _walk(
             x = _advance(step, x, now, before, output, draws)
             if left:  # noise that the step took out goes back in: q(x_t | x_s)
                 assert following is not None
-                share = kept / diffusion.kept[following.t]
+                share = kept / diffusion.alpha_bar[following.t]
                 x = math.sqrt(share) * x + math.sqrt(1 - share) * next(draws)
     return x if inpaint is None else torch.where(inpaint.mask, inpaint.known.float(), x)
 
@@ -250,3 +254,66 @@ def _advance(
         share = (output.chunk(2, dim=1)[1].float() + 1) / 2
         return result + torch.exp((low + share * (high - low)) / 2) * next(draws)
     return result.add(next(draws), alpha=step.spread) if step.spread else result
+
+
+# By config -------------------------------------------------------------------------------------------------------
+
+
+class DiffusionSample(Config):
+    steps: int = Field(50, ge=1)
+    """Forward passes from noise to data."""
+    solver: Literal["ddpm", "ddim", "dpm_solver", "dpm_solver_sde"] = "ddim"
+    """ddpm: ancestral, uses learned variances, wants many steps. ddim: noise by eta. dpm_solver: DPM-Solver++ 2M, for few steps; _sde: with fresh noise."""
+    eta: float = Field(0.0, ge=0, le=1)
+    """Noise that ddim adds back: 0 none, 1 as much as ddpm."""
+    guidance: float = Field(3.0, ge=0)
+    """Classifier-free guidance; 1 is none, and costs half as much."""
+    guidance_schedule: DiffusionSchedule = "constant"
+    """linear: from 1 at the first step to `guidance` at the last. cosine: CogVideoX's, from 1 to 1 + `guidance`, late. oscillating: its legacy form."""
+    clip: Literal["none", "static", "dynamic"] = "static"
+    """Of the predicted data, at every step. static: to [−1, 1]. dynamic: by its own quantile, against saturation under strong guidance."""
+    clip_quantile: float = Field(0.995, gt=0, le=1)
+    """Of clip=dynamic: this share of the values is in range."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> DiffusionSample:
+        if self.eta and self.solver != "ddim":
+            raise ValueError(f"eta={self.eta} is read by solver=ddim only, not by solver={self.solver}: leave it out")
+        return self
+
+    @property
+    def guides(self) -> bool:
+        """Whether guidance does anything, so that two rows a sample must run."""
+        return self.guidance != (0 if self.guidance_schedule in ("cosine", "oscillating") else 1)
+
+
+def solve(
+    diffusion: Diffusion,
+    denoise: Denoise,
+    x: Tensor,
+    options: DiffusionSample,
+    *,
+    noise: Fresh,
+    guide: bool = False,
+    clip: Clip | None = None,
+    inpaint: Inpaint | None = None,
+    start: int = 0,
+) -> Tensor:
+    """Sample as `options` say. With `guide`, `denoise` is bound to 2B conditions, the wanted before the others, and x has B rows.
+
+    A `clip` of the caller's (embeddings have a norm, not a range) takes the place of that in the options.
+    """
+    if guide:
+        times = timesteps(diffusion.steps, options.steps)
+        denoise = guided_denoise(denoise, scale_table(options.guidance, times, options.guidance_schedule, x.device))
+    if clip is None and options.clip != "none":
+        clip = static_clip() if options.clip == "static" else dynamic_clip(options.clip_quantile)
+    if options.solver == "ddpm":
+        return ddpm(diffusion, denoise, x, options.steps, noise=noise, clip=clip, inpaint=inpaint, start=start)
+    if options.solver == "ddim":
+        eta = options.eta
+        return ddim(diffusion, denoise, x, options.steps, noise=noise, eta=eta, clip=clip, inpaint=inpaint, start=start)
+    sde = options.solver == "dpm_solver_sde"
+    return dpm_solver(
+        diffusion, denoise, x, options.steps, noise=noise, sde=sde, clip=clip, inpaint=inpaint, start=start
+    )
