@@ -52,7 +52,7 @@ class DiffusionConfig(Config):
     steps: int = Field(1000, ge=2)
     """T: noise levels in training. Sampling takes as many steps as it is asked for."""
     schedule: Schedule = "cosine"
-    """How noise grows. cosine: ᾱ is a squared cosine. Else β rises from beta_start to beta_end: linear, scaled_linear and quadratic (√β is linear), or sigmoid."""
+    """How noise grows. cosine: ᾱ is a squared cosine. Else β rises from beta_start to beta_end: linear, quadratic and scaled_linear (linear √β), or sigmoid."""
     beta_start: float | None = Field(None, gt=0, lt=1)
     """First β; null: 1e-4 (8.5e-4 with scaled_linear) × 1000 / steps. Not read by cosine."""
     beta_end: float | None = Field(None, gt=0, lt=1)
@@ -90,6 +90,14 @@ class DiffusionConfig(Config):
             )
         if self.schedule == "cosine" and (self.beta_start is not None or self.beta_end is not None):
             raise ValueError("beta_start and beta_end are not read by schedule=cosine: leave them out")
+        for name in ("min_snr_gamma", "p2_gamma", "p2_k"):
+            reader = "p2" if name.startswith("p2") else "min_snr"
+            if self.weighting != reader and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is read by weighting={reader} only, not by weighting={self.weighting}: leave it out"
+                )
+        if not self.learned_variance and self.vb_weight != type(self).model_fields["vb_weight"].default:
+            raise ValueError("vb_weight is read with learned_variance=true only: leave it out")
         start, end = self.ends
         if start > end:
             raise ValueError(f"beta_start={start} is above beta_end={end}: noise must grow")

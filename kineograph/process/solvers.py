@@ -188,9 +188,10 @@ def begin(diffusion: Diffusion, x0: Tensor, eps: Tensor, steps: int, start: int)
 
 def _pairs(diffusion: Diffusion, steps: int, start: int) -> list[tuple[int, float, float]]:
     """t, ᾱ_t, ᾱ_s of every step from `start` on; ᾱ = 1 after the last."""
+    times = timesteps(diffusion.steps, steps)
     if not 0 <= start < steps:
         raise InputError(f"start={start} does not fit steps={steps}: use 0 … {steps - 1}")
-    times = timesteps(diffusion.steps, steps)[start:]
+    times = times[start:]
     kept = [diffusion.alpha_bar[t] for t in times]
     return list(zip(times, kept, [*kept[1:], 1.0], strict=True))
 
@@ -279,6 +280,8 @@ class DiffusionSample(Config):
     def _fits(self) -> DiffusionSample:
         if self.eta and self.solver != "ddim":
             raise ValueError(f"eta={self.eta} is read by solver=ddim only, not by solver={self.solver}: leave it out")
+        if self.clip != "dynamic" and self.clip_quantile != type(self).model_fields["clip_quantile"].default:
+            raise ValueError(f"clip_quantile is read by clip=dynamic only, not by clip={self.clip}: leave it out")
         return self
 
     @property
