@@ -1,10 +1,10 @@
-import inspect
+import importlib.util
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
-from diffusers import CogVideoXPipeline
 
 from kineograph.process.guidance import guide, guided_denoise, scale_table, scales
 from kineograph.process.solvers import timesteps
@@ -54,7 +54,9 @@ def test_the_cosine_rises_late_from_no_guidance():
 
 def test_the_oscillating_one_is_that_of_the_released_pipeline():
     """Its formula, taken from the source of diffusers and evaluated."""
-    source = inspect.getsource(CogVideoXPipeline.__call__)
+    package = importlib.util.find_spec("diffusers")
+    assert package is not None and package.origin is not None
+    source = (Path(package.origin).parent / "pipelines/cogvideo/pipeline_cogvideox.py").read_text(encoding="utf-8")
     found = re.search(r"self\._guidance_scale = (1 \+ guidance_scale \* \(.*?\n\s+\))\n", source, re.DOTALL)
     assert found is not None
     formula = found.group(1).replace("t.item()", "t")
