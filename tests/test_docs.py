@@ -28,6 +28,8 @@ from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.phenaki.config import CriticConfig as PhenakiCriticConfig
 from kineograph.family.phenaki.config import PhenakiConfig, PhenakiSample
 from kineograph.nn.quantizers import FSQConfig, LFQConfig, VQConfig
+from kineograph.process.diffusion import DiffusionConfig
+from kineograph.process.solvers import DiffusionSample
 from kineograph.run import layers
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
 from kineograph.text import TextConfig
@@ -69,6 +71,8 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "task: phenaki.critic", PhenakiCriticConfig, "", StageConfig),
     (CONFIG, "task: nuwa", NuwaConfig, "", StageConfig),
     (CONFIG, "task: nuwa", NuwaSample, "sample.", None),
+    (CONFIG, "diffusion.*", DiffusionConfig, "diffusion.", None),
+    (CONFIG, "sample.* of diffusion", DiffusionSample, "sample.", None),
 ]
 
 
