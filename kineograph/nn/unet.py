@@ -169,9 +169,7 @@ class Unet(nn.Module):
         widths, blocks = config.widths, config.at_levels("blocks")
         self.config = config
         self.vector = 4 * config.width
-        self.time = nn.Sequential(
-            nn.Linear(config.width, self.vector), nn.SiLU(), nn.Linear(self.vector, self.vector)
-        )
+        self.time = nn.Sequential(nn.Linear(config.width, self.vector), nn.SiLU(), nn.Linear(self.vector, self.vector))
         self.stem = nn.Conv2d(channels_in, widths[0], 3, padding=1)
         self.shrink = halve(widths[0], widths[0]) if config.efficient else None
 
@@ -193,9 +191,7 @@ class Unet(nn.Module):
                 skips.append(widths[level + 1])
         self.middle1, self.middle2 = block(widths[-1], widths[-1]), block(widths[-1], widths[-1])
         own = config.middle_attention
-        self.middle_attention = (
-            PixelAttention(widths[-1], config, own, context_width) if own or context_width else None
-        )
+        self.middle_attention = PixelAttention(widths[-1], config, own, context_width) if own or context_width else None
         self.up, self.doubles = nn.ModuleList(), nn.ModuleList()
         for level, width in reversed(list(enumerate(widths))):
             rising = [block(width + skips.pop(), width) for _ in range(blocks[level] + 1)]

@@ -36,7 +36,9 @@ def given(rows: int = 2, size: int = 16) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("keys", [{}, {"efficient": True}, {"blocks": (2, 1, 3)}, {"norm": "channel"}, {"multipliers": (1,)}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"efficient": True}, {"blocks": (2, 1, 3)}, {"norm": "channel"}, {"multipliers": (1,)}]
+)
 def test_shapes(keys):
     unet = make(channels_out=6, **keys)
     assert unet(**given()).shape == (2, 6, 16, 16)
@@ -79,7 +81,10 @@ def test_a_list_of_the_wrong_length_is_refused():
 
 def test_attention_stands_where_the_flags_say():
     unet = make(self_attention=(False, False, True), cross_attention=(False, True, True))
-    found = [(level.attention is not None and level.attention.own is not None, level.attention is not None) for level in unet.down]
+    found = [
+        (level.attention is not None and level.attention.own is not None, level.attention is not None)
+        for level in unet.down
+    ]
     assert found == [(False, False), (False, True), (True, True)]
     assert unet.middle_attention.own is not None and unet.middle_attention.cross is not None
     assert make(middle_attention=False).middle_attention.own is None
@@ -92,7 +97,9 @@ def test_a_context_reaches_every_attention_level():
     changed = whole | {"context": whole["context"] + 1}
     outputs: dict[int, list[torch.Tensor]] = {}
     for number, attention in enumerate(unet.attentions()):
-        attention.register_forward_hook(lambda module, args, out, number=number: outputs.setdefault(number, []).append(out - args[0]))
+        attention.register_forward_hook(
+            lambda module, args, out, number=number: outputs.setdefault(number, []).append(out - args[0])
+        )
     for inputs in (whole, changed):
         unet(**inputs)
     assert len(outputs) == 7  # three levels, twice, and the middle
