@@ -39,7 +39,7 @@ def cache_folder(stage: StagePlan, folder: RunFolder, stages: Stages, source: So
     """Where this stage's cache lies, whether it is there or not."""
     config = stage.spec.config
     encoders = {
-        key: stages.digest(getattr(config, key)) for key in config.references if getattr(config, key) is not None
+        key: stages.digest(getattr(config, key)) for key in config.references if isinstance(getattr(config, key), str)
     }
     content = source.fingerprint() if hasattr(source, "fingerprint") else f"{len(source)} items"
     facts = {
