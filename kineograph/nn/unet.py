@@ -5,8 +5,7 @@ Maps stay in channels_last memory from end to end: attention reads the same byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, cast
 
 import torch
@@ -239,7 +238,7 @@ class Unet(nn.Module):
         if self.shrink is not None:
             x = self.shrink(x)
         skips = [x]
-        for number, level in enumerate(self.down):
+        for number, level in enumerate(cast(Iterable[Level], self.down)):
             for place, block in enumerate(level.blocks):
                 x = block(x, vector)
                 if place + 1 == len(level.blocks):
@@ -249,7 +248,7 @@ class Unet(nn.Module):
                 x = self.halves[number](x)
                 skips.append(x)
         x = self.middle2(attend(self.middle_attention, self.middle1(x, vector)), vector)
-        for number, level in enumerate(self.up):
+        for number, level in enumerate(cast(Iterable[Level], self.up)):
             for block in level.blocks:
                 x = block(x, vector, skips.pop())
             x = attend(level.attention, x)
@@ -266,10 +265,10 @@ def _reader(
     """Calls attention after attention, each with its own memory."""
     left = iter(memory or ())
 
-    def attend(attention: nn.Module | None, x: Tensor) -> Tensor:
+    def attend(attention: PixelAttention | None, x: Tensor) -> Tensor:
         if attention is None:
             return x
-        reads = cast(PixelAttention, attention).cross is not None and memory is not None
+        reads = attention.cross is not None and memory is not None
         return attention(x, context, mask, next(left) if reads else None)
 
     return attend

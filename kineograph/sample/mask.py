@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.data.transforms import Framing
 from kineograph.core.noise import numpy_rng
+from kineograph.data.transforms import Framing
 from kineograph.media.clips import frames_of
 from kineograph.sample.prime import Takes, file_digest
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import Task
 
 Grid = tuple[int, int]
 
@@ -35,8 +34,8 @@ class Pixels:
 class Latents:
     """A codec's latents: continuous ones as it gives them, those of a codebook before they are rounded to codes."""
 
-    def __init__(self, codec: Task, name: str, scale: float, shape: Shape) -> None:
-        self.codec: Any = codec
+    def __init__(self, codec: Any, name: str, scale: float, shape: Shape) -> None:
+        self.codec = codec
         self.scale = scale
         self.coded = getattr(codec, "vocabulary", None) is not None
         wanted = (

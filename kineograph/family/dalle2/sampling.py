@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kineograph.core.batch import Prompts
 from kineograph.core.errors import InputError
-from kineograph.family.dalle2.config import DecoderSample
 from kineograph.family.dalle2.conditioning import Prior
+from kineograph.family.dalle2.config import DecoderSample
 from kineograph.family.dalle2.latents import inward
 from kineograph.family.dalle2.low_res import add_noise, enlarge, shrink
 from kineograph.process.solvers import Inpaint, dynamic_clip, solve, static_clip
