@@ -23,6 +23,8 @@ from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
+from kineograph.family.dalle2.config import DecoderConfig, DecoderSample
+from kineograph.family.dalle2.low_res import AugmentConfig
 from kineograph.family.muse.config import CriticConfig, MuseConfig, MuseSample
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.phenaki.config import CriticConfig as PhenakiCriticConfig
@@ -71,6 +73,9 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "task: phenaki.critic", PhenakiCriticConfig, "", StageConfig),
     (CONFIG, "task: nuwa", NuwaConfig, "", StageConfig),
     (CONFIG, "task: nuwa", NuwaSample, "sample.", None),
+    (CONFIG, "task: dalle2", DecoderConfig, "", StageConfig),
+    (CONFIG, "task: dalle2", AugmentConfig, "augment.", None),
+    (CONFIG, "task: dalle2", DecoderSample, "sample.", DiffusionSample),
     (CONFIG, "diffusion.*", DiffusionConfig, "diffusion.", None),
     (CONFIG, "sample.* of diffusion", DiffusionSample, "sample.", None),
 ]

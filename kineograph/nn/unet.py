@@ -44,6 +44,8 @@ class UnetConfig(Config):
     """Before each convolution. group: over groups of channels of the whole map. channel: over the channels of each pixel."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Before the last convolution of each residual block, in training only."""
+    patch: Literal[1, 2, 4] = 1
+    """Pixels on a side that are folded into channels before the first convolution and unfolded after the last: cheaper, and a little coarser."""
     efficient: bool = False
     """Halve the map before the first level, so that no level works at full size; for the large pictures of a cascade."""
 
@@ -68,7 +70,7 @@ class UnetConfig(Config):
     @property
     def factor(self) -> int:
         """What height and width must be a multiple of."""
-        return 2 ** (len(self.multipliers) - 1 + self.efficient)
+        return self.patch * 2 ** (len(self.multipliers) - 1 + self.efficient)
 
     def at_levels(self, name: str) -> tuple[Any, ...]:
         """`blocks`, `self_attention` or `cross_attention`, a value a level."""
@@ -82,7 +84,7 @@ class UnetConfig(Config):
         if height % self.factor or width % self.factor:
             fitting = [max(1, round(side / self.factor)) * self.factor for side in (height, width)]
             raise ConfigError(
-                f"{key}={height}×{width} does not fit a U-Net that halves its map {self.factor.bit_length() - 1} times: "
+                f"{key}={height}×{width} does not fit a U-Net whose coarsest map is {self.factor} times smaller: "
                 f"use multiples of {self.factor}, such as {fitting[0]}×{fitting[1]}, or fewer multipliers"
             )
 
@@ -169,7 +171,7 @@ class Unet(nn.Module):
         self.config = config
         self.vector = 4 * config.width
         self.time = nn.Sequential(nn.Linear(config.width, self.vector), nn.SiLU(), nn.Linear(self.vector, self.vector))
-        self.stem = nn.Conv2d(channels_in, widths[0], 3, padding=1)
+        self.stem = nn.Conv2d(channels_in * config.patch**2, widths[0], 3, padding=1)
         self.shrink = halve(widths[0], widths[0]) if config.efficient else None
 
         def block(given: int, width: int) -> ResidualBlock:
@@ -200,7 +202,7 @@ class Unet(nn.Module):
         self.enlarge = double(widths[0], widths[0]) if config.efficient else None
         self.last = block(2 * widths[0], widths[0]) if config.efficient else None
         self.norm = _map_norm(config.norm, widths[0])
-        self.out = nn.Conv2d(widths[0], channels_out, 3, padding=1)
+        self.out = nn.Conv2d(widths[0], channels_out * config.patch**2, 3, padding=1)
         silence(self.out)
 
     def attentions(self) -> Iterator[PixelAttention]:
@@ -234,6 +236,7 @@ class Unet(nn.Module):
         vector = self.time(self.waves(t))
         vector = F.silu(vector if added is None else vector + added)
         attend = _reader(context, mask, memory)
+        x = F.pixel_unshuffle(x, self.config.patch) if self.config.patch > 1 else x
         x = stem = self.stem(x.contiguous(memory_format=torch.channels_last))
         if self.shrink is not None:
             x = self.shrink(x)
@@ -256,7 +259,8 @@ class Unet(nn.Module):
                 x = self.doubles[number](x)
         if self.enlarge is not None and self.last is not None:
             x = self.last(self.enlarge(x), vector, stem)
-        return self.out(F.silu(self.norm(x))).float()
+        x = self.out(F.silu(self.norm(x))).float()
+        return F.pixel_shuffle(x, self.config.patch) if self.config.patch > 1 else x
 
 
 def _reader(

@@ -37,7 +37,7 @@ def given(rows: int = 2, size: int = 16) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, {"efficient": True}, {"blocks": (2, 1, 3)}, {"norm": "channel"}, {"multipliers": (1,)}]
+    "keys", [{}, {"efficient": True}, {"blocks": (2, 1, 3)}, {"norm": "channel"}, {"patch": 2}, {"multipliers": (1,)}]
 )
 def test_shapes(keys):
     unet = make(channels_out=6, **keys)
@@ -68,10 +68,11 @@ def test_every_parameter_takes_a_gradient():
 def test_odd_sizes_are_refused_with_sizes_that_fit():
     config = parse(UnetConfig, SMALL)
     config.check_size(16, 20)
-    with pytest.raises(ConfigError, match=r"data\.size=16×18.*halves its map 2 times.*multiples of 4, such as 16×16"):
+    with pytest.raises(ConfigError, match=r"data\.size=16×18.*coarsest map is 4 times smaller.*multiples of 4, such as 16×16"):
         config.check_size(16, 18)
-    with pytest.raises(ConfigError, match="multiples of 8"):
-        parse(UnetConfig, SMALL | {"efficient": True}).check_size(20, 20)
+    for keys in ({"efficient": True}, {"patch": 2}):
+        with pytest.raises(ConfigError, match="multiples of 8"):
+            parse(UnetConfig, SMALL | keys).check_size(20, 20)
 
 
 def test_a_list_of_the_wrong_length_is_refused():
@@ -154,6 +155,14 @@ def test_efficient_form_works_at_half_size_and_still_sees_every_pixel():
     changed[:, :, 5, 7] += 1
     difference = (unet(**whole | {"x": changed}) - a).abs()[:, :, 5, 7]
     assert difference.min() > 0
+
+
+def test_patches_are_folded_and_unfolded():
+    unet = make(channels_in=1, channels_out=1, context=None, patch=2)
+    sizes = []
+    unet.down[0].blocks[0].register_forward_hook(lambda module, args, out: sizes.append(out.shape[-1]))
+    unet(torch.randn(1, 1, 16, 16), torch.zeros(1))
+    assert sizes == [8]
 
 
 def test_recomputing_blocks_gives_the_same_gradients():

@@ -20,6 +20,7 @@ from kineograph.family.dalle2.latents import Latents, Pixels, inward
 from kineograph.family.dalle2.low_res import cut, enlarge, shrink, spoil
 from kineograph.family.dalle2.network import Condition, DecoderNetwork
 from kineograph.process.diffusion import Diffusion
+from kineograph.text.embedding import ClipReader
 from kineograph.text.reading import precomputed, reads_for
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -108,6 +109,14 @@ class Decoder(Task):
                 "train.precision=fp16 does not fit diffusion.learned_variance=true: the variational bound's small log-variances are lost "
                 "in fp16 and the loss becomes NaN; use bf16 or fp32, or learned_variance=false"
             )
+
+    @property
+    def clip(self) -> ClipReader | None:
+        return self.conditioner.clip
+
+    @property
+    def text(self) -> nn.Module | None:
+        return self.conditioner.text
 
     # training ------------------------------------------------------------------------------------------------------
 
