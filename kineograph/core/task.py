@@ -125,8 +125,8 @@ class Task(nn.Module):
         return False
 
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        """What a cache may hold of a batch instead of pixels and captions: `tokens` or `latents`, and `text_embeds` with
-        `text_mask` where the text encoder is frozen."""
+        """What a cache may hold of a batch instead of pixels and captions: `tokens`, `latents` or `image_embed`, and where what reads
+        captions is frozen `text_embed`, and `text_embeds` with `text_mask`."""
         raise NotImplementedError
 
     # how the outside treats it -----------------------------------------------------------------------------------

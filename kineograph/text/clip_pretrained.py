@@ -58,8 +58,12 @@ class Preprocessing:
         x = pictures.float()
         x = x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
         size = self.resized(*x.shape[2:])
-        if size != tuple(x.shape[2:]):
-            x = F.interpolate(x, size, mode=self.mode, antialias=True).clamp(0, 1)
+        for step in (
+            (x.shape[2], size[1]),
+            size,
+        ):  # first the width, then the height, each cut to its range, as Pillow does
+            if step != tuple(x.shape[2:]):
+                x = F.interpolate(x, step, mode=self.mode, antialias=True).clamp(0, 1)
         if self.cropped:
             top, left = (size[0] - self.crop[0]) // 2, (size[1] - self.crop[1]) // 2
             x = x[:, :, top : top + self.crop[0], left : left + self.crop[1]]
