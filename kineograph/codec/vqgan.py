@@ -176,6 +176,23 @@ class VQGAN(Task):
         features = self.quantizer.lookup(rearrange(tokens, "b t h w -> (b t) h w"))
         return outward(self.to_pixels(self.decoder(features)), tokens.shape[0])
 
+    @property
+    def latent_channels(self) -> int:
+        return self.quantizer.dim
+
+    @torch.no_grad()
+    def latents(self, pixels: Tensor) -> Tensor:
+        """B T C H W in [0, 1] → B T c h w: what the quantizer rounds to codes, for a diffusion over it."""
+        self.shape_for(*pixels.shape[1:2], *pixels.shape[-2:])
+        found = self.quantizer.compress(self.encoder(inward(pixels)))
+        return rearrange(found, "(b t) c h w -> b t c h w", b=pixels.shape[0])
+
+    @torch.no_grad()
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """B T c h w → B T C H W in [0, 1], by way of the nearest codes"""
+        features = self.quantizer.restore(rearrange(latents, "b t c h w -> (b t) c h w"))
+        return outward(self.to_pixels(self.decoder(features)), latents.shape[0])
+
     # training ----------------------------------------------------------------------------------------------------
 
     def trainable(self, player: str) -> list[nn.Module]:
