@@ -180,7 +180,7 @@ class Streamed:
         patience = -(-len(self.shards) // readers)
         buffer: list[tuple[int, Record]] = []
         waiting: Counter[int] = Counter()  # shard → its samples in the buffer
-        turn, rng = -1, None
+        turn, rng, late = -1, None, False
 
         def take(place: int) -> tuple[int, Record]:
             buffer[place], buffer[-1] = buffer[-1], buffer[place]
@@ -194,8 +194,10 @@ class Streamed:
         for now, record in self._in_order(seed, reader, readers, begun, skipped):
             if now != turn or rng is None:
                 turn, rng = now, numpy_rng(seed, "shuffle", reader, now)
-                while late := [place for place, (of, _) in enumerate(buffer) if of <= turn - patience]:
-                    yield take(late[int(rng.integers(len(late)))])
+                while buffer and (late or min(waiting) <= turn - patience):
+                    late = True
+                    yield take(int(rng.integers(len(buffer))))
+                late = False
             buffer.append((turn, record))
             waiting[turn] += 1
             if len(buffer) >= self.config.shuffle_buffer:

@@ -68,7 +68,7 @@ def test_webdataset_shards(tmp_path: Path) -> None:
         with tarfile.open(path) as tar:
             names += tar.getnames()
             content = json.loads(tar.extractfile(tar.getnames()[2]).read())  # type: ignore[union-attr]
-    assert names == [f"{i:06d}.{suffix}" for i in range(5) for suffix in ("gif", "txt", "json")]
+    assert names == [f"{i // 2:05d}{i % 2:04d}.{suffix}" for i in range(5) for suffix in ("gif", "txt", "json")]
     assert content["caption"] == drawn(4, size=24, frames=3).caption
     assert content["figures"][0]["digit"] in range(10)
     again = make("moving-digits", tmp_path / "again", 5, "webdataset", ["size=24", "frames=3", "shard=2"])
@@ -78,7 +78,7 @@ def test_webdataset_shards(tmp_path: Path) -> None:
 def test_webdataset_media_format(tmp_path: Path) -> None:
     make("moving-digits", tmp_path / "stills", 1, "webdataset", ["size=24", "format=png"])
     with tarfile.open(tmp_path / "stills/shard-000000.tar") as tar:
-        assert tar.getnames()[0] == "000000.png"
+        assert tar.getnames()[0] == "000000000.png"
 
 
 def test_mp4_has_the_frames_and_the_speed(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_split_decides_the_items(tmp_path: Path) -> None:
         ({"settings": ["frames=4"], "as_": "png"}, "frames=4 does not fit png"),
         ({"settings": ["size=40", "stills=0.3"], "as_": "memmap"}, "stills=0.3 cannot be kept in a memmap"),
         ({"settings": ["shard=0"], "as_": "webdataset"}, "shard=0"),
-        ({"settings": ["format=avi"], "as_": "webdataset"}, "format=avi: use gif, mp4, png"),
+        ({"settings": ["format=avi"], "as_": "webdataset"}, "format=avi: use gif, mp4, png, jpg, webp"),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path, call: dict, message: str) -> None:
