@@ -34,12 +34,10 @@ def check_shards(
     problems: list[Problem] = []
     keys: list[list[str]] = []
     with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
-        for done, (name, found) in enumerate(
-            zip(names, pool.map(lambda name: _check(root, name), names), strict=True), 1
-        ):
-            notes.append(found[0])
-            problems += found[1]
-            keys.append(found[2])
+        for done, (note, wrong, samples) in enumerate(pool.map(lambda name: _check(root, name), names), 1):
+            notes.append(note)
+            problems += wrong
+            keys.append(samples)
             if progress:
                 progress(done, len(names))
     shards = [Shard(str(root / name), PurePosixPath(name).name) for name in names]
