@@ -23,6 +23,7 @@ from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
+from kineograph.data.webdataset_samples import WebDatasetConfig
 from kineograph.family.muse.config import CriticConfig, MuseConfig, MuseSample
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.phenaki.config import CriticConfig as PhenakiCriticConfig
@@ -46,6 +47,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "moving_digits", MovingDigitsConfig, "data.", DataConfig),
     (DATA, "folder", FolderConfig, "data.", DataConfig),
     (DATA, "memmap", MemmapConfig, "data.", DataConfig),
+    (DATA, "webdataset", WebDatasetConfig, "data.", DataConfig),
     (DATA, "cache", CacheConfig, "data.", DataConfig),
     (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
     (CONFIG, "The top", RunConfig, "", None),

@@ -207,6 +207,11 @@ def _after_blocks(data: bytes, at: int) -> int:
 
 
 def _has_orientation(image: Image.Image) -> bool:
+    if image.format == "JPEG" and not image.info.keys() & {
+        "exif",
+        "xmp",
+    }:  # asking costs as much as all else around a decode
+        return False
     return image.getexif().get(0x0112, 1) != 1
 
 

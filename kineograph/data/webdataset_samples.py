@@ -32,8 +32,8 @@ class WebDatasetConfig(MediaConfig):
     """Last number that `{}` in `shards` stands for, included."""
     shard_width: int = Field(6, ge=1)
     """Digits that `{}` in `shards` is written with."""
-    media: list[str] = Field([suffix[1:] for suffix in (*IMAGES, *CLIPS)], min_length=1)
-    """Endings of pictures and clips; of several in one sample, the first in this list is taken."""
+    media: list[str] | None = Field(None, min_length=1)
+    """Endings of pictures and clips; of several in one sample, the first in this list is taken. null: all that folders know."""
     pixels: bool = True
     """Decode pictures and clips; false for a stage that reads captions and embeddings only."""
     captions: list[str] = Field(["txt", "caption", "json"], min_length=1)
@@ -71,8 +71,8 @@ class WebDatasetConfig(MediaConfig):
 
     @field_validator("media", "captions")
     @classmethod
-    def _plain(cls, value: list[str]) -> list[str]:
-        return [ending.lower().removeprefix(".") for ending in value]
+    def _plain(cls, value: list[str] | None) -> list[str] | None:
+        return value and [ending.lower().removeprefix(".") for ending in value]
 
 
 class Part(NamedTuple):
@@ -90,7 +90,7 @@ class Assembly:
         self.endings: dict[str, tuple[str, ...]] = {"caption": tuple(config.captions)}
         """Field → the endings of its members."""
         if config.pixels:
-            self.endings["media"] = tuple(config.media)
+            self.endings["media"] = tuple(config.media or [suffix[1:] for suffix in (*IMAGES, *CLIPS)])
         for name in EMBEDDINGS:
             if getattr(config, name) is not None:
                 self.endings[name] = (getattr(config, name).lower().removeprefix("."),)

@@ -22,7 +22,7 @@ from kineograph.data.opening import data_config, open_source
 from kineograph.data.scan import scan
 from kineograph.data.shards import Shard, expand, find_shards
 from kineograph.data.tar_index import TarIndex, index_of, split_name
-from kineograph.data.webdataset import WebDataset, WebDatasetConfig
+from kineograph.data.webdataset import WebDataset
 from tests.data.tar_shards import item, opened, picture, read, three_shards, write
 
 
@@ -348,7 +348,3 @@ def test_only_headers_are_read_for_an_index(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(os, "pread", lambda handle, count, at: taken.append(count) or pread(handle, count, at))
     TarIndex.build(str(path))
     assert sum(taken) < 10_000
-
-
-def test_config_defaults_name_what_is_decoded() -> None:
-    assert {"jpg", "png", "webp", "gif", "mp4"} <= set(WebDatasetConfig(shards="x").media)
