@@ -22,6 +22,7 @@ import numpy as np
 from kineograph.data.shards import Shard
 
 _BLOCK = 512
+_PAGE = 4096
 _VERSION = 1
 _FOLDER = ".kineo-index"
 _NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
@@ -91,7 +92,9 @@ def members(read: Callable[[int, int], bytes], size: int) -> Iterator[Member]:
 
 
 def _sound(block: bytes) -> bool:
-    """The checksum: the sum of all bytes, its own field counted as spaces."""
+    """By the name of the format, or in tars older than that by the checksum: the sum of all bytes, its own field counted as spaces."""
+    if block[257:262] == b"ustar":
+        return True
     try:
         return sum(block) - sum(block[148:156]) + 8 * 32 == _number(block[148:156])
     except ValueError:
@@ -158,8 +161,14 @@ class TarIndex:
         with open(path, "rb") as file:
             handle, status = file.fileno(), os.fstat(file.fileno())
 
+            seen, begin = b"", 0
+
             def read(offset: int, count: int) -> bytes:
-                return os.pread(handle, count, offset)
+                """Whole pages: the headers of short members, such as captions, come with the one before."""
+                nonlocal seen, begin
+                if not begin <= offset <= offset + count <= begin + len(seen):
+                    seen, begin = os.pread(handle, max(count, _PAGE), offset), offset
+                return seen[offset - begin : offset - begin + count]
 
             try:
                 for member in members(read, status.st_size):

@@ -347,4 +347,4 @@ def test_only_headers_are_read_for_an_index(tmp_path: Path, monkeypatch) -> None
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda handle, count, at: taken.append(count) or pread(handle, count, at))
     TarIndex.build(str(path))
-    assert sum(taken) < 10_000
+    assert sum(taken) < 30_000  # of 500,000
