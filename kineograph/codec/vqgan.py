@@ -199,7 +199,7 @@ class VQGAN(Task):
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
         game = self.config.adversarial
-        judge = self.discriminator if game_on(game, shared.noise.step) else None
+        judge = self._judge if game_on(game, shared.noise.step) else None
         if player == "discriminator":
             assert game is not None
             assert judge is not None
@@ -207,6 +207,11 @@ class VQGAN(Task):
         return generator_loss(
             shared, self.config, self.vocabulary, self.perceptual, judge, [self.to_pixels.conv.weight]
         )
+
+    def _judge(self, pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
+        """Frame by frame, so that clips and padding make no difference."""
+        assert self.discriminator is not None
+        return self.discriminator(pictures)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         return scores(self(batch, noise), self.config, self.vocabulary, self.perceptual)
