@@ -14,8 +14,8 @@ elementwise kernels and never waits for the device; `denoise` may be a compiled 
     … its SDE       keep σ_s/σ_t e^−h                pull α_s (1 − e^−2h) D       spread σ_s √(1 − e^−2h)
                     D = x̂0 + (h / 2 h_before) (x̂0 − x̂0 before): second order from what is known anyhow (DPM-Solver++ 2M)
 
-Levels are spaced backwards from the end (trailing): the first is T − 1, where x is what training saw there, and the last step leads to s = "−1" with
-ᾱ = 1, where every solver returns x̂0 itself. ε is never used beside a clipped x̂0: both are seen as one answer, so clipping cannot break x_t.
+Levels are spaced backwards from the end (trailing): the first is T − 1, where x is what training saw there, and the last step leads to ᾱ = 1, where
+every solver returns x̂0 itself. Where x̂0 is clipped, ε is that which x_t and the clipped x̂0 imply: x_t stays a mixture of the two.
 """
 
 from __future__ import annotations
