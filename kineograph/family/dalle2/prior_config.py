@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.config import Config, StageConfig
 from kineograph.nn.transformer import TransformerConfig
-from kineograph.process.diffusion import DiffusionConfig, Objective
+from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.solvers import DiffusionSample
 from kineograph.text.embedding import ClipChoice
-
-
-class PriorDiffusion(DiffusionConfig):
-    objective: Objective = "x0"
-    """What the network answers with: the embedding itself, the noise, or v."""
-
-    @model_validator(mode="after")
-    def _has_no_pixels(self) -> PriorDiffusion:
-        if self.learned_variance:
-            raise ValueError(
-                "learned_variance=true does not fit a prior: its bound counts the 256 steps of a pixel, and embeddings have none"
-            )
-        return self
 
 
 class PriorSample(Config):
@@ -60,7 +48,21 @@ class PriorConfig(StageConfig, TransformerConfig):
     """Read the encodings of the caption's tokens too, beside its embedding."""
     caption_dropout: float = Field(0.1, ge=0, le=1)
     """Share of training samples that see no text, for classifier-free guidance."""
-    diffusion: PriorDiffusion = PriorDiffusion()
-    """Noise levels, objective and loss."""
+    diffusion: DiffusionConfig = DiffusionConfig(objective="x0")
+    """Noise levels, objective (x0 unless it says otherwise) and loss."""
     sample: PriorSample = PriorSample()
     """How embeddings are drawn."""
+
+    @field_validator("diffusion", mode="before")
+    @classmethod
+    def _answers_with_embeddings(cls, value: object) -> object:
+        """A section that does not name its objective has the prior's, not that of other diffusions."""
+        return {"objective": "x0", **value} if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _has_no_pixels(self) -> PriorConfig:
+        if self.diffusion.learned_variance:
+            raise ValueError(
+                "diffusion.learned_variance=true does not fit a prior: its bound counts the 256 steps of a pixel, and embeddings have none"
+            )
+        return self
