@@ -127,5 +127,5 @@ def test_numpy_generators_are_keyed() -> None:
 def test_the_outermost_draws_are_inside_the_open_interval(monkeypatch, bits):
     noise = Noise.for_rows(0, 0, 3)
     monkeypatch.setattr(Noise, "bits", lambda self, name, *shape: torch.full((3, *shape), _signed(bits << 40)))
-    assert 0 < noise.uniform("x", 4).min() and noise.uniform("x", 4).max() < 1
+    assert noise.uniform("x", 4).min() > 0 and noise.uniform("x", 4).max() < 1
     assert torch.isfinite(noise.normal("x", 4)).all() and torch.isfinite(noise.gumbel("x", 4)).all()
