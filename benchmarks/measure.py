@@ -29,7 +29,7 @@ class Timing:
     """Mean over calls issued back to back with one synchronisation at the end, as a training loop issues them."""
     repeats: int
     peak_gib: float | None
-    """Of the device's allocator; on a CPU the process's resident memory."""
+    """What the process held of the device, the pools of CUDA graphs included; on a CPU its resident memory."""
 
 
 def synchronise(device: torch.device) -> None:
@@ -71,6 +71,7 @@ def time_calls(call: Callable[[], object], device: torch.device, warmup: int, re
 
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what only the warm-up needed
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):  # Linux: 5 resets the high-water mark of resident memory
@@ -79,7 +80,9 @@ def reset_peak(device: torch.device) -> None:
 
 def peak_gib(device: torch.device) -> float | None:
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return (
+            torch.cuda.max_memory_reserved(device) / 2**30
+        )  # replayed graphs allocate nothing, and hold what they use
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -23,6 +23,7 @@ from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
+from kineograph.data.webdataset_samples import WebDatasetConfig
 from kineograph.family.dalle2.config import DecoderConfig, DecoderSample
 from kineograph.family.dalle2.low_res import AugmentConfig
 from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
@@ -53,6 +54,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "moving_digits", MovingDigitsConfig, "data.", DataConfig),
     (DATA, "folder", FolderConfig, "data.", DataConfig),
     (DATA, "memmap", MemmapConfig, "data.", DataConfig),
+    (DATA, "webdataset", WebDatasetConfig, "data.", DataConfig),
     (DATA, "cache", CacheConfig, "data.", DataConfig),
     (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
     (CONFIG, "The top", RunConfig, "", None),

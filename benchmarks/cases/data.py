@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from benchmarks.case import Case, Sizes, Work
+from benchmarks.case import Case, Peer, Sizes, Work
 from kineograph.core.batch import Batch
 from kineograph.core.seams import Source
 
@@ -43,7 +44,87 @@ def folder(sizes: Sizes, device: torch.device) -> Work:
     kept = tempfile.TemporaryDirectory()
     _write_pictures(Path(kept.name), sizes["files"], sizes["file_pixels"])
     config = FolderConfig(folder=kept.name, size=sizes["pixels"], frames=1, validation=0)
-    work = _loading(Folder.open(config, "train", seed=0), sizes)
+    return _with_folder(_loading(Folder.open(config, "train", seed=0), sizes), kept)
+
+
+def webdataset(sizes: Sizes, device: torch.device) -> Work:
+    from kineograph.data.webdataset import WebDataset, WebDatasetConfig
+
+    kept = _shards(sizes)
+    config = WebDatasetConfig(shards=kept.name, size=sizes["pixels"], frames=1, validation=0)
+    work = _loading(WebDataset.open(config, "train", seed=0), sizes)
+    return _with_folder(work, kept)
+
+
+def plain_webdataset(sizes: Sizes, device: torch.device) -> Work:
+    """The pipeline of webdataset's own documentation: decoded by Pillow, resized and cropped by torchvision (or by Pillow, where
+    that is not installed), batched in a DataLoader."""
+    import webdataset
+    from torch.utils.data import DataLoader
+
+    kept = _shards(sizes)
+    urls = sorted(str(path) for path in Path(kept.name).glob("*.tar"))
+    dataset = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False).repeat().shuffle(100).decode("pil")
+    dataset = dataset.to_tuple("jpg", "txt").map_tuple(_Resized(sizes["pixels"]), str).batched(sizes["batch"])
+    batches = iter(
+        DataLoader(
+            dataset, batch_size=None, num_workers=sizes["workers"], prefetch_factor=None if not sizes["workers"] else 4
+        )
+    )
+
+    def call() -> None:
+        for _ in range(sizes["batches"]):
+            next(batches)
+
+    by = "torchvision" if importlib.util.find_spec("torchvision") else "Pillow"
+    return _with_folder(
+        Work(
+            call, samples=sizes["batch"] * sizes["batches"], precision="uint8", notes=[f"resized by {by}, on the CPU"]
+        ),
+        kept,
+    )
+
+
+class _Resized:
+    """Shorter side to `size` (bicubic, antialiased), centre crop, C H W uint8."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.change: Callable[[Any], Any] | None = None
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        if self.change is None:
+            self.change = self._torchvision() if importlib.util.find_spec("torchvision") else self._pillow
+        return self.change(image.convert("RGB"))
+
+    def _torchvision(self) -> Callable[[Any], Any]:
+        from torchvision import transforms  # type: ignore[import-not-found]
+
+        bicubic = transforms.InterpolationMode.BICUBIC
+        steps = [transforms.Resize(self.size, bicubic), transforms.CenterCrop(self.size), transforms.PILToTensor()]
+        return transforms.Compose(steps)
+
+    def _pillow(self, image: Any) -> torch.Tensor:
+        from PIL import Image, ImageOps
+
+        pixels = ImageOps.fit(image, (self.size, self.size), Image.Resampling.BICUBIC)
+        return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous()
+
+
+def _shards(sizes: Sizes) -> tempfile.TemporaryDirectory:
+    """The pictures of `_write_pictures`, as four tars."""
+    from kineograph.data.shard_writer import ShardWriter
+
+    kept = tempfile.TemporaryDirectory()
+    with tempfile.TemporaryDirectory() as pictures, ShardWriter(Path(kept.name), -(-sizes["files"] // 4)) as writer:
+        _write_pictures(Path(pictures), sizes["files"], sizes["file_pixels"])
+        for path in sorted(Path(pictures).glob("*.jpg")):
+            writer.add(path.read_bytes(), "jpg", path.with_suffix(".txt").read_text(encoding="utf-8"), {})
+    return kept
+
+
+def _with_folder(work: Work, kept: tempfile.TemporaryDirectory) -> Work:
+    """The folder goes when the work is done."""
     stop = work.close
 
     def close() -> None:
@@ -86,6 +167,16 @@ CASES = (
         sizes={"pixels": 256, "files": 64, "file_pixels": (480, 640), "batch": 16, "batches": 4, "workers": 1},
         small={"pixels": 32, "files": 4, "file_pixels": (48, 64), "batch": 2, "batches": 1, "workers": 0},
         ours=folder,
+        warmup=3,
+        repeat=10,
+    ),
+    Case(
+        name="data-webdataset",
+        about="tar shards of 256 px JPEGs with captions, resized to 64 px, one worker; the peer is plain webdataset",
+        sizes={"pixels": 64, "files": 512, "file_pixels": (256, 256), "batch": 64, "batches": 8, "workers": 1},
+        small={"pixels": 32, "files": 8, "file_pixels": (48, 48), "batch": 2, "batches": 1, "workers": 0},
+        ours=webdataset,
+        peer=Peer("webdataset", "1.0.2", "webdataset", plain_webdataset, needs=(), precisions=("fp32",)),
         warmup=3,
         repeat=10,
     ),

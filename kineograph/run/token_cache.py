@@ -23,6 +23,7 @@ from kineograph.core.seams import Source
 from kineograph.core.task import Task
 from kineograph.data.cache import KINDS, Cache, CacheConfig, read_header
 from kineograph.data.cache_writer import CacheWriter
+from kineograph.data.loader import streams
 from kineograph.run.building import build_task
 from kineograph.run.plan import Plan, StagePlan, make_plan
 from kineograph.run.resolve import resolve, say
@@ -68,6 +69,8 @@ def _why_not(stage: StagePlan, source: Source) -> str | None:
         return f"{config.task} has nothing here that could be kept instead of pixels; set it to false"
     if "pixels" not in gives(source):
         return f"the data hold {', '.join(sorted(gives(source)))} and no pixels, so nothing is left to encode; set it to false"
+    if streams(source):
+        return "data.shards is a stream: download the shards, or set it to false"
     if len(source) > LARGEST:
         return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
     if getattr(source, "in_memory", False):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kineograph.core import ranks
 from kineograph.core.config import Tree, dump_yaml
@@ -69,6 +73,7 @@ def train(
                     else:
                         told = [tracker for name, tracker in trackers.items() if name in stage.train.trackers]
                         _StageRun(plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note).train()
+                        _release()
         except Stopped:
             write_atomic(folder.stopped_marker, "saved\n")
             raise
@@ -76,6 +81,15 @@ def train(
             for tracker in trackers.values():
                 tracker.close()
     return folder.path
+
+
+def _release() -> None:
+    """Give back what a finished stage held: compiled code and CUDA graphs outlive the modules that they were made for."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _refuse_many_processes() -> None:
@@ -142,6 +156,9 @@ class _StageRun:
             quiet=self.quiet,
         )
         loader = self.data.loader(source)
+        if found is not None:
+            loader.take_up(found.state().get("data", {}))
+        around.saved["data"] = loader.position  # written with each checkpoint as it then is
         trainer = Trainer(stage.name, stepper, loader, around)
         start = trainer.resume()
         self.metrics.truncate(stage.name, start, [s.name for s in self.plan.stages])

@@ -101,6 +101,8 @@ class Stepper:
         self.graphs = graphs_for(config, self.device)
         if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
             compile_parts(task, self.graphs)
+            for stage in task.stages.values():  # frozen, but asked in every step
+                compile_parts(stage, graphs=False)
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
