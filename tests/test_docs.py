@@ -31,7 +31,7 @@ from kineograph.nn.quantizers import FSQConfig, LFQConfig, VQConfig
 from kineograph.run import layers
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
 from kineograph.text import TextConfig
-from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig
+from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig, WandbConfig
 
 ROOT = Path(__file__).parents[1]
 DATA, CONFIG = (ROOT / "docs" / name for name in ("data.md", "config.md"))
@@ -53,6 +53,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "train.*", TrainConfig, "train.", PlayerConfig),
     (CONFIG, "train.*", PlayerConfig, "train.", None),
     (CONFIG, "train.*", EmaConfig, "train.ema.", None),
+    (CONFIG, "train.*", WandbConfig, "train.wandb.", None),
     (CONFIG, "task: vqgan", VQGANConfig, "", StageConfig),
     (CONFIG, "task: vqgan", VQConfig, "quantizer.", None),
     (CONFIG, "task: vqgan", LFQConfig, "quantizer.", None),

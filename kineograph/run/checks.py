@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kineograph.core import ranks
 from kineograph.core.errors import InputError, KineoError
+from kineograph.core.lookup import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.run.estimate import Builder
 from kineograph.run.plan import Plan, StagePlan
@@ -33,6 +34,8 @@ def check_stages(
         device = ranks.device_of(stage.train.device)
         precision_for(stage.train.precision, device)
         graphs_for(stage.train, device)
+        for metric in stage.train.metrics:
+            find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
         if folder is not None:
             _check_warm_start(plan, stage, folder)
