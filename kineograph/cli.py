@@ -248,11 +248,17 @@ def data_make(
         typer.Argument(metavar="[key=value …]", help="Keys of data.*, such as size=64 frames=16 digits=2."),
     ] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
+    embeddings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="Write embeddings beside the shards, by this run's CLIP stage.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Write moving digits as a real dataset."""
     from kineograph.run.make_data import make
 
-    print(make(what, out, count, as_, setting or [], split))
+    print(make(what, out, count, as_, setting or [], split, embeddings))
 
 
 @data_app.command("check")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -55,3 +56,17 @@ class Source(Protocol):
 
     def identity(self, index: int) -> str:
         """A stable name (path, shard:key, digits-17): what splits are hashed from and skipped.jsonl lists."""
+
+
+class Stream(Protocol):
+    """What a source has besides, when its items can only be read one after another: the loader then asks for records in place of
+    numbered items. It is as long as anyone wants."""
+
+    def records(
+        self, seed: int, reader: int, readers: int, begun: int, skipped: dict[str, str]
+    ) -> Iterator[tuple[int, Any]]:
+        """Reader `reader` of `readers`: (number of its shard, encoded sample), from its shard number `begun` on. What cannot be
+        read goes into `skipped`: name → reason."""
+
+    def decode(self, record: Any, rng: np.random.Generator) -> Sample:
+        """Raises Unreadable."""

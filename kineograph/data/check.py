@@ -94,11 +94,17 @@ def check_folder(
     if listing.media:
         _check_media(report, listing.media, threads, progress)
         _check_captions(report, listing.media, listing.others)
-    else:
-        _check_arrays(report, [name for name in listing.others if name.endswith(".npy")])
-    for name in listing.others:
-        if name.endswith(".tar"):
-            _check_tar(report, name)
+    arrays = [name for name in listing.others if name.endswith(".npy")]
+    tars = [name for name in listing.others if name.endswith(".tar")]
+    if tars:
+        from kineograph.data.check_shards import check_shards
+
+        notes, problems = check_shards(root, tars, arrays, threads, progress)
+        report.kinds["shards (tar)"] += len(tars)
+        report.notes += notes
+        report.problems += problems
+    elif not listing.media:
+        _check_arrays(report, arrays)
     if not report.count and not report.problems:
         found = Counter(PurePosixPath(name).suffix or name for name in listing.others)
         report.problems.append(
@@ -195,40 +201,3 @@ def _check_arrays(report: Report, names: list[str]) -> None:
                 report.notes.append(f"{name}: {count} {what} beside it")
             if count is not None and count not in shape[:2]:
                 report.problems.append(Problem(name, f"{count} {what} fit neither axis of {shape[:2]}"))
-
-
-def _check_tar(report: Report, name: str) -> None:
-    """Samples are files that share a name up to the first dot; the members are decoded too."""
-    import tarfile
-
-    groups: dict[str, set[str]] = {}
-    try:
-        with tarfile.open(report.path / name) as shard:
-            for member in shard:
-                base = PurePosixPath(member.name).name
-                if not member.isfile() or base.startswith("."):
-                    continue
-                stem, _, ending = base.partition(".")
-                groups.setdefault(str(PurePosixPath(member.name).with_name(stem)), set()).add(ending.lower())
-                inside = f"{name}:{member.name}"
-                if kind_of(base) and PurePosixPath(base).suffix.lower() not in VIDEOS:
-                    file = shard.extractfile(member)
-                    try:
-                        with reasons(inside):
-                            measure_picture(file.read() if file else b"")
-                    except Unreadable as error:
-                        report.problems.append(Problem(inside, error.reason))
-                elif kind_of(base) and member.size == 0:
-                    report.problems.append(Problem(inside, "empty file (0 bytes)"))
-    except (tarfile.TarError, OSError, EOFError) as error:
-        report.problems.append(Problem(name, f"not a whole tar file: {error}"))
-    report.kinds["shards (tar)"] += 1
-    samples = {
-        key: endings
-        for key, endings in groups.items()
-        if any(kind_of(f".{ending}") or kind_of(f"x.{ending}") for ending in endings)
-    }
-    texted = [key for key, endings in samples.items() if endings & {"txt", "json", "caption"}]
-    report.notes.append(f"{name}: {len(samples)} samples, {len(texted)} with text")
-    if texted:
-        report.problems += [Problem(f"{name}:{key}", "no caption") for key in samples if key not in set(texted)]

@@ -14,7 +14,7 @@ Split = Literal["train", "validation", "test"]
 
 class DataConfig(Config):
     source: str = "moving_digits"
-    """Where samples come from: moving_digits, folder, memmap, cache, or a dotted path to a Dataset or source of yours."""
+    """Where samples come from: moving_digits, folder, memmap, webdataset, cache, or a dotted path to a Dataset or source of yours."""
     size: tuple[int, int] = (32, 32)
     """Height and width in pixels; one number means a square."""
     frames: int = Field(1, ge=1)

@@ -14,10 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from pydantic import Field
 
 from kineograph.core.errors import Unreadable
+from kineograph.data.config import DataConfig, Split
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE, pick
-from kineograph.data.transforms import Framing
+from kineograph.data.transforms import Crop, Framing
 
 # Pillow warns about metadata that nothing here reads (odd EXIF, unknown chunks); what cannot be decoded is an error, not a warning.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
@@ -48,6 +50,32 @@ class Wanted:
     truncated: bool = False
 
 
+class MediaConfig(DataConfig):
+    """How sources of files read pictures and clips."""
+
+    crop: Crop = "center"
+    """Which part stays when the aspect differs (training; validation takes the centre)."""
+    flip: float = Field(0.0, ge=0, le=1)
+    """Probability of mirroring left and right (training only). Beware of captions that say left or right."""
+    rotate: bool = False
+    """Turn by a random multiple of 90° (training only)."""
+    background: Literal["white", "black"] = "white"
+    """What transparent pictures are laid over when `channels` has no alpha."""
+    truncated: bool = False
+    """Accept pictures that end too early; what is missing stays gray or black."""
+
+    def wanted(self, split: Split) -> Wanted:
+        framing = Framing(self.size, self.crop, self.flip, self.rotate)
+        return Wanted(
+            framing if split == "train" else framing.still,
+            self.frames,
+            self.fps,
+            self.channels,
+            self.background,
+            self.truncated,
+        )
+
+
 class Clip(NamedTuple):
     pixels: np.ndarray  # T H W C, uint8; T ≤ frames
     fps: float | None  # None: a still
@@ -61,6 +89,16 @@ def read_media(path: Path, name: str, wanted: Wanted, rng: np.random.Generator) 
 
             return read_video(path, wanted, rng)
         return read_picture(path.read_bytes(), wanted, rng)
+
+
+def read_encoded(data: bytes, ending: str, name: str, wanted: Wanted, rng: np.random.Generator) -> Clip:
+    """The same from a file's bytes; `ending` is its suffix, as in `.jpg`."""
+    with reasons(name):
+        if ending in VIDEOS:
+            from kineograph.data.video import read_video
+
+            return read_video(io.BytesIO(data), wanted, rng)
+        return read_picture(data, wanted, rng)
 
 
 @contextmanager

@@ -12,31 +12,20 @@ from typing import Literal, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
-from pydantic import Field
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.captions import Captions, Problem, find_captions, read_caption
-from kineograph.data.config import DataConfig, Split
-from kineograph.data.decode import CLIPS, IMAGES, Wanted, kind_of, read_media
+from kineograph.data.config import Split
+from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, kind_of, read_media
 from kineograph.data.split import select
-from kineograph.data.transforms import Crop, Framing, pad
+from kineograph.data.transforms import pad
 
 
-class FolderConfig(DataConfig):
+class FolderConfig(MediaConfig):
     source: str = "folder"
     folder: str
     """Searched with all its subfolders; hidden files are left out."""
-    crop: Crop = "center"
-    """Which part stays when the aspect differs (training; validation takes the centre)."""
-    flip: float = Field(0.0, ge=0, le=1)
-    """Probability of mirroring left and right (training only). Beware of captions that say left or right."""
-    rotate: bool = False
-    """Turn by a random multiple of 90° (training only)."""
-    background: Literal["white", "black"] = "white"
-    """What transparent pictures are laid over when `channels` has no alpha."""
-    truncated: bool = False
-    """Accept pictures that end too early; what is missing stays gray or black."""
     sketches: str | None = None
     """Folder of sketches, each named as its picture or clip (the ending may differ), cropped and timed alike; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
@@ -98,7 +87,7 @@ def _refuse_empty(root: Path, listing: Listing) -> None:
     if kinds[".npy"]:
         hint = "; for arrays set data.source=memmap"
     elif kinds[".tar"]:
-        hint = "; tar shards are not read yet: unpack them"
+        hint = f"; for tar shards set data.source=webdataset data.shards={root}"
     elif listing.problems:
         hint = f"; {listing.problems[0].path}: {listing.problems[0].reason}"
     raise InputError(
@@ -128,15 +117,7 @@ class Folder:
         self._sidecar = captions.sidecar
         self.gives = frozenset({"pixels", "sketch"} if config.sketches is not None else {"pixels"})
         self._sketches = _sketch_files(config, names) if config.sketches is not None else {}
-        framing = Framing(config.size, config.crop, config.flip, config.rotate)
-        self._wanted = Wanted(
-            framing if split == "train" else framing.still,
-            config.frames,
-            config.fps,
-            config.channels,
-            config.background,
-            config.truncated,
-        )
+        self._wanted = config.wanted(split)
 
     @classmethod
     def open(cls, config: FolderConfig, split: Split, seed: int) -> Folder:

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -24,7 +24,7 @@ from kineograph.core.batch import Batch, Sample
 from kineograph.core.errors import ConfigError, InputError, KineoError, RunFailed, Unreadable
 from kineograph.core.noise import numpy_rng
 from kineograph.core.seams import Source
-from kineograph.data.order import items, permute, replacement, spread
+from kineograph.data.order import drawn, items, permute, replacement, spread
 
 _POLL = 2.0  # seconds between looks at whether the workers are alive
 _TRIES = 100  # unreadable replacements in a row
@@ -38,9 +38,10 @@ class _Read:
     batch: Batch | None = None
     skipped: dict[str, str] = field(default_factory=dict)  # identity → reason
     error: KineoError | None = None
+    begun: tuple[int, int] | None = None  # of a stream: which worker, and at which of its shards it is
 
     def pin_memory(self) -> _Read:
-        return _Read(self.batch and self.batch.pin_memory(), self.skipped, self.error)
+        return _Read(self.batch and self.batch.pin_memory(), self.skipped, self.error, self.begun)
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,23 @@ class _Work:
 class _Reader(Dataset):
     """Runs in the workers: work → batch."""
 
-    def __init__(self, source: Source, seed: int) -> None:
+    def __init__(self, source: Source, seed: int, rank: int = 0, world: int = 1, begun: int = 0) -> None:
         self.source, self.seed = source, seed
+        self.rank, self.world, self.begun = rank, world, begun
+        self._records: Iterator[tuple[int, Any]] | None = None  # of a stream
+        self._met: dict[str, str] = {}  # what the stream could not read since the last batch
         self.frames: int = getattr(source, "frames", 0)  # of every batch, where items differ in length
 
     def __getitem__(self, work: _Work) -> _Read:
         read = _Read()
         try:
-            samples = [
-                self._sample(int(item), work.key, int(slot), read.skipped)
-                for item, slot in zip(work.items, work.slots, strict=True)
-            ]
+            if streams(self.source):
+                samples = [self._next(work.key, int(slot), read) for slot in work.slots]
+            else:
+                samples = [
+                    self._sample(int(item), work.key, int(slot), read.skipped)
+                    for item, slot in zip(work.items, work.slots, strict=True)
+                ]
             read.batch = _lengthened(_collate(samples, work.slots.tolist()), self.frames)
         except KineoError as error:
             read.error = error
@@ -82,6 +89,32 @@ class _Reader(Dataset):
                 index = replacement(self.seed, item, attempt, len(self.source))
         path, reason = next(reversed(skipped.items()))
         raise RunFailed(f"{_TRIES} items in a row could not be read, the last one {path}: {reason}")
+
+    def _next(self, key: tuple, slot: int, read: _Read) -> Sample:
+        """The stream's next sample that can be read. Workers take turns at batches, so each has its share of the shards."""
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        if self._records is None:
+            readers = self.world * workers
+            self._records = self.source.records(  # type: ignore[attr-defined]
+                self.seed, worker * self.world + self.rank, readers, self.begun // readers, self._met
+            )
+        for _ in range(_TRIES):
+            turn, record = next(self._records)
+            read.begun = (worker, turn * self.world * workers)
+            read.skipped.update(self._met)
+            self._met.clear()
+            try:
+                return self.source.decode(record, numpy_rng(self.seed, *key, slot, "data"))  # type: ignore[attr-defined]
+            except Unreadable as error:
+                read.skipped[error.path] = error.reason
+        path, reason = next(reversed(read.skipped.items()))
+        raise RunFailed(f"{_TRIES} samples in a row could not be read, the last one {path}: {reason}")
+
+
+def streams(source: Source) -> bool:
+    """Whether its items come one after another only."""
+    return hasattr(source, "records")
 
 
 def _collate(samples: list[Sample], slots: list[int]) -> Batch:
@@ -174,16 +207,25 @@ class Loader:
         self.skipped: dict[str, str] = {}
         self._met = 0  # items asked for
         self._fixed: dict[tuple[int, int], list[Batch]] = {}
+        self.position: dict[str, int] = {"shards": 0} if streams(source) else {}
+        """What a checkpoint must hold besides the step: of a stream, the shards that are done with. Kept up to date here."""
+        self._begun: dict[int, int] = {}  # worker → shards that were begun before the one it is in
+        self._readers = 1
+
+    def take_up(self, position: Mapping[str, int]) -> None:
+        """Go on where a checkpoint's `position` says."""
+        self.position.update({name: position[name] for name in self.position if name in position})
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps start … stop − 1."""
         micro = self.batch_size // self.accumulate
         share = micro // self.world
         first = self.rank * share
+        order = drawn if getattr(self.source, "resample", False) else items
 
         def work() -> Iterator[_Work]:
             for step in range(start, stop):
-                chosen = items(self.seed, step * self.batch_size + np.arange(self.batch_size), len(self.source))
+                chosen = order(self.seed, step * self.batch_size + np.arange(self.batch_size), len(self.source))
                 for part in range(self.accumulate):
                     slots = np.arange(part * micro + first, part * micro + first + share)
                     yield _Work((step,), slots, chosen[slots])
@@ -237,7 +279,8 @@ class Loader:
     def _run(self, work: Any, count: int) -> Iterator[Batch]:
         if not count:
             return
-        reader = _Reader(self.source, self.seed)
+        reader = _Reader(self.source, self.seed, self.rank, self.world, self.position.get("shards", 0))
+        self._begun, self._readers = {}, max(1, min(self.workers, count))
         if not self.workers:
             for piece in work():
                 batch = self._accept(reader[piece])
@@ -250,7 +293,7 @@ class Loader:
                 batch_size=None,
                 sampler=_Plan(work, count),
                 collate_fn=_as_is,
-                num_workers=min(self.workers, count),
+                num_workers=self._readers,
                 pin_memory=self.pin,
                 prefetch_factor=self.prefetch,
                 worker_init_fn=_prepare_worker,
@@ -291,6 +334,10 @@ class Loader:
             raise read.error
         assert read.batch is not None
         self.skipped.update(read.skipped)
+        if read.begun is not None:  # the worker that is furthest behind decides: rather twice than never
+            self._begun[read.begun[0]] = read.begun[1]
+            if len(self._begun) >= self._readers:
+                self.position["shards"] = min(self._begun.values())
         self._met += len(read.batch)
         known = min(self._met, len(self.source))
         if known >= 100 and len(self.skipped) > self.max_unreadable * known:

@@ -21,6 +21,16 @@ def items(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
     return result
 
 
+def drawn(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
+    """The same with replacement: at each position any of `count` items, whatever came before."""
+    base = np.uint64(key_of(seed, "drawn"))
+    with np.errstate(over="ignore"):
+        mixed = (np.asarray(positions, np.uint64) + base) * _MIX
+        for shift in (np.uint64(30), np.uint64(27), np.uint64(31)):
+            mixed = (mixed ^ (mixed >> shift)) * _MIX
+    return (mixed % np.uint64(count)).astype(np.int64)
+
+
 def permute(values: np.ndarray, count: int, key: int) -> np.ndarray:
     """A bijection of 0 … count − 1: a Feistel network over the next power of four; what falls outside is sent on
     through it until it lands inside (fewer than four times on average)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     import av
 
 
-def read_video(path: Path, wanted: Wanted, rng: np.random.Generator) -> Clip:
+def read_video(file: Path | io.BytesIO, wanted: Wanted, rng: np.random.Generator) -> Clip:
     """Frames on screen at s, s + 1/fps …, by timestamps; consecutive frames where no fps is asked for."""
-    with _opened(path) as container:
+    with _opened(file) as container:
         stream = _video_stream(container)
         rate = native_rate(stream)
         step = 1 / (wanted.fps or rate)
@@ -153,13 +154,13 @@ def _measured_duration(container: Any, stream: Any) -> float:
     return max(ends)
 
 
-def _opened(path: Path) -> Any:
+def _opened(file: Path | io.BytesIO) -> Any:
     import av
 
-    if path.stat().st_size == 0:
+    if not (file.stat().st_size if isinstance(file, Path) else file.getbuffer().nbytes):
         raise Unreadable("", "empty file (0 bytes)")
     try:
-        return av.open(str(path))
+        return av.open(str(file) if isinstance(file, Path) else file)
     except av.InvalidDataError:
         raise Unreadable(
             "", "not a video in any format that FFmpeg knows, or cut off before its index was written"
@@ -174,9 +175,9 @@ def _video_stream(container: Any) -> Any:
     return stream
 
 
-def measure(path: Path) -> tuple[int, int, int, float]:
+def measure(file: Path | io.BytesIO) -> tuple[int, int, int, float]:
     """Width, height (upright), frames, seconds: by decoding everything."""
-    with _opened(path) as container:
+    with _opened(file) as container:
         stream = _video_stream(container)
         count, end, size = 0, 0.0, (0, 0)
         for at, frame in _frames_from(container, stream, 0.0, truncated=False):

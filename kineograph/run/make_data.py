@@ -2,7 +2,7 @@
 
     gif, mp4, png   000017.gif beside 000017.txt (its caption); png is one picture an item
     memmap          videos.npy, uint8, N T C H W · labels.npy, int64, N × digits, in the order of the caption · captions.txt, one a line
-    webdataset      shard-000000.tar … with KEY.gif (or mp4, png), KEY.txt and KEY.json for each item
+    webdataset      shard-000000.tar … with KEY.gif (or mp4, png, jpg, webp), KEY.txt and KEY.json for each item; embeddings beside
 
 The folder appears under its name when all of it is there: a kill leaves a hidden folder beside it and nothing else.
 """
@@ -10,28 +10,28 @@ The folder appears under its name when all of it is there: a kill leaves a hidde
 from __future__ import annotations
 
 import io
-import json
 import os
 import secrets
 import shutil
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from torch import Tensor
 
 from kineograph.core.config import Tree, parse, parse_override, unknown_key
 from kineograph.core.errors import InputError
 from kineograph.data.config import Split
 from kineograph.data.digit_captions import Facts
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+from kineograph.data.shard_writer import LARGEST, Embedder, ShardWriter
 from kineograph.media.clips import write_clip
+from kineograph.media.frames import to_images
 
 KINDS = ("moving-digits",)
 CLIP_FRAMES = 16  # unless `frames` says otherwise; png has one
@@ -50,15 +50,25 @@ class Job:
     folder: Path
     suffix: str  # of media files
     shard: int
+    embedder: Embedder | None = None
 
     def name(self, index: int) -> str:
         return f"{index:0{max(6, len(str(self.count - 1)))}d}"
 
 
 def make(
-    what: str, out: str | Path, count: int, as_: str = "gif", settings: Sequence[str] = (), split: str = "train"
+    what: str,
+    out: str | Path,
+    count: int,
+    as_: str = "gif",
+    settings: Sequence[str] = (),
+    split: str = "train",
+    embeddings: str | Embedder | None = None,
 ) -> Path:
-    """Write `count` items into a new or empty folder. → the folder."""
+    """Write `count` items into a new or empty folder. → the folder.
+
+    `embeddings` is a run whose CLIP stage embeds pictures and captions (`RUN` or `RUN/STAGE`), or something that does so.
+    """
     if what.replace("_", "-") not in KINDS:
         raise InputError(f"{what!r} is not a dataset that can be made: use {', '.join(KINDS)}")
     if as_ not in FORMATS:
@@ -67,10 +77,13 @@ def make(
         raise InputError(f"--split {split}: use {', '.join(get_args(Split))}")
     if count < 1:
         raise InputError(f"--count {count}: write at least 1 item")
+    if embeddings is not None and as_ != "webdataset":
+        raise InputError(f"--embeddings goes with --as webdataset, not with --as {as_}")
     config, shard, suffix = _read_settings(settings, as_)
+    embedder = open_embedder(embeddings) if isinstance(embeddings, str) else embeddings
     source = MovingDigits(config, split)  # type: ignore[arg-type]
     with _folder(Path(out)) as folder:
-        FORMATS[as_](Job(source, count, folder, suffix, shard))
+        FORMATS[as_](Job(source, count, folder, suffix, shard, embedder))
     return Path(out)
 
 
@@ -87,9 +100,9 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
             raise InputError(unknown_key(key, known))
         tree[key] = value
     shard, media = tree.pop("shard", _SHARD), tree.pop("format", None)
-    if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
-        raise InputError(f"shard={shard!r}: give the number of items a tar file, at least 1")
-    still = as_ == "png" or media == "png"
+    if not isinstance(shard, int) or isinstance(shard, bool) or not 1 <= shard <= LARGEST:
+        raise InputError(f"shard={shard!r}: give the number of items a tar file, 1 to {LARGEST}")
+    still = as_ == "png" or media in _STILL
     config = parse(MovingDigitsConfig, {"frames": 1 if still else CLIP_FRAMES, **tree})
     if config.stills and as_ == "memmap":
         raise InputError(
@@ -97,11 +110,11 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
         )
     if media is None:
         media = as_ if as_ in _MEDIA else "png" if config.frames == 1 else "gif"
-    if media not in _MEDIA:
-        raise InputError(f"format={media}: use {', '.join(_MEDIA)}")
-    if media == "png" and config.frames > 1:
+    if media not in (*_MEDIA, *_STILL):
+        raise InputError(f"format={media}: use {', '.join(dict.fromkeys((*_MEDIA, *_STILL)))}")
+    if media in _STILL and config.frames > 1:
         raise InputError(
-            f"frames={config.frames} does not fit png, which holds one picture: use frames=1, or gif or mp4 for clips"
+            f"frames={config.frames} does not fit {media}, which holds one picture: use frames=1, or gif or mp4 for clips"
         )
     return config, shard, f".{media}"
 
@@ -151,34 +164,58 @@ def _write_memmap(job: Job) -> None:
 
 
 def _write_shards(job: Job) -> None:
-    indices = _counted(job)
-    for shard in range(-(-job.count // job.shard)):
-        with tarfile.open(job.folder / f"shard-{shard:06d}.tar", "w") as tar:
-            for index in islice(indices, job.shard):
-                _add_item(tar, job, index)
+    with ShardWriter(job.folder, job.shard, job.embedder) as writer:
+        for index in _counted(job):
+            sample = job.source.read(index)
+            figures = _facts(job.source.facts(index))
+            facts = {"identity": job.source.identity(index), "fps": sample.fps, "figures": figures}
+            media = _encoded(job, sample.pixels, sample.fps)  # type: ignore[arg-type]
+            writer.add(media, job.suffix[1:], str(sample.caption), facts, sample.pixels, sample.frame_mask)
 
 
-def _add_item(tar: tarfile.TarFile, job: Job, index: int) -> None:
-    sample, key = job.source.read(index), job.name(index)
-    path = write_clip(job.folder / f"{key}{job.suffix}", sample.pixels, sample.fps)  # type: ignore[arg-type]
-    _add(tar, path.name, path.read_bytes())
+def _encoded(job: Job, pixels: Tensor, fps: float) -> bytes:
+    if job.suffix in (".jpg", ".webp"):
+        buffer = io.BytesIO()
+        form, options = ("JPEG", {"quality": 95}) if job.suffix == ".jpg" else ("WEBP", {"lossless": True})
+        to_images(pixels)[0].convert("RGB").save(buffer, form, **options)
+        return buffer.getvalue()
+    path = write_clip(job.folder / f".item{job.suffix}", pixels, fps)
+    content = path.read_bytes()
     path.unlink()
-    facts = {"identity": job.source.identity(index), "fps": sample.fps, "figures": _facts(job.source.facts(index))}
-    _add(tar, f"{key}.txt", str(sample.caption).encode())
-    _add(tar, f"{key}.json", json.dumps({"caption": sample.caption, **facts}, ensure_ascii=False).encode())
+    return content
+
+
+def open_embedder(reference: str) -> Embedder:
+    """The CLIP stage of a run (`RUN`), or the stage that is named (`RUN/STAGE`)."""
+    from kineograph.core import ranks
+    from kineograph.core.lookup import find_task
+    from kineograph.core.run_folder import RunFolder
+    from kineograph.sample.stages import Stages
+
+    path = Path(reference)
+    if not (path / "config.yaml").exists() and (path.parent / "config.yaml").exists():
+        run, names = RunFolder.existing(path.parent), [path.name]
+        if path.name not in run.config()["stages"]:
+            raise InputError(
+                f"--embeddings {reference}: the stages of {run.path} are {', '.join(run.config()['stages'])}"
+            )
+    else:
+        run = RunFolder.existing(path)
+        names = list(run.config()["stages"])
+    embedding = [name for name in names if hasattr(find_task(run.config()["stages"][name]["task"]), "embed_images")]
+    if not embedding:
+        raise InputError(
+            f"--embeddings {reference}: none of the stages {', '.join(names)} embeds pictures and texts; name a run with a stage of task: clip"
+        )
+    return Stages(run, ranks.device_of()).load(embedding[0])  # type: ignore[return-value]
 
 
 def _facts(facts: Facts) -> list[dict[str, Any]]:
     return [{key: value for key, value in vars(figure).items() if value is not None} for figure in facts]
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    info = tarfile.TarInfo(name)  # no time and no owner: the same items make the same bytes
-    info.size = len(content)
-    tar.addfile(info, io.BytesIO(content))
-
-
 _MEDIA = ("gif", "mp4", "png")
+_STILL = ("png", "jpg", "webp")
 FORMATS: dict[str, Callable[[Job], None]] = {
     **dict.fromkeys(_MEDIA, _write_files),
     "memmap": _write_memmap,

@@ -105,12 +105,17 @@ class StageData:
     def remember(self, folder: Path) -> None:
         """Put what opening the data found into the run folder: the scan's result, and the items that cannot be read."""
         remember(scan_file(folder, self.stage), self.source, self.skipped.items())
-        if self.skipped and ranks.is_first():
-            write_skipped(folder / "skipped.jsonl", self.skipped)
+        left_out = self._left_out()
+        if left_out and ranks.is_first():
+            write_skipped(folder / "skipped.jsonl", left_out)
+
+    def _left_out(self) -> dict[str, str]:
+        """What was known before training: by the scan, or by the source itself."""
+        return {**getattr(self.source, "skipped", {}), **self.skipped}
 
     def write_skipped(self, path: Path, loader: Loader) -> None:
         """List what could not be read, found at the start or met on the way."""
-        skipped = self.skipped | loader.skipped | self._validation.skipped
+        skipped = self._left_out() | loader.skipped | self._validation.skipped
         if skipped and ranks.is_first():
             write_skipped(path, skipped)
 

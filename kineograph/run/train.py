@@ -147,6 +147,9 @@ class _StageRun:
             quiet=self.quiet,
         )
         loader = self.data.loader(source)
+        if found is not None:
+            loader.take_up(found.state().get("data", {}))
+        around.saved["data"] = loader.position  # written with each checkpoint as it then is
         trainer = Trainer(stage.name, stepper, loader, around)
         start = trainer.resume()
         self._take_up(start)

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from kineograph.core.errors import InputError
+from kineograph.data.check import check_folder
 from kineograph.data.folder import Folder, FolderConfig
 from kineograph.data.memmap import Memmap, MemmapConfig
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+from kineograph.data.webdataset import WebDataset, WebDatasetConfig
 from kineograph.media.clips import read_clip
 from kineograph.run import make_data
 from kineograph.run.make_data import make
@@ -68,7 +70,7 @@ def test_webdataset_shards(tmp_path: Path) -> None:
         with tarfile.open(path) as tar:
             names += tar.getnames()
             content = json.loads(tar.extractfile(tar.getnames()[2]).read())  # type: ignore[union-attr]
-    assert names == [f"{i:06d}.{suffix}" for i in range(5) for suffix in ("gif", "txt", "json")]
+    assert names == [f"{i // 2:05d}{i % 2:04d}.{suffix}" for i in range(5) for suffix in ("gif", "txt", "json")]
     assert content["caption"] == drawn(4, size=24, frames=3).caption
     assert content["figures"][0]["digit"] in range(10)
     again = make("moving-digits", tmp_path / "again", 5, "webdataset", ["size=24", "frames=3", "shard=2"])
@@ -78,7 +80,7 @@ def test_webdataset_shards(tmp_path: Path) -> None:
 def test_webdataset_media_format(tmp_path: Path) -> None:
     make("moving-digits", tmp_path / "stills", 1, "webdataset", ["size=24", "format=png"])
     with tarfile.open(tmp_path / "stills/shard-000000.tar") as tar:
-        assert tar.getnames()[0] == "000000.png"
+        assert tar.getnames()[0] == "000000000.png"
 
 
 def test_mp4_has_the_frames_and_the_speed(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_split_decides_the_items(tmp_path: Path) -> None:
         ({"settings": ["frames=4"], "as_": "png"}, "frames=4 does not fit png"),
         ({"settings": ["size=40", "stills=0.3"], "as_": "memmap"}, "stills=0.3 cannot be kept in a memmap"),
         ({"settings": ["shard=0"], "as_": "webdataset"}, "shard=0"),
-        ({"settings": ["format=avi"], "as_": "webdataset"}, "format=avi: use gif, mp4, png"),
+        ({"settings": ["format=avi"], "as_": "webdataset"}, "format=avi: use gif, mp4, png, jpg, webp"),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path, call: dict, message: str) -> None:
@@ -147,3 +149,58 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path, as_: str, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         make("moving-digits", tmp_path / "out", 4, as_, ["size=24", "frames=2"])
     assert not any(tmp_path.iterdir())
+
+
+class Means:
+    """Embeds a picture as its mean colour, a caption as its length and first letters."""
+
+    def embed_images(self, pixels, frame_mask=None):
+        return pixels.mean((1, 3, 4)) + 1
+
+    def embed_texts(self, captions):
+        lengths = torch.tensor([[float(len(caption)), 1.0, 1.0] for caption in captions])
+        encodings = torch.ones(len(captions), 4, 2)
+        return lengths, encodings, torch.arange(4) < torch.tensor([[len(caption) % 3 + 1] for caption in captions])
+
+
+@pytest.mark.parametrize("form", ["jpg", "webp", "gif"])
+def test_shards_and_their_embeddings_are_read_back(tmp_path: Path, form: str) -> None:
+    settings = ["size=24", "shard=70", f"format={form}"] + (["frames=3"] if form == "gif" else [])
+    out = make("moving-digits", tmp_path / "shards", 150, "webdataset", settings, embeddings=Means())
+    assert sorted(path.name for path in (out / "img_emb").iterdir()) == [f"img_emb_00000{n}.npy" for n in range(3)]
+    keys = {"shards": str(out), "size": 24, "frames": 3 if form == "gif" else 1, "validation": 0}
+    folders = {
+        f"{k}_folder": str(out / v)
+        for k, v in [("img_embeddings", "img_emb"), ("text_embeddings", "text_emb"), ("text_encodings", "txt_enc")]
+    }
+    source = WebDataset.open(WebDatasetConfig(**keys, **folders), "train", 0)
+    assert len(source) == 150 and not source.skipped
+    for index in (0, 69, 70, 149):
+        sample, expected = source.read(index, RNG), drawn(index, size=24, frames=keys["frames"])
+        assert sample.caption == expected.caption
+        assert (sample.pixels.float() - expected.pixels.float()).abs().mean() < (8 if form == "jpg" else 0.01)
+        mean = expected.pixels.float().mean((0, 2, 3)) / 255 + 1
+        assert torch.allclose(sample.extra["image_embed"], mean, atol=1e-3)
+        assert sample.extra["text_embed"][0] == len(expected.caption)
+        assert int(sample.text_mask.sum()) == len(expected.caption) % 3 + 1
+    report = check_folder(out)
+    assert report.problems == []
+    assert "img_emb: embeddings of 3 for 150 of 150 samples" in report.notes
+    values = np.load(out / "img_emb/img_emb_000001.npy")
+    values[2] = 0
+    np.save(out / "img_emb/img_emb_000001.npy", values)
+    (problem,) = check_folder(out).problems
+    assert problem.path == "shard-000001.tar:000010002" and "is zero" in problem.reason
+
+
+def test_embeddings_need_a_stage_that_embeds(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--as webdataset, not with --as gif"):
+        make("moving-digits", tmp_path / "a", 1, "gif", embeddings="runs/x")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("stages: {tokenizer: {task: vqgan}}")
+    with pytest.raises(InputError, match=r"none of the stages tokenizer embeds"):
+        make("moving-digits", tmp_path / "a", 1, "webdataset", embeddings=str(run))
+    with pytest.raises(InputError, match=r"the stages of .* are tokenizer"):
+        make("moving-digits", tmp_path / "a", 1, "webdataset", embeddings=f"{run}/clip")
+    assert not (tmp_path / "a").exists()

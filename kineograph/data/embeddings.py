@@ -1,0 +1,124 @@
+"""Embeddings that were made beforehand: `*_NNNN.npy` files in step with tar shards, or .npy members inside them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from kineograph.core.errors import InputError, Unreadable
+from kineograph.data.arrays import Array
+from kineograph.data.shards import Shard, last_number
+
+
+class Row(NamedTuple):
+    """Which row of an embedding file belongs to a sample."""
+
+    number: int
+    reason: str = ""  # why there is none
+
+
+class AlignedEmbeddings:
+    """A folder of img_emb_0000.npy, img_emb_0001.npy …, N D (or N L D): file NNNN goes with the shard of that number, and the
+    row is what a sample's key ends with. A row of zeros is an embedding that was never made."""
+
+    def __init__(self, folder: str, key: str, shards: Sequence[Shard], index_width: int) -> None:
+        root = Path(folder).expanduser()
+        if not root.is_dir():
+            raise InputError(f"{key}={folder} is not a folder")
+        files: dict[int, Path] = {}
+        for path in sorted(root.glob("*.npy")):
+            number = last_number(path.stem)
+            if number is None:
+                continue
+            if number in files:
+                raise InputError(f"{key}={folder} has two files of number {number}: {files[number].name}, {path.name}")
+            files[number] = path
+        numbers = [shard.number for shard in shards]
+        if None in numbers:
+            unnumbered = shards[numbers.index(None)].name
+            raise InputError(
+                f"{key}: the shard {unnumbered} has no number in its name that an embedding file could match"
+            )
+        if len(set(numbers)) < len(numbers):
+            raise InputError(f"{key}: shards of one number cannot be told apart; give their embeddings inside the tars")
+        self.index_width = index_width
+        self._arrays = [Array.npy(files[number]) if number in files else None for number in numbers]  # type: ignore[index]
+        self._shards = [shard.name for shard in shards]
+        shapes = {array.shape[1:] for array in self._arrays if array is not None}
+        if not shapes:
+            raise InputError(
+                f"{key}={folder} has no file for any shard: {len(files)} numbered .npy files there, and the first shard is {shards[0].name} "
+                f"(number {numbers[0]})"
+            )
+        if len(shapes) > 1:
+            raise InputError(
+                f"{key}={folder} holds embeddings of different shapes: {', '.join(map(str, sorted(shapes)))}"
+            )
+        self.shape: tuple[int, ...] = next(iter(shapes))
+
+    def row(self, shard: int, key: str) -> Row:
+        """By names alone; the values are looked at when they are read."""
+        array = self._arrays[shard]
+        if array is None:
+            return Row(-1, f"no embedding file for {self._shards[shard]}")
+        digits = key[-self.index_width :]
+        if not digits.isdecimal() or len(digits) < self.index_width:
+            return Row(-1, f"no row number: the key does not end with {self.index_width} digits (data.index_width)")
+        if int(digits) >= array.shape[0]:
+            return Row(-1, f"no embedding: row {int(digits)}, and {array.path.name} has {array.shape[0]}")
+        return Row(int(digits))
+
+    def stamp(self) -> str:
+        """Changes when a file is written again."""
+        stats = [(array.path, array.path.stat()) for array in self._arrays if array is not None]
+        return "\n".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats)
+
+    def read(self, shard: int, number: int, name: str) -> np.ndarray:
+        array = self._arrays[shard]
+        assert array is not None
+        values = np.array(array.values[number], np.float32)
+        if not values.any():
+            raise Unreadable(name, f"no embedding: row {number} of {array.path.name} is zero")
+        return values
+
+
+def read_npy(data: bytes, name: str) -> np.ndarray:
+    """One .npy file in memory → float32. Its header is parsed once for all files that have the same."""
+    try:
+        length = (
+            10 + int.from_bytes(data[8:10], "little") if data[6] == 1 else 12 + int.from_bytes(data[8:12], "little")
+        )
+        shape, order, dtype = _header(data[:length])
+        values = np.frombuffer(data, dtype, offset=length).reshape(shape, order=order).astype(np.float32)
+    except (ValueError, IndexError, TypeError, SyntaxError) as error:
+        raise Unreadable(name, f"not a .npy array of numbers: {error}") from None
+    if not values.any():
+        raise Unreadable(name, "no embedding: it is zero")
+    return values
+
+
+@lru_cache(maxsize=64)
+def _header(data: bytes) -> tuple[tuple[int, ...], Literal["F", "C"], np.dtype]:
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    return shape, "F" if fortran else "C", dtype
+
+
+def padded(encodings: np.ndarray, length: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """L E → `length` E and the mask of real tokens: rows of zeros are padding."""
+    if encodings.ndim != 2:
+        raise ValueError(f"text encodings have the shape {encodings.shape}, not tokens × width")
+    if length is not None and len(encodings) != length:
+        cut = encodings[:length]
+        encodings = np.zeros((length, encodings.shape[1]), np.float32)
+        encodings[: len(cut)] = cut
+    return encodings, np.any(encodings != 0, axis=1)

@@ -1,0 +1,115 @@
+"""Writing tar shards that webdataset (and the source of that name) reads, with embeddings beside them where something embeds.
+
+shard-000000.tar …              00000SSSS.jpg, .txt, .json: five digits of the shard, then the row in it; the same items give the same bytes
+img_emb/img_emb_000000.npy …    a row an item, N D; likewise text_emb/ (N D) and txt_enc/ (N L E, zero where there is no token)
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kineograph.core.batch import Batch, Sample
+from kineograph.core.errors import InputError
+
+INDEX_WIDTH = 4
+LARGEST = 10**INDEX_WIDTH  # items a shard
+_BATCH = 64  # items that are embedded at once
+
+
+class Embedder(Protocol):
+    """What gives pictures and texts a place in one space: a CLIP stage."""
+
+    def embed_images(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
+        """B T C H W in [0, 1] → B D."""
+
+    def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """→ B D, encodings B L E, mask B L."""
+
+
+class ShardWriter:
+    """Items one after another, `per_shard` a tar. Complete when the block ends without an error."""
+
+    def __init__(self, folder: Path, per_shard: int = 1000, embedder: Embedder | None = None) -> None:
+        if not 1 <= per_shard <= LARGEST:
+            raise InputError(
+                f"shard={per_shard}: give the number of items a tar file, 1 to {LARGEST} (a row has {INDEX_WIDTH} digits)"
+            )
+        self.folder, self.per_shard, self.embedder = folder, per_shard, embedder
+        self.count = 0
+        self._tar: tarfile.TarFile | None = None
+        self._waiting: list[Sample] = []  # items that are not embedded yet
+        self._made: dict[str, list[np.ndarray]] = {}
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self._end_shard()
+        elif self._tar is not None:
+            self._tar.close()
+
+    def add(
+        self,
+        media: bytes,
+        ending: str,
+        caption: str,
+        facts: Mapping[str, Any],
+        pixels: Tensor | None = None,
+        frame_mask: Tensor | None = None,
+    ) -> str:
+        """`media` is an encoded file; `pixels` (T C H W, uint8) is what the embedder sees. → the key."""
+        shard, row = divmod(self.count, self.per_shard)
+        if row == 0:
+            self._end_shard()
+            self._tar = tarfile.open(self.folder / f"shard-{shard:06d}.tar", "w")  # noqa: SIM115
+        key = f"{shard:05d}{row:0{INDEX_WIDTH}d}"
+        self._put(f"{key}.{ending}", media)
+        self._put(f"{key}.txt", caption.encode())
+        self._put(f"{key}.json", json.dumps({"caption": caption, **facts}, ensure_ascii=False).encode())
+        self.count += 1
+        if self.embedder is not None:
+            assert pixels is not None
+            self._waiting.append(Sample(pixels, frame_mask, caption=caption))
+            if len(self._waiting) >= _BATCH:
+                self._embed()
+        return key
+
+    def _put(self, name: str, content: bytes) -> None:
+        assert self._tar is not None
+        info = tarfile.TarInfo(name)  # no time and no owner: the same items make the same bytes
+        info.size = len(content)
+        self._tar.addfile(info, io.BytesIO(content))
+
+    @torch.no_grad()
+    def _embed(self) -> None:
+        if self.embedder is None or not self._waiting:
+            return
+        batch = Batch.collate(self._waiting, range(len(self._waiting)))
+        captions = [str(sample.caption) for sample in self._waiting]
+        images = self.embedder.embed_images(batch.video, batch.frame_mask)
+        texts, encodings, mask = self.embedder.embed_texts(captions)
+        for name, values in (("img_emb", images), ("text_emb", texts), ("txt_enc", encodings * mask[..., None])):
+            self._made.setdefault(name, []).append(values.float().cpu().numpy())
+        self._waiting = []
+
+    def _end_shard(self) -> None:
+        if self._tar is None:
+            return
+        self._tar.close()
+        self._embed()
+        for name, parts in self._made.items():
+            (self.folder / name).mkdir(exist_ok=True)
+            shard = (self.count - 1) // self.per_shard
+            np.save(self.folder / name / f"{name}_{shard:06d}.npy", np.concatenate(parts))
+        self._tar, self._made = None, {}
