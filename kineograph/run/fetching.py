@@ -171,7 +171,9 @@ def _checked(source: str, found: Path) -> Path:
     """The checkpoint or the weights in what came."""
     if found.is_file():
         if found.suffix != ".safetensors":
-            raise InputError(f"{source} is neither a checkpoint's folder, a tar of one ({', '.join(TARS)}) nor a file.safetensors")
+            raise InputError(
+                f"{source} is neither a checkpoint's folder, a tar of one ({', '.join(TARS)}) nor a file.safetensors"
+            )
         return found
     holding = sorted(path.parent for path in found.rglob("manifest.json"))
     if len(holding) > 1:

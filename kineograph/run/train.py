@@ -14,13 +14,14 @@ from kineograph.core.errors import InputError, Stopped
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.data.loader import worker_died
-from kineograph.run.building import build_task, stage_seed, warm_start
+from kineograph.run.building import brought_init, build_task, stage_seed, warm_start
 from kineograph.run.checks import check_stages
 from kineograph.run.metrics import Evaluate
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.resolve import Resume, resolve, say
 from kineograph.run.show import Show
 from kineograph.run.stage_data import StageData, open_data
+from kineograph.run.taking_up import take_up
 from kineograph.run.token_cache import cached_source
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
@@ -41,10 +42,16 @@ def train(
     extra: Tree | None = None,
     quiet: bool = False,
     note: Callable[[str], None] = say,
+    resume_from: Sequence[str] = (),
 ) -> Path:
-    """Train all stages of a preset or file; the same call again resumes. → the run folder."""
-    plan, folder = resolve(arguments, run, resume, extra)
+    """Train all stages of a preset or file; the same call again resumes. → the run folder.
+
+    `resume_from` names checkpoints that lie elsewhere, to go on from (run/fetching.py says where that may be).
+    """
     note = (lambda line: None) if quiet else note
+    if resume_from:
+        take_up(resume_from, run, note)
+    plan, folder = resolve(arguments, run, resume, extra)
     _refuse_many_processes()
     wanted = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
     check_trackers(wanted)
@@ -120,8 +127,9 @@ class _StageRun:
         if found is not None and finished(stage.train, settle(stage.train, Cursor(found.step, found.phase))):
             self.note(f"{stage.name}: finished at step {found.step}")
             return
-        task = build_task(self.plan, stage, self.stages, self.data, self.folder, self.note)
-        warm_start(task, stage, self.stages, self.note)
+        with brought_init(stage, self.folder, self.note) as brought:
+            task = build_task(self.plan, stage, self.stages, self.data, self.folder, self.note, brought)
+            warm_start(task, stage, self.stages, self.note, brought)
         stepper = Stepper(
             task,
             stage.train,

@@ -239,14 +239,17 @@ def _for_browser(path: Path) -> tuple[bytes, int, int]:
 
 
 def _wandb() -> Any:
+    return wandb_module("train.trackers names wandb", ", or leave it out of train.trackers")
+
+
+def wandb_module(why: str, otherwise: str = "") -> Any:
+    """The package, which only some have; `why` it is needed is for the message."""
     try:
         module = importlib.import_module("wandb")
     except ImportError:
         module = None
     if not hasattr(module, "init"):  # a run's own folder `wandb` imports too, as an empty package
-        raise InputError(
-            "train.trackers names wandb, which is not installed: pip install kineograph[wandb], or leave it out of train.trackers"
-        )
+        raise InputError(f"{why}, which is not installed: pip install kineograph[wandb]{otherwise}")
     return module
 
 
@@ -262,7 +265,7 @@ class WeightsAndBiases:
         where = where or WandbConfig()
         self._name = name
         self._memory = folder / "wandb" / "kineograph.json"
-        known = _read_json(self._memory)
+        known = read_json(self._memory)
         self._id: str = known.get("id") or where.id or secrets.token_hex(4)
         self._reached: dict[str, int] = known.get("reached", {})
         self._begun: set[str] = set()
@@ -332,7 +335,8 @@ class WeightsAndBiases:
         os.replace(temporary, self._memory)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A small file of ours; empty where it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
