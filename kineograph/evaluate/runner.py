@@ -22,7 +22,8 @@ from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
 from kineograph.evaluate import record, sheets
 from kineograph.evaluate.console import open_console
-from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject
+from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject, ToFetch
+from kineograph.evaluate.extractor.opening import Extractors, read_choices
 from kineograph.sample.draw import as_judged, device_for, draw
 from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
@@ -100,11 +101,14 @@ def evaluate(
     seed: int = 0,
     batch: int = 32,
     dataset: Any = None,
+    extractors: Sequence[str] = (),
     note: Note = say,
 ) -> Evaluation:
     """Judge a run: the stage that draws at `checkpoint`, the stages under it as it uses them (or `stage` alone).
 
-    `metrics` None takes all that apply; named ones must. Writes RUN/evaluation.json and pictures under RUN/evaluation/.
+    `metrics` None takes all that apply; named ones must, unless they wait for weights that can be fetched and others ran.
+    `extractors`: what metrics look through, each `NAME|FILE` (for fid, rfid, kid, is) or `METRIC=NAME|FILE`.
+    Writes RUN/evaluation.json and pictures under RUN/evaluation/.
     """
     if split not in get_args(Split):
         raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
@@ -113,12 +117,13 @@ def evaluate(
     folder = RunFolder.existing(run)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     stages = Stages(folder, device_for(device))
+    looking = Extractors(stages.device, read_choices(list(extractors)))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
-    reasons: dict[str, list[str]] = {name: [] for name in chosen}
+    reasons: dict[str, list[LeftOut]] = {name: [] for name in chosen}
     for name in names:
         step = checkpoints.choose(folder.checkpoints(name), checkpoint if name == main else "last").step
-        judge = _Judge(folder, stages, name, step, name == main, split, samples, seed, batch, dataset, note)
+        judge = _Judge(folder, stages, name, step, name == main, split, samples, seed, batch, dataset, looking, note)
         judged = judge.run(chosen, reasons, found)
         if judged.results:
             weights = stages.opened[f"{folder.path}/{name}"]
@@ -142,20 +147,23 @@ def _stages_to_judge(run: RunFolder, wanted: str | None) -> tuple[str, list[str]
         return trained[-1], trained
 
 
-def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[str]], asked: bool) -> None:
-    """Metrics that judged nothing: an error when they were asked for by name, else a line if there is something to say."""
+def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]], asked: bool) -> None:
+    """Metrics that judged nothing: an error when they were asked for by name, else a line if there is something to say. What only
+    waits for something to be fetched is a line in either case, as long as another metric has an answer."""
     done = {name for judged in found.judged for name in judged.results}
+    lines: dict[str, list[str]] = {}  # reason → metrics
     for name, metric in chosen.items():
         if name in done:
             continue
-        why = (
-            "; ".join(dict.fromkeys(reasons[name]))
-            or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
-        )
-        if asked:
+        why = "; ".join(dict.fromkeys(map(str, reasons[name])))
+        waits = bool(done) and any(isinstance(reason, ToFetch) for reason in reasons[name])
+        if asked and not waits:
+            why = why or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
             raise InputError(f"--metrics {name} does not apply to {found.run}: {why}")
-        if reasons[name]:
-            found.left_out.append(f"{name} is left out: {why}")
+        if why:
+            lines.setdefault(why, []).append(name)
+    for why, names in lines.items():
+        found.left_out.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} left out: {why}")
 
 
 class _Judge:
@@ -173,11 +181,12 @@ class _Judge:
         seed: int,
         batch: int,
         dataset: Any,
+        extractors: Extractors,
         note: Note,
     ) -> None:
         tree = folder.config()
         self.folder, self.name, self.step, self.split, self.seed, self.batch = folder, name, step, split, seed, batch
-        self.device, self.note = stages.device, note
+        self.stages, self.device, self.extractors, self.note = stages, stages.device, extractors, note
         self.spec: StageSpec = read_stage(tree, name)
         self.task: Task = stages.load(name, step)
         self.draws = draws and self.task.can_sample
@@ -189,7 +198,7 @@ class _Judge:
                 f"{name}: the {split} split has {self.count} items, so {self.count} samples are judged instead of {samples}"
             )
 
-    def run(self, chosen: dict[str, Any], reasons: dict[str, list[str]], found: Evaluation) -> Judged:
+    def run(self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]], found: Evaluation) -> Judged:
         subject = self._subject()
         offered = self._offered(subject)
         metrics: dict[str, Metric] = {}
@@ -198,7 +207,7 @@ class _Judge:
                 try:
                     metrics[name] = metric.open(subject)
                 except LeftOut as reason:
-                    reasons[name].append(str(reason))
+                    reasons[name].append(reason)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
         for evidence in self._evidence(needed) if metrics else ():
@@ -207,14 +216,18 @@ class _Judge:
                 try:
                     remarks.append(metric.update(evidence))
                 except LeftOut as reason:
-                    reasons[name].append(str(reason))
+                    reasons[name].append(reason)
                     del metrics[name]
             pictures.add(evidence, [said for said in remarks if said])
         where = self.folder.path / "evaluation"
         found.files += pictures.write(where, f"{self.split}-{self.name}-step-{self.step:08d}", self.spec.data.shape.fps)
-        return Judged(
-            self.name, self.spec.config.task, self.step, {name: metric.compute() for name, metric in metrics.items()}
-        )
+        results: dict[str, Result] = {}
+        for name, metric in metrics.items():
+            try:
+                results[name] = metric.compute()
+            except LeftOut as reason:
+                reasons[name].append(reason)
+        return Judged(self.name, self.spec.config.task, self.step, results)
 
     def _subject(self) -> Subject:
         captions = [self.source.caption(index) for index in range(min(FIRST_LOOK, len(self.source)))]
@@ -226,6 +239,8 @@ class _Judge:
             self.spec.data.shape,
             self.device,
             known if len(known) == len(captions) else None,
+            self.extractors,
+            self.stages,
         )
 
     def _offered(self, subject: Subject) -> frozenset[Kind]:
@@ -235,6 +250,8 @@ class _Judge:
             offered.add("captions")
         if self.draws:
             offered.add("generated")
+        if subject.shape.frames > 1:
+            offered.add("clips")
         if type(self.task).reconstruct is not Task.reconstruct:
             offered.add("reconstruction")
         if hasattr(self.task, "encode") and getattr(self.task, "vocabulary", None):
