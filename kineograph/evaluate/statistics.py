@@ -78,12 +78,12 @@ def kernel_distance(real: Tensor, made: Tensor) -> tuple[dict[str, float], dict[
     if size < 2:
         raise LeftOut(f"there are {len(real)} real and {len(made)} made ones: KID takes at least 2 of each")
     subsets = SUBSETS if max(len(real), len(made)) > size else 1
-    metric = image.kid.KernelInceptionDistance(
-        _Given(real.shape[1]), subsets=subsets, subset_size=size, sync_on_compute=False
-    ).set_dtype(torch.float64)
-    metric.update(real.double(), real=True)
-    metric.update(made.double(), real=False)
     with _seeded():
+        metric = image.kid.KernelInceptionDistance(
+            _Given(real.shape[1]), subsets=subsets, subset_size=size, sync_on_compute=False
+        )
+        metric.update(real.double(), real=True)
+        metric.update(made.double(), real=False)
         mean, deviation = metric.compute()
     values = {"kid": float(mean)} | ({"kid_deviation": float(deviation)} if subsets > 1 else {})
     return values, {"subsets": f"{subsets} × {size}"}
@@ -95,10 +95,9 @@ def inception_score(logits: Tensor) -> tuple[dict[str, float], dict[str, Any]]:
     if len(logits) < 2:
         raise LeftOut(f"there are {len(logits)} pictures: the Inception Score takes at least 2")
     splits = SPLITS if len(logits) >= SPLIT_FROM else 1
-    metric = image.inception.InceptionScore(_Given(logits.shape[1]), splits=splits, sync_on_compute=False)
-    metric.update(logits.double())
-    with _seeded(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the deviation of a single split is not a number, and not told
+    with _seeded():
+        metric = image.inception.InceptionScore(_Given(logits.shape[1]), splits=splits, sync_on_compute=False)
+        metric.update(logits.double())
         mean, deviation = metric.compute()
     return {"is": float(mean)} | ({"is_deviation": float(deviation)} if splits > 1 else {}), {"splits": splits}
 
@@ -116,18 +115,17 @@ class _Given(nn.Module):
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of memory, at each construction; of the deviation of a single split, which is not told
         torch.manual_seed(key_of(0, "subsets of features") >> 1)
         yield
 
 
 def _torchmetrics() -> Any:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it tells of memory at each construction
-            import torchmetrics.image.fid
-            import torchmetrics.image.inception
-            import torchmetrics.image.kid
+        import torchmetrics.image.fid
+        import torchmetrics.image.inception
+        import torchmetrics.image.kid
     except ImportError:
         raise ToFetch("torchmetrics is not installed: pip install 'kineograph[metrics]'") from None
     return torchmetrics.image

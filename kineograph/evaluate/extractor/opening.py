@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -83,7 +84,7 @@ def in_bytes(pixels: Tensor) -> Tensor:
 @contextmanager
 def _looking(device: torch.device):  # type: ignore[no-untyped-def]
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
@@ -127,7 +128,9 @@ def open_extractor(value: str, device: torch.device, clips: bool = False) -> Ext
         return Extractor(network_of(cache.load(path), path), label, device)
     try:
         # Its program runs, in TorchScript's interpreter: it computes tensors and reaches nothing else. No pickle is loaded in Python.
-        network = torch.jit.load(path, map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            network = torch.jit.load(path, map_location="cpu")
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(

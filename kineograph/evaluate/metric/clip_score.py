@@ -33,7 +33,7 @@ class ClipScore:
         assert evidence.captions is not None
         assert evidence.generated is not None
         assert evidence.real is not None
-        with torch.inference_mode(), torch.autocast(evidence.generated.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(evidence.generated.device.type, enabled=False):
             texts = self.clip.embed_texts(evidence.captions)[0].float()  # B D
             made = self._cosines(texts, evidence.generated)  # B T
             real = self._cosines(texts, evidence.real)

@@ -42,7 +42,7 @@ class LpipsDistance:
 
     def update(self, evidence: Evidence) -> None:
         real, made = evidence.pictures("real"), evidence.pictures("reconstruction")
-        with torch.inference_mode(), torch.autocast(real.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(real.device.type, enabled=False):
             for x, y in zip(real.float().split(CHUNK), made.float().split(CHUNK), strict=True):
                 distance = self.network(x * 2 - 1, y * 2 - 1)
                 self.sums += torch.stack([distance.double().sum(), distance.new_tensor(len(x)).double()])
