@@ -116,7 +116,9 @@ class _Given(nn.Module):
 @contextmanager
 def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of memory, at each construction; of the deviation of a single split, which is not told
+        warnings.simplefilter(
+            "ignore"
+        )  # of memory, at each construction; of the deviation of a single split, which is not told
         torch.manual_seed(key_of(0, "subsets of features") >> 1)
         yield
 

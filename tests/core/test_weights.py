@@ -34,7 +34,7 @@ def test_damage_is_seen():
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InputError, match="is damaged.*kineo weights get net again"):
+    with pytest.raises(InputError, match=r"is damaged.*kineo weights get net again"):
         weights.find("net")
     path.with_suffix(".json").unlink()
     with pytest.raises(InputError, match="damaged"):

@@ -25,7 +25,9 @@ def random_weights(network: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in network.state_dict().items():
         spread = (2 / value[0].numel()) ** 0.5 if value.ndim > 1 else 0.1
-        found[name] = torch.rand_like(value) + 0.5 if name.endswith(("var", "scale")) else torch.randn_like(value) * spread
+        found[name] = (
+            torch.rand_like(value) + 0.5 if name.endswith(("var", "scale")) else torch.randn_like(value) * spread
+        )
     return found
 
 

