@@ -91,7 +91,7 @@ def sample(
     prime: Annotated[
         Path | None,
         typer.Option(
-            help="An image or clip to continue from (of a long clip its last frames), or a picture to enlarge.",
+            help="An image or clip to continue from (of a long clip its last frames), or a picture to enlarge or, with --mask, to draw anew in part.",
             show_default=False,
         ),
     ] = None,
@@ -100,6 +100,10 @@ def sample(
         typer.Option(
             help="An image or clip to draw after, where the stage was trained with sketches.", show_default=False
         ),
+    ] = None,
+    mask: Annotated[
+        Path | None,
+        typer.Option(help="A picture, white where that of --prime is drawn anew.", show_default=False),
     ] = None,
     negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
     checkpoint: Checkpoint = "last",
@@ -124,7 +128,7 @@ def sample(
 
     written = draw_and_write(
         run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
-        sketch=sketch, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
+        sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
         ema=ema,
     )  # fmt: skip
     for path in written:

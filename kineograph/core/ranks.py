@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +32,29 @@ def sum_(value: Tensor) -> Tensor:
     if active():
         dist.all_reduce(value)
     return value
+
+
+def gather(value: Tensor) -> Tensor:
+    """The rows of all processes in the order of their ranks, each having equally many: B … → world · B ….
+
+    Every process's loss depends on every row, so a row's gradient is the sum of what all of them send back. With gradients of
+    parameters summed over processes, the result is the gradient that one process with all rows would have.
+    """
+    return _Gather.apply(value) if active() else value
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        parts = [torch.empty_like(value) for _ in range(world())]
+        dist.all_gather(parts, value.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total.chunk(world())[rank()]
 
 
 def barrier() -> None:
