@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import save_file
 from scipy.linalg import sqrtm
 from torch import nn
 
+import kineograph as kg
 from kineograph.codec.perceptual import Lpips
-from kineograph.core.batch import Shape
+from kineograph.core.batch import Batch, Shape
+from kineograph.core.config import merge
 from kineograph.core.errors import InputError
 from kineograph.core.lookup import find_metric, metric_names
 from kineograph.core.noise import key_of
@@ -23,12 +26,15 @@ from kineograph.data.loader import Loader
 from kineograph.data.moving_digits import MovingDigits
 from kineograph.evaluate.compare import compare
 from kineograph.evaluate.evidence import Evidence, LeftOut, Subject
+from kineograph.evaluate.extractor.clip import open_clip
 from kineograph.evaluate.extractor.opening import Extractors
 from kineograph.evaluate.runner import evaluate
 from kineograph.sample.draw import Sampler
-from kineograph.sample.stages import read_stage
+from kineograph.sample.stages import Stages, read_stage
 from tests.evaluate.test_extractors import Colours, scripted
+from tests.run.test_prior_runs import BASE
 from tests.sample.tiny_task import make_run
+from tests.text.test_clip_pretrained import folder as clip_folder  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 
@@ -59,6 +65,12 @@ def run(tmp_path_factory) -> RunFolder:
     return make_run(tmp_path_factory.mktemp("runs") / "run", coloured=False)
 
 
+def held_out(run: RunFolder, count: int) -> Batch:
+    """What evaluation shows."""
+    source = MovingDigits.open(read_stage(run.config(), "generator").data, "validation")
+    return next(iter(Loader(source, seed=key_of(3, "validation") >> 1, batch_size=count).fixed(count, count)))
+
+
 def test_all_of_them_are_found_by_name():
     assert {"fid", "rfid", "kid", "is", "fvd", "lpips", "clip_score"} <= set(metric_names())
     assert find_metric("is").name == "is"
@@ -66,11 +78,8 @@ def test_all_of_them_are_found_by_name():
 
 def test_numbers_rest_on_real_and_drawn_pictures_and_say_so(run, files):
     found = evaluate(run.path, ["fid", "kid", "is"], samples=24, batch=9, device="cpu", extractors=[files.colours])
-    spec = read_stage(run.config(), "generator")
-    source = MovingDigits.open(spec.data, "validation")
-    real = next(iter(Loader(source, seed=key_of(3, "validation") >> 1, batch_size=24).fixed(24, 24)))
-    sampler = Sampler.open(run, device="cpu")
-    drawn = sampler.sample(real.captions, seed=0, batch=24).pixels
+    real = held_out(run, 24)
+    drawn = Sampler.open(run, device="cpu").sample(real.captions, seed=0, batch=24).pixels
     x, y = (Colours()((t.flatten(0, 1) * 255).round() / 255).double().numpy() for t in (real.video, drawn))
     a, b = np.cov(x, rowvar=False), np.cov(y, rowvar=False)
     expected = ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(a + b - 2 * sqrtm(a @ b).real)
@@ -223,3 +232,40 @@ def test_compare_shows_what_the_numbers_rest_on(tmp_path, files):
     assert cells[0].text.endswith(", 8)")
     assert cells[1].value is None
     assert any(line.startswith(f"kineo evaluate {two.path} --metrics fid") for line in found.missing())
+
+
+@pytest.fixture(scope="module")
+def clip_run(tmp_path_factory):
+    """A run whose one stage is a small CLIP, barely trained."""
+    place = tmp_path_factory.mktemp("clip")
+    tree = merge(BASE, {"train": {"steps": 1}})
+    del tree["stages"]["prior"]
+    (place / "run.yaml").write_text(yaml.safe_dump(tree))
+    return kg.train(str(place / "run.yaml"), run=place / "run", quiet=True)
+
+
+def test_a_clip_stage_of_another_run_judges(run, clip_run, tmp_path):
+    found = evaluate(
+        run.path, ["clip_score"], samples=6, batch=4, device="cpu", extractors=[f"clip_score={clip_run}/clip"]
+    )
+    task = Stages(RunFolder(clip_run)).load("clip")
+    drawn = Sampler.open(run, device="cpu").sample(held_out(run, 6).captions, seed=0, batch=4)
+    with torch.no_grad():
+        images = task.embed_images((drawn.pixels[:, 0] * 255).round() / 255)
+        cosines = (images * task.embed_texts(held_out(run, 6).captions)[0]).sum(-1)
+    assert found["clip_score"] == pytest.approx(float(cosines.mean()), abs=1e-4)
+    assert found.judged[-1].results["clip_score"].labels["extractor"].startswith(f"clip stage {clip_run}/clip ")
+
+
+def test_the_runs_own_clip_stage_judges_unless_another_is_named(clip_run):
+    shape = Shape(frames=1, height=16, width=16, channels=3, fps=8)
+    stages = Stages(RunFolder(clip_run))
+    found, label = open_clip(Subject("x", None, None, shape, CPU, None, Extractors(CPU), stages))  # type: ignore[arg-type]
+    assert found is stages.load("clip")
+    assert label == f"clip stage clip {stages.digest('clip')[:12]}"
+
+
+def test_a_clip_of_transformers_judges(run, clip_folder):  # noqa: F811
+    found = evaluate(run.path, ["clip_score"], samples=3, device="cpu", extractors=[f"clip_score={clip_folder}"])
+    assert -1 <= found["clip_score"] <= 1
+    assert found.judged[-1].results["clip_score"].labels["extractor"].startswith(f"{clip_folder.name} ")
