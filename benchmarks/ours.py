@@ -41,18 +41,28 @@ def training(task: Task, batch: Batch, device: torch.device, **settings: Any) ->
 
 
 def sampling(task: Task, texts: Batch, options: Any, shape: Shape, device: torch.device) -> Work:
-    """A call of `kineo sample`, for given text embeddings, with the stages loaded and, on a GPU, compiled."""
-    parts = [freeze(part.to(device)) for part in (task, task.stages["codec"])]
+    """A call of `kineo sample`, for given embeddings, with the stages loaded and, on a GPU, compiled."""
+    parts = [task, *task.stages.values()]
+    for part in parts:
+        freeze(part.to(device))
     seeds = count()
 
     def call() -> Tensor:
         return draw(
-            task, None, rows=len(texts), options=options, shape=shape, seed=next(seeds), device=device, real=texts
+            task,
+            None,
+            rows=len(texts),
+            options=options,
+            shape=shape,
+            seed=next(seeds),
+            device=device,
+            real=texts,
+            batch=len(texts),
         )
 
     flops = count_flops(call)
     if device.type == "cuda":
-        for part in (task, task.stages["codec"]):
+        for part in parts:
             compile_parts(part, graphs=True)
     parameters = sum(size(part.parameters()) for part in parts)
     return Work(call, samples=len(texts), parameters=parameters, flops=flops, precision=precision_for("auto", device))

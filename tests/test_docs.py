@@ -23,14 +23,21 @@ from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
+from kineograph.family.dalle2.config import DecoderConfig, DecoderSample
+from kineograph.family.dalle2.low_res import AugmentConfig
+from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
 from kineograph.family.muse.config import CriticConfig, MuseConfig, MuseSample
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.phenaki.config import CriticConfig as PhenakiCriticConfig
 from kineograph.family.phenaki.config import PhenakiConfig, PhenakiSample
 from kineograph.nn.quantizers import FSQConfig, LFQConfig, VQConfig
+from kineograph.process.diffusion import DiffusionConfig
+from kineograph.process.solvers import DiffusionSample
 from kineograph.run import layers
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
 from kineograph.text import TextConfig
+from kineograph.text.clip import ClipConfig
+from kineograph.text.embedding import ClipSource
 from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig, WandbConfig
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +77,15 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "task: phenaki.critic", PhenakiCriticConfig, "", StageConfig),
     (CONFIG, "task: nuwa", NuwaConfig, "", StageConfig),
     (CONFIG, "task: nuwa", NuwaSample, "sample.", None),
+    (CONFIG, "task: dalle2", DecoderConfig, "", StageConfig),
+    (CONFIG, "task: dalle2", AugmentConfig, "augment.", None),
+    (CONFIG, "task: dalle2", DecoderSample, "sample.", DiffusionSample),
+    (CONFIG, "diffusion.*", DiffusionConfig, "diffusion.", None),
+    (CONFIG, "sample.* of diffusion", DiffusionSample, "sample.", None),
+    (CONFIG, "task: clip", ClipConfig, "", StageConfig),
+    (CONFIG, "clip.*", ClipSource, "clip.", None),
+    (CONFIG, "task: dalle2.prior", PriorConfig, "", StageConfig),
+    (CONFIG, "task: dalle2.prior", PriorSample, "sample.", None),
 ]
 
 

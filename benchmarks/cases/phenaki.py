@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from kineograph.core.batch import Batch, Shape
     from kineograph.family.phenaki.task import Phenaki
 
-CODEC = {"width": 512, "heads": 8, "depth": 4, "codes": 8192, "pixels": 128, "frames": 17, "batch": 4, "judge": 96}
+CODEC = {
+    "width": 512,
+    "heads": 8,
+    "depth": 4,
+    "codes": 8192,
+    "pixels": 128,
+    "frames": 17,
+    "batch": 4,
+    "judge": 96,
+    "judged": 1,
+}
 TRAIN = {**CODEC, "batch": 8, "layers": 12, "text": (64, 768)}
 SAMPLE = {**TRAIN, "steps": 18, "guidance": 5.0}
 SMALL = {
@@ -33,6 +43,7 @@ SMALL = {
     "frames": 5,
     "batch": 1,
     "judge": 4,
+    "judged": 1,
     "layers": 2,
     "text": (8, 32),
 }
@@ -68,13 +79,12 @@ def _codec(sizes: Sizes, settings: dict[str, Any]) -> CViViT:
 
 
 def judges(sizes: Sizes) -> dict[str, Any]:
-    """A discriminator as large as the peer's, whose gradient penalty is paid in every step."""
-    return {"width": sizes["judge"], "levels": 5, "penalty_every": 1}
+    """A discriminator as large as the peer's, that is shown as many frames of a clip, and whose gradient penalty is paid in every step."""
+    return {"width": sizes["judge"], "levels": 5, "penalty_every": 1, "frames": sizes["judged"]}
 
 
 def ours_codec(sizes: Sizes, device: torch.device) -> Work:
-    """As the peer: one random frame a clip for the perceptual net, a gradient penalty in every step. The discriminator sees all
-    frames, where the peer's sees one."""
+    """As the peer: one random frame a clip for the perceptual net and for the discriminator, a gradient penalty in every step."""
     from kineograph.codec.perceptual import Lpips
     from kineograph.core.batch import Batch
 

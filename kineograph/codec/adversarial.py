@@ -34,6 +34,8 @@ class AdversarialConfig(Config):
     """The penalty is computed once in so many steps, and weighs so many times more then."""
     width: int = Field(64, ge=1)
     """Channels of the discriminator's first layer; each further one doubles them, up to eight times."""
+    frames: int | None = Field(None, ge=1)
+    """A run of so many frames of each clip, begun at random, is judged in a step; null: whole clips."""
     levels: int = Field(3, ge=1)
     """Halvings before a patch is judged: one judgement a 2^levels × 2^levels pixels."""
 
@@ -67,6 +69,8 @@ class TimeMix(nn.Module):
         self.conv = nn.Conv2d(width, width, (3, 1), padding=(1, 0))
 
     def forward(self, x: Tensor, frames: int, keep: Tensor | None) -> Tensor:
+        if frames == 1:
+            return F.conv2d(x, self.conv.weight[:, :, 1:2], self.conv.bias)
         if keep is not None:
             x = x * keep[:, None, None, None].to(x.dtype)
         weight = rearrange(self.conv.weight, "o i k 1 -> (k o) i")

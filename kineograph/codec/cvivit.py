@@ -31,7 +31,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.nn.positions import Rotation, grid_positions, sincos
 from kineograph.nn.quantizers import Quantized, QuantizerConfig, VQConfig, build_quantizer
-from kineograph.nn.transformer import Block, BlockConfig, Transformer, TransformerConfig
+from kineograph.nn.transformer import Block, BlockConfig, Residual, Transformer, TransformerConfig
 
 
 class CViViTConfig(StageConfig, BlockConfig):
@@ -50,6 +50,8 @@ class CViViTConfig(StageConfig, BlockConfig):
     """Frames that a token covers, after the first frame, which is coded alone: clips have 1 + k · temporal_patch frames."""
     quantizer: QuantizerConfig = VQConfig()
     """kind: vq, lfq or fsq, and what belongs to it."""
+    residual: Residual = "fp32"
+    """What blocks add up in. auto: bf16 where training is; fp32 keeps tokens from depending on how features are rounded."""
     loss: Literal["l1", "l2"] = "l1"
     """Reconstruction loss, of pixels in [−1, 1]."""
     perceptual: PerceptualConfig = PerceptualConfig()
@@ -300,12 +302,10 @@ class CViViT(Task):
         discriminator = self.discriminator
         if discriminator is None or not game_on(self.config.adversarial, shared.noise.step):
             return None
-        frames = shared.real.shape[0] // shared.noise.batch
         padded = shared.rows is not None
 
-        def judge(pictures: Tensor) -> Tensor:
-            keep = shared.keep.repeat(pictures.shape[0] // shared.keep.shape[0]) if padded else None
-            return discriminator(pictures, frames, keep)
+        def judge(pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
+            return discriminator(pictures, frames, keep if padded else None)
 
         return judge
 

@@ -25,8 +25,8 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
 from kineograph.nn.quantizers import Quantized, codebook_histogram, straight_through, usage
 
-Judge = Callable[[Tensor], Tensor]
-"""Frames F C H W, or several times as many laid end to end → a logit for each patch, F h w."""
+Judge = Callable[[Tensor, int, Tensor], Tensor]
+"""Frames F C H W, how many of them make a clip, and which are no padding, F → a logit for each patch, F h w."""
 
 
 LOOKED_AT = 64  # frames that the perceptual net takes at once in validation: its maps outweigh everything else
@@ -88,13 +88,16 @@ def generator_loss(
         weight = config.perceptual.weight
         seen, weights = frames_seen(keep, config.perceptual.frames, shared.noise)
         terms["perceptual"], reference = gradient_at(
-            fake, lambda pictures: look(_taken(pictures, seen), _taken(real, seen)), weights
+            fake, lambda pictures: look(taken(pictures, seen), taken(real, seen)), weights
         )
         total = total + straight_through(weight * terms["perceptual"], (fake * reference * weight).sum())
     if judge is not None:
         game = config.adversarial
         assert game is not None
-        terms["adversarial"], push = gradient_at(fake, lambda pictures: fooling(judge(pictures)), keep)
+        scene = Scene.of(shared, game)
+        terms["adversarial"], push = gradient_at(
+            fake, lambda pictures: fooling(scene.judged(judge, pictures)), scene.weights
+        )
         strength = torch.full_like(count, game.weight)
         if game.adaptive:
             if reference is None:
@@ -108,17 +111,18 @@ def generator_loss(
 
 def discriminator_loss(shared: Reconstruction, game: AdversarialConfig, judge: Judge) -> Loss:
     """hinge + γ/2 · penalty, the latter once in a while"""
+    scene = Scene.of(shared, game)
     pictures = [shared.real, shared.fake.detach()]
     if game.penalty and shared.noise.step % game.penalty_every == 0:
         pictures.append(nudged(shared.real, shared.noise))
-    real, fake, *moved = judge(torch.cat(pictures)).chunk(len(pictures))  # no norm looks across the batch
+    real, fake, *moved = scene.judged(judge, *pictures).chunk(len(pictures))  # no norm looks across the batch
     each = hinge(real, fake)
     terms = {"hinge": each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
     if moved:
         terms["penalty"] = slope(real, *moved)
         each = each + game.penalty / 2 * game.penalty_every * terms["penalty"]
-    named = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in terms.items()}
-    return Loss(Mean((each * shared.keep).sum(), shared.count), named)
+    named = {name: Mean((value * scene.weights).sum(), shared.count) for name, value in terms.items()}
+    return Loss(Mean((each * scene.weights).sum(), shared.count), named)
 
 
 def scores(shared: Reconstruction, config: Judged, codes: int, look: Lpips | None) -> dict[str, Mean]:
@@ -162,7 +166,38 @@ def frames_seen(keep: Tensor, frames: int | None, noise: Noise) -> tuple[Tensor 
     return (times + starts).flatten(), weights.flatten()
 
 
-def _taken(pictures: Tensor, places: Tensor | None) -> Tensor:
+@dataclass
+class Scene:
+    """What the discriminator is shown of each clip: all of it, or a run of frames that begins at random, so that motion is still seen. A run
+    stands for all real frames of its clip."""
+
+    places: Tensor | None  # among the frames of the batch; None: all
+    frames: int  # a clip
+    keep: Tensor  # F', 0 where a frame is padding
+    weights: Tensor  # F'
+
+    @staticmethod
+    def of(shared: Reconstruction, game: AdversarialConfig) -> Scene:
+        noise, keep = shared.noise, shared.keep
+        clips = keep.view(noise.batch, -1)  # B T
+        length = clips.shape[1]
+        if game.frames is None or game.frames >= length:
+            return Scene(None, length, keep, keep)
+        real = clips.sum(1)  # padding is at the end
+        starts = (noise.uniform("discriminator") * (real - game.frames + 1).clamp_min(1)).long()  # B
+        times = starts[:, None] + torch.arange(game.frames, device=keep.device)  # B n
+        taken = clips.gather(1, times)
+        weights = taken * (real / taken.sum(1).clamp_min(1))[:, None]
+        firsts = torch.arange(noise.batch, device=keep.device)[:, None] * length
+        return Scene((times + firsts).flatten(), game.frames, taken.flatten(), weights.flatten())
+
+    def judged(self, judge: Judge, *pictures: Tensor) -> Tensor:
+        """Several versions of the batch at once, one after the other: each F C H W → all their logits."""
+        shown = torch.cat([taken(version, self.places) for version in pictures])
+        return judge(shown, self.frames, self.keep.repeat(len(pictures)))
+
+
+def taken(pictures: Tensor, places: Tensor | None) -> Tensor:
     return pictures if places is None else pictures.index_select(0, places)
 
 

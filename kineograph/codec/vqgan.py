@@ -176,6 +176,23 @@ class VQGAN(Task):
         features = self.quantizer.lookup(rearrange(tokens, "b t h w -> (b t) h w"))
         return outward(self.to_pixels(self.decoder(features)), tokens.shape[0])
 
+    @property
+    def latent_channels(self) -> int:
+        return self.quantizer.dim
+
+    @torch.no_grad()
+    def latents(self, pixels: Tensor) -> Tensor:
+        """B T C H W in [0, 1] → B T c h w: what the quantizer rounds to codes, for a diffusion over it."""
+        self.shape_for(*pixels.shape[1:2], *pixels.shape[-2:])
+        found = self.quantizer.compress(self.encoder(inward(pixels)))
+        return rearrange(found, "(b t) c h w -> b t c h w", b=pixels.shape[0])
+
+    @torch.no_grad()
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """B T c h w → B T C H W in [0, 1], by way of the nearest codes"""
+        features = self.quantizer.restore(rearrange(latents, "b t c h w -> (b t) c h w"))
+        return outward(self.to_pixels(self.decoder(features)), latents.shape[0])
+
     # training ----------------------------------------------------------------------------------------------------
 
     def trainable(self, player: str) -> list[nn.Module]:
@@ -199,7 +216,7 @@ class VQGAN(Task):
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
         game = self.config.adversarial
-        judge = self.discriminator if game_on(game, shared.noise.step) else None
+        judge = self._judge if game_on(game, shared.noise.step) else None
         if player == "discriminator":
             assert game is not None
             assert judge is not None
@@ -207,6 +224,11 @@ class VQGAN(Task):
         return generator_loss(
             shared, self.config, self.vocabulary, self.perceptual, judge, [self.to_pixels.conv.weight]
         )
+
+    def _judge(self, pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
+        """Frame by frame, so that clips and padding make no difference."""
+        assert self.discriminator is not None
+        return self.discriminator(pictures)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         return scores(self(batch, noise), self.config, self.vocabulary, self.perceptual)

@@ -146,6 +146,7 @@ class Prompts:
     height: int | None = None
     width: int | None = None
     prime: Tensor | None = None  # B T C H W, float in [0, 1]: frames to continue from
+    mask: Tensor | None = None  # B H W, bool: where the picture in `prime` is to be drawn anew
     batch: Batch | None = None  # real samples beside the prompts, for what samples from an image (super-resolution …)
 
     def __len__(self) -> int:

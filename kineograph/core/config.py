@@ -31,6 +31,8 @@ class StageConfig(Config):
 
     references: ClassVar[tuple[str, ...]] = ()
     """Which of the keys name another stage (`codec`)."""
+    draws_with: ClassVar[tuple[str, ...]] = ()
+    """Which name a stage that only drawing needs (`prior`): it is loaded then, and may be trained later."""
     task: str
     """Which Task trains here: a module of family, codec or text (`muse`), or a dotted path to a class of yours."""
     skip: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,9 +34,46 @@ def sum_(value: Tensor) -> Tensor:
     return value
 
 
+def gather(value: Tensor) -> Tensor:
+    """The rows of all processes in the order of their ranks, each having equally many: B … → world · B ….
+
+    Every process's loss depends on every row, so a row's gradient is the sum of what all of them send back. With gradients of
+    parameters summed over processes, the result is the gradient that one process with all rows would have.
+    """
+    return _Gather.apply(value) if active() else value
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        parts = [torch.empty_like(value) for _ in range(world())]
+        dist.all_gather(parts, value.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total.chunk(world())[rank()]
+
+
 def barrier() -> None:
     if active():
         dist.barrier()
+
+
+def gather_rows(value: Tensor) -> Tensor:
+    """The rows of all processes in the order of their ranks, however many each has (also none); without gradient."""
+    if not active():
+        return value
+    counts = torch.zeros(world(), dtype=torch.int64, device=value.device)
+    counts[rank()] = len(value)
+    sizes = sum_(counts).tolist()
+    padded = value.new_zeros(max(sizes), *value.shape[1:])
+    padded[: len(value)] = value
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def device_of(name: str = "auto") -> torch.device:

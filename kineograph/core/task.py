@@ -61,6 +61,10 @@ class Task(nn.Module):
     players: ClassVar[tuple[str, ...]] = ("model",)
     reads: ClassVar[frozenset[str]] = frozenset({"pixels"})  # of "pixels", "captions"; what training needs
     continues: ClassVar[bool] = False  # `sample` takes `prompts.prime` as the first frames of the clip that it gives
+    enlarges: bool = False  # `sample` takes `prompts.prime` as the picture that it makes larger
+    inpaints: bool = (
+        False  # `sample` takes `prompts.prime` as a picture of which it draws anew what `prompts.mask` says
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +81,9 @@ class Task(nn.Module):
         return cls.reads
 
     # training ----------------------------------------------------------------------------------------------------
+
+    def check_precision(self, precision: str) -> None:
+        """Refuse, with a ConfigError, a precision (fp32, bf16, fp16) that this task cannot be trained in."""
 
     def trainable(self, player: str) -> list[nn.Module]:
         """The modules whose parameters this player owns."""
@@ -120,8 +127,8 @@ class Task(nn.Module):
         return False
 
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        """What a cache may hold of a batch instead of pixels and captions: `tokens` or `latents`, and `text_embeds` with
-        `text_mask` where the text encoder is frozen."""
+        """What a cache may hold of a batch instead of pixels and captions: `tokens`, `latents` or `image_embed`, and where what reads
+        captions is frozen `text_embed`, and `text_embeds` with `text_mask`."""
         raise NotImplementedError
 
     # how the outside treats it -----------------------------------------------------------------------------------

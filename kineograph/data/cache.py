@@ -1,7 +1,7 @@
-"""Tokens or latents (and text embeddings) made once and read in place: what a generator trains on without its codec.
+"""Tokens, latents or image embeddings (and text embeddings) made once and read in place: what a generator trains on without its codec.
 
-A cache is a folder: cache.json (the header), tokens.npy or latents.npy, captions.jsonl ({identity, caption} a line), and where
-they were given text_embeds.npy, text_mask.npy, frame_mask.npy and fps.npy. Or a folder of such folders, one a split.
+A cache is a folder: cache.json (the header), tokens.npy, latents.npy or image_embed.npy, captions.jsonl ({identity, caption} a line), and
+where they were given text_embed.npy, text_embeds.npy, text_mask.npy, frame_mask.npy and fps.npy. Or a folder of such folders, one a split.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from kineograph.data.config import DataConfig, Split
 from kineograph.data.split import Part, select
 
 HEADER = "cache.json"
-FIELDS = ("tokens", "latents", "text_embeds", "text_mask", "frame_mask", "fps")
+KINDS = ("tokens", "latents", "image_embed")  # the one that an item is made of
+EXTRA = ("image_embed", "text_embed")  # go into Sample.extra
+FIELDS = ("tokens", "latents", *EXTRA, "text_embeds", "text_mask", "frame_mask", "fps")
 
 
 class Header(Config):
     """What cache.json says."""
 
-    kind: Literal["tokens", "latents"]
+    kind: Literal["tokens", "latents", "image_embed"]
     count: int = Field(ge=1)
     """Items that belong in it."""
     done: int = 0
     """Items that are in it."""
     shape: tuple[int, ...]
-    """Of one item's tokens (t, h, w) or latents."""
+    """Of one item's tokens (t, h, w), latents or image embedding."""
     vocabulary: int | None = None
     key: str = ""
     """Hash of content, preprocessing and codec: a cache with another key is another cache."""
@@ -209,7 +211,11 @@ class Cache:
                     )
             elif value.dtype != bool:
                 value = value.astype(np.float32)
-            setattr(sample, name, torch.from_numpy(value.copy() if not value.flags.writeable else value))
+            read = torch.from_numpy(value.copy() if not value.flags.writeable else value)
+            if name in EXTRA:
+                sample.extra[name] = read
+            else:
+                setattr(sample, name, read)
         return sample
 
     def caption(self, index: int) -> str | None:
@@ -219,7 +225,7 @@ class Cache:
         return self._rows[self.indices[index]][0]
 
     def missing_captions(self) -> list[str]:
-        if "text_embeds" in self.arrays:
+        if "text_embeds" in self.arrays or "text_embed" in self.arrays:
             return []
         return [self.identity(index) for index in range(len(self)) if self.caption(index) is None]
 

@@ -34,8 +34,10 @@ class CacheWriter:
         text: tuple[int, int] | None = None,
         text_dtype: str = "float16",
         frames: int | None = None,
+        text_embed: int | None = None,
     ) -> None:
-        """`text`: length and width of text embeddings to keep; `frames`: length of frame masks to keep."""
+        """`text`: length and width of text embeddings to keep; `text_embed`: width of the one embedding of a whole text; `frames`: length of
+        frame masks to keep."""
         if kind == "tokens" and not vocabulary:
             raise InputError("a cache of tokens needs the codec's vocabulary")
         self.folder = Path(folder)
@@ -43,6 +45,8 @@ class CacheWriter:
         shapes = {kind: (main, tuple(shape)), "fps": ("float32", ())}
         if text:
             shapes |= {"text_embeds": (text_dtype, text), "text_mask": ("bool", text[:1])}
+        if text_embed:
+            shapes["text_embed"] = (text_dtype, (text_embed,))
         if frames:
             shapes["frame_mask"] = ("bool", (frames,))
         fresh = Header.model_validate({
@@ -91,12 +95,19 @@ class CacheWriter:
         text_mask: Tensor | None = None,
         frame_mask: Tensor | None = None,
         fps: Tensor | float = 8.0,
+        text_embed: Tensor | None = None,
     ) -> None:
         """One block: B × shape, and what belongs to it. On disk, and counted, when this returns."""
         size, start = len(identities), self.done
         if start + size > self.header.count:
             raise InputError(f"{self.folder} is made for {self.header.count} items, and {start + size} would be in it")
-        given = {self.header.kind: values, "text_embeds": text_embeds, "text_mask": text_mask, "frame_mask": frame_mask}
+        given = {
+            self.header.kind: values,
+            "text_embed": text_embed,
+            "text_embeds": text_embeds,
+            "text_mask": text_mask,
+            "frame_mask": frame_mask,
+        }
         for name, array in self._arrays.items():
             if name == "fps":
                 array[start : start + size] = fps.cpu().numpy() if isinstance(fps, Tensor) else fps

@@ -40,7 +40,10 @@ NAMES = {
     "latents": ("latents",),
     "fps": ("fps",),
     "sketch": ("sketch", "sketches"),
+    "image_embed": ("image_embed",),
+    "text_embed": ("text_embed",),
 }
+_EMBEDS = ("image_embed", "text_embed")  # one vector each, for Sample.extra
 _FIELD_OF = {name: field for field, names in NAMES.items() for name in names}
 _EXPECTED = "str = caption, float or uint8 of rank 3 or 4 = pixels, int64 = codebook ids, bool = frame mask, float of rank 2 = text embeddings"
 
@@ -122,7 +125,9 @@ class DatasetSource:
         fields, name = self._fields(index), self.identity(index)
         sample = Sample(caption=fields.get("caption"), fps=fields.get("fps") or self.config.shape.fps)
         for field, value in fields.items():
-            if isinstance(value, Tensor) and field != "sketch":
+            if field in _EMBEDS:
+                sample.extra[field] = value
+            elif isinstance(value, Tensor) and field != "sketch":
                 setattr(sample, field, value)
         if "pixels" in fields:
             clip = _as_clip(fields["pixels"], self.config.channels, name)  # T H W C
@@ -162,7 +167,7 @@ class DatasetSource:
         fields = self._fields(0)
         return (
             []
-            if "caption" in fields or "text_embeds" in fields
+            if fields.keys() & {"caption", "text_embeds", "text_embed"}
             else [self.identity(index) for index in range(len(self))]
         )
 
@@ -270,11 +275,13 @@ def checked(field: str, value: Any, name: str) -> Any:
         "tokens": "int64 of rank 2 or 3 (h w or t h w)",
         "text_embeds": "float of rank 2 (L D)",
         "latents": "float",
+        **dict.fromkeys(_EMBEDS, "float of rank 1 (D)"),
     }.get(field, "bool of rank 1")
     fits = {
         "tokens": not floats and value.dtype != torch.bool and value.ndim in (2, 3),
         "text_embeds": floats and value.ndim == 2,
         "latents": floats,
+        **dict.fromkeys(_EMBEDS, floats and value.ndim == 1),
     }.get(field, value.dtype == torch.bool and value.ndim == 1)
     if not fits:
         raise InputError(f"{name}: {field} must be {wanted}, not {value.dtype} of shape {tuple(value.shape)}")

@@ -69,11 +69,19 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Queries from one sequence, keys and values from another. Those of the other are its memory: made once, read by every sampling step."""
 
-    def __init__(self, width: int, heads: int, *, qk_norm: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        qk_norm: bool = True,
+        dropout: float = 0.0,
+        context_width: int | None = None,  # None: as wide as the queries' sequence
+    ) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.q = nn.Linear(width, width, bias=False)
-        self.kv = nn.Linear(width, 2 * width, bias=False)
+        self.kv = nn.Linear(context_width or width, 2 * width, bias=False)
         self.norm_q = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
         self.norm_k = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
         self.out = nn.Linear(width, width, bias=False)

@@ -22,7 +22,10 @@ class ChannelNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # B C H W
         pixels = x.permute(0, 2, 3, 1)
-        return F.layer_norm(pixels, self.weight.shape, self.weight, self.bias).permute(0, 3, 1, 2)
+        normed = F.layer_norm(pixels, self.weight.shape, self.weight, self.bias)
+        return normed.to(x.dtype).permute(
+            0, 3, 1, 2
+        )  # autocast gives float32, which would double all traffic from here on
 
 
 class ResidualBlock(nn.Module):

@@ -2,7 +2,8 @@
 
     quantizer(z, keep) → Quantized(z, ids, loss, metrics)      quantizer.lookup(ids) → z      quantizer.codes
 
-`lookup(quantizer(z).ids)` is exactly `quantizer(z).z`. All arithmetic is float32, whatever autocast says. What depends on
+`lookup(quantizer(z).ids)` is exactly `quantizer(z).z`, and so is `restore(compress(z))`, whose middle is what a diffusion over latents works on:
+few channels (`dim`) of size about 1, not rounded to codes. All arithmetic is float32, whatever autocast says. What depends on
 the whole batch (moving averages of the codebook, entropies of code use) is reduced over ranks.
 
 vector-quantize-pytorch has all three, and the tests hold these against it where they do the same. They are written anew
@@ -80,7 +81,7 @@ class VQ(nn.Module):
     def __init__(self, width: int, config: VQConfig) -> None:
         super().__init__()
         self.config = config
-        self.codes = config.codes
+        self.codes, self.dim = config.codes, config.dim
         self.project_in = nn.Conv2d(width, config.dim, 1)
         self.project_out = nn.Conv2d(config.dim, width, 1)
         self.register_buffer("codebook", F.normalize(torch.randn(config.codes, config.dim), dim=-1))  # K D
@@ -109,6 +110,18 @@ class VQ(nn.Module):
     def lookup(self, ids: Tensor) -> Tensor:
         """B h w → B C h w"""
         with full_precision(self.codebook):
+            return self.project_out(self._gather(ids))
+
+    def compress(self, z: Tensor) -> Tensor:
+        """B C h w → B dim h w, of length √dim at every place."""
+        with full_precision(z):
+            return F.normalize(self.project_in(z.float()), dim=1) * self.dim**0.5
+
+    def restore(self, latents: Tensor) -> Tensor:
+        """B dim h w → B C h w, by the nearest codes."""
+        with full_precision(latents):
+            tokens = rearrange(latents.float(), "b d h w -> (b h w) d")
+            ids = rearrange(self._nearest(tokens), "(b h w) -> b h w", b=latents.shape[0], h=latents.shape[2])
             return self.project_out(self._gather(ids))
 
     def _gather(self, ids: Tensor) -> Tensor:
@@ -212,7 +225,7 @@ class LFQ(nn.Module):
         super().__init__()
         self.config = config
         self.codes = config.codes
-        self.bits = config.codes.bit_length() - 1
+        self.bits = self.dim = config.codes.bit_length() - 1
         self.project_in = nn.Conv2d(width, self.bits, 1)
         self.project_out = nn.Conv2d(self.bits, width, 1)
         self.register_buffer("signs_low", _signs(self.bits // 2), persistent=False)
@@ -237,6 +250,16 @@ class LFQ(nn.Module):
         with full_precision(ids):
             bits = (ids[:, None] >> torch.arange(self.bits, device=ids.device)[:, None, None]) & 1
             return self.project_out(bits.float() * 2 - 1)
+
+    def compress(self, z: Tensor) -> Tensor:
+        """B C h w → B bits h w, about ±1."""
+        with full_precision(z):
+            return self.project_in(z.float())
+
+    def restore(self, latents: Tensor) -> Tensor:
+        """B bits h w → B C h w, by their signs."""
+        with full_precision(latents):
+            return self.project_out((latents > 0).float() * 2 - 1)
 
     def entropies(self, features: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """E[H(code | token)] and H(code), in nats; features B bits h w."""
@@ -288,7 +311,7 @@ class FSQ(nn.Module):
 
     def __init__(self, width: int, config: FSQConfig) -> None:
         super().__init__()
-        self.codes = math.prod(config.levels)
+        self.codes, self.dim = math.prod(config.levels), len(config.levels)
         self.project_in = nn.Conv2d(width, len(config.levels), 1)
         self.project_out = nn.Conv2d(len(config.levels), width, 1)
         places = [math.prod(config.levels[:i]) for i in range(len(config.levels))]
@@ -298,11 +321,7 @@ class FSQ(nn.Module):
     def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
         """z: B C h w; `keep` changes nothing, there is no loss."""
         with full_precision(z):
-            half = (
-                (self.levels - 1) * (1 + 1e-3) / 2
-            )  # a little wider than the outer grid points, so that they are reached
-            offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)  # an even grid lies between the integers
-            bounded = torch.tanh(self.project_in(z.float()) + torch.atanh(offset / half)) * half - offset
+            bounded = self._bounded(z)
             grid = straight_through(bounded.round(), bounded)  # B d h w
             ids = ((grid.detach().long() + self.levels // 2) * self.places).sum(1)
             quantized = self.project_out(grid / (self.levels // 2))
@@ -313,6 +332,24 @@ class FSQ(nn.Module):
         with full_precision(ids):
             grid = (ids[:, None] // self.places) % self.levels - self.levels // 2
             return self.project_out(grid.float() / (self.levels // 2))
+
+    def compress(self, z: Tensor) -> Tensor:
+        """B C h w → B d h w in about [−1, 1]."""
+        with full_precision(z):
+            return self._bounded(z) / (self.levels // 2)
+
+    def restore(self, latents: Tensor) -> Tensor:
+        """B d h w → B C h w, by the nearest grid points."""
+        with full_precision(latents):
+            half = self.levels // 2
+            grid = (latents.float() * half).round().clamp(-half, self.levels - 1 - half)
+            return self.project_out(grid / half)
+
+    def _bounded(self, z: Tensor) -> Tensor:
+        """B d h w: each number within its levels, not yet rounded."""
+        half = (self.levels - 1) * (1 + 1e-3) / 2  # a little wider than the outer grid points, so that they are reached
+        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)  # an even grid lies between the integers
+        return torch.tanh(self.project_in(z.float()) + torch.atanh(offset / half)) * half - offset
 
 
 # Choosing one, and judging its use ---------------------------------------------------------------------------------

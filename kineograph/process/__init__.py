@@ -1,1 +1,1 @@
-"""How noise goes in and comes out, free of any network: masking, guidance, samplers."""
+"""How noise goes in and comes out, free of any network: masking, autoregression, diffusion, guidance, solvers."""

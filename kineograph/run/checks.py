@@ -33,7 +33,7 @@ def check_stages(
         if stage.name not in data:
             continue
         device = ranks.device_of(stage.train.device)
-        precision_for(stage.train.precision, device)
+        precision = precision_for(stage.train.precision, device)
         graphs_for(stage.train, device)
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")
@@ -50,6 +50,7 @@ def check_stages(
                 raise
             except Exception:  # a Task that looks at numbers while it is built: training will tell
                 continue
+            task.check_precision(precision)
             expect_tokens(task, data[stage.name])
 
 
@@ -88,7 +89,7 @@ def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
     skipped = {other.name for other in plan.stages if other.spec.config.skip}
     for key in stage.spec.config.references:
         wanted = getattr(stage.spec.config, key)
-        if wanted is not None and ("/" in wanted or wanted in skipped):
+        if isinstance(wanted, str) and ("/" in wanted or wanted in skipped):
             run, name = Stages(folder).locate(wanted)
             if not checkpoint.steps(run.checkpoints(name)):
                 raise InputError(f"stages.{stage.name}.{key}={wanted}: that stage has no checkpoint; train it first")

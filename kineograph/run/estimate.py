@@ -277,6 +277,12 @@ def _widened(batch: Batch, rows: int, task: Task) -> Batch:
     if text is not None and not getattr(text, "trained", True) and wide.text_embeds is None:
         wide.text_embeds = torch.zeros(rows, text.length, text.width)
         wide.text_mask = torch.ones(rows, text.length, dtype=torch.bool)
+    clip: Any = getattr(task, "clip", None)
+    if getattr(clip, "adapter", None) is not None:  # it would have to be loaded
+        stand_ins = {name: torch.zeros(rows, clip.width) for name in ("image_embed", "text_embed")}
+        wide.extra = stand_ins | wide.extra
+        wide.text_embeds = torch.zeros(rows, clip.length, clip.text_width)
+        wide.text_mask = torch.ones(rows, clip.length, dtype=torch.bool)
     return wide
 
 

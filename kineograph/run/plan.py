@@ -119,9 +119,9 @@ def _check_references(stages: tuple[StagePlan, ...]) -> None:
     earlier: list[str] = []
     for stage in stages:
         config = stage.spec.config
-        for key in config.references:
+        for key in (*config.references, *config.draws_with):
             wanted = getattr(config, key)
-            if wanted is not None and "/" not in wanted and wanted not in earlier:
+            if isinstance(wanted, str) and "/" not in wanted and wanted not in earlier:
                 raise ConfigError(
                     f"stages.{stage.name}.{key}={wanted}: no stage of that name stands before it; there are {', '.join(earlier) or 'none'} "
                     f"(or give the path of another run's stage: runs/NAME/STAGE)"

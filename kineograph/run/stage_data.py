@@ -196,9 +196,9 @@ def gives(source: Source) -> frozenset[str]:
 
 
 def _require_pixels(data: StageData) -> None:
-    """Codebook ids (or latents) stand in for pixels only where a stage has a codec that could have made them."""
+    """Codebook ids (or latents, or image embeddings) stand in for pixels only where a stage has a codec (or CLIP) that could have made them."""
     there, stage = gives(data.source), data.stage
-    if "pixels" in there or (stage.spec.config.references and there & {"tokens", "latents"}):
+    if "pixels" in there or (stage.spec.config.references and there & {"tokens", "latents", "image_embed"}):
         return
     who = f"stage {stage.name} ({stage.spec.config.task})"
     remedy = (

@@ -1,4 +1,4 @@
-"""`kineo cache`: encode a stage's training data once, through its trained codec and frozen text encoder, to disk.
+"""`kineo cache`: encode a stage's training data once, through its trained codec or CLIP and frozen text encoder, to disk.
 
 A cache lies in RUN/<stage>/cache/<key>, where the key is a hash of the data's content, its preprocessing and the weights that
 encode it: whatever changes makes another cache, and an old one is never taken for a new one.
@@ -21,7 +21,7 @@ from kineograph.core.errors import ConfigError, InputError, Stopped
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.seams import Source
 from kineograph.core.task import Task
-from kineograph.data.cache import Cache, CacheConfig, read_header
+from kineograph.data.cache import KINDS, Cache, CacheConfig, read_header
 from kineograph.data.cache_writer import CacheWriter
 from kineograph.run.building import build_task
 from kineograph.run.plan import Plan, StagePlan, make_plan
@@ -39,15 +39,17 @@ def cache_folder(stage: StagePlan, folder: RunFolder, stages: Stages, source: So
     """Where this stage's cache lies, whether it is there or not."""
     config = stage.spec.config
     encoders = {
-        key: stages.digest(getattr(config, key)) for key in config.references if getattr(config, key) is not None
+        key: stages.digest(getattr(config, key)) for key in config.references if isinstance(getattr(config, key), str)
     }
     content = source.fingerprint() if hasattr(source, "fingerprint") else f"{len(source)} items"
+    tree = config.model_dump(mode="json")
     facts = {
         "data": stage.spec.data.model_dump(mode="json"),
         "content": content,
         "encoders": encoders,
-        "text": config.model_dump(mode="json").get("text"),
+        "text": tree.get("text"),
     }
+    facts |= {name: tree[name] for name in ("clip", "text_encodings") if name in tree}
     key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
     return folder.stage(stage.name) / "cache" / key
 
@@ -133,7 +135,7 @@ def fill(
         for batch in loader.in_order(start, len(source), BATCH):
             with autocast(precision, device):
                 made = _encoded(task, batch, max(1, stage.train.batch_size // stage.train.accumulate), device)
-            kind = "tokens" if "tokens" in made else "latents"
+            kind = next(kind for kind in KINDS if kind in made)
             mask = _frame_mask(batch, stage.spec.data.frames)
             writer = writer or _open_writer(path, task, len(source), kind, made, mask)
             first = writer.done
@@ -145,6 +147,7 @@ def fill(
                 text_embeds=made.get("text_embeds"),
                 text_mask=made.get("text_mask"),
                 frame_mask=mask,
+                text_embed=made.get("text_embed"),
             )
             progress.show(writer.done)
             if stop:
@@ -176,7 +179,7 @@ def _frame_mask(batch: Batch, frames: int) -> Tensor | None:
 def _open_writer(
     path: Path, task: Task, count: int, kind: str, made: dict[str, Tensor], mask: Tensor | None
 ) -> CacheWriter:
-    text = made.get("text_embeds")
+    text, text_embed = made.get("text_embeds"), made.get("text_embed")
     return CacheWriter(
         path,
         kind,
@@ -187,6 +190,7 @@ def _open_writer(
         split="train",
         text=(text.shape[1], text.shape[2]) if text is not None else None,
         frames=mask.shape[1] if mask is not None else None,
+        text_embed=text_embed.shape[1] if text_embed is not None else None,
     )
 
 

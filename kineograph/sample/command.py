@@ -26,6 +26,7 @@ def draw_and_write(
     size: str | None = None,
     prime: Path | None = None,
     sketch: Path | None = None,
+    mask: Path | None = None,
     negative: str | None = None,
     checkpoint: str | int = "last",
     format: str | None = None,
@@ -50,6 +51,7 @@ def draw_and_write(
         size=height_width,
         prime=prime,
         sketch=sketch,
+        mask=mask,
         negative=negative,
         options=options,
     )

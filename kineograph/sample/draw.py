@@ -20,7 +20,8 @@ from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import Task, compile_parts
+from kineograph.core.task import Task
+from kineograph.sample.mask import Mask, read_mask
 from kineograph.sample.prime import Prime, Takes, read_prime
 from kineograph.sample.sketch import Sketch, read_sketch
 from kineograph.sample.stages import Stages, read_stage, sampling_stage
@@ -50,6 +51,7 @@ class Origin:
     size: tuple[int, int] | None
     prime: dict[str, Any] | None
     sketch: dict[str, Any] | None
+    mask: dict[str, Any] | None
     options: dict[str, Any]  # all of them, resolved
     changed: dict[str, Any]  # those that differ from the run's own
     device: str
@@ -104,7 +106,7 @@ class Sampler:
     ) -> Sampler:
         """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
-        stages = Stages(folder, device_for(device), lambda line: print(line, file=sys.stderr))
+        stages = Stages(folder, device_for(device), lambda line: print(line, file=sys.stderr), compiled=compile)
         name = sampling_stage(folder, stage)
         found = checkpoints.choose(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)
@@ -112,9 +114,6 @@ class Sampler:
             raise InputError(
                 f"stage {name!r} of {folder.path} draws nothing: {type(task).__name__} only encodes and decodes; name a generator's stage"
             )
-        if compile:
-            for part in (task, *task.stages.values()):
-                compile_parts(part, graphs=stages.device.type == "cuda")
         return Sampler(stages, name, task, found, ema)
 
     def sample(
@@ -129,6 +128,7 @@ class Sampler:
         size: int | tuple[int, int] | None = None,
         prime: str | Path | Tensor | None = None,
         sketch: str | Path | Tensor | None = None,
+        mask: str | Path | Tensor | None = None,
         negative: str | None = None,
         options: Mapping[str, Any] | None = None,
         batch: int = BATCH,
@@ -137,6 +137,7 @@ class Sampler:
 
         `prime`: frames to begin with, as a file or T C H W; of a longer clip the last ones count (sample/prime.py).
         `sketch`: what to draw after, as a file or T C H W (sample/sketch.py).
+        `mask`: which part of the picture in `prime` is drawn anew, as a file or H W bool (sample/mask.py).
         Row `caption index × count + number` has its own noise, whatever `batch` is. `options` are keys of the stage's `sample` section.
         """
         texts = self._captions(captions, negative)
@@ -147,7 +148,8 @@ class Sampler:
         height_width = self._size(frames, size)
         rows = [text for text in texts for _ in range(count)] if texts is not None else None
         total = count if rows is None else len(rows)
-        start = self._prime(prime, frames, height_width, chosen)
+        masked = self._mask(mask, prime, height_width)
+        start = self._prime(prime, frames, height_width, chosen, masked is not None)
         drawn_after = self._sketch(sketch, frames, height_width)
         pixels = draw(
             self.task,
@@ -163,8 +165,9 @@ class Sampler:
             negative=negative,
             real=drawn_after.batch(total) if drawn_after is not None else None,
             batch=batch,
+            mask=masked.anew if masked is not None else None,
         )
-        origin = self._origin(texts, count, seed, negative, frames, height_width, start, chosen, drawn_after)
+        origin = self._origin(texts, count, seed, negative, frames, height_width, start, chosen, drawn_after, masked)
         return Drawn(pixels, self.shape.fps, list(rows) if rows is not None else [None] * total, chosen, origin)
 
     def story(
@@ -204,11 +207,27 @@ class Sampler:
         return Story(self, texts or [], overlap, length, start.frames if start is not None else None, chosen, origin)
 
     def _prime(
-        self, prime: str | Path | Tensor | None, frames: int | None, size: tuple[int, int] | None, chosen: Any
+        self,
+        prime: str | Path | Tensor | None,
+        frames: int | None,
+        size: tuple[int, int] | None,
+        chosen: Any,
+        masked: bool = False,
     ) -> Prime | None:
         if prime is None:
             return None
-        return read_prime(prime, self.takes, self._data, frames or self.shape.frames, size, chosen, self._stages.note)
+        return read_prime(
+            prime, self.takes, self._data, frames or self.shape.frames, size, chosen, self._stages.note, masked
+        )
+
+    def _mask(
+        self, mask: str | Path | Tensor | None, prime: str | Path | Tensor | None, size: tuple[int, int] | None
+    ) -> Mask | None:
+        if mask is None:
+            return None
+        if prime is None:
+            raise InputError("--mask says which part of a picture is drawn anew: give the picture with --prime")
+        return read_mask(mask, self.takes, size or (self.shape.height, self.shape.width))
 
     def _sketch(
         self, sketch: str | Path | Tensor | None, frames: int | None, size: tuple[int, int] | None
@@ -273,6 +292,7 @@ class Sampler:
         prime: Prime | None,
         chosen: Any,
         sketch: Sketch | None = None,
+        mask: Mask | None = None,
     ) -> Origin:
         return Origin(
             run=str(self.run.path),
@@ -288,6 +308,7 @@ class Sampler:
             size=size,
             prime=prime.told if prime is not None else None,
             sketch=sketch.told if sketch is not None else None,
+            mask=mask.told if mask is not None else None,
             options=_dump(chosen),
             changed=_changes(self.options, chosen),
             device=str(self.device),
@@ -349,6 +370,7 @@ def draw(
     real: Batch | None = None,
     batch: int = BATCH,
     first: int = 0,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Rows `first` … `first + rows − 1` of a call, `batch` at a time; row r's noise is keyed by (seed, "sample", r). → B T C H W, on the CPU."""
     device = torch.device(device)
@@ -365,6 +387,7 @@ def draw(
                 height=height,
                 width=width,
                 prime=repeat(prime, "t c h w -> b t c h w", b=stop - start).to(device) if prime is not None else None,
+                mask=repeat(mask, "h w -> b h w", b=stop - start).to(device) if mask is not None else None,
                 batch=_rows(real, start, stop).to(device) if real is not None else None,
             )
             pixels = task.sample(prompts, options)  # B T C H W

@@ -98,7 +98,7 @@ class Takes:
     def enlarges(self) -> bool:
         """Super-resolution (or a critic that steers it): a given picture is what it starts from, not what it continues."""
         drawing = (self.task, *self.task.stages.values())
-        return not self.task.continues and any("low_res" in part.stages for part in drawing)
+        return not self.task.continues and any(part.enlarges or "low_res" in part.stages for part in drawing)
 
 
 def _listed(numbers: list[int]) -> str:
@@ -114,13 +114,16 @@ def read_prime(
     size: tuple[int, int] | None,
     options: Any,
     note: Callable[[str], None],
+    masked: bool = False,
 ) -> Prime:
-    """What a call for `frames` frames begins with; `note` hears what is left out."""
-    if not takes.enlarges:
+    """What a call for `frames` frames begins with; `note` hears what is left out. With `masked`, a picture that is drawn anew in part."""
+    if takes.task.inpaints and not masked and not takes.enlarges:
+        raise InputError(f"--prime: {takes.name} draws a part of a given picture anew: say which with --mask")
+    if not takes.enlarges and not masked:
         takes.check_continues("--prime")
     height_width = size or (takes.shape.height, takes.shape.width)
-    if takes.enlarges:
-        return _first_picture(prime, data, height_width, note)
+    if takes.enlarges or masked:
+        return _first_picture(prime, data, height_width, note, masked)
     fitting = takes.fitting(takes.longest(frames), size)
     if not fitting:
         raise InputError(
@@ -145,13 +148,13 @@ def read_prime(
 
 
 def _first_picture(
-    prime: str | Path | Tensor, data: DataConfig, size: tuple[int, int], note: Callable[[str], None]
+    prime: str | Path | Tensor, data: DataConfig, size: tuple[int, int], note: Callable[[str], None], masked: bool
 ) -> Prime:
     if isinstance(prime, Tensor):
         return Prime(fitted_tensor(checked(prime)[:1], data, size), {"sha256": digest(prime)})
     shown = list(itertools.islice(frames_of(prime), 2))
     if len(shown) > 1:
-        note("--prime: the first frame is enlarged")
+        note(f"--prime: the first frame is {'drawn anew in part' if masked else 'enlarged'}")
     return Prime(fitted([shown[0].image], data, size), {"file": str(prime), "sha256": file_digest(prime)})
 
 

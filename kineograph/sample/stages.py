@@ -12,7 +12,7 @@ from kineograph.core.config import StageConfig, Tree, merge, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.lookup import find_task
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import BuildContext, Task, freeze, load_weights
+from kineograph.core.task import BuildContext, Task, compile_parts, freeze, load_weights
 from kineograph.data.config import DataConfig, without_strangers
 from kineograph.data.opening import data_config
 from kineograph.train import checkpoint
@@ -50,11 +50,16 @@ class Stages:
     """Trained stages of a run and of the runs that it refers to, each loaded once."""
 
     def __init__(
-        self, run: RunFolder, device: torch.device | str = "cpu", note: Callable[[str], None] = lambda line: None
+        self,
+        run: RunFolder,
+        device: torch.device | str = "cpu",
+        note: Callable[[str], None] = lambda line: None,
+        compiled: bool = False,
     ) -> None:
         self.run = run
         self.device = torch.device(device)
         self.note = note
+        self.compiled = compiled  # pays when many batches are drawn
         self.opened: dict[str, str] = {}  # run/stage → digest of the weights that were loaded
         self._loaded: dict[tuple[Path, str, str], Task] = {}
 
@@ -69,6 +74,8 @@ class Stages:
             load_weights(task, found.weights(ema))
             task.precision = run.config()["stages"][name].get("train", {}).get("precision", "auto")
             self._loaded[key] = freeze(task.to(self.device))  # type: ignore[assignment]
+            if self.compiled:
+                compile_parts(task, graphs=self.device.type == "cuda")
             self.opened[f"{run.path}/{name}"] = found.digest(ema)
         return self._loaded[key]
 
@@ -80,7 +87,7 @@ class Stages:
     def references(self, run: RunFolder, name: str) -> dict[str, str]:
         """The stages that a stage stands on, by the digests of their weights now."""
         config = read_stage(run.config(), name).config
-        wanted = [getattr(config, key) for key in config.references if getattr(config, key) is not None]
+        wanted = [getattr(config, key) for key in config.references if isinstance(getattr(config, key), str)]
         return {reference: self.digest(self._seen_from(run, reference)) for reference in wanted}
 
     def check_references(self, run: RunFolder, name: str, found: checkpoint.Checkpoint) -> None:

@@ -100,6 +100,8 @@ def option_words(origin: Origin, out: Path, format: str | None) -> list[str]:
         words += ["--prime", origin.prime.get("file", "FILE")]
     if origin.sketch is not None:
         words += ["--sketch", origin.sketch.get("file", "FILE")]
+    if origin.mask is not None:
+        words += ["--mask", origin.mask.get("file", "FILE")]
     for key, value in origin.changed.items():
         words += ["--set", f"sample.{key}={_yaml(value)}"]
     if format is not None:

@@ -29,12 +29,8 @@ class PretrainedText(nn.Module):
     def __init__(self, config: TextConfig, note: Callable[[str], None]) -> None:
         super().__init__()
         assert config.name is not None
-        self.kind, self.name, self.length, self.note = config.kind, config.name, config.length, note
-        folder = Path(config.name).expanduser()
-        self.local = folder.exists() or config.name.startswith((".", "/", "~")) or config.name.count("/") > 1
-        if self.local:
-            check_folder(folder)
-            self.name = str(folder)
+        self.kind, self.length, self.note = config.kind, config.length, note
+        self.name, self.local = located(config.name, "text.name")
         self.width = config.width or self._config_width()
         self.ids = lru_cache(maxsize=65536)(self._ids)
         self.null = NullText(self.width)
@@ -55,13 +51,7 @@ class PretrainedText(nn.Module):
         return int(width)
 
     def _hub(self, load: Callable[[], Any]) -> Any:
-        try:
-            return load()
-        except (OSError, ValueError, ImportError) as error:
-            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(
-                f"text.name={self.name} cannot be loaded as {self.kind}: {line}; give a local folder, or check the name"
-            ) from None
+        return fetched(load, "text.name", self.name, self.kind)
 
     def _load(self, device: torch.device) -> None:
         from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
@@ -81,17 +71,11 @@ class PretrainedText(nn.Module):
 
     def _ids(self, caption: str) -> tuple[tuple[int, ...], int]:
         """Token ids padded to the length, and how many are real."""
-        tokenizer = self._parts["tokenizer"]
-        ids: list[int] = tokenizer(caption, truncation=False, verbose=False)["input_ids"]
-        if len(ids) > self.length:
-            if not self._said:
-                self._said = True
-                self.note(
-                    f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(ids)} (said once)"
-                )
-            ids = tokenizer(caption, truncation=True, max_length=self.length)["input_ids"]  # keeps the end token
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        return tuple(ids) + (pad,) * (self.length - len(ids)), len(ids)
+        ids, whole = token_ids(self._parts["tokenizer"], caption, self.length)
+        if whole > self.length and not self._said:
+            self._said = True
+            self.note(f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {whole} (said once)")
+        return ids, min(whole, self.length)
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
@@ -113,11 +97,41 @@ class PretrainedText(nn.Module):
         return {}
 
 
-def check_folder(folder: Path) -> None:
+def located(name: str, key: str) -> tuple[str, bool]:
+    """A folder that was checked, or a hub name as it is; and whether it is a folder."""
+    folder = Path(name).expanduser()
+    if not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        return name, False
+    check_folder(folder, key)
+    return str(folder), True
+
+
+def fetched(load: Callable[[], Any], key: str, name: str, kind: str) -> Any:
+    """What transformers loads, or an InputError with the first line of its reason."""
+    try:
+        return load()
+    except (OSError, ValueError, ImportError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"{key}={name} cannot be loaded as {kind}: {line}; give a local folder, or check the name"
+        ) from None
+
+
+def token_ids(tokenizer: Any, caption: str, length: int) -> tuple[tuple[int, ...], int]:
+    """A caption's ids, cut or padded to the length, and how many it has uncut."""
+    ids: list[int] = tokenizer(caption, truncation=False, verbose=False)["input_ids"]
+    whole = len(ids)
+    if whole > length:
+        ids = tokenizer(caption, truncation=True, max_length=length)["input_ids"]  # keeps the end token
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return tuple(ids) + (pad,) * (length - len(ids)), whole
+
+
+def check_folder(folder: Path, key: str) -> None:
     """A folder that transformers can load without network, or an InputError that says what is missing."""
     if not folder.is_dir():
         raise InputError(
-            f"text.name={folder} does not exist: give a folder with config.json, model.safetensors and a tokenizer, or a hub name"
+            f"{key}={folder} does not exist: give a folder with config.json, model.safetensors and a tokenizer, or a hub name"
         )
     missing = []
     if not (folder / "config.json").is_file():
@@ -127,4 +141,4 @@ def check_folder(folder: Path) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model", "vocab.json")):
         missing.append("a tokenizer (tokenizer.json, spiece.model or vocab.json)")
     if missing:
-        raise InputError(f"text.name={folder} lacks {', '.join(missing)}")
+        raise InputError(f"{key}={folder} lacks {', '.join(missing)}")

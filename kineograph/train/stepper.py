@@ -81,6 +81,7 @@ class Stepper:
         self.config = config
         self.seed = seed
         self.precision = precision_for(config.precision, self.device)
+        task.check_precision(self.precision)
         task.precision = config.precision
         self.players = {name: (players or {}).get(name, config) for name in task.players}
         self.parameters = {name: parameters_of(task, name) for name in task.players}

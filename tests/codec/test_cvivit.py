@@ -352,6 +352,17 @@ def test_the_game_starts_late_and_the_penalty_is_lazy():
         assert torch.allclose(loss.total.value(), expected)
 
 
+def test_the_discriminator_may_judge_a_few_frames():
+    task = build(adversarial={"width": 8, "levels": 2, "frames": 2, "penalty_every": 1})
+    seen = []
+    task.discriminator.register_forward_hook(lambda _, inputs, __: seen.append((inputs[0].shape[0], inputs[1])))
+    batch = batch_for(task, (5, 5, 3))
+    for player in ("generator", "discriminator"):
+        run_player(task, player, task(batch, noise_for(batch)))
+        assert gradients(task, player) > 0
+    assert seen == [(6, 2), (18, 2)]  # two frames of three clips; real, fake and nudged ones
+
+
 def test_the_reconstruction_is_computed_once():
     task = build(**GAME)
     calls = []

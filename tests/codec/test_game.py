@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from kineograph.codec.game import clamped, frames_seen, inward, outward
+from kineograph.codec.adversarial import AdversarialConfig
+from kineograph.codec.game import Reconstruction, Scene, clamped, frames_seen, inward, outward
 from kineograph.core.noise import Noise
 
 
@@ -55,3 +57,30 @@ def test_pixels_go_in_and_come_out():
     assert inside.min() < 0
     assert torch.allclose(outward(inside, 2), pixels, atol=1e-6)
     assert clamped(torch.tensor([-3.0, 0.0, 3.0])).tolist() == [0.0, 0.5, 1.0]
+
+
+def test_the_discriminator_is_shown_runs_of_real_frames_that_stand_for_their_clips():
+    keep = torch.tensor([[1.0] * 7, [1.0] * 5 + [0.0] * 2, [1.0] * 2 + [0.0] * 5])
+    starts = set()
+    for step in range(40):
+        scene = Scene.of(_reconstruction(keep, step), AdversarialConfig(frames=3))
+        times = scene.places.view(3, 3) - torch.arange(3)[:, None] * 7
+        assert scene.frames == 3
+        assert (times.diff(dim=1) == 1).all()
+        assert times[0].max() < 7 and times[1].max() < 5 and times[2, 0] == 0
+        assert scene.keep.view(3, 3).tolist() == [[1, 1, 1], [1, 1, 1], [1, 1, 0]]
+        assert torch.allclose(scene.weights.view(3, 3).sum(1), keep.sum(1))
+        starts.add(int(times[0, 0]))
+    assert starts == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("frames", [None, 7, 20])
+def test_the_discriminator_is_shown_everything_unless_less_is_asked_for(frames):
+    keep = torch.tensor([[1.0] * 7, [1.0] * 5 + [0.0] * 2])
+    scene = Scene.of(_reconstruction(keep, 0), AdversarialConfig(frames=frames))
+    assert scene.places is None and scene.frames == 7 and scene.weights.tolist() == keep.flatten().tolist()
+
+
+def _reconstruction(keep, step):
+    pictures = torch.zeros(keep.numel(), 1, 2, 2)
+    return Reconstruction(pictures, pictures, keep.flatten(), None, None, Noise.for_rows(0, step, keep.shape[0]))

@@ -303,6 +303,15 @@ def test_an_unknown_metric_is_refused_before_anything_is_written(tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_that_a_metric_lacks_are_noticed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KINEO_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(
+        InputError, match=r"train\.metrics names fid: .*kineo weights get inception-v3.*or leave it out"
+    ):
+        train(tmp_path, train__metrics=["fid"])
+    assert not any(record["stage"] == "generator" for record in lines(tmp_path / "run"))
+
+
 def test_grids_show_real_beside_drawn_of_every_split(tmp_path: Path) -> None:
     run = train(
         tmp_path,

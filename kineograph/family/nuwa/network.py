@@ -15,7 +15,7 @@ from kineograph.nn.nearby import Located, NearbyAttention, NearbyCache, Turns
 from kineograph.nn.norms import norm_layer
 from kineograph.nn.positions import LearnedPositions, Rotation, grid_positions, sincos
 from kineograph.nn.token_shift import ShiftCache, TokenShift
-from kineograph.nn.transformer import Mlp, init_weights
+from kineograph.nn.transformer import Mlp, init_weights, stream
 from kineograph.nn.window import Grid, Window
 
 
@@ -193,7 +193,7 @@ class NuwaNetwork(nn.Module):
         super().__init__()
         width = config.width
         self.grid, self.bos = grid, vocabulary
-        self.gradient = config.embedding_gradient
+        self.gradient, self.residual = config.embedding_gradient, config.residual
         self.tokens = nn.Embedding(vocabulary + 1, width)
         self.text = nn.Linear(text_width, width, bias=False) if text_width is not None else None
         init_weights(self, 1)
@@ -243,7 +243,7 @@ class NuwaNetwork(nn.Module):
     ) -> Tensor:
         """Hidden states from which each token is predicted, B N D; no token is seen by its own."""
         added, turns = self.places(tokens.shape[1])
-        x = self._embed(self._shifted(tokens)) + added
+        x = stream(self._embed(self._shifted(tokens)) + added, self.residual)
         text, sketch = self._context(text, sketch)
         for block in self.blocks:
             x = block(x, self._frames(tokens), turn_by(turns), text, mask, sketch)
@@ -273,13 +273,13 @@ class NuwaNetwork(nn.Module):
     def fill(self, tokens: Tensor, state: Decoding) -> None:
         """Pass the positions before token N in one go, for whole times B N of given tokens."""
         added, turns = self.places(tokens.shape[1])
-        x = self._embed(self._shifted(tokens)) + added
+        x = stream(self._embed(self._shifted(tokens)) + added, self.residual)
         for block, heard, cache in zip(self.blocks, state.heard, state.caches, strict=True):
             x = block(x, self._frames(tokens), turn_by(turns), heard=heard, cache=cache)
 
     def step(self, token: Tensor, index: Tensor, state: Decoding) -> Tensor:
         """The hidden state from which token `index` (1, on the device) is predicted, B 1 D; `token` (B 1) is the one before it."""
-        x = self._embed(token) + state.added.index_select(0, index)
+        x = stream(self._embed(token) + state.added.index_select(0, index), self.residual)
         rotary = turn_by(None if state.turns is None else state.turns.index_select(1, index))
         located: dict[int, Located] = {}  # blocks of one dilation look to the same places
         for module, heard, cache in zip(self.blocks, state.heard, state.caches, strict=True):

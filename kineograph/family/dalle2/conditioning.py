@@ -1,0 +1,138 @@
+"""Where the decoder's conditions come from: image embeddings and texts of a batch in training, and of prompts in sampling."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import InputError
+from kineograph.core.task import BuildContext, Task
+from kineograph.family.dalle2.config import DecoderConfig
+from kineograph.family.dalle2.network import Condition
+from kineograph.text import Text, build_text
+from kineograph.text.embedding import IMAGE, ClipReader
+from kineograph.text.null import NullText
+from kineograph.text.reading import Words, null_text, read_batch, read_prompts
+
+
+class Prior(Protocol):
+    """A stage that makes image embeddings of captions."""
+
+    def embed(self, prompts: Prompts) -> Tensor:
+        """B D, of length 1."""
+
+
+class ClipText(nn.Module):
+    """A CLIP's encodings of the caption's tokens, as a text encoder that is not trained."""
+
+    trained = False
+
+    def __init__(self, clip: ClipReader) -> None:
+        super().__init__()
+        if clip.text_width is None or clip.length is None:
+            raise InputError(
+                "clip_text=true and clip has no text encodings: set clip.text_width and clip.length to those in the data"
+            )
+        self.width, self.length = clip.text_width, clip.length
+        self.null = NullText(self.width)
+        self._clip = {"clip": clip}  # a plain dict: the reader is a module of the task, not of this one
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
+        found = self._clip["clip"].captions(captions)
+        assert found.encodings is not None and found.mask is not None
+        return found.encodings, found.mask
+
+    def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
+        return self.null(embeddings, mask, dropped)
+
+    def assets(self) -> dict[str, str]:
+        return {}
+
+
+class Conditioner(nn.Module):
+    """Reads conditions as training and sampling give them. A part that the config does not ask for is None."""
+
+    def __init__(self, config: DecoderConfig, context: BuildContext, stages: dict[str, Task]) -> None:
+        super().__init__()
+        self.config = config
+        wanted = config.reads_images or config.clip_text
+        self.clip = ClipReader(config.clip, context, stages) if config.clip is not None and wanted else None
+        text = ClipText(self.clip) if config.clip_text and self.clip is not None else build_text(config.text, context)
+        self.text = cast("nn.Module | None", text)
+
+    @property
+    def reader(self) -> Text | None:
+        return cast("Text | None", self.text)
+
+    @property
+    def clip_reads_captions(self) -> bool:
+        """Whether there is a CLIP to ask, and not embeddings of the data alone."""
+        return self.clip is not None and getattr(self.config.clip, "kind", "") != "given"
+
+    @property
+    def image_width(self) -> int | None:
+        return self.clip.width if self.clip is not None and self.config.reads_images else None
+
+    @property
+    def text_width(self) -> int | None:
+        return self.reader.width if self.reader is not None else None
+
+    def of_batch(self, batch: Batch, no_image: Tensor | None = None, no_text: Tensor | None = None) -> Condition:
+        """Rows where `no_image` (`no_text`) is True have no image embedding (no text)."""
+        image = missing = None
+        if self.clip is not None and self.config.reads_images:
+            image = self.clip.images(batch)
+            missing = no_image if no_image is not None else torch.zeros_like(image[:, 0], dtype=torch.bool)
+            missing = missing | (image == 0).all(dim=1)
+        return Condition(image, missing, *read_batch(self.reader, batch, no_text))
+
+    def of_prompts(self, prompts: Prompts, prior: Prior | None) -> tuple[Condition, Condition | None]:
+        """What is asked for, and what to be guided away from (None: nothing was asked for)."""
+        words, other_words = read_prompts(self.reader, prompts)
+        image, other_image = self._images(prompts, prior)
+        if other_words is None and other_image is None:
+            return self._condition(image, words, prompts), None
+        null = null_text(self.reader, len(prompts), prompts.noise.device, _length(words))
+        other = self._condition(other_image if prompts.negative is not None else None, other_words or null, prompts)
+        return self._condition(image, words, prompts), other
+
+    def _condition(self, image: Tensor | None, words: Words, prompts: Prompts) -> Condition:
+        if not self.config.reads_images or self.clip is None:
+            return Condition(None, None, *words)
+        absent = image is None
+        if image is None:
+            image = torch.zeros(len(prompts), self.clip.width, device=prompts.noise.device)
+        missing = torch.full((len(prompts),), absent, dtype=torch.bool, device=prompts.noise.device)
+        return Condition(image, missing | (image == 0).all(dim=1), *words)
+
+    def _images(self, prompts: Prompts, prior: Prior | None) -> tuple[Tensor | None, Tensor | None]:
+        """The image embedding that is asked for, and that of the negative prompt (or the first again, to say that there is one)."""
+        if not self.config.reads_images or self.clip is None:
+            return None, None
+        batch = prompts.batch
+        if batch is not None and IMAGE in batch.extra:
+            image = self.clip.images(batch)
+        elif prompts.captions is not None:
+            image = self._of_captions(prompts, prior)
+        elif batch is not None and batch.pixels is not None:
+            image = self.clip.images(batch)
+        else:
+            return None, None
+        if prompts.negative is None:
+            return image, image
+        negative = Prompts(prompts.noise, prompts.negative)
+        return image, self._of_captions(negative, prior)
+
+    def _of_captions(self, prompts: Prompts, prior: Prior | None) -> Tensor:
+        assert self.clip is not None and prompts.captions is not None
+        if prior is not None:
+            return prior.embed(prompts)
+        return self.clip.captions(prompts.captions, encodings=False).embed
+
+
+def _length(words: Words) -> int | None:
+    return None if words.embeddings is None else words.embeddings.shape[1]

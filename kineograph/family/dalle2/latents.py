@@ -1,0 +1,78 @@
+"""What the decoder diffuses: pixels in [−1, 1], or the latents of a codec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kineograph.core.batch import Batch, Shape
+from kineograph.core.errors import ConfigError, InputError
+
+Grid = tuple[int, int]
+
+
+class Pixels:
+    """The pictures themselves."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.channels, self.grid = shape.channels, (shape.height, shape.width)
+
+    def read(self, batch: Batch) -> Tensor:
+        """B C H W in [−1, 1]."""
+        return inward(batch.video[:, 0])
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """B C H W in [0, 1]."""
+        return inward(pixels)
+
+    def decode(self, x0: Tensor) -> Tensor:
+        return outward(x0)
+
+
+class Latents:
+    """A codec's latents: continuous ones as it gives them, those of a codebook before they are rounded to codes."""
+
+    def __init__(self, codec: Any, name: str, scale: float, shape: Shape) -> None:
+        self.codec = codec
+        self.scale = scale
+        self.coded = getattr(codec, "vocabulary", None) is not None
+        wanted = (
+            ("latents", "decode_latents", "latent_channels") if self.coded else ("encode", "decode", "latent_channels")
+        )
+        if not all(hasattr(codec, part) for part in wanted):
+            raise ConfigError(f"codec={name} gives no latents of pictures: name a stage such as one of vqgan")
+        self.channels = int(self.codec.latent_channels)
+        _, height, width = self.codec.shape_for(1, shape.height, shape.width)
+        self.grid: Grid = (height, width)
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> Tensor:
+        """B c h w: from a cache, or from the codec."""
+        if batch.latents is None:
+            return self.encode(batch.video[:, 0])
+        found = batch.latents[:, 0].float()  # B c h w
+        if tuple(found.shape[1:]) != (self.channels, *self.grid):
+            raise InputError(
+                f"latents of shape {tuple(found.shape[1:])} do not fit this decoder's {(self.channels, *self.grid)}: were they cached at another data.size?"
+            )
+        return found * self.scale
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        found = self.codec.latents(pixels[:, None]) if self.coded else self.codec.encode(pixels[:, None])
+        return found[:, 0].float() * self.scale
+
+    @torch.no_grad()
+    def decode(self, x0: Tensor) -> Tensor:
+        latents = (x0 / self.scale)[:, None]
+        return (self.codec.decode_latents(latents) if self.coded else self.codec.decode(latents))[:, 0]
+
+
+def inward(pixels: Tensor) -> Tensor:
+    return pixels * 2 - 1
+
+
+def outward(pixels: Tensor) -> Tensor:
+    return ((pixels + 1) / 2).clamp(0, 1)

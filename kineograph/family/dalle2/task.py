@@ -1,0 +1,251 @@
+"""DALL-E 2's decoder as a stage: one U-Net of a cascade, its training and its pictures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise, key_of
+from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.family.dalle2 import sampling
+from kineograph.family.dalle2.conditioning import Conditioner, Prior
+from kineograph.family.dalle2.config import DecoderConfig, DecoderSample
+from kineograph.family.dalle2.latents import Latents, Pixels, inward
+from kineograph.family.dalle2.low_res import cut, enlarge, shrink, spoil
+from kineograph.family.dalle2.network import Condition, DecoderNetwork
+from kineograph.process.diffusion import Diffusion
+from kineograph.text.embedding import ClipReader
+from kineograph.text.reading import precomputed, reads_for
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass
+class Scored:
+    """Of each sample, B."""
+
+    error: Tensor
+    bound: Tensor | None  # of the variational bound; None where the variance is not learned
+
+
+class Scores(nn.Module):
+    """How wrong an output is; a module so that it can be compiled into a kernel or two."""
+
+    def __init__(self, diffusion: Diffusion) -> None:
+        super().__init__()
+        self.diffusion = diffusion
+
+    def forward(self, output: Tensor, x0: Tensor, eps: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        error = self.diffusion.error(output, x0, eps, t)
+        learned = self.diffusion.config.learned_variance
+        return error, self.diffusion.bound(output, x0, x_t, t) if learned else None
+
+
+class Decoder(Task):
+    Config = DecoderConfig
+    inpaints = True
+
+    @classmethod
+    def reads_for(cls, config: DecoderConfig) -> frozenset[str]:
+        return frozenset({"pixels", "captions"}) if config.clip_text else reads_for(config.text)
+
+    @classmethod
+    def caches(cls, config: DecoderConfig) -> bool:
+        return config.codec is not None and config.low_res_size is None and not config.reads_images
+
+    def __init__(self, config: DecoderConfig, context: BuildContext) -> None:
+        super().__init__()
+        shape = context.shape
+        if shape.frames != 1:
+            raise ConfigError(f"data.frames={shape.frames} does not fit dalle2, which draws images: set data.frames=1")
+        self.config, self.shape = config, shape
+        self._stage = context.stage  # for stages that only drawing needs
+        if config.codec is not None:
+            codec = self.stages["codec"] = context.stage(config.codec)
+            self.space: Pixels | Latents = Latents(codec, config.codec, config.latent_scale, shape)
+        else:
+            self.space = Pixels(shape)
+        config.check_size(*self.space.grid, key="data.size" if config.codec is None else "the latents' size")
+        self._check_low_res(config)
+        self.enlarges = config.low_res_size is not None
+        self.conditioner = Conditioner(config, context, self.stages)
+        self.diffusion = Diffusion(config.diffusion)
+        self.scores = Scores(self.diffusion)
+        self.network = DecoderNetwork(
+            config,
+            self.space.channels,
+            self.diffusion.output_channels(self.space.channels),
+            self.conditioner.image_width,
+            self.conditioner.text_width,
+            shape.channels if self.enlarges else None,
+        )
+        asked = config.prior is not None or (config.reads_images and self.conditioner.clip_reads_captions)
+        self.reads = self.reads_for(config) | ({"captions"} if asked else set())  # type: ignore[misc]
+
+    @classmethod
+    def build(cls, config: DecoderConfig, context: BuildContext) -> Decoder:
+        return cls(config, context)
+
+    def _check_low_res(self, config: DecoderConfig) -> None:
+        small, shape = config.low_res_size, self.shape
+        if small is not None and (small[0] >= shape.height or small[1] >= shape.width):
+            raise ConfigError(
+                f"low_res_size={small[0]}×{small[1]} is not smaller than data.size={shape.height}×{shape.width}: super-resolution enlarges"
+            )
+        if config.crop is not None and config.crop > min(self.space.grid):
+            raise ConfigError(
+                f"crop={config.crop} does not fit maps of {self.space.grid[0]}×{self.space.grid[1]}: use at most {min(self.space.grid)}"
+            )
+
+    def check_precision(self, precision: str) -> None:
+        if precision == "fp16" and self.config.diffusion.learned_variance:
+            raise ConfigError(
+                "train.precision=fp16 does not fit diffusion.learned_variance=true: the variational bound's small log-variances are lost "
+                "in fp16 and the loss becomes NaN; use bf16 or fp32, or learned_variance=false"
+            )
+
+    @property
+    def clip(self) -> ClipReader | None:
+        return self.conditioner.clip
+
+    @property
+    def text(self) -> nn.Module | None:
+        return self.conditioner.text
+
+    # training ------------------------------------------------------------------------------------------------------
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        return [module for module in (self.network, self.conditioner.text) if module is not None]
+
+    def times(self, noise: Noise) -> Tensor:
+        """B, int64. In validation spread evenly over all noise levels, and the same for a sample every time."""
+        if self.training:
+            return noise.integers("time", self.diffusion.steps)
+        share = ((noise.slots + 1).double() * GOLDEN) % 1.0
+        return (share * self.diffusion.steps).long()
+
+    def dropped(self, noise: Noise) -> tuple[Tensor | None, Tensor | None]:
+        """Which rows lose their image embedding, and which their text; independent draws."""
+        if not self.training:
+            return None, None
+        return noise.happens("image dropout", self.config.image_dropout), noise.happens(
+            "text dropout", self.config.text_dropout
+        )
+
+    def smaller(self, pixels: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+        """B C H W in [0, 1] → the smaller picture laid over the grid, B C h w in [−1, 1], and the noise in it, B."""
+        assert self.config.low_res_size is not None
+        small = inward(shrink(pixels, self.config.low_res_size))
+        level = torch.zeros(len(small), device=small.device)
+        if self.training:
+            small, level = spoil(small, self.config.augment, noise)
+        return enlarge(small, self.space.grid), level
+
+    def cropped(self, x0: Tensor, low_res: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+        size = self.config.crop
+        if size is None:
+            return x0, low_res
+        room = [side - size + 1 for side in self.space.grid]
+        if self.training:
+            places = [noise.integers(name, most) for name, most in zip(("crop top", "crop left"), room, strict=True)]
+        else:
+            places = [torch.full_like(noise.slots, most // 2) for most in room]
+        top, left = places
+        return cut(x0, size, top, left), cut(low_res, size, top, left)
+
+    def condition(self, batch: Batch, noise: Noise) -> Condition:
+        return self.conditioner.of_batch(batch, *self.dropped(noise))
+
+    def predict(
+        self,
+        x_t: Tensor,
+        t: Tensor,
+        condition: Condition,
+        low_res: Tensor | None = None,
+        level: Tensor | None = None,
+        previous: Tensor | None = None,
+    ) -> Tensor:
+        """What the network answers, in the objective's own form."""
+        if self.config.self_conditioning and previous is None:
+            previous = torch.zeros_like(x_t)
+        return self.network(
+            x_t, t, condition.image, condition.missing, condition.text, condition.mask, low_res, level, previous
+        )
+
+    def in_range(self, x0: Tensor) -> Tensor:
+        """A predicted picture as later steps see it."""
+        return x0.clamp(-1, 1) if self.config.codec is None else x0
+
+    def recalls(self, noise: Noise) -> bool:
+        """Whether this step reads an earlier prediction: every other one in training, always when judged."""
+        if not self.config.self_conditioning:
+            return False
+        return not self.training or bool(key_of(noise.seed, noise.step, "self-conditioning") % 2)
+
+    def forward(self, batch: Batch, noise: Noise) -> Scored:
+        x0 = self.space.read(batch)
+        low_res = level = None
+        if self.enlarges:
+            if batch.pixels is None:
+                raise InputError(
+                    "super-resolution reads pixels to make them smaller: train from pixels, not from a cache"
+                )
+            low_res, level = self.smaller(batch.video[:, 0], noise)
+            x0, low_res = self.cropped(x0, low_res, noise)
+        condition = self.condition(batch, noise)
+        t, eps = self.times(noise), noise.normal("noise", *x0.shape[1:])
+        x_t = self.diffusion.add_noise(x0, eps, t)
+        previous = None
+        if self.recalls(noise):
+            with torch.no_grad():
+                found = self.predict(x_t, t, condition, low_res, level)
+                previous = self.in_range(self.diffusion.to_x0(x_t, t, found)).clone()
+        output = self.predict(x_t, t, condition, low_res, level, previous)
+        return Scored(*self.scores(output, x0, eps, x_t, t))
+
+    def loss(self, player: str, shared: Scored) -> Loss:
+        count = float(len(shared.error))
+        if shared.bound is None:
+            return Loss(Mean(shared.error.sum(), count))
+        weight = self.config.diffusion.vb_weight * self.diffusion.steps
+        total = shared.error + weight * shared.bound
+        terms = {"error": Mean(shared.error.sum(), count), "bound": Mean(shared.bound.sum(), count)}
+        return Loss(Mean(total.sum(), count), terms)
+
+    # drawing -------------------------------------------------------------------------------------------------------
+
+    def drawing_stage(self, key: str) -> Task | None:
+        """The stage that `prior` or `low_res` names, loaded when it is first needed; None: none is named."""
+        name = getattr(self.config, key)
+        if name is not None and key not in self.stages:
+            self.stages[key] = self._stage(name)
+        return self.stages.get(key)
+
+    def prior(self) -> Prior | None:
+        return cast("Prior | None", self.drawing_stage("prior"))
+
+    def sample(self, prompts: Prompts, options: DecoderSample) -> Tensor:
+        return sampling.draw(self, prompts, options)[:, None]
+
+    @torch.no_grad()
+    def precompute(self, batch: Batch) -> dict[str, Tensor]:
+        """Latents, and the text where its encoder is frozen."""
+        latents = self.space.read(batch)[:, None] / self.config.latent_scale
+        return {"latents": latents, **precomputed(self.conditioner.reader, batch)}
+
+    # how the outside treats it -------------------------------------------------------------------------------------
+
+    def compiled(self) -> list[nn.Module]:
+        return [self.network, self.scores]
+
+    def blocks(self) -> list[nn.Module]:
+        return self.network.unet.parts()
+
+    def assets(self) -> dict[str, str]:
+        return self.conditioner.reader.assets() if self.conditioner.reader is not None else {}

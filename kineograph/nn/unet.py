@@ -1,0 +1,294 @@
+"""A U-Net for noisy maps: residual blocks that a vector (time, image embedding) modulates, attention at the coarse levels.
+
+Maps stay in channels_last memory from end to end: attention reads the same bytes as a sequence of pixels, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+
+from kineograph.core.config import Config
+from kineograph.core.errors import ConfigError
+from kineograph.nn.attention import CrossAttention, Memory, SelfAttention
+from kineograph.nn.conv import ChannelNorm
+from kineograph.nn.norms import norm_layer
+from kineograph.nn.positions import sincos
+from kineograph.nn.transformer import init_weights
+
+MapNorm = Literal["group", "channel"]
+
+
+class UnetConfig(Config):
+    width: int = Field(128, ge=8)
+    """Channels at the finest level."""
+    multipliers: tuple[int, ...] = Field((1, 2, 3, 4), min_length=1)
+    """Width of each level in units of `width`, fine to coarse; each level after the first halves the map."""
+    blocks: tuple[int, ...] = (2,)
+    """Residual blocks of each level on the way down (one more on the way up); one number means the same at all."""
+    self_attention: tuple[bool, ...] | None = None
+    """Levels at which pixels attend to one another; one value means the same at all; null: at all but the finest."""
+    cross_attention: tuple[bool, ...] | None = None
+    """Levels that read the tokens of text and image embedding; null: where self_attention is. The middle always does."""
+    middle_attention: bool = True
+    """Self-attention between the two blocks at the bottom. Off: a picture of any size costs in proportion to its pixels."""
+    head_width: int = Field(64, ge=8)
+    """Channels of an attention head, at most; the number of heads follows from the level's width."""
+    norm: MapNorm = "group"
+    """Before each convolution. group: over groups of channels of the whole map. channel: over the channels of each pixel."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Before the last convolution of each residual block, in training only."""
+    patch: Literal[1, 2, 4] = 1
+    """Pixels on a side that are folded into channels before the first convolution and unfolded after the last: cheaper, and a little coarser."""
+    efficient: bool = False
+    """Halve the map before the first level, so that no level works at full size; for the large pictures of a cascade."""
+
+    @field_validator("blocks", "self_attention", "cross_attention", mode="before")
+    @classmethod
+    def _one_for_all(cls, value: object) -> object:
+        return (value,) if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _levels(self) -> UnetConfig:
+        levels = len(self.multipliers)
+        for name in ("blocks", "self_attention", "cross_attention"):
+            given = getattr(self, name)
+            if given is not None and len(given) not in (1, levels):
+                raise ValueError(f"{name} has {len(given)} values for {levels} levels: give one, or one a level")
+        return self
+
+    @property
+    def widths(self) -> list[int]:
+        return [self.width * multiplier for multiplier in self.multipliers]
+
+    @property
+    def factor(self) -> int:
+        """What height and width must be a multiple of."""
+        return self.patch * 2 ** (len(self.multipliers) - 1 + self.efficient)
+
+    def at_levels(self, name: str) -> tuple[Any, ...]:
+        """`blocks`, `self_attention` or `cross_attention`, a value a level."""
+        given = getattr(self, name)
+        levels = len(self.multipliers)
+        if given is None:
+            return self.at_levels("self_attention") if name == "cross_attention" else (False,) + (True,) * (levels - 1)
+        return given * levels if len(given) == 1 else given
+
+    def check_size(self, height: int, width: int, key: str = "data.size") -> None:
+        if height % self.factor or width % self.factor:
+            fitting = [max(1, round(side / self.factor)) * self.factor for side in (height, width)]
+            raise ConfigError(
+                f"{key}={height}×{width} does not fit a U-Net whose coarsest map is {self.factor} times smaller: "
+                f"use multiples of {self.factor}, such as {fitting[0]}×{fitting[1]}, or fewer multipliers"
+            )
+
+
+def _map_norm(kind: MapNorm, width: int) -> nn.Module:
+    if kind == "channel":
+        return ChannelNorm(width)
+    groups = next(count for count in range(min(32, max(width // 4, 1)), 0, -1) if width % count == 0)
+    return nn.GroupNorm(groups, width)
+
+
+class ResidualBlock(nn.Module):
+    """x + conv(silu((1 + scale) · norm(conv(silu(norm(x)))) + shift)), scale and shift from the vector. It starts by adding nothing."""
+
+    def __init__(self, given: int, width: int, vector: int, config: UnetConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = _map_norm(config.norm, given), _map_norm(config.norm, width)
+        self.conv1 = nn.Conv2d(given, width, 3, padding=1)
+        self.modulation = nn.Linear(vector, 2 * width)
+        self.drop = nn.Dropout(config.dropout)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+        self.straight = nn.Conv2d(given, width, 1) if given != width else nn.Identity()
+        silence(self.conv2)
+
+    def forward(self, x: Tensor, vector: Tensor, skipped: Tensor | None = None) -> Tensor:
+        """x: B C H W; vector: B V; skipped: B S H W, laid beside x."""
+        if skipped is not None:
+            x = torch.cat([x, skipped], dim=1)
+        h = self.conv1(F.silu(self.norm1(x)))
+        scale, shift = self.modulation(vector)[:, :, None, None].chunk(2, dim=1)
+        h = F.silu(self.norm2(h) * (1 + scale) + shift)
+        return self.straight(x) + self.conv2(self.drop(h))
+
+
+class PixelAttention(nn.Module):
+    """The pixels of a map attend to one another, then to a context."""
+
+    def __init__(self, width: int, config: UnetConfig, own: bool, context_width: int | None) -> None:
+        super().__init__()
+        heads = next(count for count in range(max(1, -(-width // config.head_width)), width + 1) if width % count == 0)
+        self.norm_own = norm_layer("layer", width) if own else None
+        self.own = SelfAttention(width, heads) if own else None
+        self.norm_cross = norm_layer("layer", width) if context_width else None
+        self.cross = CrossAttention(width, heads, context_width=context_width) if context_width else None
+        init_weights(self, 1)
+        for part in (self.own, self.cross):
+            if part is not None:
+                silence(part.out)
+
+    def forward(
+        self, x: Tensor, context: Tensor | None, mask: Tensor | None, memory: Memory | None = None
+    ) -> Tensor:  # B C H W
+        pixels = rearrange(x, "b c h w -> b (h w) c")
+        if self.own is not None and self.norm_own is not None:
+            pixels = pixels + self.own(self.norm_own(pixels))
+        if self.cross is not None and self.norm_cross is not None:
+            if memory is None:
+                assert context is not None
+                memory = self.cross.memory(context)
+            pixels = pixels + self.cross(self.norm_cross(pixels), memory, mask)
+        return rearrange(pixels, "b (h w) c -> b c h w", h=x.shape[2])
+
+
+class Level(nn.Module):
+    """The residual blocks of one size of map, one way, and the attention after the last."""
+
+    def __init__(self, blocks: list[ResidualBlock], attention: PixelAttention | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.attention = attention
+
+
+class Unet(nn.Module):
+    """B C H W at times t → B C' H W. What a context adds beside the vector is read by cross-attention.
+
+    `memory` may be made once for a context that stays the same while t runs down.
+    """
+
+    def __init__(
+        self, config: UnetConfig, channels_in: int, channels_out: int, context_width: int | None = None
+    ) -> None:
+        super().__init__()
+        widths, blocks = config.widths, config.at_levels("blocks")
+        self.config = config
+        self.vector = 4 * config.width
+        self.time = nn.Sequential(nn.Linear(config.width, self.vector), nn.SiLU(), nn.Linear(self.vector, self.vector))
+        self.stem = nn.Conv2d(channels_in * config.patch**2, widths[0], 3, padding=1)
+        self.shrink = halve(widths[0], widths[0]) if config.efficient else None
+
+        def block(given: int, width: int) -> ResidualBlock:
+            return ResidualBlock(given, width, self.vector, config)
+
+        def attention(level: int) -> PixelAttention | None:
+            own = config.at_levels("self_attention")[level]
+            cross = context_width if config.at_levels("cross_attention")[level] else None
+            return PixelAttention(widths[level], config, own, cross) if own or cross else None
+
+        skips = [widths[0]]  # channels of the maps that the way up reads again
+        self.down, self.halves = nn.ModuleList(), nn.ModuleList()
+        for level, width in enumerate(widths):
+            self.down.append(Level([block(width, width) for _ in range(blocks[level])], attention(level)))
+            skips += [width] * blocks[level]
+            if level + 1 < len(widths):
+                self.halves.append(halve(width, widths[level + 1]))
+                skips.append(widths[level + 1])
+        self.middle1, self.middle2 = block(widths[-1], widths[-1]), block(widths[-1], widths[-1])
+        own = config.middle_attention
+        self.middle_attention = PixelAttention(widths[-1], config, own, context_width) if own or context_width else None
+        self.up, self.doubles = nn.ModuleList(), nn.ModuleList()
+        for level, width in reversed(list(enumerate(widths))):
+            rising = [block(width + skips.pop(), width) for _ in range(blocks[level] + 1)]
+            self.up.append(Level(rising, attention(level)))
+            if level:
+                self.doubles.append(double(width, widths[level - 1]))
+        self.enlarge = double(widths[0], widths[0]) if config.efficient else None
+        self.last = block(2 * widths[0], widths[0]) if config.efficient else None
+        self.norm = _map_norm(config.norm, widths[0])
+        self.out = nn.Conv2d(widths[0], channels_out * config.patch**2, 3, padding=1)
+        silence(self.out)
+
+    def attentions(self) -> Iterator[PixelAttention]:
+        """In the order in which the map meets them."""
+        for level in (*self.down, None, *self.up):
+            found = self.middle_attention if level is None else cast(Level, level).attention
+            if found is not None:
+                yield found
+
+    def parts(self) -> list[nn.Module]:
+        """Residual blocks and attentions: what is recomputed in the backward pass to save memory."""
+        return [part for part in self.modules() if isinstance(part, (ResidualBlock, PixelAttention))]
+
+    def memory(self, context: Tensor) -> list[Memory]:
+        """Keys and values of a context, for every attention that reads it."""
+        return [found.cross.memory(context) for found in self.attentions() if found.cross is not None]
+
+    def waves(self, t: Tensor) -> Tensor:
+        """Times (B, of any number type) as sines and cosines of variance about 1/2, B W."""
+        return sincos(t[:, None], self.config.width) * self.config.width**0.5
+
+    def forward(
+        self,
+        x: Tensor,  # B C H W
+        t: Tensor,  # B
+        added: Tensor | None = None,  # B V: to the time's vector
+        context: Tensor | None = None,  # B M D
+        mask: Tensor | None = None,  # B M
+        memory: list[Memory] | None = None,  # instead of a context
+    ) -> Tensor:
+        vector = self.time(self.waves(t))
+        vector = F.silu(vector if added is None else vector + added)
+        attend = _reader(context, mask, memory)
+        x = F.pixel_unshuffle(x, self.config.patch) if self.config.patch > 1 else x
+        x = stem = self.stem(x.contiguous(memory_format=torch.channels_last))
+        if self.shrink is not None:
+            x = self.shrink(x)
+        skips = [x]
+        for number, level in enumerate(cast(Iterable[Level], self.down)):
+            for place, block in enumerate(level.blocks):
+                x = block(x, vector)
+                if place + 1 == len(level.blocks):
+                    x = attend(level.attention, x)
+                skips.append(x)
+            if number < len(self.halves):
+                x = self.halves[number](x)
+                skips.append(x)
+        x = self.middle2(attend(self.middle_attention, self.middle1(x, vector)), vector)
+        for number, level in enumerate(cast(Iterable[Level], self.up)):
+            for block in level.blocks:
+                x = block(x, vector, skips.pop())
+            x = attend(level.attention, x)
+            if number < len(self.doubles):
+                x = self.doubles[number](x)
+        if self.enlarge is not None and self.last is not None:
+            x = self.last(self.enlarge(x), vector, stem)
+        x = self.out(F.silu(self.norm(x))).float()
+        return F.pixel_shuffle(x, self.config.patch) if self.config.patch > 1 else x
+
+
+def _reader(
+    context: Tensor | None, mask: Tensor | None, memory: list[Memory] | None
+) -> Callable[[PixelAttention | None, Tensor], Tensor]:
+    """Calls attention after attention, each with its own memory."""
+    left = iter(memory or ())
+
+    def attend(attention: PixelAttention | None, x: Tensor) -> Tensor:
+        if attention is None:
+            return x
+        reads = attention.cross is not None and memory is not None
+        return attention(x, context, mask, next(left) if reads else None)
+
+    return attend
+
+
+def silence(layer: nn.Module) -> None:
+    """Zero weights: the branch that ends here starts by adding nothing."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+
+
+def halve(width: int, wider: int) -> nn.Module:
+    """H W → H/2 W/2, every pixel read once."""
+    return nn.Conv2d(width, wider, 2, stride=2)
+
+
+def double(width: int, narrower: int) -> nn.Module:
+    """H W → 2H 2W. Kernel 4 at stride 2 lays no checkerboard of its own, at half the arithmetic of enlarging first and convolving 3×3."""
+    return nn.ConvTranspose2d(width, narrower, 4, stride=2, padding=1)

@@ -1,0 +1,184 @@
+"""A small CLIP as a stage: one embedding space for pictures and captions, learned from the run's own data."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Shape
+from kineograph.core.config import StageConfig
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise
+from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.nn.positions import LearnedPositions
+from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
+from kineograph.text.config import TextConfig
+from kineograph.text.contrast import Contrast, contrast
+from kineograph.text.learned import LearnedText
+from kineograph.text.reading import read_captions
+
+
+class ClipConfig(StageConfig, TransformerConfig):
+    """`width`, `depth` and so on are those of the transformer that looks at pictures."""
+
+    embed_width: int = Field(256, ge=2)
+    """Channels of an embedding, of pictures and of captions alike."""
+    patch: int = Field(8, ge=1)
+    """Pixels on a side that one token of a picture covers."""
+    text: TextConfig = TextConfig()
+    """The transformer that reads captions; kind: learned."""
+    temperature: float = Field(0.07, gt=0)
+    """Of the softmax over a batch at the start; it is learned."""
+    min_temperature: float = Field(0.01, gt=0)
+    """The learned temperature does not fall below this: sharper than 1/100, one mistaken pair would outweigh a batch."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ClipConfig:
+        if self.text.kind != "learned":
+            raise ValueError(f"text.kind={self.text.kind}: a clip trains its own text encoder; leave it at learned")
+        if self.temperature < self.min_temperature:
+            raise ValueError(
+                f"temperature={self.temperature} is below min_temperature={self.min_temperature}: raise the one or lower the other"
+            )
+        return self
+
+
+class ImageTower(nn.Module):
+    """Pictures N C H W in [0, 1] → features N D, the mean over their patches."""
+
+    def __init__(self, config: TransformerConfig, patch: int, shape: Shape) -> None:
+        super().__init__()
+        if shape.height % patch or shape.width % patch:
+            raise ConfigError(
+                f"data.size={shape.height} × {shape.width} is no multiple of patch={patch}: change the one or the other"
+            )
+        self.patch = patch
+        self.grid = (shape.height // patch, shape.width // patch)
+        self.patches = nn.Linear(shape.channels * patch**2, config.width)
+        self.positions = LearnedPositions(self.grid, config.width)
+        init_weights(self, 1)
+        self.transformer = Transformer(config)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = rearrange(pictures * 2 - 1, "n c (h p) (w q) -> n (h w) (p q c)", p=self.patch, q=self.patch)
+        return self.transformer(self.patches(x) + self.positions()).mean(1)  # N D
+
+
+class TrainedClip(Task):
+    Config = ClipConfig
+    reads = frozenset({"pixels", "captions"})
+
+    def __init__(self, config: ClipConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.config, self.shape = config, context.shape
+        self.width = config.embed_width
+        self.image = ImageTower(config, config.patch, context.shape)
+        self.text = LearnedText(config.text, context)
+        self.text_width, self.length = self.text.width, self.text.length
+        self.image_projection = nn.Linear(config.width, self.width, bias=False)
+        self.text_projection = nn.Linear(self.text.width, self.width, bias=False)
+        init_weights(self.image_projection, 1)
+        init_weights(self.text_projection, 1)
+        self.sharpest = -math.log(config.min_temperature)
+        self.sharpness = nn.Parameter(torch.tensor(-math.log(config.temperature)))  # log 1/temperature
+
+    @classmethod
+    def build(cls, config: ClipConfig, context: BuildContext) -> TrainedClip:
+        return cls(config, context)
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        return [self]
+
+    # embeddings ----------------------------------------------------------------------------------------------------
+
+    def embed_images(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
+        """B C H W or B T C H W in [0, 1] of any size → B D, of length 1. A clip's is of the mean over its real frames."""
+        clips = pixels[:, None] if pixels.ndim == 4 else pixels
+        if clips.shape[2] != self.shape.channels:
+            raise InputError(
+                f"pictures of {clips.shape[2]} channels for a clip stage trained on {self.shape.channels}: set data.channels alike"
+            )
+        frames = rearrange(clips, "b t c h w -> (b t) c h w").float()
+        size = (self.shape.height, self.shape.width)
+        if tuple(frames.shape[2:]) != size:
+            frames = F.interpolate(frames, size, mode="bicubic", antialias=True).clamp(0, 1)
+        features = rearrange(self.image(frames), "(b t) d -> b t d", b=len(clips))
+        return unit(self.image_projection(mean(features, frame_mask)))
+
+    def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """→ B D of length 1, encodings of the tokens B L E, mask B L."""
+        encodings, mask = read_captions(self.text, captions)
+        assert encodings is not None
+        assert mask is not None
+        return unit(self.text_projection(mean(encodings, mask))), encodings.float(), mask
+
+    # training ------------------------------------------------------------------------------------------------------
+
+    def scale(self) -> Tensor:
+        """1/temperature, within its bound."""
+        return self.sharpness.clamp(max=self.sharpest).exp()
+
+    def bound_temperature(self) -> None:
+        """Keep the weight itself in bounds, so that it can come back from them at once: once a step, before it is read."""
+        with torch.no_grad():
+            self.sharpness.clamp_(max=self.sharpest)
+
+    def forward(self, batch: Batch, noise: Noise) -> Contrast:
+        if self.training:
+            self.bound_temperature()
+        images = self.embed_images(batch.video, batch.frame_mask)
+        texts, _, _ = self.embed_texts(cast("list[str]", batch.captions))
+        keys = self.keys(cast("list[str]", batch.captions)).to(images.device, non_blocking=True)
+        # Validation batches may differ in size between processes, so each is judged by itself.
+        return contrast(images, texts, keys, self.scale(), over_ranks=self.training)
+
+    def keys(self, captions: list[str]) -> Tensor:
+        """B, on the host: equal for captions that the text encoder cannot tell apart (case, blanks, what is cut off)."""
+        return torch.tensor([hash(self.text.vocabulary.ids(caption)) for caption in captions])
+
+    def loss(self, player: str, shared: Contrast) -> Loss:
+        rows = shared.rows
+        terms = {"image_to_text": shared.picked_text, "text_to_image": shared.picked_image}
+        return Loss(
+            Mean(shared.loss, rows),
+            {f"retrieval/{name}": Mean(picked.float(), rows) for name, picked in terms.items()}
+            | {"temperature": Mean(rows / shared.scale.detach(), rows)},
+        )
+
+    # how the outside treats it -------------------------------------------------------------------------------------
+
+    def compiled(self) -> list[nn.Module]:
+        return [self.image, *([self.text.transformer] if self.text.transformer is not None else [])]
+
+    def blocks(self) -> list[nn.Module]:
+        texts = list(self.text.transformer.blocks) if self.text.transformer is not None else []
+        return [*self.image.transformer.blocks, *texts]
+
+    def assets(self) -> dict[str, str]:
+        return self.text.assets()
+
+    def tokens_per_clip(self) -> int:
+        return self.shape.frames * self.image.grid[0] * self.image.grid[1]
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Of length 1, in float32."""
+    return F.normalize(vectors.float(), dim=-1)
+
+
+def mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """B N D → B D, of the places where the mask (B N) is True."""
+    values = values.float()
+    if mask is None:
+        return values.mean(1)
+    weights = mask[..., None].float()
+    return (values * weights).sum(1) / weights.sum(1)
+
+
+TASK = TrainedClip

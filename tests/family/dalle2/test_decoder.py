@@ -1,0 +1,278 @@
+"""The decoder's training: what it is asked, what reaches it, how often conditions are left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kineograph.core.config import parse
+from kineograph.core.errors import ConfigError
+from kineograph.core.lookup import find_task
+from kineograph.core.noise import Noise
+from kineograph.core.task import parameters_of
+from kineograph.family.dalle2 import Decoder, DecoderConfig
+from kineograph.family.dalle2.low_res import blur, cut, shrink
+from kineograph.train.config import TrainConfig
+from kineograph.train.stepper import Stepper, recompute
+
+from .conftest import PLAIN, ToyClip, batch_of, prompts_of
+
+TEXT = {"kind": "learned", "width": 16, "heads": 2, "depth": 1, "length": 16}
+
+
+def value(task, batch, noise):
+    return task.loss("model", task(batch, noise)).total.value()
+
+
+def test_found_by_name():
+    assert find_task("dalle2") is Decoder
+
+
+def test_the_loss_is_that_of_the_noise(make, batch, noise):
+    task = make().eval()
+    x0 = batch.video[:, 0] * 2 - 1
+    t, eps = task.times(noise), noise.normal("noise", 3, 16, 16)
+    x_t = task.diffusion.add_noise(x0, eps, t)
+    expected = F.mse_loss(task.predict(x_t, t, task.condition(batch, noise)), eps)
+    torch.testing.assert_close(value(task, batch, noise), expected)
+
+
+def test_a_learned_variance_has_its_bound(make, batch, noise):
+    task = make(diffusion={"steps": 100, "learned_variance": True})
+    found = task.loss("model", task(batch, noise))
+    assert found.terms.keys() == {"error", "bound"}
+    expected = found.terms["error"].value() + 1e-3 * 100 * found.terms["bound"].value()
+    torch.testing.assert_close(found.total.value(), expected)
+    assert task.network.unet.out.out_channels == 6
+
+
+def test_fp16_with_a_learned_variance_is_refused(make):
+    learned = make(diffusion={"learned_variance": True})
+    with pytest.raises(ConfigError, match=r"precision=fp16.*learned_variance=true.*NaN.*bf16"):
+        learned.check_precision("fp16")
+    learned.check_precision("bf16")
+    make().check_precision("fp16")
+
+
+def test_validation_is_the_same_every_time_and_covers_all_levels(make):
+    task = make(image_dropout=1.0).eval()
+    noise = Noise.for_rows(seed=3, step=0, rows=64)
+    t = task.times(noise)
+    assert torch.equal(t, task.times(noise))
+    assert torch.histc(t.float(), 8, 0, 100).min() >= 6  # 8 a bin if perfectly even
+    assert task.dropped(noise) == (None, None)
+    assert not task.train().times(noise).equal(t)
+
+
+# Conditions ------------------------------------------------------------------------------------------------------
+
+
+def test_image_and_text_are_left_out_at_their_own_rates(make):
+    task = make(image_dropout=0.3, text_dropout=0.6, clip_text=True).train()
+    image, text = task.dropped(Noise.for_rows(1, 1, 4000))
+    assert abs(image.float().mean() - 0.3) < 0.03
+    assert abs(text.float().mean() - 0.6) < 0.03
+    assert abs((image & text).float().mean() - 0.18) < 0.03  # apart from one another
+
+
+@pytest.mark.parametrize("how", ["time", "tokens", "both"])
+def test_dropped_rows_do_not_see_their_embedding(make, batch, how):
+    task = make(image_embeds=how, image_dropout=1.0).train()
+    noise = Noise.for_rows(1, 1, 4)
+    changed = batch_of()
+    changed.extra["image_embed"] = F.normalize(torch.randn(4, 12), dim=-1)
+    assert torch.equal(value(task, batch, noise), value(task, changed, noise))
+    task.eval()
+    assert not torch.equal(value(task, batch, noise), value(task, changed, noise))
+
+
+def test_embeddings_of_the_data_take_the_place_of_the_clip(make, batch, noise):
+    task = make().eval()
+    given = batch_of()
+    given.extra["image_embed"] = ToyClip().embed_images(batch.video) * 3  # of any length
+    torch.testing.assert_close(value(task, batch, noise), value(task, given, noise))
+
+
+def test_a_row_of_zeros_is_no_embedding(make, noise):
+    task = make().eval()
+    given = batch_of()
+    given.extra["image_embed"] = torch.zeros(4, 12)
+    given.extra["image_embed"][1, 3] = 1
+    assert task.condition(given, noise).missing.tolist() == [True, False, True, True]
+
+
+def test_text_reaches_the_network_and_is_dropped(make, noise):
+    task = make(**PLAIN, text=TEXT, text_dropout=0.0).eval()
+    a, b = batch_of(), batch_of()
+    b.captions = ["something else"] * 4
+    assert value(task, a, noise) != value(task, b, noise)
+    dropped = make(**PLAIN, text=TEXT, text_dropout=1.0).train()
+    assert value(dropped, a, noise) == value(dropped, b, noise)
+    assert Decoder.reads_for(task.config) == {"pixels", "captions"}
+    assert any(name.startswith("conditioner.text") for name in parameters_of(task, "model"))
+    assert "text/tokenizer.json" in task.assets()
+
+
+def test_the_clips_encodings_are_read_at_every_attention(make, batch, noise):
+    task = make(clip_text=True, image_embeds="none", cross_attention=True).eval()
+    changed = batch_of()
+    changed.captions = ["something else"] * 4
+    outputs: dict[int, list] = {}
+    for number, attention in enumerate(task.network.unet.attentions()):
+        attention.cross.register_forward_hook(
+            lambda module, args, out, number=number: outputs.setdefault(number, []).append(out)
+        )
+    for given in (batch, changed):
+        task(given, noise)
+    assert len(outputs) == 5  # two levels, twice, and the middle
+    assert all((a - b).abs().max() > 1e-4 for a, b in outputs.values())
+
+
+def test_an_embedding_as_wide_as_the_network_is_projected_all_the_same(make):
+    clip = ToyClip()
+    clip.width = 32  # as the vector that conditions the blocks
+    task = make(stages={"clip": clip}, image_tokens=1)
+    assert task.network.unet.vector == 32
+    assert task.network.to_tokens.weight.shape == task.network.to_vector.weight.shape == (32, 32)
+
+
+def test_unconditional(make, noise):
+    task = make(**PLAIN)
+    assert task.reads == {"pixels"}
+    assert not any(attention.cross for attention in task.network.unet.attentions())
+    plain = batch_of()
+    plain.captions = None
+    value(task, plain, noise).backward()
+
+
+def test_configs_that_contradict_themselves_are_refused():
+    def refused(match, **keys):
+        with pytest.raises(ConfigError, match=match):
+            parse(DecoderConfig, {"task": "dalle2", **keys})
+
+    refused("image_embeds=both needs clip")
+    refused("clip_text=true needs clip", image_embeds="none", clip_text=True)
+    refused("clip_text=true and text.kind=learned", clip="clip", clip_text=True, text={"kind": "learned"})
+    refused("leave prior out", image_embeds="none", prior="prior")
+    refused("low_res is of super-resolution", clip="clip", low_res="base")
+    refused("crop=20 does not fit this U-Net: use a multiple of 8", clip="clip", low_res_size=8, crop=20)
+    refused("raise augment.noise", clip="clip", low_res_size=8, sample={"low_res_noise": 0.2})
+
+
+def test_sizes_that_do_not_fit_are_refused(make):
+    with pytest.raises(ConfigError, match=r"data\.size=18×18.*multiples of 4"):
+        make(size=18, multipliers=[1, 2, 2])
+    with pytest.raises(ConfigError, match=r"data\.frames=4"):
+        make(frames=4)
+    with pytest.raises(ConfigError, match=r"low_res_size=16×16 is not smaller than data\.size=16×16"):
+        make(low_res_size=16)
+    with pytest.raises(ConfigError, match=r"crop=32 does not fit maps of 16×16"):
+        make(low_res_size=8, crop=32)
+
+
+# The smaller picture ---------------------------------------------------------------------------------------------
+
+
+def test_the_smaller_picture_is_antialiased():
+    stripes = torch.zeros(1, 3, 16, 16)
+    stripes[..., ::2] = 1  # nearest pixels would make it black or white
+    assert (shrink(stripes, (8, 8)) - 0.5).abs().max() < 0.2
+
+
+def test_the_smaller_picture_is_used(make, batch, noise):
+    task = make(low_res_size=8).eval()
+    x_t, t, condition = torch.randn(4, 3, 16, 16), torch.full((4,), 50), task.condition(batch, noise)
+    low, level = task.smaller(batch.video[:, 0], noise)
+    other, _ = task.smaller(torch.rand(4, 3, 16, 16), noise)
+    assert low.shape == (4, 3, 16, 16)
+    a, b = (task.predict(x_t, t, condition, small, level) for small in (low, other))
+    assert (a - b).abs().amax(dim=(1, 2, 3)).min() > 1e-3
+
+
+def test_its_noise_is_told_to_the_network(make, batch, noise):
+    task = make(low_res_size=8, augment={"noise": 0.5}).train()
+    low, level = task.smaller(batch.video[:, 0], noise)
+    assert level.min() >= 0 and 0.05 < level.max() < 0.5 and level.unique().numel() == 4
+    task.eval()
+    assert task.smaller(batch.video[:, 0], noise)[1].eq(0).all()
+    x_t, t, condition = torch.randn(4, 3, 16, 16), torch.full((4,), 50), task.condition(batch, noise)
+    a, b = (task.predict(x_t, t, condition, low, level * share) for share in (0.0, 1.0))
+    assert (a - b).abs().max() > 1e-4
+
+
+def test_a_share_of_the_smaller_pictures_is_blurred(make):
+    task = make(low_res_size=8, augment={"blur": 0.4}).train()
+    rows = 400
+    pixels = torch.rand(1, 3, 16, 16).expand(rows, -1, -1, -1)
+    low, _ = task.smaller(pixels, Noise.for_rows(1, 1, rows))
+    sharp = task.eval().smaller(pixels[:1], Noise.for_rows(1, 1, 1))[0]
+    assert abs(((low - sharp).abs().amax(dim=(1, 2, 3)) > 1e-3).float().mean() - 0.4) < 0.08
+
+
+def test_blur_keeps_what_is_even_and_the_sum():
+    assert torch.allclose(blur(torch.full((1, 3, 8, 8), 0.3), 0.6), torch.tensor(0.3))
+    point = torch.zeros(1, 1, 9, 9)
+    point[..., 4, 4] = 1
+    spread = blur(point, 0.6)
+    assert abs(spread.sum() - 1) < 1e-5 and 0.2 < spread[..., 4, 4] < 0.5 and torch.allclose(spread, spread.mT)
+
+
+def test_crops_are_of_the_picture_and_its_smaller_one_alike(make):
+    task = make(low_res_size=8, crop=8).train()
+    picture = torch.arange(256.0).view(1, 1, 16, 16).expand(3, 3, -1, -1)
+    noise = Noise.for_rows(1, 1, 3)
+    a, b = task.cropped(picture, picture * 2, noise)
+    assert a.shape == (3, 3, 8, 8) and torch.equal(a * 2, b)
+    assert len({int(row[0, 0, 0]) for row in a}) > 1
+    assert torch.equal(cut(picture, 8, torch.tensor([2, 0, 8]), torch.tensor([1, 0, 8]))[0], picture[0, :, 2:10, 1:9])
+    value(task, batch_of(3), noise).backward()
+
+
+# Forms of the network --------------------------------------------------------------------------------------------
+
+
+def test_self_conditioning_is_the_picture_in_training(make, batch):
+    task = make(self_conditioning=True, image_dropout=0.0).train()
+    seen = []
+    task.network.register_forward_pre_hook(lambda module, args: seen.append(args[8]))
+    step = next(step for step in range(9) if task.recalls(Noise.for_rows(1, step, 4)))
+    noise = Noise.for_rows(1, step, 4)
+    task(batch, noise)
+    first, second = seen
+    assert not first.any()
+    t, eps = task.times(noise), noise.normal("noise", 3, 16, 16)
+    x_t = task.diffusion.add_noise(batch.video[:, 0] * 2 - 1, eps, t)
+    output = task.predict(x_t, t, task.condition(batch, noise))
+    torch.testing.assert_close(second, task.diffusion.to_x0(x_t, t, output).clamp(-1, 1))
+    share = sum(task.recalls(Noise.for_rows(1, step, 4)) for step in range(400)) / 400
+    assert 0.4 < share < 0.6
+
+
+def test_recomputed_blocks_give_the_same_gradients(make, batch, noise):
+    gradients = []
+    for again in (False, True):
+        task = make(efficient=True)
+        if again:
+            for block in task.blocks():
+                recompute(block)
+        value(task, batch, noise).backward()
+        gradients.append([p.grad for p in task.network.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_overfits_one_picture(make):
+    options = {"steps": 20, "guidance": 1.0}
+    task = make(silent=True, size=8, width=16, diffusion={"steps": 100, "objective": "v"}, sample=options)
+    batch = batch_of(1, size=8, seed=5)
+    many = batch.rows([0] * 16)
+    many.slots = torch.arange(16)
+    stepper = Stepper(task, TrainConfig(steps=120, batch_size=16, lr=4e-3, warmup=10, ema={"decay": 0.9}), device="cpu")
+    losses = [float(stepper.step(step, [many])["loss"]) for step in range(120)]
+    assert sum(losses[-20:]) < 0.25 * sum(losses[:20])
+    with stepper.eval_mode() as judged:
+        drawn = judged.sample(prompts_of(2, batch=batch.rows([0, 0])), task.config.sample)
+    assert F.mse_loss(drawn, batch.video.expand_as(drawn)) < 0.01
+    blank = F.mse_loss(torch.full_like(drawn, float(batch.video.mean())), batch.video.expand_as(drawn))
+    assert blank > 0.03

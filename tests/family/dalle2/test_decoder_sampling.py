@@ -1,0 +1,327 @@
+"""Pictures from the decoder: guidance, the cascade, given pictures, inpainting, latents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kineograph.codec.vqgan import VQGAN, VQGANConfig
+from kineograph.core.batch import Batch, Shape
+from kineograph.core.config import StageConfig, parse
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.task import Task, freeze
+
+from .conftest import PLAIN, ToyPrior, batch_of, prompts_of
+
+
+def draw(task, prompts, **options):
+    return task.eval().sample(prompts, task.config.sample.model_copy(update=options))
+
+
+# Conditions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["ddpm", "ddim", "dpm_solver", "dpm_solver_sde"])
+def test_shapes_and_range(make, solver):
+    task = make(diffusion={"steps": 100, "learned_variance": True})
+    pixels = draw(task, prompts_of(3, captions=["a", "b", "c"]), solver=solver)
+    assert pixels.shape == (3, 1, 3, 16, 16) and pixels.min() >= 0 and pixels.max() <= 1
+
+
+def test_captions_go_through_the_prior_or_else_the_clip(make):
+    prior = ToyPrior()
+    with_prior = make(stages={"prior": prior}, prior="prior")
+    assert with_prior.loaded == ["clip"]  # nothing that training does not need
+    a = draw(with_prior, prompts_of(2, captions=["a red one", "two green"]))
+    assert prior.calls == [["a red one", "two green"]]
+    b = draw(make(), prompts_of(2, captions=["a red one", "two green"]))
+    assert (a - b).abs().max() > 1e-3
+    assert "captions" in with_prior.reads and with_prior.reads_for(with_prior.config) == {"pixels"}
+
+
+def test_a_given_embedding_needs_no_prior(make):
+    task = make(prior="prior")  # which is not there
+    embed = F.normalize(torch.randn(2, 12), dim=-1)
+    batch = Batch(slots=torch.arange(2), extra={"image_embed": embed})
+    a = draw(task, prompts_of(2, captions=["a", "b"], batch=batch))
+    b = draw(task, prompts_of(2, batch=batch))
+    assert torch.equal(a, b) and (a[0] - a[1]).abs().max() > 1e-4
+
+
+def test_guidance_runs_both_rows_in_one_pass_and_matters(make):
+    task = make()
+    sizes = []
+    task.network.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    a = draw(task, prompts_of(2, captions=["a red one", "three"]), guidance=3.0)
+    assert sizes == [4] * 4
+    sizes.clear()
+    b = draw(task, prompts_of(2, captions=["a red one", "three"]), guidance=1.0)
+    assert sizes == [2] * 4
+    assert (a - b).abs().max() > 1e-3
+
+
+def test_conditions_are_read_once_a_call(make):
+    task = make(clip_text=True)
+    calls = []
+    task.network.to_tokens.register_forward_hook(lambda *given: calls.append("image"))
+    task.network.text.register_forward_hook(lambda *given: calls.append("text"))
+    readers = [attention.cross for attention in task.network.unet.attentions() if attention.cross is not None]
+    for cross in readers:
+        cross.kv.register_forward_hook(lambda *given: calls.append("kv"))
+    draw(task, prompts_of(2, captions=["a", "b"]))
+    assert calls.count("image") == calls.count("text") == 1
+    assert calls.count("kv") == len(readers) == 3
+
+
+def test_what_is_prepared_is_what_training_reads(make, batch, noise):
+    task = make(clip_text=True, low_res_size=8, augment={"noise": 0.5}).eval()
+    condition = task.condition(batch, noise)
+    x, t, low, level = torch.randn(4, 3, 16, 16), torch.full((4,), 30), torch.randn(4, 3, 16, 16), torch.full((4,), 0.2)
+    given = task.network.prepare(condition, level)
+    found = task.network(x, t, mask=given.mask, low_res=low, added=given.added, memory=given.memory)
+    torch.testing.assert_close(found, task.predict(x, t, condition, low, level))
+
+
+def test_guidance_leaves_the_variance_alone(make):
+    """A conditional and an unconditional variance that differ: the step back uses the first at any scale."""
+    task = make(diffusion={"steps": 100, "learned_variance": True}).eval()
+
+    def answer(x, *args, **kwargs):
+        found = torch.zeros(len(x), 6, 16, 16)
+        found[: len(x) // 2, 3:], found[len(x) // 2 :, 3:] = 1.0, -1.0  # β, and β̃; the means are alike
+        return found
+
+    task.network.forward = answer
+    images = [draw(task, prompts_of(2, captions=["a", "b"]), solver="ddpm", guidance=scale) for scale in (2.0, 7.0)]
+    assert torch.equal(*images)
+
+
+@pytest.mark.parametrize("keys", [{"clip_text": True, "image_embeds": "none"}, {}])
+def test_negative_prompts_lead_away(make, keys):
+    task = make(**keys)
+    a = draw(task, prompts_of(2, captions=["a red one", "three"]))
+    b = draw(task, prompts_of(2, captions=["a red one", "three"], negative=["two green"] * 2))
+    assert (a - b).abs().max() > 1e-4
+
+
+def test_self_conditioning_reads_the_last_prediction(make):
+    task = make(self_conditioning=True).eval()
+    seen, predicted = [], []
+    task.network.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["previous"]), with_kwargs=True
+    )
+    inner = task.diffusion.answer
+
+    def remember(output):
+        predicted.append(output)
+        return inner(output)
+
+    task.diffusion.answer = remember
+    prompts = prompts_of(2, captions=["a", "b"])
+    draw(task, prompts, guidance=2.0)
+    assert [len(part) for part in seen] == [4] * 4
+    assert not seen[0].any()
+    assert all(part.abs().max() <= 1 and torch.equal(*part.chunk(2)) for part in seen)
+    x = prompts.noise.normal("start (3, 16, 16)", 3, 16, 16)
+    x0 = task.diffusion.to_x0(x, torch.full((2,), 99), predicted[0]).clamp(-1, 1)
+    torch.testing.assert_close(seen[1][:2], x0, rtol=1e-3, atol=1e-3)
+
+
+def test_unconditional(make):
+    a = draw(make(**PLAIN), prompts_of(3))
+    assert a.shape == (3, 1, 3, 16, 16) and (a[0] - a[1]).abs().max() > 1e-3
+
+
+def test_thresholds_are_used(make):
+    task = make(**PLAIN)
+    images = [draw(task, prompts_of(2), clip=clip) for clip in ("none", "static", "dynamic")]
+    assert all((a - b).abs().max() > 1e-4 for a, b in ((images[0], images[1]), (images[1], images[2])))
+
+
+def test_sizes_that_cannot_be_drawn_are_refused(make):
+    with pytest.raises(InputError, match=r"trained for \(1, 16, 16\)"):
+        draw(make(**PLAIN), prompts_of(2, height=32, width=32))
+
+
+# The cascade -----------------------------------------------------------------------------------------------------
+
+
+def cascade(make):
+    """8 → 16 → 32."""
+    small = make(size=8, **PLAIN)
+    middle = make(size=16, stages={"small": small}, low_res="small", low_res_size=8, **PLAIN)
+    large = make(size=32, stages={"middle": middle}, low_res="middle", low_res_size=16, **PLAIN)
+    return small, middle, large
+
+
+def watched(task):
+    calls = []
+    task.network.register_forward_pre_hook(lambda *given: calls.append(1))
+    return calls
+
+
+def test_a_stage_draws_the_one_below_first_and_nothing_is_loaded_before(make):
+    small, middle, large = cascade(make)
+    assert large.loaded == [] and middle.loaded == []
+    calls = [watched(task) for task in (small, middle, large)]
+    assert draw(large, prompts_of(2)).shape == (2, 1, 3, 32, 32)
+    assert [len(found) for found in calls] == [4, 4, 4]
+    draw(middle, prompts_of(2))  # stops at the second
+    assert [len(found) for found in calls] == [8, 8, 4]
+
+
+def test_training_never_loads_the_others(make, noise):
+    task = make(size=16, low_res="small", low_res_size=8, prior="prior")
+    task(batch_of(), noise)
+    assert task.loaded == ["clip"]
+
+
+def test_a_given_picture_is_enlarged_without_the_stage_below(make):
+    task = make(size=16, low_res="small", low_res_size=8, **PLAIN)
+    pictures = [torch.rand(2, 1, 3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    a, b = (draw(task, prompts_of(2, prime=picture)) for picture in pictures)
+    assert task.loaded == [] and (a - b).abs().max() > 1e-3
+
+
+def test_the_cascade_starts_where_it_is_told(make):
+    small, middle, large = cascade(make)
+    calls = [watched(task) for task in (small, middle, large)]
+    prime = torch.rand(2, 1, 3, 32, 32)
+    draw(large, prompts_of(2, prime=prime), start="middle")
+    assert [len(found) for found in calls] == [0, 4, 4]
+    with pytest.raises(InputError, match=r"sample\.start=small is no super-resolution stage"):
+        draw(large, prompts_of(2, prime=prime), start="small")
+    with pytest.raises(InputError, match="give one with --prime"):
+        draw(large, prompts_of(2), start="middle")
+
+
+def test_while_training_pictures_may_come_from_real_ones(make):
+    def missing(name):
+        raise InputError("that stage has no checkpoint")
+
+    task = make(size=16, low_res="small", low_res_size=8, **PLAIN)
+    task._stage = missing
+    with pytest.raises(InputError, match="no checkpoint"):
+        draw(task, prompts_of(4))
+    a, b = (draw(task, prompts_of(4, batch=batch_of(seed=seed))) for seed in (0, 1))
+    assert (a - b).abs().max() > 1e-3
+
+
+def test_nothing_to_enlarge_is_said(make):
+    with pytest.raises(InputError, match="give a picture to enlarge with --prime"):
+        draw(make(low_res_size=8, **PLAIN), prompts_of(2))
+
+
+def test_noise_in_the_smaller_picture_matters(make):
+    task = make(low_res_size=8, augment={"noise": 0.5}, **PLAIN)
+    prime = torch.rand(2, 1, 3, 16, 16)
+    a, b = (draw(task, prompts_of(2, prime=prime), low_res_noise=level) for level in (0.0, 0.3))
+    assert (a - b).abs().max() > 1e-3
+    with pytest.raises(InputError, match="more than this stage saw"):
+        draw(task, prompts_of(2, prime=prime), low_res_noise=0.7)
+
+
+# Inpainting ------------------------------------------------------------------------------------------------------
+
+
+def left_half(rows: int, size: int) -> torch.Tensor:
+    mask = torch.zeros(rows, size, size, dtype=torch.bool)
+    mask[..., : size // 2] = True
+    return mask
+
+
+@pytest.mark.parametrize("resample", [1, 2])
+def test_inpainting_keeps_what_is_known(make, resample):
+    task = make(**PLAIN)
+    picture, mask = torch.rand(2, 1, 3, 16, 16), left_half(2, 16)
+    drawn = draw(task, prompts_of(2, prime=picture, mask=mask), resample=resample)
+    assert torch.equal(drawn[..., 8:], picture[..., 8:])
+    assert (drawn[..., :8] - picture[..., :8]).abs().mean() > 0.01
+
+
+def test_what_is_known_matters_to_the_rest(make):
+    task = make(**PLAIN)
+    mask = left_half(2, 16)
+    a, b = (draw(task, prompts_of(2, prime=torch.full((2, 1, 3, 16, 16), grey), mask=mask)) for grey in (0.1, 0.9))
+    assert (a[..., :8] - b[..., :8]).abs().max() > 1e-3
+
+
+def test_what_is_drawn_anew_is_not_seen(make):
+    task = make(**PLAIN)
+    mask = left_half(2, 16)
+    pictures = [torch.rand(2, 1, 3, 16, 16) for _ in range(2)]
+    pictures[1][..., 8:] = pictures[0][..., 8:]
+    a, b = (draw(task, prompts_of(2, prime=picture, mask=mask)) for picture in pictures)
+    assert torch.equal(a, b)
+
+
+def test_a_cascade_inpaints_from_the_bottom(make):
+    small, middle, large = cascade(make)
+    calls = [watched(task) for task in (small, middle, large)]
+    picture, mask = torch.rand(2, 1, 3, 32, 32), left_half(2, 32)
+    drawn = draw(large, prompts_of(2, prime=picture, mask=mask))
+    assert torch.equal(drawn[..., 16:], picture[..., 16:])
+    assert [len(found) for found in calls] == [4, 4, 4]
+
+
+def test_pictures_and_masks_go_together(make):
+    task = make(**PLAIN)
+    with pytest.raises(InputError, match="--prime"):
+        draw(task, prompts_of(2, mask=left_half(2, 16)))
+    with pytest.raises(InputError, match="--mask"):
+        draw(task, prompts_of(2, prime=torch.rand(2, 1, 3, 16, 16)))
+
+
+# Latents ---------------------------------------------------------------------------------------------------------
+
+
+class Halves(Task):
+    """A codec with continuous latents: 2 × 2 pixels folded into channels."""
+
+    Config = StageConfig
+    vocabulary = None
+    latent_channels = 12
+
+    def encode(self, pixels, frame_mask=None):
+        return F.pixel_unshuffle(pixels, 2) * 4
+
+    def decode(self, latents):
+        return F.pixel_shuffle(latents / 4, 2).clamp(0, 1)
+
+    def shape_for(self, frames, height, width):
+        return frames, height // 2, width // 2
+
+
+def test_latents_of_a_continuous_codec(make, noise):
+    task = make(stages={"halves": Halves()}, codec="halves", latent_scale=0.25, **PLAIN).eval()
+    x0 = task.space.read(batch_of())
+    assert x0.shape == (4, 12, 8, 8) and task.network.unet.out.out_channels == 12
+    torch.testing.assert_close(task.space.decode(x0), batch_of().video[:, 0])
+    assert draw(task, prompts_of(2)).shape == (2, 1, 3, 16, 16)
+    cached = Batch(slots=torch.arange(4), **task.precompute(batch_of()))
+    torch.testing.assert_close(task(cached, noise).error, task(batch_of(), noise).error)
+
+
+KINDS = [{"kind": "fsq", "levels": [8, 5]}, {"kind": "lfq", "codes": 16}, {"kind": "vq", "codes": 32, "dim": 4}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["kind"])
+def test_latents_of_a_codebook(make, noise, kind):
+    torch.manual_seed(0)
+    config = parse(VQGANConfig, {"width": 8, "multipliers": [1, 2], "quantizer": kind, "perceptual": {"weight": 0}})
+    codec = freeze(VQGAN(config, Shape(1, 16, 16, 3, 8.0)))
+    pixels = batch_of().video
+    latents = codec.latents(pixels)
+    assert latents.shape == (4, 1, codec.latent_channels, 4, 4)
+    torch.testing.assert_close(codec.decode_latents(latents), codec.decode(codec.encode(pixels)))
+    task = make(stages={"tokenizer": codec}, codec="tokenizer", **PLAIN)
+    task(batch_of(), noise)
+    picture, mask = torch.rand(2, 1, 3, 16, 16), left_half(2, 16)
+    drawn = draw(task, prompts_of(2, prime=picture, mask=mask))
+    assert torch.equal(drawn[..., 8:], picture[..., 8:])
+
+
+def test_a_codec_without_latents_is_refused(make):
+    with pytest.raises(ConfigError, match="codec=clip gives no latents"):
+        make(codec="clip", **PLAIN)
