@@ -213,6 +213,7 @@ def test_clip_score_is_the_mean_cosine(files, monkeypatch):
 def test_without_a_clip_it_is_left_out_with_the_remedy(run, files):
     found = evaluate(run.path, samples=4, device="cpu")
     assert any("clip_score is left out: the run has no trained clip stage" in line for line in found.left_out)
+    assert evaluate(run.path, ["loss", "clip_score"], samples=4, device="cpu")["loss"] > 0
     with pytest.raises(InputError, match="neither a folder of transformers nor RUN/STAGE"):
         evaluate(run.path, ["clip_score"], samples=4, device="cpu", extractors=["clip_score=nowhere"])
     with pytest.raises(InputError, match="gives no embeddings"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kineograph.core.foreign import sha256_of
 from kineograph.core.lookup import find_task
-from kineograph.evaluate.evidence import LeftOut, Subject
+from kineograph.evaluate.evidence import LeftOut, Subject, ToFetch
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
 
@@ -41,7 +41,7 @@ def _own(stages: Stages | None) -> tuple[Embeds, str]:
     for name, stage in (stages.run.config()["stages"] if stages is not None else {}).items():
         if hasattr(find_task(stage["task"]), "embed_images") and checkpoint.steps(stages.run.checkpoints(name)):  # type: ignore[union-attr]
             return _stage(cast("Stages", stages), name)
-    raise LeftOut(
+    raise ToFetch(
         "the run has no trained clip stage: name one of another run (--extractor clip_score=runs/x/clip), or a CLIP in a folder of "
         "transformers (--extractor clip_score=FOLDER)"
     )

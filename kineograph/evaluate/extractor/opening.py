@@ -29,6 +29,8 @@ class Extractor:
     """Pixels in [0, 1] → features, float32 throughout: rounding of bfloat16 or TF32 would move the scores."""
 
     def __init__(self, network: nn.Module, label: str, device: torch.device, clips: bool = False) -> None:
+        if device.type == "cpu" and getattr(network, "takes", None) == "pictures":  # a third faster there
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.network = freeze(network.to(device))
         self.label = label
         self.device = device
