@@ -227,6 +227,16 @@ class Decoder(Task):
             self.stages[key] = self._stage(name)
         return self.stages.get(key)
 
+    def takes_captions(self) -> bool:
+        """An upsampler may know nothing of text itself: the picture that it enlarges is drawn after the caption."""
+        if "captions" in self.reads:
+            return True
+        try:
+            below = self.drawing_stage("low_res")
+        except InputError:  # not trained: it enlarges given pictures only
+            return False
+        return below is not None and below.takes_captions()
+
     def prior(self) -> Prior | None:
         return cast("Prior | None", self.drawing_stage("prior"))
 
