@@ -12,7 +12,7 @@ from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Task, freeze
 
-from .conftest import PLAIN, ToyPrior, batch_of, prompts_of
+from .conftest import PLAIN, ToyClip, ToyPrior, batch_of, prompts_of
 
 
 def draw(task, prompts, **options):
@@ -38,6 +38,18 @@ def test_captions_go_through_the_prior_or_else_the_clip(make):
     b = draw(make(), prompts_of(2, captions=["a red one", "two green"]))
     assert (a - b).abs().max() > 1e-3
     assert "captions" in with_prior.reads and with_prior.reads_for(with_prior.config) == {"pixels"}
+
+
+def test_encodings_that_come_with_the_data_serve_where_no_clip_reads_captions(make):
+    given = {"kind": "given", "width": 12, "text_width": 6, "length": 5}
+    task = make(clip=given, clip_text=True, sample={"steps": 2, "guidance": 2.0})
+    assert "captions" not in task.reads and not task.takes_captions()
+    batch = batch_of(2)
+    embed, encodings, mask = ToyClip().embed_texts(batch.captions)
+    batch.extra["image_embed"], batch.text_embeds, batch.text_mask = embed, encodings, mask
+    beside = task.sample(prompts_of(batch=batch), task.config.sample)
+    judged = task.sample(prompts_of(captions=batch.captions, batch=batch), task.config.sample)  # as metrics ask
+    torch.testing.assert_close(beside, judged)
 
 
 def test_a_given_embedding_needs_no_prior(make):
