@@ -10,7 +10,7 @@ from kineograph.core.config import StageConfig
 from kineograph.family.dalle2.low_res import AugmentConfig
 from kineograph.nn.unet import UnetConfig
 from kineograph.process.diffusion import DiffusionConfig
-from kineograph.process.solvers import DiffusionSample
+from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text import TextConfig
 from kineograph.text.embedding import ClipChoice
 
@@ -69,6 +69,7 @@ class DecoderConfig(StageConfig, UnetConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> DecoderConfig:
+        check_steps(self.sample.steps, self.diffusion.steps)
         if self.image_embeds != "none" and self.clip is None:
             raise ValueError(
                 f"image_embeds={self.image_embeds} needs clip: name a clip stage, or give {{kind: given, width: …}} for embeddings in the data, "
