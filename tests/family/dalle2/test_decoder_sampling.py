@@ -183,6 +183,20 @@ def test_a_stage_draws_the_one_below_first_and_nothing_is_loaded_before(make):
     assert [len(found) for found in calls] == [8, 8, 4]
 
 
+def test_guidance_reaches_the_stage_that_reads_the_caption(make):
+    """Upsamplers without conditions have nothing to guide: what is asked of them is meant for the stage below."""
+    small = make(size=8, sample={"steps": 4, "guidance": 1.0})
+    middle = make(size=16, stages={"small": small}, low_res="small", low_res_size=8, **PLAIN)
+    large = make(size=32, stages={"middle": middle}, low_res="middle", low_res_size=16, **PLAIN)
+    rows = []
+    small.network.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    plain = draw(large, prompts_of(2, captions=["a red one", "three"]))  # each as its config says
+    assert set(rows) == {2}
+    rows.clear()
+    guided = draw(large, prompts_of(2, captions=["a red one", "three"]), guidance=5.0)
+    assert set(rows) == {4} and (plain - guided).abs().max() > 1e-3
+
+
 def test_training_never_loads_the_others(make, noise):
     task = make(size=16, low_res="small", low_res_size=8, prior="prior")
     task(batch_of(), noise)
