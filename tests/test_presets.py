@@ -28,7 +28,8 @@ SHRINK: dict[str, list[str]] = {
         "stages.decoder.sample.steps=2", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
     ],
     "dalle2-digits": [
-        "data.size=32", "stages.clip.data.size=16", "stages.prior.data.size=16", "stages.clip.width=16", "stages.clip.depth=1", "stages.prior.width=24", "stages.prior.depth=1",
+        "data.size=32", "stages.clip.data.size=16", "stages.prior.data.size=16", "stages.clip.width=16", "stages.clip.depth=1",
+        "stages.prior.width=24", "stages.prior.depth=1",
         "stages.prior.sample.steps=2", "stages.decoder.width=8", "stages.decoder.data.size=16", "stages.decoder.sample.steps=2",
         "stages.upsampler.low_res_size=16", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
     ],
