@@ -49,8 +49,8 @@ class ShardWriter:
         self._tar: tarfile.TarFile | None = None
         self._waiting: list[Sample] = []  # items that are not embedded yet
         self._made: dict[str, list[np.ndarray]] = {}
-        weights = embedder.parameters() if isinstance(embedder, nn.Module) else iter(())
-        self._device = next((weight.device for weight in weights), torch.device("cpu"))
+        weights = list(embedder.parameters()) if isinstance(embedder, nn.Module) else []
+        self._device = weights[0].device if weights else torch.device("cpu")
 
     def __enter__(self) -> ShardWriter:
         return self
