@@ -49,7 +49,7 @@ class ShardWriter:
         self._tar: tarfile.TarFile | None = None
         self._waiting: list[Sample] = []  # items that are not embedded yet
         self._made: dict[str, list[np.ndarray]] = {}
-        weights = list(embedder.parameters()) if isinstance(embedder, nn.Module) else []
+        weights: list[nn.Parameter] = list(embedder.parameters()) if isinstance(embedder, nn.Module) else []
         self._device = weights[0].device if weights else torch.device("cpu")
 
     def __enter__(self) -> ShardWriter:
