@@ -308,6 +308,15 @@ def test_given_embeddings_serve_as_the_clip_does_whatever_their_length():
         assert mean.value().isfinite()
 
 
+def test_a_row_without_an_image_embedding_teaches_nothing():
+    task, batch = make(clip=GIVEN).eval(), given(batch_of())
+    noise = Noise.for_rows(1, 2, 4)
+    whole = task(batch, noise)
+    batch.extra["image_embed"][1] = 0  # as data.missing_embeddings=keep gives it
+    found = task.loss("model", task(batch, noise)).total
+    torch.testing.assert_close(found.value(), whole[[0, 2, 3]].mean())
+
+
 def test_what_the_data_lack_is_said():
     task = make(clip=GIVEN)
     batch = batch_of(2)
