@@ -1,9 +1,9 @@
 """A folder in the form of diffusers' pipelines: what is in it, as plain data and weights that are read when asked for.
 
-    model_index.json                      which components there are, of which library and class
-    transformer/ vae/                     config.json, diffusion_pytorch_model[-0000n-of-0000N].safetensors
-    text_encoder/                         config.json, model[-…].safetensors, as transformers writes them
-    scheduler/scheduler_config.json · tokenizer/
+model_index.json                      which components there are, of which library and class
+transformer/ vae/                     config.json, diffusion_pytorch_model[-0000n-of-0000N].safetensors
+text_encoder/                         config.json, model[-…].safetensors, as transformers writes them
+scheduler/scheduler_config.json · tokenizer/
 """
 
 from __future__ import annotations

@@ -85,7 +85,9 @@ def read_lora(path: str | Path, modules: Iterable[str] = ()) -> Lora:
             strangers.append(key)
     if strangers or not factors:
         what = f"holds {strangers[0]}" if strangers else "holds no adapter"
-        raise InputError(f"{file} {what}: LoRA files of diffusers, peft and kohya are read, with lora_A and lora_B alone")
+        raise InputError(
+            f"{file} {what}: LoRA files of diffusers, peft and kohya are read, with lora_A and lora_B alone"
+        )
     config = _peft_config(file) or _header(found, file)
     lora: Lora = {}
     for name, pair in factors.items():
@@ -135,9 +137,7 @@ def _header(found: WeightFiles, file: Path) -> dict[str, Any]:
         raise InputError(f"{file}: {_METADATA} in its header is not readable JSON") from None
 
 
-def _adapter(
-    name: str, pair: dict[str, Tensor], alpha: float | None, config: Mapping[str, Any], file: Path
-) -> Adapter:
+def _adapter(name: str, pair: dict[str, Tensor], alpha: float | None, config: Mapping[str, Any], file: Path) -> Adapter:
     if len(pair) != 2:
         raise InputError(f"{file}: {name} has {next(iter(pair))} alone; an adapter is down (A) and up (B)")
     down, up = pair["down"], pair["up"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kineograph.core.errors import InputError, KineoError, RunFailed
+from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import sync_folder
 
 

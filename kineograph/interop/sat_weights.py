@@ -74,7 +74,9 @@ def read_sat_file(path: Path) -> dict[str, Tensor]:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise InputError(f"{path} holds no state dict: a mapping of names to tensors, perhaps under module or state_dict")
+        raise InputError(
+            f"{path} holds no state dict: a mapping of names to tensors, perhaps under module or state_dict"
+        )
     return found
 
 
@@ -93,11 +95,15 @@ def locate_sat(folder: Path) -> dict[str, Path]:
         found["transformer"] = states[0]
     codecs = sorted((folder / "vae").glob("*.pt"))
     if len(codecs) > 1:
-        raise InputError(f"{folder / 'vae'} holds several .pt files: {', '.join(path.name for path in codecs)}; leave one")
+        raise InputError(
+            f"{folder / 'vae'} holds several .pt files: {', '.join(path.name for path in codecs)}; leave one"
+        )
     if codecs:
         found["vae"] = codecs[0]
     if not found:
-        raise InputError(f"{folder} holds no SAT weights: neither transformer/latest with mp_rank_00_model_states.pt nor vae/*.pt")
+        raise InputError(
+            f"{folder} holds no SAT weights: neither transformer/latest with mp_rank_00_model_states.pt nor vae/*.pt"
+        )
     return found
 
 
@@ -166,7 +172,7 @@ def transformer_config(state: Mapping[str, Tensor], where: Path) -> dict[str, An
         "max_text_seq_length": 224 if in_time else 226,
         "use_rotary_positional_embeddings": rotary,
         "use_learned_positional_embeddings": "patch_embed.pos_embedding" in state,
-        "patch_bias": "patch_embed.proj.bias" in state,
+        "patch_bias": not in_time and "patch_embed.proj.bias" in state,
     }
     if "ofs_embedding.linear_1.weight" in state:
         config["ofs_embed_dim"] = state["ofs_embedding.linear_1.weight"].shape[1]
