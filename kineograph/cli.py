@@ -288,8 +288,14 @@ def import_(
     from_: Annotated[str, typer.Option("--from", help="diffusers, sat or sat-config.", show_default=False)],
     run: Annotated[Path | None, typer.Option(help="Run folder to make.", show_default="runs/<DIR>")] = None,
     link: Annotated[
-        bool, typer.Option("--link", help="Refer to the folder's transformer instead of copying it.")
+        bool, typer.Option("--link", help="diffusers: refer to the folder instead of copying its weights.")
     ] = False,
+    lora: Annotated[
+        Path | None,
+        typer.Option(
+            help="diffusers: a LoRA file or folder; the run refers to DIR and holds its adapters.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Make a run of released weights, to sample from and to fine-tune; or print the Kineograph YAML of a SAT config.
 
@@ -297,7 +303,7 @@ def import_(
     """
     from kineograph.interop.command import bring_in
 
-    print(bring_in(what, from_, run, link, note=lambda line: print(line, file=sys.stderr)))
+    print(bring_in(what, from_, run, link, lora, note=lambda line: print(line, file=sys.stderr)))
 
 
 @app.command()
@@ -310,14 +316,24 @@ def export(
         bool, typer.Option("--online", help="Weights of the last step instead of averaged ones.")
     ] = False,
     lora: Annotated[
-        bool, typer.Option("--lora", help="diffusers: the adapters alone, as a LoRA file.", show_default="merged")
+        bool, typer.Option("--lora", help="diffusers: the adapters alone, as a LoRA file, instead of merged.")
     ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="diffusers: fp32, bf16 or fp16.", show_default="as the run keeps them")
+    ] = None,
 ) -> None:
     """Write a run's weights as others read them: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
     from kineograph.interop.command import take_out
 
     written = take_out(
-        run, out, to, checkpoint=checkpoint, online=online, lora=lora, note=lambda line: print(line, file=sys.stderr)
+        run,
+        out,
+        to,
+        checkpoint=checkpoint,
+        online=online,
+        lora=lora,
+        dtype=dtype,
+        note=lambda line: print(line, file=sys.stderr),
     )
     for path in written:
         print(path)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, dump_yaml, load_file, merge, nest
+from kineograph.core.config import Tree, dump_yaml, load_file, merge, nest, parse
 from kineograph.core.errors import InputError
+from kineograph.family.cogvideox.shapes import RELEASED, TransformerShape
 from kineograph.run.plan import make_plan
 
 Convert = Callable[[Any], Any]
@@ -21,7 +22,8 @@ _TEXT = "model.conditioner_config.params.emb_models.0"
 _VAE = "model.first_stage_config.params"
 _DENOISER = "model.denoiser_config.params"
 _LOSS = "model.loss_fn_config.params.sigma_sampler_config.params"
-_STAGE, _CODEC = "stages.generator", "stages.vae"
+_STAGE = "stages.generator"
+RELEASED_FOLDER = "released"
 
 
 def _name(*known: str) -> Convert:
@@ -104,7 +106,7 @@ _TABLE: list[tuple[str, str | None, Convert]] = [
     (f"{_TEXT}.is_trainable", None, _only(False)),
     (f"{_TEXT}.input_key", None, _only("txt")),
     (f"{_TEXT}.ucg_rate", f"{_STAGE}.caption_dropout", _number),
-    ("model.noised_image_dropout", f"{_STAGE}.first_frame_dropout", _number),
+    ("model.noised_image_dropout", f"{_STAGE}.image.dropout", _number),
     (f"{_DENOISER}.num_idx", f"{_STAGE}.diffusion.steps", _count),
     (f"{_DENOISER}.quantize_c_noise", None, _only(False)),
     (f"{_LOSS}.num_idx", f"{_STAGE}.diffusion.steps", _count),
@@ -115,7 +117,7 @@ _TABLE: list[tuple[str, str | None, Convert]] = [
     (f"{_DRAW}.num_steps", f"{_STAGE}.sample.steps", _count),
     (f"{_DRAW}.guider_config.params.scale", f"{_STAGE}.sample.guidance", _number),
     (f"{_DRAW}.guider_config.params.exp", None, _only(5)),
-    ("model.scale_factor", f"{_CODEC}.scale", _number),
+    ("model.scale_factor", None, _only(1.15258426, 0.7)),  # as the VAE was released
     (f"{_VAE}.loss_config.target", None, _name("Identity")),
     (f"{_VAE}.regularizer_config.target", None, _name("DiagonalGaussianRegularizer")),
 ]
@@ -187,7 +189,7 @@ class _Reading:
     def translated(self) -> Tree:
         has_model = any(key.startswith("model.") for key in self.left)
         if has_model:
-            self.give("stages", {"vae": {"task": "causal_vae"}, "generator": {"task": "cogvideox", "codec": "vae"}})
+            self.give(_STAGE, {"task": "cogvideox", "weights": RELEASED_FOLDER})
         for theirs, ours, convert in _TABLE:
             value = self.take(theirs, convert)
             if value is not None and ours is not None:
@@ -198,12 +200,13 @@ class _Reading:
         self._batch()
         self._precision()
         self._split()
-        self._loaded()
+        self._loaded(has_model)
         if has_model:
             self._network()
             self._codec()
             self._diffusion()
             self._tuning()
+            self._by_name()
         if self.ours.get("data", {}).get("folder"):
             self.give("data.source", "folder")
         return {key: self.ours[key] for key in ("name", "seed", "data", "train", "stages") if key in self.ours}
@@ -249,12 +252,20 @@ class _Reading:
         if found:
             self.give("data", {"validation": round(found[1], 6), "test": round(found[2], 6)})
 
-    def _loaded(self) -> None:
+    def _loaded(self, has_model: bool) -> None:
         place = self.take("args.load", str)
-        if place is not None:
-            folder = place.removesuffix("/").removesuffix("/transformer")
-            self.remark(f"args.load = {place}: kineo import {folder} --from sat --run runs/sat, then give this file")
-            self.remark("stages.vae.init=runs/sat/vae and stages.generator.init=runs/sat/generator")
+        vae = self.take(f"{_VAE}.ckpt_path", str)
+        source = place or vae
+        if source is None:
+            return
+        cut = "/transformer" if place else "/vae/"
+        folder = source.rstrip("/").partition(cut)[0]
+        self.remark(f"{'args.load' if place else 'ckpt_path'} = {source}: make the folder {RELEASED_FOLDER} of it by")
+        self.remark(
+            f"  kineo import {folder} --from sat --run runs/sat && kineo export runs/sat --to diffusers {RELEASED_FOLDER}"
+        )
+        if has_model and place is None:
+            self.give(_STAGE, {"weights": None, "codec": "runs/sat/vae"})  # the transformer starts from nothing
 
     # model -----------------------------------------------------------------------------------------------------------
 
@@ -274,7 +285,7 @@ class _Reading:
         if self.take(f"{_NET}.ofs_embed_dim", _count):
             self.give(f"{_STAGE}.ofs", True)
         self._positions(timed=sides[0] != 1)
-        self.give(f"{_STAGE}.text.kind", "t5")
+        self.give(f"{_STAGE}.text", {"kind": "t5", "padding": "read"})
 
     def _positions(self, timed: bool) -> None:
         kind = self.take(f"{_MODULES}.pos_embed_config.target", _name("Basic3DPositionEmbeddingMixin", "Rotary3DPositionEmbeddingMixin"))  # fmt: skip
@@ -305,22 +316,15 @@ class _Reading:
                 self.give(f"{_STAGE}.grid", "slice")
 
     def _codec(self) -> None:
-        parts = [f"{_VAE}.{part}_config.params" for part in ("encoder", "decoder")]
-        base, times = self.take(f"{parts[0]}.ch", _count), self.take(f"{parts[0]}.ch_mult")
-        channels, layers = (self.take(f"{parts[0]}.{key}", _count) for key in ("z_channels", "num_res_blocks"))
-        if base is not None and times is not None:
-            self.give(f"{_CODEC}.widths", [base * factor for factor in times])
-        if channels is not None:
-            self.give(f"{_CODEC}.latent_channels", channels)
-        if layers is not None:
-            self.give(f"{_CODEC}.layers", layers)
-        same = {"ch": base, "ch_mult": times, "z_channels": channels, "num_res_blocks": layers}
-        for key, value in same.items():  # the decoder mirrors the encoder here
-            self.take(f"{parts[1]}.{key}", lambda found, value=value: _known(found, value))
-        fixed = {"double_z": True, "in_channels": 3, "out_ch": 3, "attn_resolutions": [], "dropout": 0.0}
-        for part in parts:
+        """The VAE comes with the weights; what is said of it is taken where it is the released one."""
+        fixed = {
+            "ch": 128, "ch_mult": [1, 2, 2, 4], "z_channels": 16, "num_res_blocks": 3, "double_z": True, "in_channels": 3, "out_ch": 3,
+            "attn_resolutions": [], "dropout": 0.0,
+        }  # fmt: skip
+        for part in ("encoder", "decoder"):
             for key, value in fixed.items():
-                self.take(f"{part}.{key}", lambda found, value=value: _known(found, value))
+                self.take(f"{_VAE}.{part}_config.params.{key}", lambda found, value=value: _known(found, value))
+        self.take(f"{_VAE}.ignore_keys", lambda value: _known(value, ["loss"]))
 
     def _diffusion(self) -> None:
         shifts = []
@@ -355,6 +359,21 @@ class _Reading:
             return
         alpha = self.take(f"{place}.lora_alpha", _number)
         self.give(_STAGE, {"tune": "lora", "lora": {"rank": rank, "alpha": alpha if alpha is not None else 1}})
+
+    def _by_name(self) -> None:
+        """The keys of a released shape as its name."""
+        stage = self.ours["stages"]["generator"]
+        keys = TransformerShape.model_fields.keys()
+        shape = parse(TransformerShape, {key: stage[key] for key in keys if key in stage}, _STAGE)
+        for name, released in RELEASED.items():
+            same = TransformerShape.model_validate({key: value for key, value in released.items() if key in keys})
+            # Where nothing is laid out for a size, the size makes no difference.
+            sized = {"base_size", "base_frames"} if shape.grid == "slice" or shape.positions == "sincos" else set()
+            unread = sized | {"first_frame_inverse_scale"}
+            if shape.model_dump(exclude=unread) == same.model_dump(exclude=unread):
+                stage = {key: value for key, value in stage.items() if key not in keys}
+                self.ours["stages"]["generator"] = {"task": stage.pop("task"), "shape": name, **stage}
+                return
 
 
 def _known(value: Any, expected: Any) -> Any:

@@ -198,3 +198,25 @@ def vae_state(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
             key = f"{key[: match.start()]}.up_blocks.{max(ups) - int(match[1])}.{kind}.{key[match.end() :]}"
         state[key] = value
     return state
+
+
+def vae_config(state: Mapping[str, Tensor], where: Path) -> dict[str, Any]:
+    """What the tensors' shapes say, as the config of diffusers' VAE."""
+    try:
+        latent = state["decoder.conv_in.conv.weight"].shape[1]
+        first = state["encoder.conv_in.conv.weight"]
+    except KeyError as error:
+        raise InputError(f"{where} lacks {error.args[0]} (by its name in diffusers)") from None
+    widths: dict[int, int] = {}
+    layers = 0
+    for key, value in state.items():
+        if match := re.fullmatch(r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.conv1\.conv\.weight", key):
+            widths[int(match[1])] = value.shape[0]
+            layers = max(layers, int(match[2]) + 1)
+    return {
+        "in_channels": first.shape[1],
+        "out_channels": first.shape[1],
+        "block_out_channels": [widths[level] for level in sorted(widths)],
+        "latent_channels": latent,
+        "layers_per_block": layers,
+    }
