@@ -79,6 +79,8 @@ def _described(task: CogVideoX) -> dict[str, dict[str, Any]]:
     assert isinstance(codec, CausalVAE)
     texts = task.texts
     vae = config_for(codec)
+    if codec.config.scale != "auto":
+        vae["scaling_factor"] = codec.config.scale  # as it was written, not as float32 has it
     if task.config.first_frame_inverse_scale:
         vae["invert_scale_latents"] = True
     return {
@@ -126,7 +128,7 @@ def _write_text(folder: Path, task: CogVideoX, note: Callable[[str], None]) -> b
     place = Path(config.name or "").expanduser()
     if config.kind != "t5" or not place.is_dir():
         what = f"kind {config.kind}" if config.kind != "t5" else f"{config.name}, no local folder"
-        note(f"the text encoder ({what}) is not exported: give diffusers' pipeline prompt_embeds")
+        note(f"the text encoder ({what}) is not exported: load the pipeline with text_encoder=None, tokenizer=None and give it prompt_embeds")
         return False
     if config.padding != "read":
         note(

@@ -124,9 +124,9 @@ def _text(found: Released) -> Tree:
 
 def _codec_weights(found: Released) -> dict[str, Tensor]:
     """The names are the same on both sides."""
-    part = found.vae
+    part, side = found.vae, found.codec.spatial
     with torch.device("meta"):
-        codec = CausalVAE(found.codec, Shape(1, found.codec.spatial, found.codec.spatial, found.channels))
+        codec = CausalVAE(found.codec, Shape(1, side, side, found.channels, FPS))
     expected = {name: tuple(value.shape) for name, value in weights_for(codec).items()}
     if isinstance(part.state, WeightFiles):
         check_shapes(part.state, expected, part.where)
