@@ -34,7 +34,8 @@ SHRINK: dict[str, list[str]] = {
     "phenaki-tiny": ["data.count=40", "stages.tokenizer.width=16", "stages.generator.depth=1"],
     "phenaki-digits": [
         "data.size=32", "data.frames=5", "stages.tokenizer.width=16", "stages.tokenizer.spatial_depth=1",
-        "stages.tokenizer.temporal_depth=1", "stages.generator.width=48", "stages.generator.depth=1",
+        "stages.tokenizer.temporal_depth=1", "stages.images.width=48", "stages.images.depth=1", "stages.images.sample.steps=2",
+        "stages.images.data.frames=1", "stages.generator.width=48", "stages.generator.depth=1",
     ],
     "phenaki-image-then-video": [
         "data.size=32", "data.frames=5", "stages.tokenizer.width=16", "stages.tokenizer.spatial_depth=1",
