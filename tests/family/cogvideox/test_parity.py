@@ -156,7 +156,7 @@ def test_a_missing_unknown_or_misshapen_weight_is_named() -> None:
     key = "transformer_blocks.1.attn1.to_k.weight"
     with pytest.raises(InputError, match=f"lack {key}"):
         weights.load_network(network, {name: value for name, value in state.items() if name != key})
-    with pytest.raises(InputError, match="unknown ofs_embedding.linear_1.weight"):
+    with pytest.raises(InputError, match=r"unknown ofs_embedding\.linear_1\.weight"):
         weights.load_network(network, {**state, "ofs_embedding.linear_1.weight": torch.zeros(1)})
     with pytest.raises(InputError, match=f"{key} is 2 × 2, and this network's is 96 × 96"):
         weights.load_network(network, {**state, key: torch.zeros(2, 2)})
