@@ -27,7 +27,13 @@ NOISE = Noise.for_rows(1, 5, 4)
 
 @pytest.mark.parametrize("shape", RELEASED)
 def test_a_released_shape_sets_what_is_not_given(shape: str) -> None:
-    keys = {"task": "cogvideox", "codec": "vae", "shape": shape, "text": {"kind": "given", "width": 4096}, "null_text": "zeros"}
+    keys = {
+        "task": "cogvideox",
+        "codec": "vae",
+        "shape": shape,
+        "text": {"kind": "given", "width": 4096},
+        "null_text": "zeros",
+    }
     config = parse(CogVideoXConfig, keys)
     assert (config.width, config.depth) == ((1920, 30) if shape == "2b" else (3072, 42))
     assert config.diffusion.shift == (3.0 if shape == "2b" else 1.0)
