@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast

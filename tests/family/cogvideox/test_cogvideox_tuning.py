@@ -50,8 +50,6 @@ def test_adapters_start_silent_and_alone_train(make: Make) -> None:
     weights.load_network(adapted.network, weights.network_state(plain.network))
     load = {name: value for name, value in weights_of(plain).items() if name.startswith("texts.")}
     load_weights(adapted, {**weights_of(adapted), **load})
-    for task in (plain, adapted):
-        torch.manual_seed(3)
     assert torch.allclose(plain(clips(), NOISE).error, adapted(clips(), NOISE).error)
 
 
@@ -166,7 +164,7 @@ def test_adapters_go_out_and_in_under_diffusers_names(make: Make) -> None:
     assert "transformer_blocks.1.attn1.to_out.0.lora_B.weight" in state and len(state) == 16
     weights.load_lora_state(other, {f"transformer.{name}": value for name, value in state.items()})
     assert all(torch.equal(value, state[name]) for name, value in weights.lora_state(other).items())
-    with pytest.raises(InputError, match="set lora.rank to 3"):
+    with pytest.raises(InputError, match=r"set lora\.rank to 3"):
         weights.load_lora_state(other, {name: value.repeat(2, 2)[:3, :3] for name, value in state.items()})
     with pytest.raises(InputError, match="lack transformer_blocks"):
         weights.load_lora_state(other, {})
