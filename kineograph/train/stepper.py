@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
@@ -49,14 +50,32 @@ def graphs_for(config: TrainConfig, device: torch.device) -> bool:
     )
 
 
-def recompute(block: nn.Module) -> None:
-    """Keep no activations of this block while training: the backward pass computes them again."""
+ATTENTION = [  # every kernel that scaled_dot_product_attention may choose
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+]
+
+
+def _keep_attention() -> Any:
+    return create_selective_checkpoint_contexts(ATTENTION)
+
+
+def recompute(block: nn.Module, keep_attention: bool = False) -> None:
+    """Keep no activations of this block while training: the backward pass computes them again. With `keep_attention`, all but what attention
+    gives: over long sequences it is most of the work and little of the memory."""
     forward = block.forward
+    kept: dict[str, Any] = {"context_fn": _keep_attention} if keep_attention else {}
 
     def checkpointed(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
-        return torch.utils.checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **named)
+        return torch.utils.checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **kept, **named)
 
     block.forward = checkpointed  # type: ignore[method-assign]
 
@@ -97,7 +116,7 @@ class Stepper:
         self.skipped_in_a_row = torch.zeros((), device=self.device)
         if config.checkpointing:
             for block in task.blocks():
-                recompute(block)
+                recompute(block, keep_attention=config.checkpointing == "selective")
         self.graphs = graphs_for(config, self.device)
         if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
             compile_parts(task, self.graphs)

@@ -59,7 +59,9 @@ class Attention(nn.Module):
         if self.fused:
             q, k, v = rearrange(self.to_qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
         else:
-            q, k, v = (rearrange(to(x), "b n (h d) -> b h n d", h=self.heads) for to in (self.to_q, self.to_k, self.to_v))
+            q, k, v = (
+                rearrange(to(x), "b n (h d) -> b h n d", h=self.heads) for to in (self.to_q, self.to_k, self.to_v)
+            )
         q, k = turn(self.norm_q(q), at), turn(self.norm_k(k), at)
         mixed = attend(q.to(v.dtype), k.to(v.dtype), v)
         return self.to_out(rearrange(mixed, "b h n d -> b n (h d)"))
@@ -131,7 +133,7 @@ class LearnedTable(nn.Module):
             return self.table
         words, video = self.table[0].split([self.text, math.prod(self.base)])
         words = F.pad(words, (0, 0, 0, max(0, text - self.text)))[:text]
-        t, h, w = self.base
+        t, h, _w = self.base
         video = rearrange(video, "(t h w) d -> d t h w", t=t, h=h)
         size = (max(grid[0], t), *grid[1:])  # frames beyond the table are stretched into, never shrunk
         if size != self.base:

@@ -68,12 +68,12 @@ def fitted(grid: tuple[int, int], base: tuple[int, int]) -> list[Tensor]:
     """
     (h, w), (most_h, most_w) = grid, base
     if h / w > most_h / most_w:
-        extents = (most_h, int(round(most_h / h * w)))
+        extents = (most_h, round(most_h / h * w))
     else:
-        extents = (int(round(most_w / w * h)), most_w)
+        extents = (round(most_w / w * h), most_w)
     found = []
     for size, most, extent in zip(grid, base, extents, strict=True):
-        first = int(round((most - extent) / 2.0))
+        first = round((most - extent) / 2.0)
         # the end of the crop, not its extent, is divided: what released weights were trained with
         found.append(torch.linspace(first, (first + extent) * (size - 1) / size, size, dtype=torch.float64))
     return found

@@ -75,9 +75,7 @@ def diffusers_names(name: str) -> tuple[str, ...]:
     if name == _TABLE[0]:
         return (_TABLE[1],)
     module, _, leaf = name.rpartition(".")
-    modules = (
-        [module.removesuffix(_FUSED) + part for part in _PARTS] if module.endswith(_FUSED) else [module]
-    )
+    modules = [module.removesuffix(_FUSED) + part for part in _PARTS] if module.endswith(_FUSED) else [module]
     found = [module_to_diffusers(part) for part in modules]
     assert all(found), name
     return tuple(f"{part}.{leaf}" for part in found)

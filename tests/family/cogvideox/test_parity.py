@@ -93,6 +93,7 @@ def test_outputs_and_gradients_agree(kind: str, fused: bool) -> None:
     ((wanted - target) ** 2).mean().backward()
     ((found - target) ** 2).mean().backward()
     expected = dict(model.named_parameters())
+    noise = 1e-8 * max(p.grad.norm() for p in expected.values())  # a bias of all keys changes nothing without rotary
     checked = 0
     for name, parameter in network.named_parameters():
         if name == "positions.table":
@@ -100,7 +101,7 @@ def test_outputs_and_gradients_agree(kind: str, fused: bool) -> None:
         names = weights.diffusers_names(name)
         for part, theirs in zip(parameter.grad.chunk(len(names)), names, strict=True):
             gradient = expected[theirs].grad.reshape(part.shape)
-            assert (part - gradient).norm() <= 1e-4 * gradient.norm(), name
+            assert (part - gradient).norm() <= 1e-4 * gradient.norm() + noise, name
             checked += 1
     assert checked == len(expected)
 
@@ -155,7 +156,7 @@ def test_a_missing_unknown_or_misshapen_weight_is_named() -> None:
     key = "transformer_blocks.1.attn1.to_k.weight"
     with pytest.raises(InputError, match=f"lack {key}"):
         weights.load_network(network, {name: value for name, value in state.items() if name != key})
-    with pytest.raises(InputError, match="unknown ofs_embedding.linear_1.weight"):
+    with pytest.raises(InputError, match=r"unknown ofs_embedding\.linear_1\.weight"):
         weights.load_network(network, {**state, "ofs_embedding.linear_1.weight": torch.zeros(1)})
     with pytest.raises(InputError, match=f"{key} is 2 × 2, and this network's is 96 × 96"):
         weights.load_network(network, {**state, key: torch.zeros(2, 2)})
