@@ -63,7 +63,10 @@ def test_an_imported_run_answers_as_the_folder_does(released: Path, imported: Pa
     found = task.codec.decode(z.transpose(1, 2) * 0.7)
     torch.testing.assert_close(found.transpose(1, 2), theirs, **CLOSE)
     torch.testing.assert_close(
-        torch.tensor(task.diffusion.alpha_bar), pipeline.scheduler.alphas_cumprod, rtol=1e-5, atol=1e-7
+        torch.tensor(task.diffusion.alpha_bar).double(),
+        pipeline.scheduler.alphas_cumprod.double(),
+        rtol=1e-5,
+        atol=1e-7,
     )
     words = ["a red 3", "", "seven"]
     with torch.no_grad():
@@ -251,7 +254,10 @@ def test_image_to_video_there_and_back(tmp_path: Path, shape: dict[str, Any]) ->
     export_diffusers(run, tmp_path / "out")
     back = CogVideoXImageToVideoPipeline.from_pretrained(tmp_path / "out").transformer
     state = back.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in pipeline.transformer.state_dict().items())
+    for key, value in pipeline.transformer.state_dict().items():
+        torch.testing.assert_close(
+            state[key], value, check_dtype=False
+        )  # a table that was not learned is float64 there
     same = ("use_rotary_positional_embeddings", "use_learned_positional_embeddings", "patch_size_t", "ofs_embed_dim", "in_channels")  # fmt: skip
     assert [back.config[key] for key in same] == [pipeline.transformer.config[key] for key in same]
 
