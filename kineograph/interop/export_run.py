@@ -128,7 +128,9 @@ def _write_text(folder: Path, task: CogVideoX, note: Callable[[str], None]) -> b
     place = Path(config.name or "").expanduser()
     if config.kind != "t5" or not place.is_dir():
         what = f"kind {config.kind}" if config.kind != "t5" else f"{config.name}, no local folder"
-        note(f"the text encoder ({what}) is not exported: load the pipeline with text_encoder=None, tokenizer=None and give it prompt_embeds")
+        note(
+            f"the text encoder ({what}) is not exported: load the pipeline with text_encoder=None, tokenizer=None and give it prompt_embeds"
+        )
         return False
     if config.padding != "read":
         note(

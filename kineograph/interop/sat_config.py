@@ -65,6 +65,19 @@ def _count(value: Any) -> int:
     return int(number)
 
 
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _patch(value: Any) -> tuple[int, int]:
+    """2 or [2, 2, 2] → in time, on a side."""
+    sides = [_count(side) for side in value] if isinstance(value, list) else [1, _count(value), _count(value)]
+    time, height, width = sides
+    return time, _known(height, width)
+
+
 def _only(*allowed: Any) -> Convert:
     """A value that says what is so here anyhow."""
 
@@ -85,7 +98,7 @@ _TABLE: list[tuple[str, str | None, Convert]] = [
     ("args.num_workers", "train.workers", _count),
     ("args.lr", "train.lr", _number),
     ("args.train_data", "data.folder", _one),
-    ("args.checkpoint_activations", "train.checkpointing", bool),
+    ("args.checkpoint_activations", "train.checkpointing", _flag),
     ("deepspeed.gradient_clipping", "train.clip", _number),
     (f"{_ADAM}.lr", "train.lr", _number),
     (f"{_ADAM}.betas", "train.betas", lambda value: [_number(part) for part in value]),
@@ -97,7 +110,7 @@ _TABLE: list[tuple[str, str | None, Convert]] = [
     (f"{_NET}.num_layers", f"{_STAGE}.depth", _count),
     (f"{_NET}.num_attention_heads", f"{_STAGE}.heads", _count),
     (f"{_NET}.time_embed_dim", f"{_STAGE}.time_width", _count),
-    (f"{_NET}.transformer_args.checkpoint_activations", "train.checkpointing", bool),
+    (f"{_NET}.transformer_args.checkpoint_activations", "train.checkpointing", _flag),
     (f"{_NET}.elementwise_affine", None, _only(True)),
     (f"{_MODULES}.adaln_layer_config.params.qk_ln", None, _only(True)),
     (f"{_MODULES}.pos_embed_config.params.text_length", f"{_STAGE}.text.length", _count),
@@ -189,11 +202,18 @@ class _Reading:
     def translated(self) -> Tree:
         has_model = any(key.startswith("model.") for key in self.left)
         if has_model:
-            self.give(_STAGE, {"task": "cogvideox", "weights": RELEASED_FOLDER})
+            text = {"kind": "t5", "padding": "read"}
+            self.give(_STAGE, {"task": "cogvideox", "weights": RELEASED_FOLDER, "text": text})
+        given: Tree = {}
         for theirs, ours, convert in _TABLE:
+            found = self.left.get(theirs)
             value = self.take(theirs, convert)
-            if value is not None and ours is not None:
-                self.give(ours, value)
+            if value is None or ours is None:
+                continue
+            if given.setdefault(ours, value) != value:  # another key has said otherwise: this one stays untranslated
+                self.left[theirs] = found
+                continue
+            self.give(ours, value)
         for key, name in _CLASSES.items():
             self.take(key, _name(name))
         self._cadence()
@@ -237,7 +257,7 @@ class _Reading:
 
     def _precision(self) -> None:
         for name in ("bf16", "fp16"):
-            flags = [self.take(f"deepspeed.{name}.enabled", bool), self.take(f"args.{name}", bool)]
+            flags = [self.take(f"deepspeed.{name}.enabled", _flag), self.take(f"args.{name}", _flag)]
             if any(flags):
                 self.give("train.precision", name)
 
@@ -254,12 +274,11 @@ class _Reading:
 
     def _loaded(self, has_model: bool) -> None:
         place = self.take("args.load", str)
-        vae = self.take(f"{_VAE}.ckpt_path", str)
-        source = place or vae
+        source = place if place is not None else self.take(f"{_VAE}.ckpt_path", str)
         if source is None:
             return
-        cut = "/transformer" if place else "/vae/"
-        folder = source.rstrip("/").partition(cut)[0]
+        folder = source.rstrip("/").partition("/transformer" if place else "/vae/")[0]
+        self.take(f"{_VAE}.ckpt_path", lambda value: _known(str(value).startswith(f"{folder}/vae/"), True))
         self.remark(f"{'args.load' if place else 'ckpt_path'} = {source}: make the folder {RELEASED_FOLDER} of it by")
         self.remark(
             f"  kineo import {folder} --from sat --run runs/sat && kineo export runs/sat --to diffusers {RELEASED_FOLDER}"
@@ -273,19 +292,17 @@ class _Reading:
         width, heads = self.take(f"{_NET}.hidden_size", _count), self.ours["stages"]["generator"].get("heads")
         if width is not None and heads:
             self.give(f"{_STAGE}.head_width", width // heads)
-        patch = self.take(f"{_NET}.patch_size")
-        sides = patch if isinstance(patch, list) else [1, patch, patch]
+        patch = self.take(f"{_NET}.patch_size", _patch)
         if patch is not None:
-            self.give(_STAGE, {"patch": sides[-1], "patch_time": sides[0]})
+            self.give(_STAGE, {"patch": patch[1], "patch_time": patch[0]})
         into, out = self.take(f"{_NET}.in_channels", _count), self.take(f"{_NET}.out_channels", _count)
-        noised = self.take("model.noised_image_input", bool)
+        noised = self.take("model.noised_image_input", _flag)
         first = bool(noised) or (into is not None and out is not None and into == 2 * out)
         if first:
             self.give(f"{_STAGE}.first_frame", True)
         if self.take(f"{_NET}.ofs_embed_dim", _count):
             self.give(f"{_STAGE}.ofs", True)
-        self._positions(timed=sides[0] != 1)
-        self.give(f"{_STAGE}.text", {"kind": "t5", "padding": "read"})
+        self._positions(timed=patch is not None and patch[0] > 1)
 
     def _positions(self, timed: bool) -> None:
         kind = self.take(f"{_MODULES}.pos_embed_config.target", _name("Basic3DPositionEmbeddingMixin", "Rotary3DPositionEmbeddingMixin"))  # fmt: skip
@@ -309,7 +326,7 @@ class _Reading:
             if time is not None:
                 self.give(f"{_STAGE}.time_scale", time)
         elif kind is not None:
-            learned = self.take(f"{params}.learnable_pos_embed", bool)
+            learned = self.take(f"{params}.learnable_pos_embed", _flag)
             self.give(f"{_STAGE}.positions", "rotary+learned" if learned else "rotary")
             self.take(f"{params}.hidden_size_head", lambda value: _known(_count(value), 64))
             if timed:
@@ -332,14 +349,14 @@ class _Reading:
             kind = self.take(f"{place}.target", _name("ZeroSNRDDPMDiscretization"))
             if kind is not None:
                 self.give(f"{_STAGE}.diffusion", {"schedule": "scaled_linear", "zero_terminal": True, "objective": "v"})
-                shifts.append(float(self.left.get(f"{place}.params.shift_scale", 1.0)))
-        if shifts and len(set(shifts)) == 1:
-            for place in _DISCRETIZATIONS:
-                self.take(f"{place}.params.shift_scale", _number)
-            self.give(f"{_STAGE}.diffusion.shift", shifts[0])
-        elif shifts:
-            self.remark("shift_scale differs between training and drawing; here one schedule serves both")
-            self.give(f"{_STAGE}.diffusion.shift", shifts[0])
+                shifts.append(self.left.get(f"{place}.params.shift_scale", 1.0))
+        if shifts:
+            for place in (
+                _DISCRETIZATIONS
+            ):  # one schedule serves training and drawing here: another one's shift stays untranslated
+                self.take(f"{place}.params.shift_scale", lambda value: _known(_number(value), shifts[0]))
+            if isinstance(shifts[0], (int, float)):
+                self.give(f"{_STAGE}.diffusion.shift", float(shifts[0]))
         solver = self.take("model.sampler_config.target", _name(*_SAMPLERS))
         if solver is not None:
             self.give(f"{_STAGE}.sample.solver", _SAMPLERS[solver])
