@@ -36,7 +36,7 @@ def own_adapters(network: Transformer, lora: Lora, where: str) -> tuple[dict[str
     names = []
     for theirs, adapter in lora.items():
         name = module_from_diffusers(theirs)
-        if name not in layers:
+        if name is None or name not in layers:
             raise InputError(f"{where} adapts {theirs}, which is no layer of this transformer")
         out, into = layers[name].weight.shape
         if (adapter.up.shape[0], adapter.down.shape[1]) != (out, into):

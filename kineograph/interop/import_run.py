@@ -140,7 +140,8 @@ def network_of(found: Released, stage: Tree, fused: bool = True) -> Transformer:
     """The transformer without numbers, after its weights were found to fit."""
     config = parse(CogVideoXConfig, stage, f"stages.{GENERATOR}")
     theirs = found.transformer.config
-    base = ((found.frames - 1) // found.codec.temporal + 1, *(side // found.codec.spatial for side in found.size))
+    height, width = (side // found.codec.spatial for side in found.size)
+    base = ((found.frames - 1) // found.codec.temporal + 1, height, width)
     text = (theirs.get("text_embed_dim", 4096), theirs.get("max_text_seq_length", 226))
     with torch.device("meta"):
         network = Transformer(config, found.codec.latent_channels, *text, base, fused)
