@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+from kineograph.codec.causal_vae import CausalVAE, CausalVAEConfig
+from kineograph.codec.causal_vae_weights import config_for, weights_for
+from kineograph.core.batch import Shape
+from kineograph.core.config import parse
 from kineograph.core.task import BuildContext, Task, parameters_of
+from kineograph.family.cogvideox.network import Transformer
+from kineograph.family.cogvideox.shapes import RELEASED, TransformerShape
+from kineograph.family.cogvideox.weights import diffusers_config, network_state
 from kineograph.run import layers
 from kineograph.run.plan import make_plan
 from kineograph.run.train import train
@@ -20,8 +31,41 @@ QUICK = [
     "train.validate_every=2", "train.sample_every=2", "train.workers=0", "train.device=cpu", "train.trackers=[]", "train.warmup=1",
 ]  # fmt: skip
 
+TINY_TRANSFORMER = {"depth": 1, "heads": 2, "head_width": 16, "time_width": 16, "base_frames": 3}
+
+# Released shapes: each keeps its kind of positions and conditions.
+RELEASED_TINY = [
+    "data.size=32", "data.frames=9", "stages.transformer.text.length=6", "stages.transformer.text.width=24", "stages.transformer.sample.steps=2",
+    "stages.transformer.lora.rank=2", "train.compile=false", "train.format=gif",
+    *(f"stages.transformer.{key}={value}" for key, value in {**TINY_TRANSFORMER, "base_size": [4, 4]}.items()),
+]  # fmt: skip
+
 # What makes each preset small without changing which parts it has.
 SHRINK: dict[str, list[str]] = {
+    "dalle2-tiny": [
+        "data.count=40", "stages.clip.depth=1", "stages.prior.depth=1", "stages.prior.sample.steps=2", "stages.decoder.width=8",
+        "stages.decoder.sample.steps=2", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
+    ],
+    "dalle2-digits": [
+        "data.size=32", "stages.clip.width=16", "stages.clip.depth=1", "stages.prior.width=24", "stages.prior.depth=1",
+        "stages.prior.sample.steps=2", "stages.decoder.width=8", "stages.decoder.data.size=16", "stages.decoder.sample.steps=2",
+        "stages.upsampler.low_res_size=16", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
+    ],
+    "dalle2-decoder-64": ["train.accumulate=1", "data.size=16", "stages.decoder.width=8", "stages.decoder.sample.steps=2"],
+    "dalle2-64-256-1024": [
+        "train.accumulate=1", "data.size=16", "stages.prior.data.size=16", "stages.prior.width=64", "stages.prior.depth=1",
+        "stages.prior.sample.steps=2", "stages.decoder_64.width=8", "stages.decoder_64.sample.steps=2", "stages.decoder_256.data.size=32",
+        "stages.decoder_256.low_res_size=16", "stages.decoder_256.width=8", "stages.decoder_256.crop=16", "stages.decoder_256.sample.steps=2",
+        "stages.decoder_1024.data.size=64", "stages.decoder_1024.low_res_size=32", "stages.decoder_1024.width=8",
+        "stages.decoder_1024.crop=64", "stages.decoder_1024.sample.steps=2",
+    ],
+    "dalle2-latent": [
+        "data.size=32", "stages.tokenizer.width=8", "stages.decoder.width=8", "stages.decoder.sample.steps=2",
+    ],
+    "dalle2-unconditional": [
+        "data.size=16", "stages.decoder.width=8", "stages.decoder.sample.steps=2", "stages.upsampler.data.size=32",
+        "stages.upsampler.low_res_size=16", "stages.upsampler.crop=16", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
+    ],
     "vqgan-tiny": ["stages.tokenizer.width=8"],
     "muse-tiny": ["data.count=40", "stages.tokenizer.width=8", "stages.generator.depth=1"],
     "muse-digits": ["stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1"],
@@ -63,6 +107,12 @@ SHRINK: dict[str, list[str]] = {
     "nuwa-mnist": [
         "data.size=32", "data.frames=3", "stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1",
     ],
+    "cogvideox-tiny": ["data.count=40", "data.frames=5", "stages.generator.depth=1", "stages.generator.sample.steps=2"],
+    "cogvideox-digits": [
+        "data.size=16", "data.frames=5", "stages.vae.widths=[8, 8, 8]", "stages.generator.depth=1", "stages.generator.heads=1",
+        "stages.generator.sample.steps=2",
+    ],
+    **{f"cogvideox-{shape}": RELEASED_TINY for shape in ("2b", "5b", "5b-i2v", "1.5-5b")},
 }  # fmt: skip
 
 
@@ -84,6 +134,28 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIP of random weights with the same words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("clip")
+    words = {word: number for number, word in enumerate(["<pad>", "</s>", "<unk>", "a", "picture", "of"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+    shape = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 3}
+    text = {**shape, "vocab_size": 8, "max_position_embeddings": 10, "eos_token_id": 1, "pad_token_id": 0}
+    vision = {**shape, "image_size": 16, "patch_size": 8}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=20)).save_pretrained(folder)
+    size = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    switches = dict.fromkeys(("do_resize", "do_center_crop", "do_normalize"), True)
+    (folder / "preprocessor_config.json").write_text(json.dumps({**switches, **size, **colours, "resample": 3}))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     random = np.random.default_rng(0)
@@ -94,6 +166,44 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    random = np.random.default_rng(0)
+    for number in range(6):
+        frames = [Image.fromarray(random.integers(0, 256, (32, 36, 3), dtype=np.uint8)) for _ in range(20)]
+        frames[0].save(folder / f"{number}.gif", save_all=True, append_images=frames[1:], duration=60, loop=0)
+        (folder / f"{number}.txt").write_text(f"a picture of {number}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory, t5: Path) -> Callable[[str], Path]:
+    """A folder of diffusers' form with random weights, of a released shape's kind."""
+
+    def make(shape: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"released-{shape}")
+        keys = {k: v for k, v in RELEASED[shape].items() if k in TransformerShape.model_fields}
+        network = Transformer(
+            parse(TransformerShape, {**keys, **TINY_TRANSFORMER, "base_size": (4, 4)}), 4, 24, 6, base=(3, 4, 4)
+        )
+        vae = CausalVAE(
+            CausalVAEConfig(widths=(8, 8, 8, 8), layers=1, latent_channels=4, groups=4, scale=0.7), Shape(9, 32, 32, 3, 8)
+        )
+        for name, config, state in (
+            ("transformer", diffusers_config(network, 24, 6), network_state(network)),
+            ("vae", config_for(vae), weights_for(vae)),
+        ):
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
+            whole = {key: value.contiguous() for key, value in state.items()}
+            save_file(whole, folder / name / "diffusion_pytorch_model.safetensors")
+        shutil.copytree(t5, folder / "text_encoder")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
 def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Frames first, as the standard Moving-MNIST file has them."""
     path = tmp_path_factory.mktemp("arrays") / "mnist_test_seq.npy"
@@ -101,18 +211,25 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def files(preset: str, pictures: Path, arrays: Path) -> list[str]:
-    """Where the data of presets that need some lie."""
-    source = layers.read([preset])["data"]["source"]
-    return [f"data.folder={place}" for name, place in (("folder", pictures), ("memmap", arrays)) if name == source]
+def files(preset: str, clip: Path, pictures: Path, arrays: Path) -> list[str]:
+    """Where the data of presets that need some lie, and the CLIP that is not trained."""
+    tree = layers.read([preset])
+    places = (("folder", pictures), ("memmap", arrays))
+    found = [f"data.folder={place}" for name, place in places if name == tree["data"]["source"]]
+    named = [name for name, stage in tree["stages"].items() if isinstance(stage.get("clip"), dict)]
+    return found + [f"stages.{name}.clip.name={clip}" for name in named]
 
 
-def settings(preset: str, t5: Path, pictures: Path, arrays: Path) -> list[str]:
+def settings(
+    preset: str, t5: Path, clip: Path, pictures: Path, clips: Path, arrays: Path, released: Callable[[str], Path]
+) -> list[str]:
     """What a user of the preset must name."""
     tree = layers.read([preset])
-    found = files(preset, pictures, arrays)
+    found = files(preset, clip, clips if preset.startswith("cogvideox") else pictures, arrays)
     for name, stage in tree["stages"].items():
-        if stage.get("text", {}).get("kind") == "t5":
+        if stage.get("weights"):
+            found.append(f"stages.{name}.weights={released(stage['shape'])}")
+        elif stage.get("text", {}).get("kind") == "t5":
             found += [f"stages.{name}.text.name={t5}", f"stages.{name}.text.width=24"]
     return found
 
@@ -122,8 +239,8 @@ def test_every_preset_is_here() -> None:
 
 
 @pytest.mark.parametrize("preset", layers.preset_names())
-def test_builds_on_the_meta_device(preset: str, pictures: Path, arrays: Path) -> None:
-    tree = layers.read([preset, *files(preset, pictures, arrays)])
+def test_builds_on_the_meta_device(preset: str, clip: Path, pictures: Path, arrays: Path) -> None:
+    tree = layers.read([preset, *files(preset, clip, pictures, arrays)])
     built: dict[str, Task] = {}
     with torch.device("meta"):
         for stage in make_plan(tree).stages:
@@ -137,13 +254,23 @@ def test_builds_on_the_meta_device(preset: str, pictures: Path, arrays: Path) ->
 
 
 @pytest.mark.parametrize("preset", layers.preset_names())
-def test_takes_two_steps_when_shrunk(preset: str, t5: Path, pictures: Path, arrays: Path, tmp_path: Path) -> None:
-    words = [preset, *QUICK, *settings(preset, t5, pictures, arrays), *SHRINK[preset]]
+def test_takes_two_steps_when_shrunk(
+    preset: str,
+    t5: Path,
+    clip: Path,
+    pictures: Path,
+    clips: Path,
+    arrays: Path,
+    released: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    words = [preset, *QUICK, *settings(preset, t5, clip, pictures, clips, arrays, released), *SHRINK[preset]]
     run = train(words, run=tmp_path / "run", quiet=True)
     plan = make_plan(layers.read(words))
     for stage in plan.stages:
         assert checkpoint.steps(run / stage.name / "checkpoints")[-1] == 2
-    first = plan.stages[0].name
-    assert list((run / first / "validation").iterdir())
+    first = plan.stages[0]
+    if first.spec.task.reconstruct is not Task.reconstruct:
+        assert list((run / first.name / "validation").iterdir())
     if len(plan.stages) > 1:
         assert list((run / plan.stages[-1].name / "samples").glob("step-00000002/grid.png"))

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from kineograph.core.config import Config
-from kineograph.nn.causal_conv import CausalConv, CausalResidual, Double, GroupNorm, Halve, LatentNorm, Pasts
+from kineograph.nn.causal_conv import CausalConv, CausalResidual, Double, GroupNorm, Halve, LatentNorm, Pasts, begin
 
 Memory = tuple[list[Tensor], list[list[Pasts]]]
 """What a network keeps of a chunk for the next one: the past of its own convolutions, and of the residual blocks of each level."""
@@ -95,6 +95,7 @@ class Encoder(nn.Module):
         self.mid_block = Level([CausalResidual(widths[-1], widths[-1], *norm) for _ in range(2)])
         self.norm_out = GroupNorm(widths[-1], *norm)
         self.conv_out = CausalConv(widths[-1], 2 * shape.latent_channels)
+        begin(self)
         with torch.no_grad():  # little noise at first: there is nothing yet that it could smooth
             self.conv_out.conv.bias[shape.latent_channels :] = -4.0  # type: ignore[index]
 
@@ -126,6 +127,7 @@ class Decoder(nn.Module):
             )
         self.norm_out = LatentNorm(widths[-1], shape.latent_channels, shape.groups, shape.norm)
         self.conv_out = CausalConv(widths[-1], channels)
+        begin(self)
 
     def forward(self, z: Tensor, past: Memory | None) -> tuple[Tensor, Memory]:
         kept = []

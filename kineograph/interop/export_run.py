@@ -76,7 +76,10 @@ def _generator(run: RunFolder) -> str:
 def _described(task: CogVideoX) -> dict[str, dict[str, Any]]:
     """Configs of the parts; whatever diffusers has no counterpart for is refused here, before anything is written."""
     codec = task.codec
-    assert isinstance(codec, CausalVAE)
+    if not isinstance(codec, CausalVAE):
+        raise InputError(
+            f"the codec is a {type(codec).__name__}, and diffusers' pipeline needs a causal_vae: export with --to safetensors"
+        )
     texts = task.texts
     vae = config_for(codec)
     if codec.config.scale != "auto":

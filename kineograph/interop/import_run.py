@@ -102,12 +102,13 @@ def run_tree(found: Released, name: str) -> Tree:
         generator["first_frame_inverse_scale"] = True
     if found.text is None:
         generator["null_text"] = "zeros"
+    codec = found.codec.model_dump(mode="json") | {"perceptual": {"weight": 0.0}}
     return {
         "name": name,
         "prompts": ["a sailing boat on a calm sea at sunrise"],
         "data": {"size": list(found.size), "frames": found.frames, "fps": FPS, "channels": found.channels},
         "train": {"steps": STEP, "validate_every": 0, "sample_every": 0, "ema": {"decay": 0.0}},
-        "stages": {CODEC: found.codec.model_dump(mode="json"), GENERATOR: generator},
+        "stages": {CODEC: codec, GENERATOR: generator},
     }
 
 

@@ -84,6 +84,10 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     def _as_released(cls, tree: Any) -> Any:
         if not isinstance(tree, Mapping):
             return tree
+        if tree.get("codec") is None and tree.get("weights") is None:
+            raise ValueError(
+                "codec or weights is required: name the stage of a causal_vae, or give the folder of released weights (stages.NAME.weights=DIR)"
+            )
         tree = filled(tree)
         if isinstance(tree.get("diffusion", {}), Mapping):
             tree["diffusion"] = {**DIFFUSION, **tree.get("diffusion", {})}
@@ -94,10 +98,6 @@ class CogVideoXConfig(StageConfig, TransformerShape):
 
     @model_validator(mode="after")
     def _fits(self) -> CogVideoXConfig:
-        if self.codec is None and self.weights is None:
-            raise ValueError(
-                "codec or weights is required: name the stage of a causal_vae, or give the folder of released weights (stages.NAME.weights=DIR)"
-            )
         if self.null_text == "empty" and self.text.kind == "given":
             raise ValueError("null_text=empty needs an encoder, and text.kind=given has none: use zeros or learned")
         if self.tune == () or (self.tune != "lora" and self.lora != LoraConfig()):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import load_file
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze
+from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without_numbers
 from kineograph.family.cogvideox import sampling, tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample
 from kineograph.family.cogvideox.latents import Clips, LatentSpace
@@ -69,8 +69,8 @@ class CogVideoX(Task):
         # A stage that trains everything has everything in its checkpoint.
         folder = config.weights if saved is None or config.tune != "full" else None
         self._base = saved
-        without_numbers = _without_numbers()
-        with torch.device("meta") if folder is not None and not without_numbers else torch.device(_here()):
+        blank = without_numbers()
+        with torch.device("meta") if folder is not None and not blank else torch.device(_here()):
             network = Transformer(
                 config,
                 self.space.channels,
@@ -79,7 +79,7 @@ class CogVideoX(Task):
                 base=self.latents,
                 fused=not config.adapts,
             ).to(STORED[config.weights_in])
-        if folder is not None and not without_numbers:
+        if folder is not None and not blank:
             network.to_empty(device="cpu")
             state = tuning.released_weights(folder)
             load_network(network, state, f"{folder}/transformer")
@@ -89,6 +89,11 @@ class CogVideoX(Task):
                 tuning.check_base(saved, state, folder)
         tuning.choose(network, config)
         return network
+
+    @property
+    def text(self) -> Any:
+        """The encoder of captions."""
+        return self.texts.encoder
 
     # training ------------------------------------------------------------------------------------------------------
 
@@ -179,21 +184,17 @@ class CogVideoX(Task):
 
 
 def released_codec(folder: str, context: BuildContext) -> Task:
-    """The VAE of a folder of diffusers' form."""
+    """The VAE of a folder of diffusers' form. Where only sizes matter the folder may be yet to come: then it is the released one's."""
     from kineograph.codec.causal_vae import CausalVAE
     from kineograph.codec.causal_vae_weights import config_of, from_folder
 
-    if not _without_numbers():
-        return from_folder(Path(folder).expanduser(), context.shape)
-    place = Path(folder).expanduser() / "vae" / "config.json"
-    return CausalVAE(config_of(load_file(place), str(place)), context.shape)
+    path = Path(folder).expanduser()
+    if not without_numbers():
+        tuning.check_folder(folder)
+        return from_folder(path, context.shape)
+    place = path / "vae" / "config.json"
+    return CausalVAE(config_of(load_file(place) if place.is_file() else {}, str(place)), context.shape)
 
 
 def _here() -> str:
     return str(torch.empty(0).device)
-
-
-def _without_numbers() -> bool:
-    """Whether tensors that are made now have a shape alone: on the meta device, or to be estimated."""
-    probe = torch.empty(0)
-    return probe.is_meta or type(probe) is not torch.Tensor

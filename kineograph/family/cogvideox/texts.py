@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
-from kineograph.core.task import BuildContext, freeze
+from kineograph.core.task import BuildContext, freeze, without_numbers
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.text import Text, build_text
 
@@ -73,7 +73,7 @@ class Texts(nn.Module):
     def null(self, device: torch.device) -> Tensor:
         """1 L E"""
         reader = self.reader
-        if reader is None or self.null_text == "zeros":
+        if reader is None or self.null_text == "zeros" or (not reader.trained and without_numbers()):
             return torch.zeros(1, self.length, self.width, device=device)
         if self.null_text == "learned":
             embeddings = torch.zeros(1, self.length, self.width, device=device)

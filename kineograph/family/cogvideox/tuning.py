@@ -96,12 +96,16 @@ def add_adapters(network: Transformer, config: LoraConfig) -> None:
 
 def released_weights(folder: str) -> WeightFiles:
     """The transformer's, in a folder of diffusers' form; tensors are read when they are asked for."""
-    path = Path(folder).expanduser()
-    if not (path / "transformer").is_dir():
+    check_folder(folder)
+    return open_weights(Path(folder).expanduser() / "transformer", "diffusion_pytorch_model")
+
+
+def check_folder(folder: str) -> None:
+    if not (Path(folder).expanduser() / "transformer").is_dir():
         raise InputError(
-            f"weights={folder} has no folder transformer: give a folder of diffusers' form, with transformer, vae, text_encoder and tokenizer in it"
+            f"weights={folder} has no folder transformer: set stages.NAME.weights to a folder of diffusers' form, with transformer, vae, "
+            "text_encoder and tokenizer in it"
         )
-    return open_weights(path / "transformer", "diffusion_pytorch_model")
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
