@@ -304,7 +304,6 @@ def data_check(folder: Annotated[Path, typer.Argument(help="A dataset folder.", 
         raise typer.Exit(1)
 
 
-<<<<<<< HEAD
 @app.command("import")
 def import_(
     what: Annotated[
@@ -365,7 +364,8 @@ def export(
     )
     for path in written:
         print(path)
-=======
+
+
 @weights_app.command("get")
 def weights_get(
     name: Annotated[
@@ -393,7 +393,6 @@ def weights_list() -> None:
     from kineograph.evaluate.weights import table
 
     open_console().print(table())
->>>>>>> h-cogx
 
 
 @app.command()
