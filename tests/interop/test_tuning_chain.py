@@ -63,6 +63,7 @@ def test_adapters_tuned_on_a_folder(released: Path, tmp_path: Path, capsys: pyte
     assert (answer(online) - here).abs().max() > 1e-5
 
 
+@pytest.mark.slow
 def test_all_weights_tuned_from_an_imported_run(released: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     start, run, out = (tmp_path / name for name in ("start", "run", "out"))
     assert kineo("import", str(released), "--from", "diffusers", "--run", str(start)) == 0, capsys.readouterr().err
