@@ -46,13 +46,12 @@ class CogVideoX(Task):
     def __init__(self, config: CogVideoXConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.shape = config, context.shape
-        self.released_codec: nn.Module | None = None
         if config.codec is not None:
             codec = context.stage(config.codec)
         else:
-            self.released_codec = codec = freeze(released_codec(cast(str, config.weights), context))  # type: ignore[assignment]
+            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context)))
         self.stages["codec"] = codec
-        self.codec: Any = codec
+        self.codec: Any = codec  # a submodule under one name: what is frozen is in no checkpoint, by that name
         self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)
         self.latents = self.space.shape_for(self.shape.frames, self.shape.height, self.shape.width)
         self.texts = Texts(config, context)
