@@ -14,6 +14,7 @@ from kineograph.codec.causal_vae_weights import config_of
 from kineograph.core.errors import InputError
 from kineograph.interop import sat_weights
 from kineograph.interop.diffusers_folder import DiffusersFolder, read_folder
+from kineograph.interop.lora import merged
 from kineograph.interop.scheduler import drawn_otherwise, read_scheduler
 from kineograph.process.diffusion import DiffusionConfig
 
@@ -98,7 +99,11 @@ def from_sat(path: Path) -> Released:
     for name in ("transformer", "vae"):
         if name not in files:
             raise InputError(f"{folder} has no {name}: {'transformer/latest' if name == 'transformer' else 'vae/*.pt'} is missing")  # fmt: skip
-    networks = sat_weights.transformer_state(sat_weights.read_sat_file(files["transformer"]), files["transformer"])
+    saved = sat_weights.read_sat_file(files["transformer"])
+    networks = sat_weights.transformer_state(saved, files["transformer"])
+    lora = sat_weights.adapters(saved, files["transformer"])
+    if lora:
+        networks = dict(merged(networks, lora))
     codec = sat_weights.vae_state(sat_weights.read_sat_file(files["vae"]), files["vae"])
     config = sat_weights.transformer_config(networks, files["transformer"])
     small = not config["use_rotary_positional_embeddings"]  # 2B
@@ -107,6 +112,13 @@ def from_sat(path: Path) -> Released:
         config |= {"sample_height": 300, "sample_width": 300, "sample_frames": 81}
     vae = sat_weights.vae_config(codec, files["vae"])
     vae |= {"scaling_factor": scale, "invert_scale_latents": bool(config.get("ofs_embed_dim"))}
+    notes = [
+        f"{folder}: SAT's files do not name the latents' scale and the shift; taken as in {'2B' if small else '5B'}: {scale} and {shift}"
+    ]
+    if lora:
+        notes.append(
+            f"{files['transformer']}: {len(lora)} adapters are merged into the matrices below them, with SAT's alpha of 1"
+        )
     text = next((folder / name for name in ("t5-v1_1-xxl", "text_encoder") if (folder / name).is_dir()), None)
     return Released(
         path=folder,
@@ -116,5 +128,5 @@ def from_sat(path: Path) -> Released:
         diffusion=DiffusionConfig(schedule="scaled_linear", shift=shift, zero_terminal=True, objective="v"),
         solver="dpm_solver_sde",
         text=text,
-        notes=[f"{folder}: SAT's weights name neither; taken as in {'2B' if small else '5B'}: latents' scale {scale}, shift {shift}"],
+        notes=notes,
     )  # fmt: skip

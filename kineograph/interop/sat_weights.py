@@ -9,6 +9,7 @@ What is more than another name:
     adaLN_modulations          twelve parts: shift, scale, gate of attention and of the MLP, for video, then again for text; diffusers keeps
                                those of attention (norm1) and those of the MLP (norm2) apart
     decoder.up.N               numbered from the coarse end there, from the fine end here
+    matrix_A.n, matrix_B.n     LoRA factors of q, k, v (or of dense), beside the matrix below them, which is then called original
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core.errors import InputError
+from kineograph.interop.lora import Adapter, Lora
 
 _NETWORK = "model.diffusion_model."
 _CODEC = "first_stage_model."
@@ -47,6 +49,7 @@ _RENAMED = (
 )
 _QKV = re.compile(r"transformer\.layers\.(\d+)\.attention\.query_key_value\.(weight|bias)")
 _ADALN = re.compile(r"mixins\.adaln_layer\.adaLN_modulations\.(\d+)\.1\.(weight|bias)")
+_LORA = re.compile(r"transformer\.layers\.(\d+)\.attention\.(query_key_value|dense)\.matrix_([AB])\.(\d)")
 _POSITIONS = "mixins.pos_embed.pos_embedding"
 _VAE_RENAMED = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
@@ -111,9 +114,8 @@ def locate_sat(folder: Path) -> dict[str, Path]:
 
 
 def transformer_state(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
-    """Views where a tensor is only renamed or cut; unknown names are an error."""
-    inside = {key.removeprefix(_NETWORK): value for key, value in sat.items() if key.startswith(_NETWORK)}
-    inside = inside or dict(sat)
+    """Views where a tensor is only renamed or cut; unknown names are an error. LoRA factors are not among them: see `adapters`."""
+    inside = {key.replace(".original.", "."): value for key, value in _network(sat).items() if not _LORA.fullmatch(key)}
     state: dict[str, Tensor] = {}
     for key, value in inside.items():
         if key == _POSITIONS:
@@ -132,6 +134,28 @@ def transformer_state(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tenso
     return state
 
 
+def _network(sat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The transformer's part of a checkpoint; all of it where nothing is marked as such."""
+    inside = {key.removeprefix(_NETWORK): value for key, value in sat.items() if key.startswith(_NETWORK)}
+    return inside or dict(sat)
+
+
+def adapters(sat: Mapping[str, Tensor], where: Path, alpha: float = 1.0) -> Lora:
+    """LoRA factors of a SAT checkpoint by diffusers' names; none where it was not tuned so. SAT's own alpha is 1."""
+    factors: dict[str, dict[str, Tensor]] = {}
+    for key, value in _network(sat).items():
+        if match := _LORA.fullmatch(key):
+            number, layer, side, part = match.groups()
+            if int(part) > (2 if layer == "query_key_value" else 0):
+                raise InputError(f"{where} holds {key}: adapters of q, k, v and dense are read")
+            name = f"to_{'qkv'[int(part)]}" if layer == "query_key_value" else "to_out.0"
+            factors.setdefault(f"transformer_blocks.{number}.attn1.{name}", {})[side] = value
+    for name, pair in factors.items():
+        if len(pair) != 2:
+            raise InputError(f"{where}: the adapter of {name} (by its name in diffusers) lacks one of its two matrices")
+    return {name: Adapter(pair["A"], pair["B"], alpha) for name, pair in factors.items()}
+
+
 def _learned_positions(inside: Mapping[str, Tensor]) -> bool:
     """A table that was learned (5B-I2V, which sees an image's channels besides) or the fixed sines of 2B."""
     patch, out = inside.get("mixins.patch_embed.proj.weight"), inside.get("mixins.final_layer.linear.weight")
@@ -142,8 +166,7 @@ def _renamed(key: str, where: Path) -> str:
     for pattern, name in _RENAMED:
         if re.match(pattern, key):
             return re.sub(pattern, name, key, count=1)
-    hint = "; LoRA factors are imported as LoRA files, not as a model" if "matrix_" in key else ""
-    raise InputError(f"{where} holds {key}, which is no part of a CogVideoX transformer in SAT{hint}")
+    raise InputError(f"{where} holds {key}, which is no part of a CogVideoX transformer in SAT")
 
 
 def transformer_config(state: Mapping[str, Tensor], where: Path) -> dict[str, Any]:

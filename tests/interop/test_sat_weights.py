@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.interop.sat_weights import locate_sat, read_sat_file, transformer_config, transformer_state, vae_state
+from kineograph.interop.lora import merged
+from kineograph.interop.sat_weights import (
+    adapters,
+    locate_sat,
+    read_sat_file,
+    transformer_config,
+    transformer_state,
+    vae_state,
+)
 from tests.interop.tiny import tiny_transformer, tiny_vae
 
 WHERE = Path("mp_rank_00_model_states.pt")
@@ -105,6 +113,32 @@ def test_the_fixed_positions_of_2b_are_left_out() -> None:
     assert transformer_state(sat, WHERE).keys() == expected.keys()
 
 
+def test_adapters_of_a_tuned_checkpoint_are_added_with_alpha_1() -> None:
+    """matrix_A and matrix_B beside `original`, as SAT's LoRA layers keep them."""
+    model = tiny_transformer()
+    sat, rank = as_sat(model.state_dict()), 4
+    source = torch.Generator().manual_seed(6)
+    tuned, deltas = {}, {}
+    for key, value in sat.items():
+        layer = re.search(r"layers\.(\d+)\.attention\.(query_key_value|dense)\.", key)
+        tuned[key.replace(".weight", ".original.weight").replace(".bias", ".original.bias") if layer else key] = value
+        if layer and key.endswith(".weight"):
+            for part, name in enumerate(("to_q", "to_k", "to_v") if layer[2] == "query_key_value" else ("to_out.0",)):
+                down, up = torch.randn(rank, 32, generator=source), torch.randn(32, rank, generator=source)
+                stem = key.removesuffix("weight")
+                tuned |= {f"{stem}matrix_A.{part}": down, f"{stem}matrix_B.{part}": up}
+                deltas[f"transformer_blocks.{layer[1]}.attn1.{name}.weight"] = up @ down / rank
+    state = transformer_state(tuned, WHERE)
+    assert state.keys() == model.state_dict().keys() and len(deltas) == 8
+    found = dict(merged(state, adapters(tuned, WHERE)))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value + deltas.get(name, 0), rtol=1e-5, atol=1e-5)
+    lost = next(key for key in tuned if "matrix_B" in key)
+    with pytest.raises(InputError, match="lacks one"):
+        adapters({key: value for key, value in tuned.items() if key != lost}, WHERE)
+    assert adapters(sat, WHERE) == {}
+
+
 def test_a_vae_comes_back_exactly() -> None:
     expected = tiny_vae().state_dict()
     for prefix in ("", "first_stage_model."):
@@ -116,8 +150,6 @@ def test_a_vae_comes_back_exactly() -> None:
 def test_strangers_are_named() -> None:
     with pytest.raises(InputError, match=r"mp_rank_00_model_states.pt holds transformer\.layers\.0\.odd"):
         transformer_state({"model.diffusion_model.transformer.layers.0.odd.weight": torch.zeros(1)}, WHERE)
-    with pytest.raises(InputError, match="LoRA"):
-        transformer_state({"transformer.layers.0.attention.dense.odd.matrix_A.0": torch.zeros(1)} | {"x.matrix_A.0": torch.zeros(1)}, WHERE)  # fmt: skip
     with pytest.raises(InputError, match="holds strange"):
         vae_state({"strange": torch.zeros(1)}, WHERE)
     with pytest.raises(InputError, match=r"lacks patch_embed.proj.weight"):
