@@ -23,8 +23,8 @@ def training(task: Task, batch: Batch, device: torch.device, **settings: Any) ->
     config = TrainConfig(batch_size=len(batch), **settings)
     if device.type == "cuda":
         batch = batch.pin_memory()
-    # Operations are counted on an eager step: compiled kernels hide them.
-    eager = config.model_copy(update={"compile": False})
+    # Operations are counted on an eager step that computes nothing twice: compiled kernels hide them.
+    eager = config.model_copy(update={"compile": False, "checkpointing": False})
     flops = count_flops(lambda: Stepper(task.train(), eager, device=device).step(0, [batch]))
     stepper = Stepper(task, config, device=device)
     steps = count()

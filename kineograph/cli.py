@@ -304,6 +304,68 @@ def data_check(folder: Annotated[Path, typer.Argument(help="A dataset folder.", 
         raise typer.Exit(1)
 
 
+@app.command("import")
+def import_(
+    what: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR|FILE …", help="A folder of weights; or config files, later over earlier.", show_default=False
+        ),
+    ],
+    from_: Annotated[str, typer.Option("--from", help="diffusers, sat or sat-config.", show_default=False)],
+    run: Annotated[Path | None, typer.Option(help="Run folder to make.", show_default="runs/<DIR>")] = None,
+    link: Annotated[
+        bool, typer.Option("--link", help="diffusers: refer to the folder instead of copying its weights.")
+    ] = False,
+    lora: Annotated[
+        Path | None,
+        typer.Option(
+            help="diffusers: a LoRA file or folder; the run refers to DIR and holds its adapters.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Make a run of released weights, to sample from and to fine-tune; or print the Kineograph YAML of a SAT config.
+
+    Example: kineo import CogVideoX-2b --from diffusers --run runs/cogvideox-2b
+    """
+    from kineograph.interop.command import bring_in
+
+    print(bring_in(what, from_, run, link, lora, note=lambda line: print(line, file=sys.stderr)))
+
+
+@app.command()
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help="diffusers or safetensors.", show_default=False)],
+    checkpoint: Checkpoint = "last",
+    online: Annotated[
+        bool, typer.Option("--online", help="Weights of the last step instead of averaged ones.")
+    ] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="diffusers: the adapters alone, as a LoRA file, instead of merged.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="diffusers: fp32, bf16 or fp16.", show_default="as the run keeps them")
+    ] = None,
+) -> None:
+    """Write a run's weights as others read them: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
+    from kineograph.interop.command import take_out
+
+    written = take_out(
+        run,
+        out,
+        to,
+        checkpoint=checkpoint,
+        online=online,
+        lora=lora,
+        dtype=dtype,
+        note=lambda line: print(line, file=sys.stderr),
+    )
+    for path in written:
+        print(path)
+
+
 @weights_app.command("get")
 def weights_get(
     name: Annotated[

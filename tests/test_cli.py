@@ -18,7 +18,20 @@ from kineograph.core.errors import ConfigError, RunFailed, RunInUse, Stopped
 from kineograph.core.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("presets", "train", "sample", "story", "evaluate", "compare", "cache", "data", "doctor", "runs")
+COMMANDS = (
+    "presets",
+    "train",
+    "sample",
+    "story",
+    "evaluate",
+    "compare",
+    "cache",
+    "data",
+    "import",
+    "export",
+    "doctor",
+    "runs",
+)
 TOY = {
     "data": {"size": 16, "glyphs": 2},
     "train": {

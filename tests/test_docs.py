@@ -24,6 +24,7 @@ from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
 from kineograph.data.webdataset_samples import WebDatasetConfig
+from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, FirstFrameConfig, LoraConfig
 from kineograph.family.dalle2.config import DecoderConfig, DecoderSample
 from kineograph.family.dalle2.low_res import AugmentConfig
 from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
@@ -89,6 +90,10 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "clip.*", ClipSource, "clip.", None),
     (CONFIG, "task: dalle2.prior", PriorConfig, "", StageConfig),
     (CONFIG, "task: dalle2.prior", PriorSample, "sample.", None),
+    (CONFIG, "task: cogvideox", CogVideoXConfig, "", StageConfig),
+    (CONFIG, "task: cogvideox", LoraConfig, "lora.", None),
+    (CONFIG, "task: cogvideox", FirstFrameConfig, "image.", None),
+    (CONFIG, "task: cogvideox", CogVideoXSample, "sample.", DiffusionSample),
 ]
 
 

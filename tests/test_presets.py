@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+from kineograph.codec.causal_vae import CausalVAE, CausalVAEConfig
+from kineograph.codec.causal_vae_weights import config_for, weights_for
+from kineograph.core.batch import Shape
+from kineograph.core.config import parse
 from kineograph.core.task import BuildContext, Task, parameters_of
+from kineograph.family.cogvideox.network import Transformer
+from kineograph.family.cogvideox.shapes import RELEASED, TransformerShape
+from kineograph.family.cogvideox.weights import diffusers_config, network_state
 from kineograph.run import layers
 from kineograph.run.plan import make_plan
 from kineograph.run.train import train
@@ -19,6 +29,15 @@ from kineograph.train import checkpoint
 QUICK = [
     "train.steps=2", "train.batch_size=2", "train.log_every=1", "train.validation_samples=2", "train.samples=2", "train.save_every=2",
     "train.validate_every=2", "train.sample_every=2", "train.workers=0", "train.device=cpu", "train.trackers=[]", "train.warmup=1",
+]  # fmt: skip
+
+TINY_TRANSFORMER = {"depth": 1, "heads": 2, "head_width": 16, "time_width": 16, "base_frames": 3}
+
+# Released shapes: each keeps its kind of positions and conditions.
+RELEASED_TINY = [
+    "data.size=32", "data.frames=9", "stages.transformer.text.length=6", "stages.transformer.text.width=24", "stages.transformer.sample.steps=2",
+    "stages.transformer.lora.rank=2", "train.compile=false", "train.format=gif",
+    *(f"stages.transformer.{key}={value}" for key, value in {**TINY_TRANSFORMER, "base_size": [4, 4]}.items()),
 ]  # fmt: skip
 
 # What makes each preset small without changing which parts it has.
@@ -89,6 +108,12 @@ SHRINK: dict[str, list[str]] = {
     "nuwa-mnist": [
         "data.size=32", "data.frames=3", "stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1",
     ],
+    "cogvideox-tiny": ["data.count=40", "data.frames=5", "stages.generator.depth=1", "stages.generator.sample.steps=2"],
+    "cogvideox-digits": [
+        "data.size=16", "data.frames=5", "stages.vae.widths=[8, 8, 8]", "stages.generator.depth=1", "stages.generator.heads=1",
+        "stages.generator.sample.steps=2",
+    ],
+    **{f"cogvideox-{shape}": RELEASED_TINY for shape in ("2b", "5b", "5b-i2v", "1.5-5b")},
 }  # fmt: skip
 
 
@@ -142,6 +167,44 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    random = np.random.default_rng(0)
+    for number in range(6):
+        frames = [Image.fromarray(random.integers(0, 256, (32, 36, 3), dtype=np.uint8)) for _ in range(20)]
+        frames[0].save(folder / f"{number}.gif", save_all=True, append_images=frames[1:], duration=60, loop=0)
+        (folder / f"{number}.txt").write_text(f"a picture of {number}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory, t5: Path) -> Callable[[str], Path]:
+    """A folder of diffusers' form with random weights, of a released shape's kind."""
+
+    def make(shape: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"released-{shape}")
+        keys = {k: v for k, v in RELEASED[shape].items() if k in TransformerShape.model_fields}
+        network = Transformer(
+            parse(TransformerShape, {**keys, **TINY_TRANSFORMER, "base_size": (4, 4)}), 4, 24, 6, base=(3, 4, 4)
+        )
+        vae = CausalVAE(
+            CausalVAEConfig(widths=(8, 8, 8, 8), layers=1, latent_channels=4, groups=4, scale=0.7), Shape(9, 32, 32, 3, 8)
+        )
+        for name, config, state in (
+            ("transformer", diffusers_config(network, 24, 6), network_state(network)),
+            ("vae", config_for(vae), weights_for(vae)),
+        ):
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
+            whole = {key: value.contiguous() for key, value in state.items()}
+            save_file(whole, folder / name / "diffusion_pytorch_model.safetensors")
+        shutil.copytree(t5, folder / "text_encoder")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
 def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Frames first, as the standard Moving-MNIST file has them."""
     path = tmp_path_factory.mktemp("arrays") / "mnist_test_seq.npy"
@@ -158,12 +221,16 @@ def files(preset: str, clip: Path, pictures: Path, arrays: Path) -> list[str]:
     return found + [f"stages.{name}.clip.name={clip}" for name in named]
 
 
-def settings(preset: str, t5: Path, clip: Path, pictures: Path, arrays: Path) -> list[str]:
+def settings(
+    preset: str, t5: Path, clip: Path, pictures: Path, clips: Path, arrays: Path, released: Callable[[str], Path]
+) -> list[str]:
     """What a user of the preset must name."""
     tree = layers.read([preset])
-    found = files(preset, clip, pictures, arrays)
+    found = files(preset, clip, clips if preset.startswith("cogvideox") else pictures, arrays)
     for name, stage in tree["stages"].items():
-        if stage.get("text", {}).get("kind") == "t5":
+        if stage.get("weights"):
+            found.append(f"stages.{name}.weights={released(stage['shape'])}")
+        elif stage.get("text", {}).get("kind") == "t5":
             found += [f"stages.{name}.text.name={t5}", f"stages.{name}.text.width=24"]
     return found
 
@@ -204,9 +271,16 @@ def test_a_decoder_learns_from_embeddings_like_those_its_prior_draws(
 
 @pytest.mark.parametrize("preset", layers.preset_names())
 def test_takes_two_steps_when_shrunk(
-    preset: str, t5: Path, clip: Path, pictures: Path, arrays: Path, tmp_path: Path
+    preset: str,
+    t5: Path,
+    clip: Path,
+    pictures: Path,
+    clips: Path,
+    arrays: Path,
+    released: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    words = [preset, *QUICK, *settings(preset, t5, clip, pictures, arrays), *SHRINK[preset]]
+    words = [preset, *QUICK, *settings(preset, t5, clip, pictures, clips, arrays, released), *SHRINK[preset]]
     run = train(words, run=tmp_path / "run", quiet=True)
     plan = make_plan(layers.read(words))
     for stage in plan.stages:

@@ -19,6 +19,7 @@ from kineograph.codec.game import (
     discriminator_loss,
     game_on,
     generator_loss,
+    held,
     inward,
     outward,
     scores,
@@ -242,7 +243,7 @@ class CViViT(Task):
         clips, frames, _, height, width = pixels.shape
         self.shape_for(frames, height, width)
         if frame_mask is not None:
-            pixels = _held(pixels, frame_mask)
+            pixels = held(pixels, frame_mask)
         ids = self._quantized(self.encoder(pixels * 2 - 1), None).ids
         return rearrange(ids, "(b t) h w -> b t h w", b=clips)
 
@@ -279,7 +280,7 @@ class CViViT(Task):
         clips = video.shape[0]
         self.shape_for(video.shape[1], *video.shape[-2:])
         if mask is not None:
-            video = _held(video, mask)
+            video = held(video, mask)
         real = inward(video)
         features = self.encoder(rearrange(real, "(b t) c h w -> b t c h w", b=clips))
         times = None if mask is None else self.mask_for(mask)
@@ -326,14 +327,6 @@ class CViViT(Task):
     def tokens_per_clip(self) -> int:
         t, h, w = self.shape_for(self.shape.frames, self.shape.height, self.shape.width)
         return t * h * w
-
-
-def _held(pixels: Tensor, frame_mask: Tensor) -> Tensor:
-    """B T …: the last real frame stays until the end, whatever the padding showed. A tube may hold frames of both."""
-    times = torch.arange(pixels.shape[1], device=pixels.device)
-    last = (frame_mask.sum(1, keepdim=True) - 1).clamp_min(0)  # B 1
-    clips = torch.arange(pixels.shape[0], device=pixels.device)[:, None]
-    return pixels[clips, torch.minimum(times, last)]
 
 
 TASK = CViViT

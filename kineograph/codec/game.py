@@ -44,15 +44,24 @@ class Judged(Protocol):
 
 
 @dataclass
+class Divergence:
+    """What a continuous codec pays for its latents, in place of a quantizer's loss."""
+
+    nats: Tensor  # F: KL of a latent time from a standard normal, mean over those of the frame's clip
+    weight: float
+
+
+@dataclass
 class Reconstruction:
     """What both players of a step look at."""
 
     real: Tensor  # F C H W in [−1, 1]
     fake: Tensor  # F C H W
     keep: Tensor  # F: 1 for a frame, 0 for padding
-    quantized: Quantized
-    rows: Tensor | None  # of each row of `quantized`, bool: False where it is padding; None: none is
+    quantized: Quantized | None  # None: the codec's latents are continuous, see `divergence`
+    rows: Tensor | None  # of each row of tokens or latents, bool: False where it is padding; None: none is
     noise: Noise
+    divergence: Divergence | None = None
 
     @property
     def count(self) -> Tensor:
@@ -69,19 +78,24 @@ def game_on(config: AdversarialConfig | None, step: int) -> bool:
 def generator_loss(
     shared: Reconstruction,
     config: Judged,
-    codes: int,
+    codes: int | None,
     look: Lpips | None,
     judge: Judge | None,
     last: Sequence[Tensor],
 ) -> Loss:
-    """reconstruction + quantizer + w_p perceptual + w_a λ adversarial
+    """reconstruction + quantizer (or w_k KL) + w_p perceptual + w_a λ adversarial
 
-    `judge` is None while there is no game; `last` are the weights that paint the pixels, for the adaptive weight λ.
+    `codes` are those of the quantizer; `judge` is None while there is no game; `last` are the weights that paint the pixels, for the adaptive weight λ.
     """
     real, fake, keep, count = shared.real, shared.fake, shared.keep, shared.count
     reconstruction = (distance(config.loss, fake, real) * keep).sum()
-    total = reconstruction + shared.quantized.loss * count
-    terms = {"reconstruction": reconstruction, "quantizer": shared.quantized.loss * count}
+    total, terms = reconstruction, {"reconstruction": reconstruction}
+    if shared.quantized is not None:
+        terms["quantizer"] = shared.quantized.loss * count
+        total = total + terms["quantizer"]
+    if shared.divergence is not None:
+        terms["kl"] = (shared.divergence.nats * keep).sum()
+        total = total + shared.divergence.weight * terms["kl"]
     # The judges are walked back through here, to the pictures; the total carries their gradients on from there.
     reference = None  # gradient at the pictures of what the adversarial term is measured against
     if look is not None:
@@ -106,7 +120,7 @@ def generator_loss(
         terms["adversarial_weight"] = strength * count
         total = total + straight_through(strength * terms["adversarial"], (fake * (push * strength)).sum())
     named = {name: Mean(value, count) for name, value in terms.items()}
-    return Loss(Mean(total, count), named | _codes(shared, codes, shared.quantized.metrics))
+    return Loss(Mean(total, count), named | _codes(shared, codes))
 
 
 def discriminator_loss(shared: Reconstruction, game: AdversarialConfig, judge: Judge) -> Loss:
@@ -125,7 +139,7 @@ def discriminator_loss(shared: Reconstruction, game: AdversarialConfig, judge: J
     return Loss(Mean((each * scene.weights).sum(), shared.count), named)
 
 
-def scores(shared: Reconstruction, config: Judged, codes: int, look: Lpips | None) -> dict[str, Mean]:
+def scores(shared: Reconstruction, config: Judged, codes: int | None, look: Lpips | None) -> dict[str, Mean]:
     """`loss` is what is seen: reconstruction and, where there is one, perceptual loss; the game's own loss says nothing
     about which checkpoint is best."""
     error = (clamped(shared.fake) - clamped(shared.real)).square().flatten(1).mean(1)
@@ -138,8 +152,10 @@ def scores(shared: Reconstruction, config: Judged, codes: int, look: Lpips | Non
         pairs = zip(shared.fake.split(LOOKED_AT), shared.real.split(LOOKED_AT), strict=True)
         each["lpips"] = torch.cat([look(fake, real) for fake, real in pairs])
         each["loss"] = each["loss"] + config.perceptual.weight * each["lpips"]
+    if shared.divergence is not None:
+        each["kl"] = shared.divergence.nats
     means = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in each.items()}
-    return means | _codes(shared, codes, {})
+    return means | _codes(shared, codes, training=False)
 
 
 def distance(kind: Literal["l1", "l2"], fake: Tensor, real: Tensor) -> Tensor:
@@ -201,12 +217,15 @@ def taken(pictures: Tensor, places: Tensor | None) -> Tensor:
     return pictures if places is None else pictures.index_select(0, places)
 
 
-def _codes(shared: Reconstruction, codes: int, metrics: dict[str, Tensor]) -> dict[str, Mean]:
-    """How this batch uses the codebook. A whole set's use is not the mean of these: add up codebook_histogram."""
+def _codes(shared: Reconstruction, codes: int | None, training: bool = True) -> dict[str, Mean]:
+    """How this batch uses the codebook, where there is one. A whole set's use is not the mean of these: add up codebook_histogram."""
+    if shared.quantized is None or codes is None:
+        return {}
     ids = shared.quantized.ids
     if shared.rows is not None:
         ids = ids.masked_fill(~shared.rows[:, None, None], codes)  # padding falls into a bin of its own
     found = usage(codebook_histogram(ids, codes + 1)[:codes])
+    metrics = shared.quantized.metrics if training else {}
     return {f"codes/{name}": Mean(value * shared.count, shared.count) for name, value in (metrics | found).items()}
 
 
@@ -226,3 +245,11 @@ def clamped(pictures: Tensor) -> Tensor:
 def outward(pictures: Tensor, clips: int) -> Tensor:
     """B·T C H W → B T C H W in [0, 1]"""
     return rearrange(clamped(pictures), "(b t) c h w -> b t c h w", b=clips)
+
+
+def held(values: Tensor, mask: Tensor) -> Tensor:
+    """B T …, and which of its times are real, B T: the last real one stays until the end, whatever the padding showed."""
+    times = torch.arange(values.shape[1], device=values.device)
+    last = (mask.sum(1, keepdim=True) - 1).clamp_min(0)  # B 1
+    clips = torch.arange(values.shape[0], device=values.device)[:, None]
+    return values[clips, torch.minimum(times, last)]

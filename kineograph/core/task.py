@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts, Shape
@@ -167,6 +168,12 @@ def compile_parts(task: Task, graphs: bool) -> None:
         # A module without weights is a kernel or two: copying its inputs into a graph would cost more than it saves.
         graphed = graphs and any(True for _ in module.parameters())
         module.compile(dynamic=False, mode="reduce-overhead" if graphed else "default")
+
+
+def without_numbers() -> bool:
+    """Whether tensors that are made now have a shape alone: on the meta device, or where a run is estimated. Weights are not read then."""
+    probe = torch.empty(0)
+    return probe.is_meta or type(probe) is not Tensor
 
 
 def freeze(module: nn.Module) -> nn.Module:

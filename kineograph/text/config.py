@@ -33,6 +33,7 @@ _READ_BY = {
     "heads": ("learned",),
     "dropout": ("learned",),
     "name": ("t5", "clip"),
+    "padding": ("t5", "clip"),
     "width": ("learned", "t5", "clip", "given"),
     "length": ("learned", "t5", "clip", "given"),
 }
@@ -47,6 +48,8 @@ class TextConfig(Config):
     """Channels of an embedding. learned: null is 256. t5, clip: null reads it from the weights' config. given: required."""
     length: int = Field(64, ge=2)
     """Tokens a caption; longer captions are cut (and the log says so)."""
+    padding: Literal["hidden", "read"] = "hidden"
+    """t5, clip: what comes after a caption's end is hidden from the encoder and the model, or read by both, as CogVideoX was trained."""
     vocabulary: int = Field(4096, ge=259)
     """learned: most tokens that the vocabulary may have, all 256 bytes included, so that nothing is unknown."""
     tokenizer: Literal["bpe", "byte"] = "bpe"

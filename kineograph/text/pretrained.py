@@ -31,6 +31,7 @@ class PretrainedText(nn.Module):
         super().__init__()
         assert config.name is not None
         self.kind, self.length, self.note = config.kind, config.length, note
+        self.reads_padding = config.padding == "read"
         self.name, self.local = located(config.name, "text.name")
         self.width = config.width or self._config_width()
         self.ids = lru_cache(maxsize=65536)(self._ids)
@@ -60,7 +61,7 @@ class PretrainedText(nn.Module):
         family = T5EncoderModel if self.kind == "t5" else CLIPTextModel
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # T5 overflows in float16
         options: dict[str, Any] = {"local_files_only": True} if self.local else {}
-        self._parts["tokenizer"] = self._hub(lambda: AutoTokenizer.from_pretrained(self.name, **options))
+        self._parts["tokenizer"] = self._hub(lambda: AutoTokenizer.from_pretrained(tokenizer_of(self.name), **options))
         model = self._hub(lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options))
         found = model.config.d_model if self.kind == "t5" else model.config.hidden_size
         if found != self.width:
@@ -87,9 +88,13 @@ class PretrainedText(nn.Module):
         rows = [self.ids(caption) for caption in captions]
         ids = torch.tensor([ids for ids, _ in rows], device=device)  # B L
         lengths = torch.tensor([count for _, count in rows], device=device)
-        mask = torch.arange(self.length, device=device) < lengths[:, None]  # B L
+        mask = (torch.arange(self.length, device=device) < lengths[:, None]) | self.reads_padding  # B L
         embeddings = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state.float()
         return embeddings * mask[..., None], mask
+
+    def release(self) -> None:
+        """Give the encoder's memory back; the next caption loads it again."""
+        self._parts.clear()
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
         return self.null(embeddings, mask, dropped)
@@ -128,6 +133,22 @@ def token_ids(tokenizer: Any, caption: str, length: int) -> tuple[tuple[int, ...
     return tuple(ids) + (pad,) * (length - len(ids)), whole
 
 
+_TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
+
+
+def tokenizer_of(name: str) -> str:
+    """Where an encoder's tokenizer lies: beside its weights, or in the folder `tokenizer` beside that, as diffusers' pipelines have it."""
+    folder = Path(name)
+    beside = folder.parent / "tokenizer"
+    if folder.is_dir() and not _has_tokenizer(folder) and _has_tokenizer(beside):
+        return str(beside)
+    return name
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
 def check_folder(folder: Path, key: str) -> None:
     """A folder that transformers can load without network, or an InputError that says what is missing."""
     if not folder.is_dir():
@@ -139,7 +160,7 @@ def check_folder(folder: Path, key: str) -> None:
         missing.append("config.json")
     if not any((folder / name).is_file() for name in _WEIGHTS):
         missing.append("model.safetensors (weights in .bin files are pickles and are not read)")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model", "vocab.json")):
+    if not _has_tokenizer(Path(tokenizer_of(str(folder)))):
         missing.append("a tokenizer (tokenizer.json, spiece.model or vocab.json)")
     if missing:
         raise InputError(f"{key}={folder} lacks {', '.join(missing)}")

@@ -59,8 +59,8 @@ class TrainConfig(PlayerConfig):
     """auto: bf16 on GPUs that have it, fp32 elsewhere."""
     compile: Literal["auto", "graphs"] | bool = "auto"
     """torch.compile; graphs: as CUDA graphs too; auto: on GPUs, as graphs where nothing is accumulated."""
-    checkpointing: bool = False
-    """Recompute activations of the repeated blocks in the backward pass: less memory, more time."""
+    checkpointing: bool | Literal["selective"] = False
+    """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: all but what attention and the way down of MLPs give."""
     device: str = "auto"
     """auto: the GPU where there is one."""
     log_every: int = Field(10, ge=1)

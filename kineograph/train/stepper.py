@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
@@ -49,14 +50,44 @@ def graphs_for(config: TrainConfig, device: torch.device) -> bool:
     )
 
 
-def recompute(block: nn.Module) -> None:
-    """Keep no activations of this block while training: the backward pass computes them again."""
+_ATTENTION = {  # every kernel that scaled_dot_product_attention may choose
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+}
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def _worth_keeping(context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+    """What attention gives, and what matrix products give that is narrower than what they read (the way down of an MLP): much work for
+    little memory."""
+    if operator in _PRODUCTS:
+        read, made = inputs[-1].shape  # of the right-hand matrix
+        keep = made < read
+    else:
+        keep = operator in _ATTENTION
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selectively() -> Any:
+    return create_selective_checkpoint_contexts(_worth_keeping)
+
+
+def recompute(block: nn.Module, selective: bool = False) -> None:
+    """Keep no activations of this block while training: the backward pass computes them again. `selective`: all but what is worth keeping;
+    over long sequences attention is most of the work."""
     forward = block.forward
+    kept: dict[str, Any] = {"context_fn": _selectively} if selective else {}
 
     def checkpointed(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
-        return torch.utils.checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **named)
+        return torch.utils.checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **kept, **named)
 
     block.forward = checkpointed  # type: ignore[method-assign]
 
@@ -97,7 +128,7 @@ class Stepper:
         self.skipped_in_a_row = torch.zeros((), device=self.device)
         if config.checkpointing:
             for block in task.blocks():
-                recompute(block)
+                recompute(block, selective=config.checkpointing == "selective")
         self.graphs = graphs_for(config, self.device)
         if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
             compile_parts(task, self.graphs)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
-from kineograph.core.errors import RunFailed, Stopped
+from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
@@ -74,6 +74,11 @@ class Trainer:
         found = checkpoint.latest(self.around.checkpoints, self.progress.note)
         if found is None:
             return Cursor()
+        if not found.has("optimizer"):
+            raise InputError(
+                f"{found.path} holds weights alone, as they were imported: train them on in a new run, with stages.{self.stage}.init="
+                f"{found.path.parent.parent} (or weights=DIR of the folder they came from)"
+            )
         self.stepper.load(found)
         state = found.state()
         self.saved = found.step

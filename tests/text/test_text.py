@@ -221,6 +221,36 @@ def test_pretrained_encoders_load_from_a_folder(folders, kind):
     assert [p.shape for p in text.parameters() if p.requires_grad] == [(24,)]
 
 
+def test_padding_may_be_read_as_cogvideox_reads_it(folders):
+    """No mask for the encoder, and none for the model: what transformers gives for padded ids alone."""
+    hidden, read = (build(kind="t5", name=str(folders["t5"]), length=6, padding=p) for p in ("hidden", "read"))
+    embeddings, mask = read.encode(["a red 3"])
+    assert mask.all()
+    ids = torch.tensor([read.ids("a red 3")[0]])
+    torch.testing.assert_close(embeddings, read._parts["model"](input_ids=ids).last_hidden_state)
+    assert (hidden.encode(["a red 3"])[0][0, 4:] == 0).all()
+    assert embeddings[0, 4:].abs().sum() > 0
+
+
+def test_a_tokenizer_may_lie_beside_the_encoder_as_in_diffusers_folders(folders, tmp_path):
+    shutil.copytree(folders["t5"], tmp_path / "text_encoder")
+    (tmp_path / "tokenizer").mkdir()
+    for path in (tmp_path / "text_encoder").glob("tokenizer*"):
+        path.rename(tmp_path / "tokenizer" / path.name)
+    text = build(kind="t5", name=str(tmp_path / "text_encoder"), length=6)
+    assert torch.equal(
+        text.encode(["a red 3"])[0], build(kind="t5", name=str(folders["t5"]), length=6).encode(["a red 3"])[0]
+    )
+
+
+def test_a_released_encoder_is_loaded_again_when_asked(folders):
+    text = build(kind="t5", name=str(folders["t5"]), length=6)
+    before, _ = text.encode(["a red 3"])
+    text.release()
+    assert not text._parts
+    assert torch.equal(text.encode(["a red 3"])[0], before)
+
+
 def test_nothing_is_loaded_before_a_caption_is_read(folders, monkeypatch):
     text = build(kind="t5", name=str(folders["t5"]))
     monkeypatch.setattr(text, "_load", lambda device: pytest.fail("loaded"))

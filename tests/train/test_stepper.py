@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kineograph.core.batch import Batch, Sample
 from kineograph.core.errors import ConfigError
@@ -280,6 +282,50 @@ def test_recomputing_keeps_fewer_activations() -> None:
     assert saved(block) < before
     with torch.no_grad():
         assert block(torch.ones(1, 64)).shape == (1, 64)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()[:, None]
+        x = nn.functional.scaled_dot_product_attention(x, x, x)[:, 0]
+        return self.down(self.up(x.tanh()).tanh()).tanh()
+
+
+class Calls(TorchDispatchMode):
+    """Which operators run, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def attentions(self) -> int:
+        return sum("scaled_dot_product" in name and "backward" not in name for name in self.names)
+
+
+def test_selective_recomputing_runs_attention_once_and_gives_equal_gradients() -> None:
+    torch.manual_seed(0)
+    plain = Attending()
+    blocks = {"none": plain, "all": deepcopy(plain), "selective": deepcopy(plain)}
+    recompute(blocks["all"])
+    recompute(blocks["selective"], selective=True)
+    x = torch.randn(2, 5, 16)
+    found: dict[str, Calls] = {}
+    for name, block in blocks.items():
+        with Calls() as found[name]:
+            block(x).pow(2).sum().backward()
+        for own, expected in zip(block.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(own.grad, expected.grad)
+    assert {name: calls.attentions() for name, calls in found.items()} == {"none": 1, "all": 2, "selective": 1}
+    products = {name: calls.names.count("addmm.default") for name, calls in found.items()}
+    assert products == {"none": 3, "all": 6, "selective": 5}  # the way down is kept too: it is narrow
 
 
 # Going on --------------------------------------------------------------------------------------------------------

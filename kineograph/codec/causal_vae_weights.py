@@ -1,0 +1,121 @@
+"""The released CogVideoX VAE and ours: their configs side by side, and weights that go from one to the other under the same names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kineograph.codec.causal_vae import CausalVAE, CausalVAEConfig
+from kineograph.core.batch import Shape
+from kineograph.core.config import parse
+from kineograph.core.errors import InputError
+
+CLASS = "AutoencoderKLCogVideoX"
+FILE = "diffusion_pytorch_model"
+_SAME = {
+    "block_out_channels": "widths",
+    "layers_per_block": "layers",
+    "latent_channels": "latent_channels",
+    "norm_num_groups": "groups",
+    "scaling_factor": "scale",
+}  # diffusers' key → ours
+_FIXED: dict[str, Any] = {
+    "temporal_compression_ratio": 4,
+    "act_fn": "silu",
+    "norm_eps": 1e-6,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "shift_factor": None,
+    "latents_mean": None,
+    "latents_std": None,
+}  # what ours has no other way of
+
+
+def config_of(theirs: Mapping[str, Any], where: str = "vae/config.json") -> CausalVAEConfig:
+    """diffusers' config.json → ours. Its chunks are of 2 latents, with norms over each."""
+    if theirs.get("_class_name", CLASS) != CLASS:
+        raise InputError(f"{where} is of a {theirs['_class_name']}: causal_vae reads {CLASS}")
+    for key, value in _FIXED.items():
+        if theirs.get(key, value) != value:
+            raise InputError(f"{where}: {key}={theirs[key]!r} is not known here; the released VAEs have {value!r}")
+    keys = {ours: theirs[key] for key, ours in _SAME.items() if key in theirs}
+    return parse(CausalVAEConfig, {"scale": 1.15258426, **keys}, where)
+
+
+def config_for(task: CausalVAE) -> dict[str, Any]:
+    """Ours → diffusers' config.json, with the scale as it is now."""
+    config, shape, levels = task.config, task.shape, len(task.config.widths)
+    if config.norm != "chunk" or config.chunk != 2 or config.temporal != 4:
+        raise InputError(
+            f"norm={config.norm}, chunk={config.chunk}, temporal={config.temporal}: diffusers' {CLASS} normalises over chunks of 2 latents "
+            "and 8 frames, so it would decode this VAE's latents to other pixels; train with norm=chunk, chunk=2, temporal=4"
+        )
+    same = {key: getattr(config, ours) for key, ours in _SAME.items()}
+    return {
+        "_class_name": CLASS,
+        **{key: list(value) if isinstance(value, tuple) else value for key, value in same.items()},
+        **_FIXED,
+        "scaling_factor": float(task.scale),
+        "in_channels": shape.channels,
+        "out_channels": shape.channels,
+        "down_block_types": ["CogVideoXDownBlock3D"] * levels,
+        "up_block_types": ["CogVideoXUpBlock3D"] * levels,
+        "sample_height": shape.height,
+        "sample_width": shape.width,
+    }
+
+
+def weights_for(task: CausalVAE) -> dict[str, Tensor]:
+    """What diffusers' class has of it: encoder and decoder, under their own names."""
+    return {name: value for name, value in task.state_dict().items() if name.startswith(("encoder.", "decoder."))}
+
+
+def load_network(task: CausalVAE, weights: Mapping[str, Tensor], where: str = "the VAE's weights") -> None:
+    """Encoder and decoder from diffusers' names; strict: every one must be there in its shape, and nothing else."""
+    wanted = weights_for(task)
+    missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    shapes = [name for name in wanted if name in weights and weights[name].shape != wanted[name].shape]
+    if missing or unknown or shapes:
+        raise InputError(
+            f"{where} do not fit: missing {missing[:3] or 'none'}, unexpected {unknown[:3] or 'none'}, of another shape {shapes[:3] or 'none'} "
+            f"({len(missing)}, {len(unknown)} and {len(shapes)} names); is config.json that of these weights?"
+        )
+    task.load_state_dict(dict(weights), strict=False)
+
+
+def from_folder(folder: Path, shape: Shape, **changed: Any) -> CausalVAE:
+    """The VAE of a diffusers folder, or of its vae/; `changed` are keys of ours to set otherwise, such as `tile`."""
+    folder = folder / "vae" if (folder / "vae").is_dir() else folder
+    place = folder / "config.json"
+    config = config_of(_json(place), str(place))
+    if changed:
+        config = parse(CausalVAEConfig, {**config.model_dump(mode="json"), **changed}, str(place))
+    task = CausalVAE(config, shape)
+    load_network(task, read_weights(folder), f"{folder}'s weights")
+    return task
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """diffusion_pytorch_model.safetensors, or the shards that its index names."""
+    index = folder / f"{FILE}.safetensors.index.json"
+    names = sorted(set(_json(index)["weight_map"].values())) if index.is_file() else [f"{FILE}.safetensors"]
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            weights |= load_file(folder / Path(name).name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{folder / name} is not a readable safetensors file: {error}") from None
+    return weights
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}; name a diffusers folder, or its vae/") from None

@@ -1,0 +1,148 @@
+"""Clips as the transformer sees them: latents B t c h w, scaled, and the first frame's beside them for image to video."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kineograph.core.batch import Batch
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise
+from kineograph.family.cogvideox.config import CogVideoXConfig
+from kineograph.family.cogvideox.shapes import Latents
+
+
+class Clips(NamedTuple):
+    x0: Tensor  # B t c h w, with the padding in front
+    first: Tensor | None  # B 1 c h w, for image to video
+    padding: int  # latent frames that repeat the first, to whole tokens
+
+
+class LatentSpace:
+    """What a codec of continuous latents makes of clips, and back."""
+
+    def __init__(self, codec: Any, name: str, config: CogVideoXConfig) -> None:
+        if getattr(codec, "vocabulary", 0) is not None or not hasattr(codec, "posterior"):
+            raise ConfigError(f"codec={name} gives no continuous latents of clips: name a stage of causal_vae")
+        self.codec, self.config = codec, config
+        self.channels = int(codec.latent_channels)
+
+    @property
+    def scale(self) -> Any:
+        """What latents are multiplied by: a number, or where the codec measured it a tensor on its device."""
+        return self.codec.scale
+
+    def shape_for(self, frames: int, height: int, width: int) -> Latents:
+        """Latents (t, h, w) of a clip, before padding to whole patches."""
+        t, h, w = self.codec.shape_for(frames, height, width)
+        patch = self.config.patch
+        if h % patch or w % patch:
+            side = height // h * patch
+            raise ConfigError(
+                f"{height} × {width} pixels do not fit cogvideox: its tokens cover {side} × {side}; use multiples of {side}"
+            )
+        return t, h, w
+
+    def padding(self, frames: int) -> int:
+        """Latent frames that are missing to whole tokens in time."""
+        return -frames % self.config.patch_time
+
+    # in ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def posterior(self, pixels: Tensor) -> Tensor:
+        """B T C H W in [0, 1] → mean and log-variance, B t 2c h w, not scaled."""
+        return self.codec.posterior(pixels).float()
+
+    def drawn(self, posterior: Tensor, noise: Noise, name: str) -> Tensor:
+        """One sample of it, scaled. A cache of plain latents (c channels) has nothing to draw."""
+        if posterior.shape[2] == self.channels:
+            return posterior.float() * self.scale
+        mean, log_variance = posterior.float().chunk(2, dim=2)
+        deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
+        return (mean + deviation * noise.normal(name, *mean.shape[1:])) * self.scale
+
+    def read(self, batch: Batch, noise: Noise, training: bool) -> Clips:
+        """Noise and dropout of the first frame happen in training only."""
+        if batch.frame_mask is not None:
+            raise InputError(
+                "clips of different lengths in one batch do not fit cogvideox: set data.buckets, so that a batch has one length, or let "
+                "shorter clips be left out"
+            )
+        first = None
+        if batch.latents is None:
+            video = batch.video
+            found = self.posterior(video)
+            if self.config.first_frame:
+                first = self.image(video[:, :1], noise, training)
+        else:
+            found = self._cached(batch.latents)
+            if self.config.first_frame:
+                first = self._scaled_first(self.drawn(found[:, :1], noise, "first frame"))
+                found = found[:, 1:]
+                if training:
+                    first = first + self._sigma(noise, first) * noise.normal("image noise", *first.shape[1:])
+        x0 = self.drawn(found, noise, "posterior")
+        missing = self.padding(x0.shape[1])
+        if missing:
+            x0 = torch.cat([x0[:, :1].expand(-1, missing, -1, -1, -1), x0], dim=1)
+        if first is not None and training:
+            kept = ~noise.happens("image dropout", self.config.image.dropout)
+            first = first * kept.view(-1, 1, 1, 1, 1)
+        return Clips(x0, first, missing)
+
+    def _cached(self, latents: Tensor) -> Tensor:
+        if latents.ndim != 5 or latents.shape[2] not in (self.channels, 2 * self.channels):
+            raise InputError(
+                f"latents of shape {tuple(latents.shape[1:])} do not fit this codec: t × {2 * self.channels} × h × w are read (mean and "
+                "log-variance); were they cached with another?"
+            )
+        return latents
+
+    def cached(self, pixels: Tensor) -> Tensor:
+        """What a cache holds of a clip: the posterior; for image to video with that of the first frame alone in front."""
+        found = self.posterior(pixels)
+        if not self.config.first_frame:
+            return found
+        return torch.cat([self.posterior(pixels[:, :1]), found], dim=1)
+
+    # the first frame -----------------------------------------------------------------------------------------------
+
+    def image(self, pixels: Tensor, noise: Noise, training: bool) -> Tensor:
+        """B 1 C H W in [0, 1] → B 1 c h w. In training the picture gets some noise, of σ in [−1, 1]."""
+        if training:
+            pixels = pixels + self._sigma(noise, pixels) / 2 * noise.normal("image noise", *pixels.shape[1:])
+        return self._scaled_first(self.drawn(self.posterior(pixels), noise, "first frame"))
+
+    def _sigma(self, noise: Noise, like: Tensor) -> Tensor:
+        spread = self.config.image.noise
+        if spread is None:
+            return like.new_zeros(1, 1, 1, 1, 1)
+        return torch.exp(spread[0] + spread[1] * noise.normal("image sigma")).view(-1, 1, 1, 1, 1)
+
+    def _scaled_first(self, latents: Tensor) -> Tensor:
+        return latents / self.scale**2 if self.config.first_frame_inverse_scale else latents
+
+    def shown(self, first: Tensor | None, padding: int, like: Tensor) -> Tensor | None:
+        """What the network reads beside latents B t c h w: the first frame's at their beginning, padding included, and zeros after it."""
+        if not self.config.first_frame:
+            return None
+        if first is None:
+            return torch.zeros_like(like)
+        begun = first.to(like.dtype).expand(-1, 1 + padding, -1, -1, -1)
+        return torch.cat([begun, torch.zeros_like(like[:, 1 + padding :])], dim=1)
+
+    # out -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """The most likely latents of given frames, scaled."""
+        return self.codec.encode(pixels).float()
+
+    @torch.no_grad()
+    def decode(self, x0: Tensor, chunk: int | None) -> Tensor:
+        """B t c h w → B T C H W in [0, 1], a few clips at a time."""
+        parts = x0.split(chunk or len(x0))
+        return torch.cat([self.codec.decode(part) for part in parts])

@@ -1,0 +1,249 @@
+"""The expert transformer: text and video as one sequence, each with its own shifts, scales and gates of time.
+
+    x ← x + gate · attention(norm(x) · (1 + scale) + shift)        then the same with an MLP
+
+The sequence is never cut apart between blocks: what differs between text and video is chosen by place, an elementwise step that a compiler
+puts into its neighbours. Latents are B t c h w.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from kineograph.family.cogvideox.places import Grid, Places, places
+from kineograph.family.cogvideox.shapes import Latents, TransformerShape
+from kineograph.nn.attention import attend
+
+OFS = 2.0  # what the released image-to-video model is always given
+NORM_EPS, QK_EPS = 1e-5, 1e-6
+
+
+class Modulation(nn.Module):
+    """Shift, scale and gate of video, then of text, from the time's vector; and the one norm that both share."""
+
+    def __init__(self, width: int, time_width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(time_width, 6 * width)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+
+    def forward(self, x: Tensor, time: Tensor, is_text: Tensor) -> tuple[Tensor, Tensor]:
+        """→ the modulated sequence B N D and its gates. `time` is silu of the time's vector, `is_text` is 1 N 1."""
+        video_and_text = self.linear(time)[:, None].chunk(2, dim=-1)  # B 1 3D each
+        video, text = (part.chunk(3, dim=-1) for part in video_and_text)
+        shift, scale, gate = (torch.where(is_text, t, v) for v, t in zip(video, text, strict=True))
+        return self.norm(x) * (1 + scale) + shift, gate
+
+
+class Attention(nn.Module):
+    """Full attention over text and video. Queries, keys and values come from one matrix; from three where adapters sit on them."""
+
+    def __init__(self, shape: TransformerShape, fused: bool) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads, self.fused = shape.heads, fused
+        if fused:
+            self.to_qkv = nn.Linear(width, 3 * width)
+        else:
+            self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
+        self.norm_q = nn.LayerNorm(shape.head_width, eps=QK_EPS)
+        self.norm_k = nn.LayerNorm(shape.head_width, eps=QK_EPS)
+        self.to_out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, at: Places) -> Tensor:
+        if self.fused:
+            q, k, v = rearrange(self.to_qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
+        else:
+            q, k, v = (
+                rearrange(to(x), "b n (h d) -> b h n d", h=self.heads) for to in (self.to_q, self.to_k, self.to_v)
+            )
+        q, k = turn(self.norm_q(q), at), turn(self.norm_k(k), at)
+        mixed = attend(q.to(v.dtype), k.to(v.dtype), v)
+        return self.to_out(rearrange(mixed, "b h n d -> b n (h d)"))
+
+
+def turn(x: Tensor, at: Places) -> Tensor:
+    """Pairs of channels (2i, 2i + 1) turned by their angles in float32: x cos + swapped x sin. B h N d."""
+    if at.cos is None or at.sin is None:
+        return x
+    x = x.float()
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x * at.cos + swapped * at.sin
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: TransformerShape, fused: bool) -> None:
+        super().__init__()
+        self.norm1 = Modulation(shape.width, shape.time_width)
+        self.attention = Attention(shape, fused)
+        self.norm2 = Modulation(shape.width, shape.time_width)
+        self.mlp = Mlp(shape.width)
+
+    def forward(self, x: Tensor, time: Tensor, is_text: Tensor, at: Places) -> Tensor:
+        """x is B N D."""
+        modulated, gate = self.norm1(x, time, is_text)
+        x = x + gate * self.attention(modulated, at)
+        modulated, gate = self.norm2(x, time, is_text)
+        return x + gate * self.mlp(modulated)
+
+
+class TimeVector(nn.Module):
+    """A number → sines and cosines → two layers."""
+
+    def __init__(self, waves: int, width: int) -> None:
+        super().__init__()
+        self.waves = waves
+        self.linear_1 = nn.Linear(waves, width)
+        self.linear_2 = nn.Linear(width, width)
+
+    def forward(self, t: Tensor) -> Tensor:
+        half = self.waves // 2
+        frequency = torch.exp(-math.log(10_000.0) / half * torch.arange(half, device=t.device, dtype=torch.float32))
+        angle = t.float()[:, None] * frequency
+        waves = torch.cat([angle.cos(), angle.sin()], dim=1).to(self.linear_1.weight.dtype)
+        return self.linear_2(F.silu(self.linear_1(waves)))
+
+
+class LearnedTable(nn.Module):
+    """One vector a place, of the text too. Fewer frames take the first ones; another height or width is interpolated."""
+
+    def __init__(self, text: int, base: Grid, width: int) -> None:
+        super().__init__()
+        self.text, self.base = text, base
+        self.table = nn.Parameter(torch.zeros(1, text + math.prod(base), width))
+
+    def forward(self, text: int, grid: Grid) -> Tensor:
+        """1 (L + t h w) D"""
+        if text == self.text and grid == self.base:
+            return self.table
+        words, video = self.table[0].split([self.text, math.prod(self.base)])
+        words = F.pad(words, (0, 0, 0, max(0, text - self.text)))[:text]
+        t, h, _w = self.base
+        video = rearrange(video, "(t h w) d -> d t h w", t=t, h=h)
+        size = (max(grid[0], t), *grid[1:])  # frames beyond the table are stretched into, never shrunk
+        if size != self.base:
+            video = F.interpolate(video[None].float(), size, mode="trilinear", align_corners=False)[0].to(video.dtype)
+        return torch.cat([words, rearrange(video[:, : grid[0]], "d t h w -> (t h w) d")])[None]
+
+
+class Transformer(nn.Module):
+    """What CogVideoX denoises with."""
+
+    def __init__(
+        self,
+        shape: TransformerShape,
+        channels: int,
+        text_width: int,
+        text_length: int,
+        base: Latents,
+        fused: bool = True,
+    ) -> None:
+        """`base` is the frames, height and width of latents that positions are laid out for, where the shape names none."""
+        super().__init__()
+        width, cell = shape.width, shape.patch_time * shape.patch**2
+        self.shape, self.channels = shape, channels
+        self.read_channels = channels * (2 if shape.first_frame else 1)
+        self.base_frames = shape.base_frames or base[0]
+        self.base_size = shape.base_size or (base[1], base[2])
+        self.patch_in = nn.Linear(self.read_channels * cell, width)
+        self.text_in = nn.Linear(text_width, width)
+        self.positions = (
+            LearnedTable(
+                text_length,
+                (self.base_frames, self.base_size[0] // shape.patch, self.base_size[1] // shape.patch),
+                width,
+            )
+            if shape.positions == "rotary+learned"
+            else None
+        )
+        self.time = TimeVector(width, shape.time_width)
+        self.ofs = TimeVector(shape.time_width, shape.time_width) if shape.ofs else None
+        self.blocks = nn.ModuleList(Block(shape, fused) for _ in range(shape.depth))
+        self.norm_final = nn.LayerNorm(width, eps=NORM_EPS)
+        self.out_linear = nn.Linear(shape.time_width, 2 * width)
+        self.out_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.patch_out = nn.Linear(width, channels * cell)
+        self._places: dict[tuple[Grid, int, torch.device], Places] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Starting weights: variance 1 / fan-in, gates and the last layer at zero, so that each block starts as the identity."""
+        for part in self.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.normal_(part.weight, std=part.in_features**-0.5)
+                nn.init.zeros_(part.bias)
+        for block in self.blocks:
+            for modulation in (cast(Block, block).norm1, cast(Block, block).norm2):
+                nn.init.zeros_(modulation.linear.weight)
+        nn.init.zeros_(self.out_linear.weight)
+        nn.init.zeros_(self.patch_out.weight)
+
+    # where tokens are ----------------------------------------------------------------------------------------------
+
+    def grid_of(self, latents: Latents) -> Grid:
+        """Tokens of latents t h w, which are whole multiples of a patch."""
+        return latents[0] // self.shape.patch_time, latents[1] // self.shape.patch, latents[2] // self.shape.patch
+
+    def places(self, latents: Latents, text: int, device: torch.device) -> Places:
+        """Positions for latents of this size behind `text` tokens. Made once for each, outside of what is compiled."""
+        key = (self.grid_of(latents), text, device)
+        if key not in self._places:
+            self._places[key] = places(self.shape, key[0], self.base_size, text, device)
+        return self._places[key]
+
+    def _added(self, grid: Grid, text: int, at: Places, like: Tensor) -> Tensor | None:
+        """1 N D (or 1 (t h w) D for sincos), or None."""
+        if self.positions is not None:
+            return self.positions(text, grid).to(like.dtype)
+        if at.time is None or at.height is None or at.width is None:
+            return None
+        t, h, w = grid
+        parts = (
+            at.time[:, None, None].expand(t, h, w, -1),
+            at.width[None, None].expand(t, h, w, -1),
+            at.height[None, :, None].expand(t, h, w, -1),
+        )
+        return torch.cat(parts, dim=-1).to(like.dtype).flatten(0, 2)[None]
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def forward(self, latents: Tensor, t: Tensor, text: Tensor, at: Places) -> Tensor:
+        """B t c h w, times B, text B L E → B t c h w; `at` is what `places` gives for this size."""
+        p, pt = self.shape.patch, self.shape.patch_time
+        grid = self.grid_of((latents.shape[1], latents.shape[3], latents.shape[4]))
+        patches = rearrange(latents, "b (t r) c (h p) (w q) -> b (t h w) (c r p q)", r=pt, p=p, q=p)
+        dtype = self.patch_in.weight.dtype
+        video, words = self.patch_in(patches.to(dtype)), self.text_in(text.to(dtype))
+        added = self._added(grid, text.shape[1], at, video)
+        if added is not None and self.positions is None:
+            video = video + added
+        x = torch.cat([words, video], dim=1)  # B N D
+        if added is not None and self.positions is not None:
+            x = x + added
+        vector = self.time(t)
+        if self.ofs is not None:
+            vector = vector + self.ofs(torch.full_like(t, OFS, dtype=torch.float32))
+        vector = F.silu(vector)
+        is_text = (torch.arange(x.shape[1], device=x.device) < text.shape[1])[None, :, None]
+        for block in self.blocks:
+            x = block(x, vector, is_text, at)
+        x = self.norm_final(x[:, text.shape[1] :])
+        shift, scale = self.out_linear(vector)[:, None].chunk(2, dim=-1)
+        patches = self.patch_out(self.out_norm(x) * (1 + scale) + shift)
+        sides = {"h": grid[1], "w": grid[2], "r": pt, "p": p, "q": p}
+        return rearrange(patches, "b (t h w) (c r p q) -> b (t r) c (h p) (w q)", **sides)

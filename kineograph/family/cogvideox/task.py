@@ -1,0 +1,200 @@
+"""CogVideoX as a stage: training on a codec's latents, validation by ranges of noise, and what the outside asks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.config import load_file
+from kineograph.core.noise import Noise
+from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without_numbers
+from kineograph.family.cogvideox import sampling, tuning
+from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample
+from kineograph.family.cogvideox.latents import Clips, LatentSpace
+from kineograph.family.cogvideox.network import Transformer
+from kineograph.family.cogvideox.shapes import Latents
+from kineograph.family.cogvideox.texts import Texts
+from kineograph.family.cogvideox.weights import load_network
+from kineograph.process.diffusion import Diffusion
+from kineograph.text.reading import reads_for
+
+GOLDEN = (5**0.5 - 1) / 2
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Scored(NamedTuple):
+    error: Tensor  # of each sample, B
+
+
+class CogVideoX(Task):
+    Config = CogVideoXConfig
+    continues = True
+
+    @classmethod
+    def reads_for(cls, config: CogVideoXConfig) -> frozenset[str]:
+        return reads_for(config.text)
+
+    @classmethod
+    def caches(cls, config: CogVideoXConfig) -> bool:
+        return True
+
+    def __init__(self, config: CogVideoXConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.config, self.shape = config, context.shape
+        if config.codec is not None:
+            codec = context.stage(config.codec)
+        else:
+            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context)))
+        self.stages["codec"] = codec
+        self.codec: Any = codec  # a submodule under one name: what is frozen is in no checkpoint, by that name
+        self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)
+        self.latents = self.space.shape_for(self.shape.frames, self.shape.height, self.shape.width)
+        self.texts = Texts(config, context)
+        self.diffusion = Diffusion(config.diffusion)
+        self.network = self._network(context)
+        self.reads = self.reads_for(config)  # type: ignore[misc]
+
+    @classmethod
+    def build(cls, config: CogVideoXConfig, context: BuildContext) -> CogVideoX:
+        return cls(config, context)
+
+    def _network(self, context: BuildContext) -> Transformer:
+        """The transformer with its starting weights, and what of it trains."""
+        config, saved = self.config, context.assets.get(tuning.ASSET)
+        # A stage that trains everything has everything in its checkpoint.
+        folder = config.weights if saved is None or config.tune != "full" else None
+        self._base = saved
+        blank = without_numbers()
+        with torch.device("meta") if folder is not None and not blank else torch.device(_here()):
+            network = Transformer(
+                config,
+                self.space.channels,
+                self.texts.width,
+                self.texts.length,
+                base=self.latents,
+                fused=not config.adapts,
+            ).to(STORED[config.weights_in])
+        if folder is not None and not blank:
+            network.to_empty(device="cpu")
+            state = tuning.released_weights(folder)
+            load_network(network, state, f"{folder}/transformer")
+            if saved is None:
+                self._base = tuning.base_asset(folder, state)
+            else:
+                tuning.check_base(saved, state, folder)
+        tuning.choose(network, config)
+        return network
+
+    @property
+    def text(self) -> Any:
+        """The encoder of captions."""
+        return self.texts.encoder
+
+    # training ------------------------------------------------------------------------------------------------------
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        return [self.network, self.texts] if self.texts.trained else [self.network]
+
+    def shape_for(self, frames: int, height: int, width: int) -> Latents:
+        """Latents of a clip; a ConfigError says which sizes fit when this one does not."""
+        return self.space.shape_for(frames, height, width)
+
+    def predict(self, x_t: Tensor, t: Tensor, text: Tensor, image: Tensor | None = None) -> Tensor:
+        """What the network answers, B t c h w; `image` is what it reads beside the noisy latents."""
+        size = (x_t.shape[1], x_t.shape[3], x_t.shape[4])
+        at = self.network.places(size, text.shape[1], x_t.device)
+        return self.network(x_t if image is None else torch.cat([x_t, image], dim=2), t, text, at)
+
+    def scored(self, clips: Clips, text: Tensor, t: Tensor, eps: Tensor) -> Tensor:
+        """The squared error of each sample in the objective's own form, B, float32."""
+        x_t = self.diffusion.add_noise(clips.x0, eps, t)
+        output = self.predict(x_t, t, text, self.space.shown(clips.first, clips.padding, x_t))
+        return self.diffusion.error(output, clips.x0, eps, t)
+
+    def forward(self, batch: Batch, noise: Noise) -> Scored:
+        clips = self.space.read(batch, noise, self.training)
+        dropped = noise.happens("caption dropout", self.config.caption_dropout) if self.training else None
+        text = self.texts.of_batch(batch, dropped)
+        if self.training:
+            t = noise.integers("time", self.diffusion.steps)
+        else:  # spread evenly over all levels, and the same for a sample every time
+            t = self._level(noise, 0, self.diffusion.steps)
+        return Scored(self.scored(clips, text, t, noise.normal("noise", *clips.x0.shape[1:])))
+
+    def loss(self, player: str, shared: Scored) -> Loss:
+        return Loss(Mean(shared.error.sum(), float(len(shared.error))))
+
+    def _level(self, noise: Noise, low: int, high: int) -> Tensor:
+        share = ((noise.slots + 1).double() * GOLDEN) % 1.0
+        return low + (share * (high - low)).long()
+
+    def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
+        """The loss in every range of noise levels, with the same noise each time, and their mean: the plain loss is nearly flat, and moves
+        with the levels that happen to be drawn."""
+        clips = self.space.read(batch, noise, training=False)
+        text = self.texts.of_batch(batch)
+        eps = noise.normal("noise", *clips.x0.shape[1:])
+        edges = [
+            number * self.diffusion.steps // self.config.validation_bins
+            for number in range(self.config.validation_bins + 1)
+        ]
+        errors = {
+            f"loss/t{low:04d}-{high - 1:04d}": self.scored(clips, text, self._level(noise, low, high), eps)
+            for low, high in pairwise(edges)
+        }
+        count = float(len(batch))
+        total = torch.stack(list(errors.values())).sum()
+        return {
+            "loss": Mean(total, count * len(errors)),
+            **{name: Mean(error.sum(), count) for name, error in errors.items()},
+        }
+
+    # seeing --------------------------------------------------------------------------------------------------------
+
+    def sample(self, prompts: Prompts, options: CogVideoXSample) -> Tensor:
+        return sampling.draw(self, prompts, options)
+
+    # what can be computed once -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def precompute(self, batch: Batch) -> dict[str, Tensor]:
+        """The posterior (not one sample of it), and the text where its encoder is frozen."""
+        return {"latents": self.space.cached(batch.video), **self.texts.precomputed(batch)}
+
+    # how the outside treats it -------------------------------------------------------------------------------------
+
+    def compiled(self) -> list[nn.Module]:
+        return [self.network]
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.network.blocks)
+
+    def assets(self) -> dict[str, str]:
+        base = {tuning.ASSET: self._base} if self._base is not None else {}
+        return {**self.texts.assets(), **base}
+
+    def tokens_per_clip(self) -> int:
+        t, h, w = self.network.grid_of((self.latents[0] + self.space.padding(self.latents[0]), *self.latents[1:]))
+        return t * h * w + self.texts.length
+
+
+def released_codec(folder: str, context: BuildContext) -> Task:
+    """The VAE of a folder of diffusers' form. Where only sizes matter the folder may be yet to come: then it is the released one's."""
+    from kineograph.codec.causal_vae import CausalVAE
+    from kineograph.codec.causal_vae_weights import config_of, from_folder
+
+    path = Path(folder).expanduser()
+    if not without_numbers():
+        tuning.check_folder(folder)
+        return from_folder(path, context.shape)
+    place = path / "vae" / "config.json"
+    return CausalVAE(config_of(load_file(place) if place.is_file() else {}, str(place)), context.shape)
+
+
+def _here() -> str:
+    return str(torch.empty(0).device)

@@ -1,0 +1,134 @@
+"""What of the transformer trains: everything, adapters, or what some patterns name. The rest is frozen, in no optimizer and in no checkpoint."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.task import freeze
+from kineograph.core.weight_files import WeightFiles, open_weights
+from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig
+from kineograph.family.cogvideox.network import Transformer
+
+ASSET = "cogvideox/base.json"
+_SAMPLED = 4096  # values of a tensor that tell it apart from another
+
+
+def choose(network: Transformer, config: CogVideoXConfig) -> None:
+    """Freeze what does not train, and put adapters in where they are asked for. Once, when the weights are there."""
+    if config.tune == "full":
+        return
+    if config.adapts:
+        add_adapters(network, config.lora)
+    else:
+        assert isinstance(config.tune, tuple)
+        chosen = _matching(network, config.tune)
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(name in chosen)
+    _freeze_rest(network)
+
+
+def _matching(network: Transformer, patterns: tuple[str, ...]) -> set[str]:
+    names = [name for name, _ in network.named_parameters()]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            raise ConfigError(
+                f"tune={pattern!r} fits no parameter: they are named like {names[0]} and {next(n for n in names if n.startswith('blocks.'))}"
+            )
+        chosen |= set(found)
+    return chosen
+
+
+def _freeze_rest(network: Transformer) -> None:
+    """Module by module, the outermost that hold nothing trainable."""
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if not any(p.requires_grad for p in child.parameters()):
+                if any(True for _ in child.parameters()):
+                    freeze(child)
+            else:
+                visit(child)
+
+    visit(network)
+
+
+# Adapters --------------------------------------------------------------------------------------------------------
+
+
+def add_adapters(network: Transformer, config: LoraConfig) -> None:
+    """Low-rank adapters by peft, in float32 whatever the layers below are kept in; what they add is 0 at first."""
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    for target in config.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names})
+            raise ConfigError(f"lora.targets={target!r} fits no layer: they end with {', '.join(ends)}")
+    chosen = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha or config.rank,  # type: ignore[arg-type]
+        target_modules=list(config.targets),
+        lora_dropout=config.dropout,
+        init_lora_weights=True,
+    )
+    network.requires_grad_(False)
+    inject_adapter_in_model(chosen, network)
+    for name, parameter in network.named_parameters():
+        adapter = ".lora_" in name
+        parameter.requires_grad_(adapter)
+        if adapter:
+            parameter.data = parameter.data.float()
+
+
+# The weights below -----------------------------------------------------------------------------------------------
+
+
+def released_weights(folder: str) -> WeightFiles:
+    """The transformer's, in a folder of diffusers' form; tensors are read when they are asked for."""
+    check_folder(folder)
+    return open_weights(Path(folder).expanduser() / "transformer", "diffusion_pytorch_model")
+
+
+def check_folder(folder: str) -> None:
+    if not (Path(folder).expanduser() / "transformer").is_dir():
+        raise InputError(
+            f"weights={folder} has no folder transformer: set stages.NAME.weights to a folder of diffusers' form, with transformer, vae, "
+            "text_encoder and tokenizer in it"
+        )
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """Tells weights apart by a few thousand values of each tensor: a second instead of minutes."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(state):
+        value = state[name]
+        flat = value.reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous()
+        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        found.update(some.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def base_asset(folder: str, state: Mapping[str, Tensor]) -> str:
+    return json.dumps({"folder": folder, "digest": digest(state)})
+
+
+def check_base(asset: str, state: Mapping[str, Tensor], folder: str) -> None:
+    """Adapters belong to the weights that they were trained on."""
+    saved = json.loads(asset)
+    if saved["digest"] != digest(state):
+        raise InputError(
+            f"weights={folder} holds other weights than the ones that this stage was trained on ({saved['folder']}): "
+            "put those back; adapters and parts fit no others"
+        )

@@ -1,0 +1,1 @@
+"""What others wrote, in and out: diffusers folders, LoRA files, SAT weights and configs, plain safetensors."""

@@ -1,0 +1,168 @@
+"""`kineo export RUN --to diffusers`: a CogVideoX run as a folder that diffusers' pipelines load, or its adapters as a LoRA file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kineograph.codec.causal_vae import CausalVAE
+from kineograph.codec.causal_vae_weights import config_for, weights_for
+from kineograph.core.errors import InputError
+from kineograph.core.run_folder import RunFolder, write_json
+from kineograph.core.weight_files import write_weights
+from kineograph.family.cogvideox.task import CogVideoX
+from kineograph.family.cogvideox.weights import diffusers_config, diffusers_state
+from kineograph.interop.adapters import lora_of
+from kineograph.interop.diffusers_folder import DIFFUSERS_STEM, INDEX
+from kineograph.interop.lora import merged, write_lora
+from kineograph.interop.placing import new_folder, refuse_occupied
+from kineograph.interop.released import TRANSFORMER, VAE
+from kineograph.interop.scheduler import write_scheduler
+from kineograph.sample.stages import Stages
+from kineograph.text.pretrained import tokenizer_of
+from kineograph.train import checkpoint
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "spiece.model", "special_tokens_map.json", "added_tokens.json"
+)  # fmt: skip
+
+
+def export_diffusers(
+    run: RunFolder,
+    target: Path,
+    which: str = "last",
+    online: bool = False,
+    lora: bool = False,
+    dtype: str | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """→ the files."""
+    refuse_occupied(target)
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: use {', '.join(DTYPES)}")
+    task = Stages(run, note=note).load(_generator(run), which, ema=not online)
+    assert isinstance(task, CogVideoX)
+    wanted = DTYPES[dtype] if dtype else None
+    if lora:
+        adapters = lora_of(task)
+        with new_folder(target) as folder:
+            write_lora(folder, adapters)
+    else:
+        parts = _described(task)
+        with new_folder(target) as folder:
+            _write_folder(folder, task, parts, wanted, note)
+    return sorted(path for path in target.rglob("*") if path.is_file())
+
+
+def _generator(run: RunFolder) -> str:
+    """The last trained stage that is a CogVideoX."""
+    stages = run.config()["stages"]
+    for name in reversed(list(stages)):
+        if stages[name]["task"] == "cogvideox" and checkpoint.steps(run.checkpoints(name)):
+            return name
+    tasks = ", ".join(stage["task"] for stage in stages.values())
+    raise InputError(
+        f"{run.path} has no trained stage of task cogvideox (it has {tasks}): --to diffusers is for those; --to safetensors for every family"
+    )
+
+
+def _described(task: CogVideoX) -> dict[str, dict[str, Any]]:
+    """Configs of the parts; whatever diffusers has no counterpart for is refused here, before anything is written."""
+    codec = task.codec
+    if not isinstance(codec, CausalVAE):
+        raise InputError(
+            f"the codec is a {type(codec).__name__}, and diffusers' pipeline needs a causal_vae: export with --to safetensors"
+        )
+    texts = task.texts
+    vae = config_for(codec)
+    if codec.config.scale != "auto":
+        vae["scaling_factor"] = codec.config.scale  # as it was written, not as float32 has it
+    if task.config.first_frame_inverse_scale:
+        vae["invert_scale_latents"] = True
+    return {
+        "transformer": diffusers_config(task.network, texts.width, texts.length, codec.config.temporal),
+        "vae": vae,
+        "scheduler": write_scheduler(task.config.diffusion, task.config.sample.solver),
+    }
+
+
+def _write_folder(
+    folder: Path,
+    task: CogVideoX,
+    parts: dict[str, dict[str, Any]],
+    dtype: torch.dtype | None,
+    note: Callable[[str], None],
+) -> None:
+    version = _version()
+    for name, config in parts.items():
+        (folder / name).mkdir()
+        file = "scheduler_config.json" if name == "scheduler" else "config.json"
+        write_json(folder / name / file, version | config)
+    state: Iterable[tuple[str, Tensor]] = diffusers_state(task).items()
+    if task.config.adapts:
+        state = merged(dict(state), lora_of(task))
+    write_weights(folder / "transformer", DIFFUSERS_STEM, _cast(state, dtype))
+    write_weights(folder / "vae", DIFFUSERS_STEM, _cast(weights_for(task.codec).items(), dtype))
+    text = _write_text(folder, task, note)
+    write_json(
+        folder / INDEX,
+        {
+            "_class_name": "CogVideoXImageToVideoPipeline" if task.config.first_frame else "CogVideoXPipeline",
+            **version,
+            "scheduler": ["diffusers", parts["scheduler"]["_class_name"]],
+            "text_encoder": ["transformers", "T5EncoderModel"] if text else [None, None],
+            "tokenizer": ["transformers", "T5Tokenizer"] if text else [None, None],
+            "transformer": ["diffusers", TRANSFORMER],
+            "vae": ["diffusers", VAE],
+        },
+    )
+
+
+def _write_text(folder: Path, task: CogVideoX, note: Callable[[str], None]) -> bool:
+    """The T5 encoder and its tokenizer, as they lie where the run reads them. → whether there are any."""
+    config = task.config.text
+    place = Path(config.name or "").expanduser()
+    if config.kind != "t5" or not place.is_dir():
+        what = f"kind {config.kind}" if config.kind != "t5" else f"{config.name}, no local folder"
+        note(
+            f"the text encoder ({what}) is not exported: load the pipeline with text_encoder=None, tokenizer=None and give it prompt_embeds"
+        )
+        return False
+    if config.padding != "read":
+        note(
+            "text.padding=hidden: this stage was trained with zeros after a caption's end, where diffusers' pipeline gives it T5's answers"
+        )
+    if task.config.null_text != "empty":
+        note(
+            f"null_text={task.config.null_text}: diffusers' pipeline guides away from the empty caption; give it negative_prompt_embeds"
+        )
+    reader = Path(tokenizer_of(str(place)))
+    if reader == place:  # both in one folder
+        (folder / "text_encoder").mkdir()
+        (folder / "tokenizer").mkdir()
+        for path in sorted(place.iterdir()):
+            if path.is_file():
+                shutil.copyfile(path, folder / ("tokenizer" if path.name in _TOKENIZER_FILES else "text_encoder") / path.name)  # fmt: skip
+    else:
+        shutil.copytree(place, folder / "text_encoder")
+        shutil.copytree(reader, folder / "tokenizer")
+    return True
+
+
+def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for name, value in tensors:
+        yield name, value if dtype is None else value.to(dtype)
+
+
+def _version() -> dict[str, str]:
+    try:
+        return {"_diffusers_version": metadata.version("diffusers")}
+    except metadata.PackageNotFoundError:  # it is not needed to write its files
+        return {}

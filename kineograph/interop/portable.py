@@ -1,0 +1,52 @@
+"""`kineo export RUN --to safetensors`: a run's weights as plain files, for any family.
+
+DIR/config.yaml            the run's resolved config
+DIR/<stage>.safetensors    weights by their names in the task: averaged ones, or those of the last step
+DIR/<stage>.json           task, step, which weights, their checksum, and what else a rebuild needs (a learned vocabulary)
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from kineograph.core.errors import InputError
+from kineograph.core.run_folder import RunFolder, write_json
+from kineograph.interop.placing import new_folder, refuse_occupied
+from kineograph.train import checkpoint
+
+
+def export_safetensors(
+    run: RunFolder,
+    target: Path,
+    which: str = "last",
+    online: bool = False,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """Every trained stage of a run. → the files."""
+    refuse_occupied(target)
+    tree = run.config()
+    trained = [name for name in tree["stages"] if checkpoint.steps(run.checkpoints(name))]
+    if not trained:
+        raise InputError(f"{run.path} has no trained stage to export: train it first")
+    chosen = {name: checkpoint.choose(run.checkpoints(name), which) for name in trained}
+    for name in tree["stages"]:
+        if name not in trained:
+            note(f"{name} is left out: it has no checkpoint")
+    with new_folder(target) as folder:
+        shutil.copyfile(run.config_file, folder / "config.yaml")
+        for name, found in chosen.items():
+            averaged = not online and found.has("ema")
+            shutil.copyfile(
+                found.path / f"{'ema' if averaged else 'model'}.safetensors", folder / f"{name}.safetensors"
+            )
+            described = {
+                "task": tree["stages"][name]["task"],
+                "step": found.step,
+                "weights": "ema" if averaged else "online",
+                "sha256": found.digest(ema=averaged),
+                "assets": found.state().get("assets", {}),
+            }
+            write_json(folder / f"{name}.json", described)
+    return sorted(target.iterdir())

@@ -1,0 +1,132 @@
+"""Released CogVideoX weights, from a diffusers folder or from SAT's files, in one form: configs as diffusers has them, tensors by its names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kineograph.codec.causal_vae import CausalVAEConfig
+from kineograph.codec.causal_vae_weights import config_of
+from kineograph.core.errors import InputError
+from kineograph.interop import sat_weights
+from kineograph.interop.diffusers_folder import DiffusersFolder, read_folder
+from kineograph.interop.lora import merged
+from kineograph.interop.scheduler import drawn_otherwise, read_scheduler
+from kineograph.process.diffusion import DiffusionConfig
+
+TRANSFORMER, VAE = "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"
+PIPELINES = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One network: its config in diffusers' form, its tensors by diffusers' names, and where they come from."""
+
+    config: dict[str, Any]
+    state: Mapping[str, Tensor]
+    where: Path
+
+
+@dataclass(frozen=True)
+class Released:
+    path: Path
+    transformer: Part
+    vae: Part
+    codec: CausalVAEConfig
+    diffusion: DiffusionConfig
+    solver: str
+    text: Path | None
+    """Folder of the T5 encoder; None where there is none."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels that its pipeline draws by default."""
+        config, step = self.transformer.config, self.codec.spatial
+        high, wide = config.get("sample_height", 60), config.get("sample_width", 90)
+        if (high, wide) == (300, 300):  # 1.5: the largest it was trained on, either way; its authors draw this
+            return 768, 1360
+        return high * step, wide * step
+
+    @property
+    def channels(self) -> int:
+        return int(self.vae.config.get("in_channels", 3))
+
+    @property
+    def frames(self) -> int:
+        return int(self.transformer.config.get("sample_frames", 49))
+
+
+def from_diffusers(path: Path) -> Released:
+    folder = read_folder(path)
+    if folder.pipeline not in PIPELINES:
+        raise InputError(f"{folder.path} is a {folder.pipeline}; {', '.join(PIPELINES)} can be imported")
+    transformer, vae, scheduler = (folder.component(name) for name in ("transformer", "vae", "scheduler"))
+    where = scheduler.config_file
+    diffusion, solver = read_scheduler(scheduler.config, scheduler.kind, where)
+    return Released(
+        path=folder.path,
+        transformer=Part(folder.config("transformer", TRANSFORMER), transformer.weights(), transformer.path),
+        vae=Part(folder.config("vae", VAE), vae.weights(), vae.path),
+        codec=config_of(vae.config, str(vae.config_file)),
+        diffusion=diffusion,
+        solver=solver,
+        text=_text(folder),
+        notes=drawn_otherwise(scheduler.config, where),
+    )
+
+
+def _text(folder: DiffusersFolder) -> Path | None:
+    if "text_encoder" not in folder.components:
+        return None
+    found = folder.component("text_encoder")
+    if found.kind != "T5EncoderModel":
+        raise InputError(f"{found.path}: the text encoder is a {found.kind}, and CogVideoX has a T5EncoderModel")
+    found.weights()  # headers: a shard that is cut short shows now, not at the first caption
+    return found.path
+
+
+def from_sat(path: Path) -> Released:
+    """SAT's files say nothing beside tensors: what the releases have in common is taken for the rest, and said."""
+    folder = path.expanduser()
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: give the one that holds transformer/ and vae/")
+    files = sat_weights.locate_sat(folder)
+    for name in ("transformer", "vae"):
+        if name not in files:
+            raise InputError(f"{folder} has no {name}: {'transformer/latest' if name == 'transformer' else 'vae/*.pt'} is missing")  # fmt: skip
+    saved = sat_weights.read_sat_file(files["transformer"])
+    networks = sat_weights.transformer_state(saved, files["transformer"])
+    lora = sat_weights.adapters(saved, files["transformer"])
+    if lora:
+        networks = dict(merged(networks, lora))
+    codec = sat_weights.vae_state(sat_weights.read_sat_file(files["vae"]), files["vae"])
+    config = sat_weights.transformer_config(networks, files["transformer"])
+    small = not config["use_rotary_positional_embeddings"]  # 2B
+    scale, shift = (1.15258426, 3.0) if small else (0.7, 1.0)
+    if config["patch_size_t"]:
+        config |= {"sample_height": 300, "sample_width": 300, "sample_frames": 81}
+    vae = sat_weights.vae_config(codec, files["vae"])
+    vae |= {"scaling_factor": scale, "invert_scale_latents": bool(config.get("ofs_embed_dim"))}
+    notes = [
+        f"{folder}: SAT's files do not name the latents' scale and the shift; taken as in {'2B' if small else '5B'}: {scale} and {shift}"
+    ]
+    if lora:
+        notes.append(
+            f"{files['transformer']}: {len(lora)} adapters are merged into the matrices below them, with SAT's alpha of 1"
+        )
+    text = next((folder / name for name in ("t5-v1_1-xxl", "text_encoder") if (folder / name).is_dir()), None)
+    return Released(
+        path=folder,
+        transformer=Part(config, networks, files["transformer"]),
+        vae=Part(vae, codec, files["vae"]),
+        codec=config_of(vae, str(files["vae"])),
+        diffusion=DiffusionConfig(schedule="scaled_linear", shift=shift, zero_terminal=True, objective="v"),
+        solver="dpm_solver_sde",
+        text=text,
+        notes=notes,
+    )  # fmt: skip

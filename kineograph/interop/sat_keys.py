@@ -1,0 +1,176 @@
+"""Keys of SAT's configs beside ours, and how their values change. What takes several keys together is in sat_config.py."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+Convert = Callable[[Any], Any]
+NET, MODULES = "model.network_config.params", "model.network_config.params.modules"
+DATA, ADAM = "data.params", "deepspeed.optimizer.params"
+DRAW = "model.sampler_config.params"
+TEXT = "model.conditioner_config.params.emb_models.0"
+VAE = "model.first_stage_config.params"
+DENOISER = "model.denoiser_config.params"
+LOSS = "model.loss_fn_config.params.sigma_sampler_config.params"
+STAGE = "stages.generator"
+RELEASED_FOLDER = "released"
+
+
+def last_of(*known: str) -> Convert:
+    """The last part of a dotted target, where it is one that is meant here."""
+
+    def convert(value: Any) -> Any:
+        last = str(value).rpartition(".")[2]
+        if last not in known:
+            raise ValueError
+        return last
+
+    return convert
+
+
+def folder_name(text: Any) -> str:
+    """A run's name is a folder's name."""
+    return re.sub(r"[^\w.-]+", "-", str(text)).strip("-") or "sat"
+
+
+def only_entry(value: Any) -> Any:
+    """The only entry of a list."""
+    if isinstance(value, list) and len(value) == 1:
+        return value[0]
+    if isinstance(value, str):
+        return value
+    raise ValueError
+
+
+def number(value: Any) -> int | float:
+    """PyYAML's readers take 1e-4 for a word; SAT's files are full of them."""
+    found = float(value)
+    return int(found) if found.is_integer() and not isinstance(value, float) and "e" not in str(value) else found
+
+
+def count(value: Any) -> int:
+    found = float(value)
+    if not found.is_integer():
+        raise ValueError
+    return int(found)
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def patch_of(value: Any) -> tuple[int, int]:
+    """2 or [2, 2, 2] → in time, on a side."""
+    sides = [count(side) for side in value] if isinstance(value, list) else [1, count(value), count(value)]
+    time, height, width = sides
+    if height != width:
+        raise ValueError
+    return time, height
+
+
+def only(*allowed: Any) -> Convert:
+    """A value that says what is so here anyhow."""
+
+    def convert(value: Any) -> None:
+        if value not in allowed:
+            raise ValueError
+
+    return convert
+
+
+def equal(expected: Any) -> Convert:
+    """One value; any other stays untranslated."""
+
+    def convert(value: Any) -> Any:
+        numbers = all(isinstance(part, (int, float)) for part in (value, expected))
+        if not (math.isclose(value, expected) if numbers else value == expected):
+            raise ValueError
+        return value
+
+    return convert
+
+
+def inside(prefix: str) -> Convert:
+    """A path below another."""
+
+    def convert(value: Any) -> Any:
+        if not str(value).startswith(prefix):
+            raise ValueError
+        return value
+
+    return convert
+
+
+# SAT's key, ours, and how the value changes. A ValueError leaves the key untranslated; ours=None: what it says is so here anyhow.
+TABLE: list[tuple[str, str | None, Convert]] = [
+    ("args.experiment_name", "name", folder_name),
+    ("args.seed", "seed", count),
+    ("args.train_iters", "train.steps", count),
+    ("args.log_interval", "train.log_every", count),
+    ("args.save_interval", "train.save_every", count),
+    ("args.num_workers", "train.workers", count),
+    ("args.lr", "train.lr", number),
+    ("args.train_data", "data.folder", only_entry),
+    ("args.checkpoint_activations", "train.checkpointing", flag),
+    ("deepspeed.gradient_clipping", "train.clip", number),
+    (f"{ADAM}.lr", "train.lr", number),
+    (f"{ADAM}.betas", "train.betas", lambda value: [number(part) for part in value]),
+    (f"{ADAM}.eps", "train.eps", number),
+    (f"{ADAM}.weight_decay", "train.weight_decay", number),
+    (f"{DATA}.video_size", "data.size", lambda value: [count(side) for side in value]),
+    (f"{DATA}.fps", "data.fps", number),
+    (f"{DATA}.max_num_frames", "data.frames", count),
+    (f"{NET}.num_layers", f"{STAGE}.depth", count),
+    (f"{NET}.num_attention_heads", f"{STAGE}.heads", count),
+    (f"{NET}.time_embed_dim", f"{STAGE}.time_width", count),
+    (f"{NET}.transformer_args.checkpoint_activations", "train.checkpointing", flag),
+    (f"{NET}.elementwise_affine", None, only(True)),
+    (f"{MODULES}.adaln_layer_config.params.qk_ln", None, only(True)),
+    (f"{MODULES}.pos_embed_config.params.text_length", f"{STAGE}.text.length", count),
+    (f"{TEXT}.params.max_length", f"{STAGE}.text.length", count),
+    (f"{TEXT}.params.model_dir", f"{STAGE}.text.name", str),
+    (f"{TEXT}.is_trainable", None, only(False)),
+    (f"{TEXT}.input_key", None, only("txt")),
+    (f"{TEXT}.ucg_rate", f"{STAGE}.caption_dropout", number),
+    ("model.noised_image_dropout", f"{STAGE}.image.dropout", number),
+    (f"{DENOISER}.num_idx", f"{STAGE}.diffusion.steps", count),
+    (f"{DENOISER}.quantize_c_noise", None, only(False)),
+    (f"{LOSS}.num_idx", f"{STAGE}.diffusion.steps", count),
+    (f"{LOSS}.uniform_sampling", None, only(True)),
+    ("model.loss_fn_config.params.offset_noise_level", None, only(0, 0.0)),
+    ("model.loss_fn_config.params.fixed_frames", None, only(0)),
+    (f"{DRAW}.fixed_frames", None, only(0)),
+    (f"{DRAW}.num_steps", f"{STAGE}.sample.steps", count),
+    (f"{DRAW}.guider_config.params.scale", f"{STAGE}.sample.guidance", number),
+    (f"{DRAW}.guider_config.params.exp", None, only(5)),
+    ("model.scale_factor", None, only(1.15258426, 0.7)),  # as the VAE was released
+    (f"{VAE}.loss_config.target", None, last_of("Identity")),
+    (f"{VAE}.regularizer_config.target", None, last_of("DiagonalGaussianRegularizer")),
+]
+# Classes that stand for what CogVideoX always does.
+CLASSES = {
+    "model.network_config.target": "DiffusionTransformer",
+    f"{MODULES}.patch_embed_config.target": "ImagePatchEmbeddingMixin",
+    f"{MODULES}.adaln_layer_config.target": "AdaLNMixin",
+    f"{MODULES}.final_layer_config.target": "FinalLayerMixin",
+    f"{MODULES}.lora_config.target": "LoraMixin",
+    "model.denoiser_config.target": "DiscreteDenoiser",
+    f"{DENOISER}.weighting_config.target": "EpsWeighting",
+    f"{DENOISER}.scaling_config.target": "VideoScaling",
+    "model.conditioner_config.target": "GeneralConditioner",
+    f"{TEXT}.target": "FrozenT5Embedder",
+    "model.loss_fn_config.target": "VideoDiffusionLoss",
+    "model.loss_fn_config.params.sigma_sampler_config.target": "DiscreteSampling",
+    f"{VAE.removesuffix('.params')}.target": "VideoAutoencoderInferenceWrapper",
+    f"{VAE}.encoder_config.target": "ContextParallelEncoder3D",
+    f"{VAE}.decoder_config.target": "ContextParallelDecoder3D",
+    "data.target": "SFTDataset",
+}
+DISCRETIZATIONS = (f"{DENOISER}.discretization_config", f"{LOSS}.discretization_config", f"{DRAW}.discretization_config")  # fmt: skip
+SAMPLERS = {"VPSDEDPMPP2MSampler": "dpm_solver_sde", "VideoDDIMSampler": "ddim"}
+GUIDERS = {"DynamicCFG": "cosine", "VanillaCFG": "constant"}

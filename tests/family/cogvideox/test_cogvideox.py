@@ -1,0 +1,275 @@
+"""CogVideoX as a stage: latents, text and its null, first frames, padding, losses, validation by ranges, what trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kineograph.core.batch import Batch
+from kineograph.core.config import parse
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise
+from kineograph.core.task import load_weights, parameters_of, weights_of
+from kineograph.family.cogvideox import CogVideoXConfig
+from kineograph.family.cogvideox.shapes import RELEASED
+from kineograph.train.config import EmaConfig, TrainConfig
+from kineograph.train.stepper import Stepper
+
+from .conftest import CAPTIONS, TINY, Make, ToyCodec, clips
+
+NOISE = Noise.for_rows(1, 5, 4)
+
+
+# Config ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", RELEASED)
+def test_a_released_shape_sets_what_is_not_given(shape: str) -> None:
+    keys = {
+        "task": "cogvideox",
+        "codec": "vae",
+        "shape": shape,
+        "text": {"kind": "given", "width": 4096},
+        "null_text": "zeros",
+    }
+    config = parse(CogVideoXConfig, keys)
+    assert (config.width, config.depth) == ((1920, 30) if shape == "2b" else (3072, 42))
+    assert config.diffusion.shift == (3.0 if shape == "2b" else 1.0)
+    assert config.diffusion.zero_terminal and config.diffusion.objective == "v"
+    assert config.text.length == (224 if shape.startswith("1.5") else 226)
+    assert parse(CogVideoXConfig, {**keys, "depth": 2, "diffusion": {"shift": 2}}).depth == 2
+    assert parse(CogVideoXConfig, config.model_dump(mode="json")) == config  # a saved config means the same
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"codec": None}, "codec or weights is required"),
+        ({"null_text": "empty", "text": {"kind": "given", "width": 8}}, "null_text=empty needs an encoder"),
+        ({"lora": {"rank": 4}}, "tune=lora only"),
+        ({"image": {"dropout": 0.5}}, "first_frame=true only"),
+        ({"grid": "slice", "positions": "sincos"}, "grid is read with other positions"),
+        ({"shape": "3b"}, "shape='3b'"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(CogVideoXConfig, {"task": "cogvideox", **TINY, **keys})
+
+
+def test_sizes_that_do_not_fit_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"use 4k\+1"):
+        make(frames=12)
+    with pytest.raises(ConfigError, match=r"10 × 10 pixels .* use multiples of 4"):
+        make(size=10)
+
+
+# Latents ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cached_posterior_is_the_codecs_own(make: Make) -> None:
+    """Training from a cache is training from pixels, and the posterior is sampled anew in every step."""
+    task, batch = make(), clips()
+    kept = task.precompute(batch)["latents"]
+    assert kept.shape == (4, 3, 8, 4, 4)
+    cached = Batch(slots=batch.slots, captions=batch.captions, latents=kept)
+    from_pixels, from_cache = (task.space.read(b, NOISE, True).x0 for b in (batch, cached))
+    assert torch.equal(from_pixels, from_cache)
+    mean = ToyCodec().encode(batch.video)
+    assert 0.01 < (from_cache - mean).std() < 0.06  # 0.7 · e^−3
+    assert not torch.equal(from_cache, task.space.read(cached, Noise.for_rows(1, 6, 4), True).x0)
+    assert torch.equal(task(batch, NOISE).error, task(cached, NOISE).error)
+
+
+def test_latents_of_another_codec_and_ragged_clips_are_refused(make: Make) -> None:
+    task, batch = make(), clips()
+    with pytest.raises(InputError, match="t × 8 × h × w"):
+        task(Batch(slots=batch.slots, captions=batch.captions, latents=torch.zeros(4, 3, 6, 4, 4)), NOISE)
+    with pytest.raises(InputError, match=r"data\.buckets"):
+        task(replace(batch, frame_mask=torch.ones(4, 9, dtype=torch.bool)), NOISE)
+
+
+def test_any_resolution_trains_in_one_stage(make: Make) -> None:
+    task = make()
+    for frames, size in ((9, 8), (5, 16), (1, 4)):
+        loss = task.loss("model", task(clips(frames=frames, size=size), NOISE)).total.value()
+        assert loss.isfinite()
+
+
+def test_padding_in_time_repeats_the_first_latents(make: Make) -> None:
+    task = make(patch_time=2, grid="slice")
+    found = task.space.read(clips(), NOISE, True)
+    assert found.padding == 1 and found.x0.shape[1] == 4
+    assert torch.equal(found.x0[:, 0], found.x0[:, 1])
+    assert make(patch_time=2, grid="slice", frames=5).space.read(clips(frames=5), NOISE, True).padding == 0
+    assert task.tokens_per_clip() == 2 * 2 * 2 + 6
+
+
+# The loss --------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_squared_error_of_v_in_float32(make: Make) -> None:
+    """v-MSE is the error of x0 over 1 − ᾱ."""
+    task, batch = make(caption_dropout=0.0), clips()
+    x0 = task.space.read(batch, NOISE, True).x0
+    t, eps = NOISE.integers("time", 1000), NOISE.normal("noise", *x0.shape[1:])
+    kept = torch.tensor(task.diffusion.alpha_bar)[t].view(-1, 1, 1, 1, 1).float()
+    x_t = kept.sqrt() * x0 + (1 - kept).sqrt() * eps
+    v = task.predict(x_t, t, task.texts.of_batch(batch))
+    wanted = ((kept.sqrt() * x_t - (1 - kept).sqrt() * v - x0) ** 2).flatten(1).mean(1) / (1 - kept.flatten())
+    found = task(batch, NOISE).error
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, wanted, rtol=1e-3)
+
+
+def test_a_new_stage_starts_with_every_block_silent(make: Make) -> None:
+    """Zero output: the loss is the variance of the target, and every weight of the last layer has a gradient."""
+    task = make(lively=False)
+    loss = task.loss("model", task(clips(), NOISE)).total.value()
+    assert 0.1 < loss < 2.0
+    loss.backward()
+    assert task.network.patch_out.weight.grad.abs().sum() > 0
+
+
+def test_validation_gives_the_loss_of_every_range_of_noise(make: Make) -> None:
+    task, batch = make(validation_bins=4).eval(), clips()
+    one, two = (task.validate(batch, NOISE) for _ in range(2))
+    names = ["loss/t0000-0249", "loss/t0250-0499", "loss/t0500-0749", "loss/t0750-0999"]
+    assert list(one) == ["loss", *names]
+    assert all(torch.equal(one[name].sum, two[name].sum) for name in one)
+    values = torch.stack([one[name].value() for name in names])
+    assert torch.allclose(one["loss"].value(), values.mean())
+    assert values.std() > 0  # little noise is harder to tell from the data than much
+    levels = [task._level(NOISE, low, low + 250) for low in (0, 250, 500, 750)]
+    assert all(((low <= t) & (t < low + 250)).all() for low, t in zip((0, 250, 500, 750), levels, strict=True))
+
+
+def test_learns_one_clip(make: Make) -> None:
+    task, batch = make(lively=False, caption_dropout=0.0), clips(rows=2)
+    stepper = Stepper(task, TrainConfig(lr=3e-3, batch_size=2, warmup=0, steps=80, ema=EmaConfig(decay=0)))
+    losses = [float(stepper.step(step, [batch])["loss"]) for step in range(80)]
+    assert sum(losses[-10:]) < 0.4 * sum(losses[:10])
+
+
+# Text ------------------------------------------------------------------------------------------------------------
+
+
+def test_captions_matter_and_dropped_ones_do_not(make: Make) -> None:
+    task, batch = make(), clips()
+    other = replace(batch, captions=CAPTIONS[::-1])
+    assert not torch.allclose(task.texts.of_batch(batch), task.texts.of_batch(other))
+    dropped = torch.ones(4, dtype=torch.bool)
+    assert torch.equal(task.texts.of_batch(batch, dropped), task.texts.of_batch(other, dropped))
+
+
+@pytest.mark.parametrize("null", ["empty", "zeros", "learned"])
+def test_no_caption_is_the_same_in_training_and_drawing(make: Make, null: str) -> None:
+    from kineograph.core.batch import Prompts
+
+    task = make(null_text=null)
+    trained = task.texts.of_batch(clips(), torch.ones(4, dtype=torch.bool))
+    _, away = task.texts.of_prompts(Prompts(NOISE, captions=CAPTIONS))
+    free, nothing = task.texts.of_prompts(Prompts(NOISE))
+    assert nothing is None
+    assert torch.equal(trained, away) and torch.equal(trained, free)
+    assert torch.equal(trained, task.texts.of_batch(replace(clips(), captions=[""] * 4)))
+    assert trained.any() == (null != "zeros")
+    _, negative = task.texts.of_prompts(Prompts(NOISE, captions=CAPTIONS, negative=["three"] * 4))
+    assert not torch.equal(negative, away)
+
+
+def test_given_embeddings_are_hidden_where_masked(make: Make) -> None:
+    task = make(text={"kind": "given", "width": 8, "length": 5}, null_text="learned")
+    embeds = torch.randn(4, 5, 8)
+    mask = torch.arange(5)[None] < torch.tensor([1, 2, 3, 5])[:, None]
+    batch = replace(clips(captions=False), text_embeds=embeds, text_mask=mask)
+    changed = replace(batch, text_embeds=torch.where(mask[..., None], embeds, 9.0))
+    assert torch.equal(task(batch, NOISE).error, task(changed, NOISE).error)
+    assert task.precompute(batch).keys() == {"latents", "text_embeds", "text_mask"}
+    with pytest.raises(InputError, match="8"):
+        task(replace(batch, text_embeds=torch.zeros(4, 5, 3)), NOISE)
+
+
+def test_without_text_nothing_is_asked(make: Make) -> None:
+    task = make(text={"kind": "none"}, null_text="zeros")
+    assert task.reads == {"pixels"}
+    assert task(clips(captions=False), NOISE).error.isfinite().all()
+
+
+# Image to video --------------------------------------------------------------------------------------------------
+
+
+def image_to_video(make: Make, **image) -> object:
+    return make(first_frame=True, image={"dropout": 0.0, "noise": None, **image})
+
+
+def test_the_first_frame_is_shown_at_the_beginning(make: Make) -> None:
+    task, batch = image_to_video(make), clips()
+    found = task.space.read(batch, NOISE, True)
+    shown = task.space.shown(found.first, found.padding, found.x0)
+    assert shown.shape == found.x0.shape and not shown[:, 1:].any()
+    assert (shown[:, 0] - ToyCodec().encode(batch.video[:, :1])[:, 0]).abs().max() < 0.2
+    assert task.network.patch_in.in_features == 2 * 4 * 4
+    other = replace(batch, pixels=torch.cat([255 - batch.pixels[:, :1], batch.pixels[:, 1:]], dim=1))
+    assert not torch.equal(task.space.read(other, NOISE, True).first, found.first)
+
+
+def test_padding_shows_the_first_frame_too(make: Make) -> None:
+    task = make(first_frame=True, patch_time=2, grid="slice", image={"dropout": 0.0})
+    found = task.space.read(clips(), NOISE, True)
+    shown = task.space.shown(found.first, found.padding, found.x0)
+    assert torch.equal(shown[:, 0], shown[:, 1]) and shown[:, 0].any() and not shown[:, 2:].any()
+
+
+def test_the_first_frame_is_noised_and_dropped_in_training_only(make: Make) -> None:
+    batch = clips()
+    clean = image_to_video(make).space.read(batch, NOISE, True).first
+    noisy = image_to_video(make, noise=(-1.0, 0.1)).space
+    assert 0.1 < (noisy.read(batch, NOISE, True).first - clean).std() < 0.6  # 0.7 · e^−1
+    assert torch.equal(noisy.read(batch, NOISE, False).first, clean)
+    gone = image_to_video(make, dropout=1.0).space
+    assert not gone.read(batch, NOISE, True).first.any()
+    assert torch.equal(gone.read(batch, NOISE, False).first, clean)
+
+
+def test_a_cache_holds_the_first_frame_by_itself(make: Make) -> None:
+    task, batch = image_to_video(make), clips()
+    kept = task.precompute(batch)["latents"]
+    assert kept.shape[1] == 1 + 3
+    cached = Batch(slots=batch.slots, captions=batch.captions, latents=kept)
+    one, two = (task.space.read(b, NOISE, True) for b in (batch, cached))
+    assert torch.equal(one.x0, two.x0)
+    assert torch.allclose(one.first, two.first, atol=1e-6)
+
+
+def test_the_released_image_model_divides_its_first_frame_by_the_scale(make: Make) -> None:
+    plain, inverse = (
+        make(first_frame=True, image={"dropout": 0.0, "noise": None}, first_frame_inverse_scale=inverse).space
+        for inverse in (False, True)
+    )
+    one, two = (space.read(clips(), NOISE, True) for space in (plain, inverse))
+    assert torch.equal(one.x0, two.x0)
+    assert torch.allclose(two.first, one.first / 0.49)
+
+
+# Storage ---------------------------------------------------------------------------------------------------------
+
+
+def test_weights_may_be_kept_in_bf16(make: Make) -> None:
+    full, half = make(), make(weights_in="bf16")
+    assert all(p.dtype == torch.bfloat16 for p in half.network.parameters())
+    one, two = (task(clips(), NOISE).error for task in (full, half))
+    assert two.dtype == torch.float32
+    assert torch.allclose(one, two, rtol=0.05) and not torch.equal(one, two)
+
+
+def test_everything_trains_and_is_saved(make: Make) -> None:
+    task = make()
+    names = set(parameters_of(task, "model"))
+    assert names == {name for name, _ in task.named_parameters()}
+    saved = {name: value.clone() for name, value in weights_of(task).items()}
+    again = make(lively=False, assets=task.assets())
+    load_weights(again, saved)
+    assert torch.equal(task(clips(), NOISE).error, again(clips(), NOISE).error)

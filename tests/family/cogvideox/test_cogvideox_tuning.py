@@ -1,0 +1,172 @@
+"""What trains: adapters or parts; the rest frozen, unsaved, and told apart by a digest. And starting from a folder of diffusers' form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise
+from kineograph.core.task import load_weights, parameters_of, weights_of
+from kineograph.family.cogvideox import CogVideoX, tuning, weights
+from kineograph.train.config import EmaConfig, TrainConfig
+from kineograph.train.stepper import Stepper
+
+from .conftest import Make, clips
+
+NOISE = Noise.for_rows(1, 5, 4)
+LORA = {"tune": "lora", "lora": {"rank": 2, "alpha": 4}}
+
+
+def stepped(task: CogVideoX, steps: int = 2, **keys: Any) -> Stepper:
+    config = TrainConfig(lr=1e-2, batch_size=4, warmup=0, steps=steps, **keys)
+    stepper = Stepper(task, config)
+    for step in range(steps):
+        stepper.step(step, [clips()])
+    return stepper
+
+
+@pytest.fixture
+def folder(make: Make, tmp_path: Path) -> Path:
+    """Released weights, but for the VAE: of a tiny stage with random weights."""
+    place = tmp_path / "released" / "transformer"
+    place.mkdir(parents=True)
+    state = {name: value.contiguous() for name, value in weights.diffusers_state(make()).items()}
+    save_file(state, place / "diffusion_pytorch_model.safetensors")
+    return place.parent
+
+
+def test_adapters_start_silent_and_alone_train(make: Make) -> None:
+    plain, adapted = make(lively=False), make(lively=False, **LORA)
+    names = set(parameters_of(adapted, "model"))
+    own = {name for name in names if name.startswith("network.")}
+    assert len(own) == 2 * 4 * 2 and all(".lora_" in name for name in own)
+    assert any(name.startswith("texts.") for name in names)  # a learned encoder goes on learning
+    weights.load_network(adapted.network, weights.network_state(plain.network))
+    load = {name: value for name, value in weights_of(plain).items() if name.startswith("texts.")}
+    load_weights(adapted, {**weights_of(adapted), **load})
+    assert torch.allclose(plain(clips(), NOISE).error, adapted(clips(), NOISE).error)
+
+
+@pytest.mark.parametrize("keys", [LORA, {"tune": ["blocks.*.attention.*", "patch_out.*"]}])
+def test_what_is_frozen_stays_and_is_not_saved(make: Make, keys: dict[str, Any]) -> None:
+    task = make(**keys)
+    before = {name: p.detach().clone() for name, p in task.network.named_parameters()}
+    trained = {name.removeprefix("network.") for name in parameters_of(task, "model") if name.startswith("network.")}
+    stepper = stepped(task, ema=EmaConfig(decay=0.5))
+    changed = {name for name, p in task.network.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == trained and trained < before.keys()
+    for kind in ("model", "ema"):
+        saved = stepper.tensors()[kind]
+        assert {name.removeprefix("network.") for name in saved if name.startswith("network.")} == trained
+    moments = {key.partition(".")[2] for key in stepper.tensors()["optimizer"] if "network." in key}
+    assert {name.removeprefix("network.") for name in moments} == trained
+    task.train()
+    assert not task.network.norm_final.training  # deaf to .train()
+
+
+def test_averages_of_adapters_are_what_is_judged(make: Make) -> None:
+    stepper = stepped(make(**LORA), ema=EmaConfig(decay=0.9))
+    with stepper.eval_mode() as task:
+        averaged = task.validate(clips(), NOISE)["loss"].value()
+    with stepper.eval_mode(ema=False) as task:
+        online = task.validate(clips(), NOISE)["loss"].value()
+    assert not torch.equal(averaged, online)
+
+
+def test_bf16_weights_keep_adapters_in_float32(make: Make) -> None:
+    task = make(weights_in="bf16", **LORA)
+    kinds = {p.dtype: name for name, p in task.network.named_parameters() if p.requires_grad}
+    assert list(kinds) == [torch.float32]
+    stepper = stepped(task)
+    assert all(p.dtype == torch.bfloat16 for name, p in task.network.named_parameters() if ".lora_" not in name)
+    assert stepper.skipped == 0
+
+
+def test_targets_and_patterns_that_fit_nothing_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"lora\.targets='query' fits no layer: .*to_q"):
+        make(tune="lora", lora={"targets": ["query"]})
+    with pytest.raises(ConfigError, match=r"tune='attn\.\*' fits no parameter"):
+        make(tune=["attn.*"])
+
+
+def test_diffusers_name_of_the_output_layer_is_understood(make: Make) -> None:
+    task = make(tune="lora", lora={"rank": 2, "targets": ["to_out.0", "up"]})
+    adapted = {name.partition(".lora_")[0] for name in parameters_of(task, "model") if ".lora_" in name}
+    assert adapted == {f"network.blocks.{n}.{part}" for n in range(2) for part in ("attention.to_out", "mlp.up")}
+
+
+# A folder of released weights ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tune", ["full", "lora", ("patch_out.*",)])
+def test_starts_from_released_weights(make: Make, folder: Path, tune: Any) -> None:
+    """`codec` names a stage here: the folder of this test has no VAE."""
+    source = make()
+    task = make(lively=False, weights=str(folder), tune=tune)
+    found = weights.diffusers_state(task)
+    assert all(torch.equal(found[name], value) for name, value in weights.diffusers_state(source).items())
+    assert all(not p.is_meta for p in task.parameters())
+    assert json.loads(task.assets()[tuning.ASSET])["folder"] == str(folder)
+
+
+def test_a_saved_stage_comes_back_over_its_base(make: Make, folder: Path) -> None:
+    keys = {**LORA, "weights": str(folder), "lively": False}
+    task = make(**keys)
+    stepped(task, ema=EmaConfig(decay=0))
+    saved = {name: value.clone() for name, value in weights_of(task).items()}
+    assert sum(value.numel() for value in saved.values()) < sum(p.numel() for p in task.network.parameters()) / 2
+    again = make(assets=task.assets(), **keys)
+    load_weights(again, saved)
+    assert torch.equal(task(clips(), NOISE).error, again(clips(), NOISE).error)
+
+
+def test_adapters_refuse_another_base(make: Make, folder: Path) -> None:
+    keys = {**LORA, "weights": str(folder), "lively": False}
+    assets = make(**keys).assets()
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    state = {name: value.contiguous() for name, value in weights.diffusers_state(make()).items()}
+    state["proj_out.weight"] = state["proj_out.weight"] + 1
+    save_file(state, file)
+    with pytest.raises(InputError, match="holds other weights than the ones"):
+        make(assets=assets, **keys)
+
+
+def test_a_stage_that_trains_everything_needs_its_folder_once(make: Make, folder: Path) -> None:
+    keys = {"weights": str(folder), "lively": False}
+    assets = make(**keys).assets()
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    again = make(assets=assets, **keys)  # its own checkpoint holds all weights
+    assert again.assets() == assets
+    with pytest.raises(InputError, match="neither diffusion_pytorch_model"):
+        make(**keys)
+
+
+def test_a_folder_of_another_shape_is_refused_by_name(make: Make, folder: Path) -> None:
+    with pytest.raises(InputError, match=r"lack transformer_blocks\.2\."):
+        make(weights=str(folder), depth=3)
+    with pytest.raises(InputError, match="has no folder transformer"):
+        make(weights=str(folder / "transformer"))
+
+
+# Adapters by name ------------------------------------------------------------------------------------------------
+
+
+def test_adapters_go_out_and_in_under_diffusers_names(make: Make) -> None:
+    task, other = make(**LORA), make(**LORA)
+    stepped(task, ema=EmaConfig(decay=0))
+    state = {name: value.clone() for name, value in weights.lora_state(task).items()}
+    assert "transformer_blocks.1.attn1.to_out.0.lora_B.weight" in state and len(state) == 16
+    weights.load_lora_state(other, {f"transformer.{name}": value for name, value in state.items()})
+    assert all(torch.equal(value, state[name]) for name, value in weights.lora_state(other).items())
+    with pytest.raises(InputError, match=r"set lora\.rank to 3"):
+        weights.load_lora_state(other, {name: value.repeat(2, 2)[:3, :3] for name, value in state.items()})
+    with pytest.raises(InputError, match="lack transformer_blocks"):
+        weights.load_lora_state(other, {})
+    with pytest.raises(InputError, match="tune=lora"):
+        weights.load_lora_state(make(), state)

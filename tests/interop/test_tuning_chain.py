@@ -1,0 +1,90 @@
+"""The whole way: a released folder, tuned here by the command, taken out, and loaded by diffusers."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from diffusers import CogVideoXPipeline
+
+from kineograph import cli
+from kineograph.core.config import read_yaml
+from kineograph.run.plan import make_plan
+from tests.interop.test_import_export import CLOSE, our_answer, ours
+from tests.interop.tiny import TEXT_LENGTH, answer, tiny_pipeline
+
+
+def kineo(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(words))
+    return int(end.value.code or 0)
+
+
+def config(place: Path, stage: dict[str, Any]) -> str:
+    tree = {
+        "name": "tuned",
+        "data": {"size": 32, "frames": 5, "glyphs": 2},
+        "train": {
+            "steps": 2, "batch_size": 2, "lr": 0.01, "warmup": 0, "workers": 0, "trackers": [], "device": "cpu", "sample_every": 0,
+            "validate_every": 0, "ema": {"decay": 0.5},
+        },
+        "stages": {
+            "generator": {
+                "task": "cogvideox", "depth": 2, "heads": 2, "head_width": 16, "time_width": 8, "positions": "sincos", "base_size": [4, 4],
+                "base_frames": 2, "text": {"kind": "t5", "length": TEXT_LENGTH, "padding": "read"}, "diffusion": {"shift": 1.0}, **stage,
+            }
+        },
+    }  # fmt: skip
+    place.write_text(yaml.safe_dump(tree))
+    return str(place)
+
+
+def test_adapters_tuned_on_a_folder(released: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    stage = {"weights": str(released), "tune": "lora", "lora": {"rank": 2, "alpha": 3.0}}
+    run, alone, merged = (tmp_path / name for name in ("run", "alone", "merged"))
+    assert kineo("train", config(tmp_path / "c.yaml", stage), "--run", str(run)) == 0, capsys.readouterr().err
+    assert kineo("export", str(run), "--to", "diffusers", str(merged)) == 0, capsys.readouterr().err
+    assert kineo("export", str(run), "--to", "diffusers", "--lora", str(alone)) == 0
+    here = our_answer(ours(run))
+    pipeline = CogVideoXPipeline.from_pretrained(merged)
+    torch.testing.assert_close(answer(pipeline.transformer), here, **CLOSE)
+    plain = CogVideoXPipeline.from_pretrained(released)
+    assert (answer(plain.transformer) - here).abs().max() > 1e-3  # it learned something
+    plain.load_lora_weights(alone)
+    torch.testing.assert_close(answer(plain.transformer), here, **CLOSE)
+    # averaged weights by default, those of the last step when asked for
+    assert kineo("export", str(run), "--to", "diffusers", "--online", str(tmp_path / "online")) == 0
+    online = CogVideoXPipeline.from_pretrained(tmp_path / "online").transformer
+    assert (answer(online) - here).abs().max() > 1e-5
+
+
+@pytest.mark.slow
+def test_all_weights_tuned_from_an_imported_run(released: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    start, run, out = (tmp_path / name for name in ("start", "run", "out"))
+    assert kineo("import", str(released), "--from", "diffusers", "--run", str(start)) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.strip() == str(start)
+    text = {"kind": "t5", "name": str(released / "text_encoder"), "length": TEXT_LENGTH, "padding": "read"}
+    stage = {"codec": f"{start}/vae", "init": f"{start}/generator", "text": text}
+    assert kineo("train", config(tmp_path / "c.yaml", stage), "--run", str(run)) == 0
+    said = capsys.readouterr().err
+    whole = len(ours(start).network.state_dict())
+    assert f"{whole} of {whole} tensors taken" in said
+    assert kineo("export", str(run), "--to", "diffusers", str(out)) == 0, capsys.readouterr().err
+    pipeline = CogVideoXPipeline.from_pretrained(out)
+    here = our_answer(ours(run))
+    torch.testing.assert_close(answer(pipeline.transformer), here, **CLOSE)
+    assert (answer(tiny_pipeline().transformer) - here).abs().max() > 1e-3
+
+
+def test_the_examples_in_the_documents_are_plans() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "interop.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(?m)^    stages:\n(?:(?:    .*)?\n)+?(?=\S|\n    stages|\n\S)", text)
+    assert len(blocks) == 2
+    for block in blocks:
+        plan = make_plan(read_yaml(textwrap.dedent(block), "block"))
+        assert [stage.spec.config.task for stage in plan.stages] == ["cogvideox"]
