@@ -22,7 +22,8 @@ from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
 from kineograph.evaluate import record, sheets
 from kineograph.evaluate.console import open_console
-from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject
+from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject, ToFetch
+from kineograph.evaluate.extractor.opening import Extractors, read_choices
 from kineograph.sample.draw import as_judged, device_for, draw
 from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
@@ -100,11 +101,14 @@ def evaluate(
     seed: int = 0,
     batch: int = 32,
     dataset: Any = None,
+    extractors: Sequence[str] = (),
     note: Note = say,
 ) -> Evaluation:
     """Judge a run: the stage that draws at `checkpoint`, the stages under it as it uses them (or `stage` alone).
 
-    `metrics` None takes all that apply; named ones must. Writes RUN/evaluation.json and pictures under RUN/evaluation/.
+    `metrics` None takes all that apply; named ones must, unless they wait for weights that can be fetched and others ran.
+    `extractors`: what metrics look through, each `NAME|FILE` (for fid, rfid, kid, is) or `METRIC=NAME|FILE`.
+    Writes RUN/evaluation.json and pictures under RUN/evaluation/.
     """
     if split not in get_args(Split):
         raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
@@ -113,13 +117,28 @@ def evaluate(
     folder = RunFolder.existing(run)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     stages = Stages(folder, device_for(device))
+    looking = Extractors(stages.device, read_choices(list(extractors)))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
-    reasons: dict[str, list[str]] = {name: [] for name in chosen}
+    reasons: dict[str, list[LeftOut]] = {name: [] for name in chosen}
+    tree = folder.config()
+    run_seed = int(tree.get("seed", 0))
     for name in names:
         step = checkpoints.choose(folder.checkpoints(name), checkpoint if name == main else "last").step
-        judge = _Judge(folder, stages, name, step, name == main, split, samples, seed, batch, dataset, note)
-        judged = judge.run(chosen, reasons, found)
+        spec = read_stage(tree, name)
+        task = stages.load(name, step)
+        source = _open(spec, split, run_seed, dataset)
+        if len(source) < samples:
+            note(
+                f"{name}: the {split} split has {len(source)} items, so {len(source)} samples are judged instead of {samples}"
+            )
+        judge = Judge(
+            spec, task, source, stages.device, samples, run_seed, looking, stages, seed, batch, name == main, bar=True
+        )
+        results, pictures = judge.run(chosen, reasons)
+        judged = Judged(name, spec.config.task, step, results)
+        where = f"{split}-{name}-step-{step:08d}"
+        found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
         if judged.results:
             weights = stages.opened[f"{folder.path}/{name}"]
             record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
@@ -142,63 +161,54 @@ def _stages_to_judge(run: RunFolder, wanted: str | None) -> tuple[str, list[str]
         return trained[-1], trained
 
 
-def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[str]], asked: bool) -> None:
-    """Metrics that judged nothing: an error when they were asked for by name, else a line if there is something to say."""
+def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]], asked: bool) -> None:
+    """Metrics that judged nothing: an error when they were asked for by name, else a line if there is something to say. What only
+    waits for something to be fetched is a line in either case, as long as another metric has an answer."""
     done = {name for judged in found.judged for name in judged.results}
+    lines: dict[str, list[str]] = {}  # reason → metrics
     for name, metric in chosen.items():
         if name in done:
             continue
-        why = (
-            "; ".join(dict.fromkeys(reasons[name]))
-            or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
-        )
-        if asked:
+        why = "; ".join(dict.fromkeys(map(str, reasons[name])))
+        waits = bool(done) and any(isinstance(reason, ToFetch) for reason in reasons[name])
+        if asked and not waits:
+            why = why or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
             raise InputError(f"--metrics {name} does not apply to {found.run}: {why}")
-        if reasons[name]:
-            found.left_out.append(f"{name} is left out: {why}")
+        if why:
+            lines.setdefault(why, []).append(name)
+    for why, names in lines.items():
+        found.left_out.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} left out: {why}")
 
 
-class _Judge:
-    """Everything about one stage's judgement."""
+class Judge:
+    """One stage's judgement: a trained one that was loaded, or one that is being trained."""
 
     def __init__(
         self,
-        folder: RunFolder,
-        stages: Stages,
-        name: str,
-        step: int,
-        draws: bool,
-        split: str,
+        spec: StageSpec,
+        task: Task,
+        source: Source,
+        device: torch.device,
         samples: int,
-        seed: int,
-        batch: int,
-        dataset: Any,
-        note: Note,
+        run_seed: int,
+        extractors: Extractors,
+        stages: Stages | None = None,
+        seed: int = 0,
+        batch: int = 32,
+        draws: bool = True,
+        bar: bool = False,
     ) -> None:
-        tree = folder.config()
-        self.folder, self.name, self.step, self.split, self.seed, self.batch = folder, name, step, split, seed, batch
-        self.device, self.note = stages.device, note
-        self.spec: StageSpec = read_stage(tree, name)
-        self.task: Task = stages.load(name, step)
-        self.draws = draws and self.task.can_sample
-        self.run_seed = int(tree.get("seed", 0))
-        self.source = _open(self.spec, split, self.run_seed, dataset)
-        self.count = min(samples, len(self.source))
-        if self.count < samples:
-            note(
-                f"{name}: the {split} split has {self.count} items, so {self.count} samples are judged instead of {samples}"
-            )
+        self.name, self.spec, self.task, self.source, self.device = spec.name, spec, task, source, device
+        self.run_seed, self.seed, self.batch, self.bar = run_seed, seed, batch, bar
+        self.extractors, self.stages = extractors, stages
+        self.draws = draws and task.can_sample
+        self.count = min(samples, len(source))
 
-    def run(self, chosen: dict[str, Any], reasons: dict[str, list[str]], found: Evaluation) -> Judged:
-        subject = self._subject()
-        offered = self._offered(subject)
-        metrics: dict[str, Metric] = {}
-        for name, metric in chosen.items():
-            if metric.needs <= offered:
-                try:
-                    metrics[name] = metric.open(subject)
-                except LeftOut as reason:
-                    reasons[name].append(str(reason))
+    def run(
+        self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]
+    ) -> tuple[dict[str, Result], sheets.Pictures]:
+        """What the metrics found, and pictures of what they saw; `reasons` hears why one of them judged nothing."""
+        metrics = self.open(chosen, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
         for evidence in self._evidence(needed) if metrics else ():
@@ -207,14 +217,29 @@ class _Judge:
                 try:
                     remarks.append(metric.update(evidence))
                 except LeftOut as reason:
-                    reasons[name].append(str(reason))
+                    reasons[name].append(reason)
                     del metrics[name]
             pictures.add(evidence, [said for said in remarks if said])
-        where = self.folder.path / "evaluation"
-        found.files += pictures.write(where, f"{self.split}-{self.name}-step-{self.step:08d}", self.spec.data.shape.fps)
-        return Judged(
-            self.name, self.spec.config.task, self.step, {name: metric.compute() for name, metric in metrics.items()}
-        )
+        results: dict[str, Result] = {}
+        for name, metric in metrics.items():
+            try:
+                results[name] = metric.compute()
+            except LeftOut as reason:
+                reasons[name].append(reason)
+        return results, pictures
+
+    def open(self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
+        """The metrics that can judge this stage."""
+        subject = self._subject()
+        offered = self._offered(subject)
+        metrics: dict[str, Metric] = {}
+        for name, metric in chosen.items():
+            if metric.needs <= offered:
+                try:
+                    metrics[name] = metric.open(subject)
+                except LeftOut as reason:
+                    reasons[name].append(reason)
+        return metrics
 
     def _subject(self) -> Subject:
         captions = [self.source.caption(index) for index in range(min(FIRST_LOOK, len(self.source)))]
@@ -226,6 +251,8 @@ class _Judge:
             self.spec.data.shape,
             self.device,
             known if len(known) == len(captions) else None,
+            self.extractors,
+            self.stages,
         )
 
     def _offered(self, subject: Subject) -> frozenset[Kind]:
@@ -235,6 +262,8 @@ class _Judge:
             offered.add("captions")
         if self.draws:
             offered.add("generated")
+        if subject.shape.frames > 1:
+            offered.add("clips")
         if type(self.task).reconstruct is not Task.reconstruct:
             offered.add("reconstruction")
         if hasattr(self.task, "encode") and getattr(self.task, "vocabulary", None):
@@ -245,7 +274,8 @@ class _Judge:
         """The same items in the same order every time; those that training validates on come first."""
         loader = Loader(self.source, seed=key_of(self.run_seed, "validation") >> 1, batch_size=self.batch)
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
-        for real in _shown(loader.fixed(self.count, self.batch), self.name, -(-self.count // self.batch)):
+        batches = loader.fixed(self.count, self.batch)
+        for real in _shown(batches, self.name, -(-self.count // self.batch)) if self.bar else batches:
             real = real.to(self.device)
             evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
             if real.pixels is not None:
