@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from kineograph import cli
 from kineograph.codec.adversarial import AdversarialConfig
+from kineograph.codec.causal_vae import CausalVAEConfig
 from kineograph.codec.cvivit import CViViTConfig
 from kineograph.codec.perceptual import PerceptualConfig
 from kineograph.codec.vqgan import VQGANConfig
@@ -72,6 +73,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "task: vqgan", PerceptualConfig, "perceptual.", None),
     (CONFIG, "task: vqgan", AdversarialConfig, "adversarial.", None),
     (CONFIG, "task: cvivit", CViViTConfig, "", StageConfig),
+    (CONFIG, "task: causal_vae", CausalVAEConfig, "", StageConfig),
     (CONFIG, "task: muse", MuseConfig, "", StageConfig),
     (CONFIG, "sample.*", MuseSample, "sample.", None),
     (CONFIG, "text.*", TextConfig, "text.", None),

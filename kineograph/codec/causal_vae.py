@@ -49,7 +49,8 @@ class CausalVAEConfig(StageConfig, CausalVAEShape):
     tile_overlap: tuple[float, float] = (1 / 6, 1 / 5)
     """Share of a tile that the next one overlaps, in height and width."""
     scale: float | Literal["auto"] = "auto"
-    """What latents are multiplied by for generators, so that they have unit variance; auto measures it in training and saves it with the weights."""
+    """What latents are multiplied by for generators, so that they have unit variance about their channels' means; auto measures it in
+    training and saves it with the weights."""
     kl: float = Field(1e-6, ge=0)
     """Weight of the KL divergence from a standard normal, summed over the channels and places of a latent time."""
     loss: Literal["l1", "l2"] = "l1"
@@ -95,9 +96,9 @@ class CausalVAE(Task):
         self.encoder = Encoder(shape.channels, config)
         self.decoder = Decoder(shape.channels, config)
         self.latent_channels = config.latent_channels
-        # of the posterior's means, averaged over steps: 1, mean, mean square; before the first step 0
+        # of each channel of the posterior's means, averaged over steps: 1, mean, mean square; before the first step 0
         if config.scale == "auto":
-            self.register_buffer("spread", torch.zeros(3))
+            self.register_buffer("spread", torch.zeros(3, config.latent_channels))
         self.perceptual = perceptual
         self.discriminator: VideoDiscriminator | None = None
         self.players = ("generator",)  # type: ignore[misc]
@@ -134,11 +135,11 @@ class CausalVAE(Task):
         """What `encode` multiplies the posterior's means (or samples) by."""
         if self.config.scale != "auto":
             return torch.full((), self.config.scale, device=self.encoder.norm_out.weight.device)
-        weight, mean, square = self.spread
+        weight, mean, square = self.spread  # c, each
         known = weight > 0
         weight = torch.where(known, weight, 1)
-        variance = (square / weight - (mean / weight).square()).clamp_min(1e-12)
-        return torch.where(known, variance.rsqrt(), 1)
+        variance = (square / weight - (mean / weight).square()).mean().clamp_min(1e-12)
+        return torch.where(known[0], variance.rsqrt(), 1)
 
     @torch.no_grad()
     def posterior(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
@@ -274,9 +275,9 @@ class CausalVAE(Task):
         """Average the spread of B t c h w over steps, and over the processes of this one."""
         if self.config.scale != "auto":
             return
-        each = torch.stack([torch.ones_like(mean), mean, mean.square()]).mean((-3, -2, -1))  # 3 B t
+        each = torch.stack([torch.ones_like(mean), mean, mean.square()]).mean((-2, -1))  # 3 B t c
         if times is not None:
-            each = each * times
+            each = each * times[:, :, None]
         total = ranks.sum_(each.sum((1, 2)))
         self.spread.lerp_(total / total[0], FORGETS)
 
@@ -308,11 +309,12 @@ class CausalVAE(Task):
         first, second = (
             (part.mean((3, 4)) * times[:, :, None]).sum((0, 1)) / times.sum() for part in (latents, latents.square())
         )
-        deviations = (second - first.square()).clamp_min(0).sqrt()  # c
-        count = torch.full_like(deviations[0], len(batch))
-        named = {f"latents/std_{channel:02d}": Mean(value * count, count) for channel, value in enumerate(deviations)}
-        whole = (second.mean() - first.mean().square()).clamp_min(0).sqrt()
-        return scores(shared, self.config, None, self.perceptual) | {"latents/std": Mean(whole * count, count)} | named
+        variances = (second - first.square()).clamp_min(0)  # c
+        named = {"std": variances.mean().sqrt()}
+        named |= {f"std_{channel:02d}": value.sqrt() for channel, value in enumerate(variances)}
+        count = torch.full_like(variances[0], len(batch))
+        spread = {f"latents/{name}": Mean(value * count, count) for name, value in named.items()}
+        return scores(shared, self.config, None, self.perceptual) | spread
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video, batch.frame_mask))

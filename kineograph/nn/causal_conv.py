@@ -2,6 +2,9 @@
 
 A part that looks back takes `past`, the last frames that it saw of the chunk before (None: the clip begins here), and gives its
 own last frames for the next chunk. The first frame of a clip stands alone: time is halved and doubled behind it.
+
+Shapes are changed by torch's own methods here: there are hundreds of changes in a network, and torch.compile traces each of einops' as
+Python, pattern parsing and all.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
 from torch import Tensor, nn
 
 Statistics = Literal["chunk", "frame"]
@@ -19,12 +21,12 @@ Pasts = tuple[Tensor, Tensor]
 
 def frames_of(x: Tensor) -> Tensor:
     """B C T H W → B·T C H W; in channels_last_3d memory a view, and channels_last."""
-    return rearrange(x, "b c t h w -> (b t) c h w")
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def clips_of(frames: Tensor, clips: int) -> Tensor:
     """B·T C H W → B C T H W"""
-    return rearrange(frames, "(b t) c h w -> b c t h w", b=clips)
+    return frames.unflatten(0, (clips, -1)).transpose(1, 2)
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
@@ -42,7 +44,8 @@ def stretched(x: Tensor, factor: int, first: bool) -> Tensor:
     if factor == 1 or (first and x.shape[2] == 1):
         return x
     rows = x.permute(0, 2, 3, 4, 1)  # the order of channels_last_3d memory
-    longer = repeat(rows[:, 1:] if first else rows, "b t h w c -> b (t s) h w c", s=factor)
+    rest = rows[:, 1:] if first else rows
+    longer = rest.unsqueeze(2).expand(-1, -1, factor, -1, -1, -1).flatten(1, 2)  # B t·s H W C
     if first:
         longer = torch.cat([rows[:, :1], longer], dim=1)
     return longer.permute(0, 4, 1, 2, 3)
@@ -114,11 +117,12 @@ class LatentNorm(nn.Module):
         lead = int(first)
         factor = (x.shape[2] - lead) // (frames - lead) if frames > lead else 1
         y, b = (
-            rearrange(stretched(part(z), factor, first), "b c t h w -> b t h 1 w 1 c").to(x.dtype)
+            stretched(part(z), factor, first).permute(0, 2, 3, 4, 1)[:, :, :, None, :, None].to(x.dtype)
             for part in (self.conv_y, self.conv_b)
-        )
-        places = rearrange(self.norm_layer(x), "b c t (h p) (w q) -> b t h p w q c", h=h, w=w)
-        return rearrange(places * y + b, "b t h p w q c -> b c t (h p) (w q)")
+        )  # B T h 1 w 1 C
+        rows = self.norm_layer(x).permute(0, 2, 3, 4, 1)  # B T H W C
+        places = rows.unflatten(3, (w, -1)).unflatten(2, (h, -1))  # B T h p w q C
+        return (places * y + b).flatten(4, 5).flatten(2, 3).permute(0, 4, 1, 2, 3)
 
 
 class CausalResidual(nn.Module):
