@@ -25,6 +25,10 @@ class ConfigError(InputError):
     """A config key is unknown, ill-typed or does not fit the others."""
 
 
+class NotTrained(InputError):
+    """A stage has no checkpoint yet."""
+
+
 class RunInUse(KineoError):
     """A live process holds the run folder."""
 

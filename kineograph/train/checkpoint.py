@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kineograph.core.errors import InputError, RunFailed
+from kineograph.core.errors import InputError, NotTrained, RunFailed
 from kineograph.core.run_folder import sync_folder, write_json
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -189,7 +189,7 @@ def choose(folder: Path, which: str | int = "last") -> Checkpoint:
     """`last`, `best`, or a step."""
     available = steps(folder)
     if not available:
-        raise InputError(f"{folder} has no checkpoint yet: train first, or name another run")
+        raise NotTrained(f"{folder} has no checkpoint yet: train first, or name another run")
     if which == "last":
         found = latest(folder)
         if found is None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kineograph.core.batch import Prompts
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, NotTrained
 from kineograph.family.dalle2.conditioning import Prior
 from kineograph.family.dalle2.config import DecoderSample
 from kineograph.family.dalle2.latents import inward
@@ -133,7 +133,7 @@ def _small_picture(task: Decoder, prompts: Prompts, options: DecoderSample) -> T
     real = prompts.batch.pixels if prompts.batch is not None else None
     try:
         below = task.drawing_stage("low_res")
-    except InputError:  # not trained: pictures while this stage trains are made of real ones
+    except NotTrained:  # pictures while this stage trains are made of real ones
         if real is None or prompts.prime is not None:
             raise
         below = None
@@ -141,7 +141,12 @@ def _small_picture(task: Decoder, prompts: Prompts, options: DecoderSample) -> T
         return _drawn_below(task, below, prompts, options, size)
     if real is None or prompts.prime is not None:
         raise InputError(
-            "this super-resolution stage has no low_res stage that draws the smaller picture: give a picture to enlarge with --prime"
+            "this super-resolution stage has no low_res stage that draws the smaller picture: "
+            + (
+                "redraw parts (--mask) with one that has"
+                if prompts.mask is not None
+                else "give a picture to enlarge with --prime"
+            )
         )
     return shrink(real[:, 0].float() / 255, size)
 

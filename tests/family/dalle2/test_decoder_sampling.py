@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kineograph.codec.vqgan import VQGAN, VQGANConfig
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig, parse
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, NotTrained
 from kineograph.core.task import Task, freeze
 
 from .conftest import PLAIN, ToyClip, ToyPrior, batch_of, prompts_of
@@ -223,11 +223,17 @@ def test_the_cascade_starts_where_it_is_told(make):
 
 
 def test_while_training_pictures_may_come_from_real_ones(make):
-    def missing(name):
-        raise InputError("that stage has no checkpoint")
+    def untrained(name):
+        raise NotTrained("that stage has no checkpoint")
+
+    def damaged(name):
+        raise InputError("every checkpoint is damaged")
 
     task = make(size=16, low_res="small", low_res_size=8, **PLAIN)
-    task._stage = missing
+    task._stage = damaged
+    with pytest.raises(InputError, match="damaged"):
+        draw(task, prompts_of(4, batch=batch_of()))
+    task._stage = untrained
     with pytest.raises(InputError, match="no checkpoint"):
         draw(task, prompts_of(4))
     a, b = (draw(task, prompts_of(4, batch=batch_of(seed=seed))) for seed in (0, 1))
