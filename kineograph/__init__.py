@@ -9,7 +9,7 @@ kg.load("runs/clips").story(["a red 3 moves left", "a red 3 moves up"]).save("st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,18 +26,29 @@ def train(
     on_log: Callable[[dict[str, Any]], None] | None = None,
     run: str | Path | None = None,
     resume: Literal["auto", "never", "must"] = "auto",
+    resume_from: Sequence[str] = (),
     quiet: bool = False,
     **settings: Any,
 ) -> Path:
-    """Train presets or YAML files; settings are dotted keys. The same call again resumes. → the run folder.
+    """Train presets, YAML or JSON files; settings are dotted keys. The same call again resumes. → the run folder.
 
-    `dataset` is a torch Dataset of yours, in place of `data.source`; `on_log` hears every record of metrics.jsonl.
+    `dataset` is a torch Dataset of yours, in place of `data.source`; `on_log` hears every record of metrics.jsonl; `resume_from`
+    names checkpoints elsewhere (URLs, `wandb:…`) that the run in `run` goes on from.
     """
     from kineograph.run.train import train as run_training
 
     if dataset is not None:
         settings = {"data.source": "dataset", **settings}
-    return run_training(what, run=run, resume=resume, dataset=dataset, on_log=on_log, extra=settings, quiet=quiet)
+    return run_training(
+        what,
+        run=run,
+        resume=resume,
+        dataset=dataset,
+        on_log=on_log,
+        extra=settings,
+        quiet=quiet,
+        resume_from=resume_from,
+    )
 
 
 _train = train  # where kineograph.train, the package, finds it

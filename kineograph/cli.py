@@ -40,15 +40,23 @@ def presets() -> None:
 @app.command(context_settings={"ignore_unknown_options": False})
 def train(
     what: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="PRESET|FILE.yaml … [key=value …]",
-            help="A preset or YAML files, then overrides.",
+            help="A preset, YAML or JSON files, then overrides.",
             show_default=False,
         ),
-    ],
+    ] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/<name>")] = None,
     resume: Annotated[str, typer.Option(help="auto: go on if the run exists; never; must.")] = "auto",
+    resume_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Go on from a checkpoint elsewhere: a folder, a tar, their URL, or wandb:ENTITY/PROJECT/NAME:VERSION.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve, check the data, build, estimate, stop.")] = False,
 ) -> None:
     """Train all stages. The same command again resumes.
@@ -60,11 +68,15 @@ def train(
     if dry_run:
         from kineograph.run.doctor import dry_run as check
 
-        check(what, run, resume)  # type: ignore[arg-type]
+        if resume_from:
+            raise typer.BadParameter(
+                "nothing is fetched in a dry run: leave one of the two out", param_hint="--resume-from"
+            )
+        check(what or [], run, resume)  # type: ignore[arg-type]
         return
     from kineograph.run.train import train as run_training
 
-    folder = run_training(what, run=run, resume=resume)  # type: ignore[arg-type]
+    folder = run_training(what or [], run=run, resume=resume, resume_from=resume_from or ())  # type: ignore[arg-type]
     print(f"done: {folder}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -227,6 +228,28 @@ def test_a_dry_run_exits_0_and_writes_nothing(here: Path, kineo) -> None:
     assert done.code == 0, done.err
     assert "only: Toy" in done.out
     assert everything(here) == {"toy.yaml"}
+
+
+def test_a_json_file_trains_too(here: Path, kineo) -> None:
+    tree = {**TOY, "train": {**TOY["train"], "betas": [0.9, 0.95], "ema": {"decay": 0.5}}}
+    (here / "toy.json").write_text(json.dumps(tree, indent="\t"))
+    done = kineo("train", "toy.json")
+    assert (done.code, done.out) == (0, "done: runs/toy\n"), done.err
+    saved = yaml.safe_load((here / "runs/toy/config.yaml").read_text())
+    assert saved["stages"]["only"]["train"]["betas"] == [0.9, 0.95]
+
+
+def test_train_goes_on_from_a_checkpoint_elsewhere(here: Path, kineo) -> None:
+    assert kineo("train", "toy.yaml").code == 0
+    source = "runs/toy/only/checkpoints/step-00000002"
+    done = kineo("train", "--run", "runs/more", "--resume-from", source, "train.steps=3")
+    assert (done.code, done.out) == (0, "done: runs/more\n"), done.err
+    assert (here / "runs/more/only/checkpoints/step-00000003").is_dir()
+    for words in (["--resume-from", source], ["--run", "runs/x", "--resume-from", "nothing"], []):
+        done = kineo("train", *words)
+        assert done.code == 2 and len(done.err.splitlines()) <= 2, done.err
+    assert kineo("train", "--run", "runs/x", "--resume-from", source, "--dry-run").code == 2
+    assert not (here / "runs/x").exists()
 
 
 def test_train_and_what_the_same_command_does_then(here: Path, kineo) -> None:

@@ -39,7 +39,7 @@ from kineograph.run.plan import RunConfig, make_plan, refuse_changes
 from kineograph.text import TextConfig
 from kineograph.text.clip import ClipConfig
 from kineograph.text.embedding import ClipSource
-from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig
+from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig, WandbConfig
 
 ROOT = Path(__file__).parents[1]
 DATA, CONFIG = (ROOT / "docs" / name for name in ("data.md", "config.md"))
@@ -62,6 +62,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "train.*", TrainConfig, "train.", PlayerConfig),
     (CONFIG, "train.*", PlayerConfig, "train.", None),
     (CONFIG, "train.*", EmaConfig, "train.ema.", None),
+    (CONFIG, "train.*", WandbConfig, "train.wandb.", None),
     (CONFIG, "task: vqgan", VQGANConfig, "", StageConfig),
     (CONFIG, "task: vqgan", VQConfig, "quantizer.", None),
     (CONFIG, "task: vqgan", LFQConfig, "quantizer.", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -37,7 +38,7 @@ class StageConfig(Config):
     skip: bool = False
     """Leave this stage out of training (and unloaded)."""
     init: str | None = None
-    """Warm start: another stage, `runs/x/stage`, or a safetensors file, whose weights are copied where names and shapes fit."""
+    """Warm start: another stage, `runs/x/stage`, a safetensors file, a URL or `wandb:…`, whose weights are copied where names and shapes fit."""
     cache: Literal["auto"] | bool = "auto"
     """Train from tokens on disk instead of pixels: true encodes the data first; auto uses a cache that `kineo cache` made."""
 
@@ -204,13 +205,15 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def load_file(path: Path) -> Tree:
-    """One YAML or JSON file as a tree (JSON is YAML)."""
+    """One YAML or JSON file as a tree."""
+    is_json = path.suffix.lower() == ".json"  # tabs and escaped surrogates make JSON something that YAML is not
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        text = path.read_text(encoding="utf-8-sig")
+        tree = json.loads(text) if is_json else read_yaml(text, str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not readable YAML: {error}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:  # what is not UTF-8 or not JSON is a ValueError
+        raise ConfigError(f"{path} is not readable {'JSON' if is_json else 'YAML'}: {error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

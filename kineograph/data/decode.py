@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
 import warnings
 import zlib
@@ -14,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kineograph.core.errors import Unreadable
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE, pick
-from kineograph.data.transforms import Crop, Framing
+from kineograph.data.transforms import Crop, Framing, Resize
 
 # Pillow warns about metadata that nothing here reads (odd EXIF, unknown chunks); what cannot be decoded is an error, not a warning.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
@@ -53,8 +54,14 @@ class Wanted:
 class MediaConfig(DataConfig):
     """How sources of files read pictures and clips."""
 
+    resize: Resize = "cover"
+    """cover: scale until `size` is covered, then crop; stretch: squeeze the whole picture into it; contain: whole, with bars of `background`."""
     crop: Crop = "center"
-    """Which part stays when the aspect differs (training; validation takes the centre)."""
+    """Which part stays: center; random: anywhere; resized: a random part of random size (training; validation takes the centre)."""
+    crop_area: tuple[float, float] = (0.75, 1.0)
+    """With crop=resized: least and largest share of the picture's area that is taken."""
+    crop_aspect: tuple[float, float] = (1.0, 1.0)
+    """With crop=resized: least and largest aspect of what is taken, as a multiple of that of `size`; it is stretched by that much."""
     flip: float = Field(0.0, ge=0, le=1)
     """Probability of mirroring left and right (training only). Beware of captions that say left or right."""
     rotate: bool = False
@@ -64,8 +71,31 @@ class MediaConfig(DataConfig):
     truncated: bool = False
     """Accept pictures that end too early; what is missing stays gray or black."""
 
+    @model_validator(mode="after")
+    def _ranges(self) -> MediaConfig:
+        for name, (low, high), most in (
+            ("crop_area", self.crop_area, 1.0),
+            ("crop_aspect", self.crop_aspect, math.inf),
+        ):
+            if not 0 < low <= high <= most:
+                raise ValueError(
+                    f"{name}=[{low:g}, {high:g}]: least before largest, above 0" + (" and up to 1" if most == 1 else "")
+                )
+        if self.resize != "cover" and self.crop != "center":
+            raise ValueError(
+                f"crop={self.crop} takes a part, and resize={self.resize} shows the whole picture: use resize=cover, or leave crop out"
+            )
+        return self
+
+    @property
+    def framing(self) -> Framing:
+        bars = 255 if self.background == "white" else 0
+        return Framing(
+            self.size, self.crop, self.flip, self.rotate, self.resize, self.crop_area, self.crop_aspect, bars
+        )
+
     def wanted(self, split: Split) -> Wanted:
-        framing = Framing(self.size, self.crop, self.flip, self.rotate)
+        framing = self.framing
         return Wanted(
             framing if split == "train" else framing.still,
             self.frames,
@@ -219,7 +249,7 @@ def _shrink_while_decoding(image: Image.Image, wanted: Wanted) -> None:
     """JPEGs decode straight to 1/2, 1/4 or 1/8: take what is still at least twice the size that is needed."""
     width, height = image.size
     high, wide = wanted.framing.size
-    scale = max(max(wide, high) / width, max(wide, high) / height)
+    scale = max(max(wide, high) / width, max(wide, high) / height) * wanted.framing.finest
     image.draft("L" if wanted.channels == 1 else "RGB", (int(width * scale * 2), int(height * scale * 2)))
 
 

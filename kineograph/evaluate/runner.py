@@ -116,10 +116,22 @@ def evaluate(
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
     reasons: dict[str, list[str]] = {name: [] for name in chosen}
+    tree = folder.config()
+    run_seed = int(tree.get("seed", 0))
     for name in names:
         step = checkpoints.choose(folder.checkpoints(name), checkpoint if name == main else "last").step
-        judge = _Judge(folder, stages, name, step, name == main, split, samples, seed, batch, dataset, note)
-        judged = judge.run(chosen, reasons, found)
+        spec = read_stage(tree, name)
+        task = stages.load(name, step)
+        source = _open(spec, split, run_seed, dataset)
+        if len(source) < samples:
+            note(
+                f"{name}: the {split} split has {len(source)} items, so {len(source)} samples are judged instead of {samples}"
+            )
+        judge = Judge(spec, task, source, stages.device, samples, run_seed, seed, batch, name == main, bar=True)
+        results, pictures = judge.run(chosen, reasons)
+        judged = Judged(name, spec.config.task, step, results)
+        where = f"{split}-{name}-step-{step:08d}"
+        found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
         if judged.results:
             weights = stages.opened[f"{folder.path}/{name}"]
             record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
@@ -158,38 +170,29 @@ def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[s
             found.left_out.append(f"{name} is left out: {why}")
 
 
-class _Judge:
-    """Everything about one stage's judgement."""
+class Judge:
+    """One stage's judgement: a trained one that was loaded, or one that is being trained."""
 
     def __init__(
         self,
-        folder: RunFolder,
-        stages: Stages,
-        name: str,
-        step: int,
-        draws: bool,
-        split: str,
+        spec: StageSpec,
+        task: Task,
+        source: Source,
+        device: torch.device,
         samples: int,
-        seed: int,
-        batch: int,
-        dataset: Any,
-        note: Note,
+        run_seed: int,
+        seed: int = 0,
+        batch: int = 32,
+        draws: bool = True,
+        bar: bool = False,
     ) -> None:
-        tree = folder.config()
-        self.folder, self.name, self.step, self.split, self.seed, self.batch = folder, name, step, split, seed, batch
-        self.device, self.note = stages.device, note
-        self.spec: StageSpec = read_stage(tree, name)
-        self.task: Task = stages.load(name, step)
-        self.draws = draws and self.task.can_sample
-        self.run_seed = int(tree.get("seed", 0))
-        self.source = _open(self.spec, split, self.run_seed, dataset)
-        self.count = min(samples, len(self.source))
-        if self.count < samples:
-            note(
-                f"{name}: the {split} split has {self.count} items, so {self.count} samples are judged instead of {samples}"
-            )
+        self.name, self.spec, self.task, self.source, self.device = spec.name, spec, task, source, device
+        self.run_seed, self.seed, self.batch, self.bar = run_seed, seed, batch, bar
+        self.draws = draws and task.can_sample
+        self.count = min(samples, len(source))
 
-    def run(self, chosen: dict[str, Any], reasons: dict[str, list[str]], found: Evaluation) -> Judged:
+    def run(self, chosen: dict[str, Any], reasons: dict[str, list[str]]) -> tuple[dict[str, Result], sheets.Pictures]:
+        """What the metrics found, and pictures of what they saw; `reasons` hears why one of them judged nothing."""
         subject = self._subject()
         offered = self._offered(subject)
         metrics: dict[str, Metric] = {}
@@ -210,11 +213,7 @@ class _Judge:
                     reasons[name].append(str(reason))
                     del metrics[name]
             pictures.add(evidence, [said for said in remarks if said])
-        where = self.folder.path / "evaluation"
-        found.files += pictures.write(where, f"{self.split}-{self.name}-step-{self.step:08d}", self.spec.data.shape.fps)
-        return Judged(
-            self.name, self.spec.config.task, self.step, {name: metric.compute() for name, metric in metrics.items()}
-        )
+        return {name: metric.compute() for name, metric in metrics.items()}, pictures
 
     def _subject(self) -> Subject:
         captions = [self.source.caption(index) for index in range(min(FIRST_LOOK, len(self.source)))]
@@ -245,7 +244,8 @@ class _Judge:
         """The same items in the same order every time; those that training validates on come first."""
         loader = Loader(self.source, seed=key_of(self.run_seed, "validation") >> 1, batch_size=self.batch)
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
-        for real in _shown(loader.fixed(self.count, self.batch), self.name, -(-self.count // self.batch)):
+        batches = loader.fixed(self.count, self.batch)
+        for real in _shown(batches, self.name, -(-self.count // self.batch)) if self.bar else batches:
             real = real.to(self.device)
             evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
             if real.pixels is not None:

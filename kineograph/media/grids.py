@@ -56,6 +56,14 @@ def evenly(count: int, most: int) -> list[int]:
     return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
 
 
+def beside(rows: Sequence[tuple[str, Sequence[Tensor]]], captions: Sequence[str | None]) -> Image.Image:
+    """Rows of equally many pictures or clips, each under its title (real, generated, …), a column's caption below it; of a clip, four frames."""
+    images = [_strip(_frames(cell), 4, 2) for _, cells in rows for cell in cells]
+    columns = len(captions)
+    below = [""] * (len(images) - columns) + list(captions)
+    return _Sheet(images, columns, below, [title for title, _ in rows]).paint(images)
+
+
 def side_by_side(rows: Sequence[tuple[str, Sequence[Tensor]]]) -> Tensor:
     """Rows of pictures or clips, each under its title (input, reconstruction, …), T 3 H W; T = 1 for pictures."""
     clips = [[_frames(cell) for cell in cells] for _, cells in rows]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Task, load_weights, weights_of
+from kineograph.run.fetching import fetched, is_remote
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
 from kineograph.sample.stages import Stages
@@ -28,15 +30,22 @@ def stage_seed(plan: Plan, stage: StagePlan) -> int:
 
 
 def build_task(
-    plan: Plan, stage: StagePlan, stages: Stages, data: StageData, folder: RunFolder, note: Callable[[str], None]
+    plan: Plan,
+    stage: StagePlan,
+    stages: Stages,
+    data: StageData,
+    folder: RunFolder,
+    note: Callable[[str], None],
+    brought: Path | None = None,
 ) -> Task:
     """A stage's Task with fresh weights. What it once learned from the data (a vocabulary) comes from its checkpoint.
 
     Before it has one, a stage that starts from another's weights takes over what that one learned: its embeddings are of those words.
+    `brought` is what was fetched for an `init` that lies elsewhere.
     """
     seed = stage_seed(plan, stage)
     torch.manual_seed(key_of(seed, "init") >> 1)
-    found = checkpoint.latest(folder.checkpoints(stage.name)) or _ancestor(stage, stages)
+    found = checkpoint.latest(folder.checkpoints(stage.name)) or _saved(brought) or _ancestor(stage, stages)
     context = BuildContext(
         shape=stage.spec.data.shape,
         seed=seed,
@@ -51,22 +60,41 @@ def build_task(
 def _ancestor(stage: StagePlan, stages: Stages) -> checkpoint.Checkpoint | None:
     """The checkpoint that `init` names; None for a file, which has weights only. It may be yet to come: `kineo cache` builds early."""
     init = stage.spec.config.init
-    if init is None or init.endswith(".safetensors"):
+    if init is None or init.endswith(".safetensors") or is_remote(init):
         return None
     run, name = stages.locate(init)
     return checkpoint.latest(run.checkpoints(name))
 
 
-def warm_start(task: Task, stage: StagePlan, stages: Stages, note: Callable[[str], None]) -> None:
+@contextmanager
+def brought_init(stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> Iterator[Path | None]:
+    """Inside, the file or checkpoint that an `init` which lies elsewhere names; None where nothing is to be fetched."""
+    init = stage.spec.config.init
+    if init is None or not is_remote(init) or checkpoint.latest(folder.checkpoints(stage.name)) is not None:
+        yield None
+        return
+    with fetched(init, folder.stage(stage.name), note) as found:
+        yield found
+
+
+def _saved(brought: Path | None) -> checkpoint.Checkpoint | None:
+    """What was fetched, where it is a checkpoint and not weights alone."""
+    return checkpoint.Checkpoint(brought, 0) if brought is not None and brought.is_dir() else None
+
+
+def warm_start(
+    task: Task, stage: StagePlan, stages: Stages, note: Callable[[str], None], brought: Path | None = None
+) -> None:
     """Copy what fits from `init`, unless the stage has begun: then its own checkpoint holds everything."""
     init = stage.spec.config.init
     if init is None or checkpoint.latest(stages.run.checkpoints(stage.name)) is not None:
         return
-    if init.endswith(".safetensors"):
+    if brought is not None and brought.is_file():
+        given, words = checkpoint.read_file(brought), None
+    elif init.endswith(".safetensors") and not is_remote(init):
         given, words = checkpoint.read_file(Path(init)), None
     else:
-        run, name = stages.locate(init)
-        found = checkpoint.choose(run.checkpoints(name))
+        found = _saved(brought) or _trained(init, stages)
         given, words = found.weights(), found.state().get("assets", {}).get(ASSET)
     own = weights_of(task)
     left = _misfits(own, given, _of_other_words(task, words))
@@ -77,6 +105,11 @@ def warm_start(task: Task, stage: StagePlan, stages: Stages, note: Callable[[str
         )
     load_weights(task, own | taken)
     note(f"{stage.name}: {len(taken)} of {len(own)} tensors taken from {init}{_told(left)}")
+
+
+def _trained(init: str, stages: Stages) -> checkpoint.Checkpoint:
+    run, name = stages.locate(init)
+    return checkpoint.choose(run.checkpoints(name))
 
 
 def _of_other_words(task: Task, words: str | None) -> set[str]:

@@ -9,8 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kineograph.core import ranks
 from kineograph.core.errors import InputError, KineoError
+from kineograph.core.lookup import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.run.estimate import Builder
+from kineograph.run.fetching import is_remote, probe
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData, expect_tokens
 from kineograph.run.token_cache import check_cachable
@@ -33,6 +35,8 @@ def check_stages(
         device = ranks.device_of(stage.train.device)
         precision = precision_for(stage.train.precision, device)
         graphs_for(stage.train, device)
+        for metric in stage.train.metrics:
+            find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
         if folder is not None:
             _check_warm_start(plan, stage, folder)
@@ -64,13 +68,17 @@ def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
         if skipped and not checkpoint.steps(folder.checkpoints(init)):
             raise InputError(f"{where}={init}: that stage is skipped and has no checkpoint; train it first")
         return
+    if is_remote(init):
+        probe(init)
+        return
     if init.endswith(".safetensors"):
         if not Path(init).is_file():
             raise InputError(f"{where}={init}: no such file")
         return
     if "/" not in init:
         raise InputError(
-            f"{where}={init} is neither a file.safetensors nor a path runs/NAME/STAGE nor an earlier stage ({', '.join(earlier) or 'none'})"
+            f"{where}={init} is neither a file.safetensors nor a path runs/NAME/STAGE nor a URL nor wandb:ENTITY/PROJECT/NAME:VERSION "
+            f"nor an earlier stage ({', '.join(earlier) or 'none'})"
         )
     run, name = Stages(folder).locate(init)
     checkpoint.choose(run.checkpoints(name))

@@ -55,13 +55,14 @@ def _row(path: Path) -> Row:
         stages = [stage for stage, keys in tree["stages"].items() if not keys.get("skip")]
         planned = {stage: planned_steps(tree, stage) for stage in stages}
         saved = {stage: max(checkpoint.steps(run.checkpoints(stage)), default=0) for stage in stages}
+        inside = [stage for stage in stages if saved[stage] and _inside(run.checkpoints(stage), saved[stage])]
         results = record.read(run)
     except (KineoError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, KineoError) else str(error)
         return Row(name, "broken", age=age, problem=f"config.yaml: {reason}")
     if not stages:
         return Row(name, "broken", age=age, problem="config.yaml: it has no stages")
-    unfinished = [stage for stage in stages if saved[stage] < planned[stage]]
+    unfinished = [stage for stage in stages if saved[stage] < planned[stage] or stage in inside]
     stage = unfinished[0] if unfinished else stages[-1]
     logged = _logged(run.metrics_file)
     running = run.in_use()
@@ -80,6 +81,14 @@ def _row(path: Path) -> Row:
     )
     best = checkpoint.best(run.checkpoints(stage)) or {}
     return Row(name, state, stage, step, planned[stage], best.get("loss"), _accuracy(results), age)
+
+
+def _inside(checkpoints: Path, step: int) -> bool:
+    """Whether the run still has to validate, evaluate or draw with the weights of this step."""
+    try:
+        return checkpoint.at(checkpoints, step).phase != "train"
+    except (OSError, ValueError):  # damaged: training says so
+        return False
 
 
 def _newest(path: Path) -> float:

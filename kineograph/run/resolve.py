@@ -26,7 +26,7 @@ def resolve(
 ) -> tuple[Plan, RunFolder]:
     """What was typed → a checked plan and its run folder. A run that exists is the base of its own continuation."""
     if not arguments and run is None:
-        raise ConfigError("name a preset or a YAML file (kineo presets lists the presets)")
+        raise ConfigError("name a preset or a YAML or JSON file (kineo presets lists the presets)")
     fresh = layers.read(arguments, extra) if any(not layers.is_override(a) for a in arguments) else {}
     folder = RunFolder(run if run is not None else Path("runs") / str(fresh.get("name") or "run"))
     if not folder.exists():
@@ -43,9 +43,10 @@ def resolve(
     if fresh and not any(checkpoint.steps(folder.checkpoints(name)) for name in saved.get("stages", {})):
         return make_plan(fresh), folder  # it never came to a checkpoint: there is nothing to be true to
     plan = make_plan(layers.read(others, extra, base=saved))
-    refuse_changes(_comparable(make_plan(saved).tree()), _comparable(plan.tree()))
+    refuse_changes(comparable(make_plan(saved).tree()), comparable(plan.tree()))
     return plan, folder
 
 
-def _comparable(tree: Tree) -> Tree:
+def comparable(tree: Tree) -> Tree:
+    """Without what may differ between two copies of one run."""
     return {key: value for key, value in tree.items() if key not in ("name", "preset")}

@@ -1,4 +1,5 @@
-"""Pictures while a stage trains: samples of fixed prompts, reconstructions beside their inputs, and the curves."""
+"""Pictures while a stage trains: samples of fixed prompts, real items beside what is drawn for their captions, reconstructions beside their
+inputs, and the curves."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from kineograph.core.batch import Batch
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
+from kineograph.data.config import Split
 from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves
-from kineograph.media.grids import film_strip, grid, moving_grid, side_by_side
+from kineograph.media.grids import beside, film_strip, grid, moving_grid, side_by_side
 from kineograph.media.names import free_name, slug
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
@@ -51,6 +53,8 @@ class Show:
             return
         if stepper.task.can_sample:
             self._samples(step, stepper)
+            for split in dict.fromkeys(self.stage.train.grids):
+                self._grid(step, stepper, split)
         self._reconstructions(step, stepper)
         self.curves()
 
@@ -61,10 +65,11 @@ class Show:
     def _samples(self, step: int, stepper: Stepper) -> None:
         train = self.stage.train
         prompts, captions = self._prompts(stepper.task)
+        rows = len(captions)
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
         with stepper.eval_mode() as task:
-            pixels = self._draw(task, prompts)
+            pixels = self._draw(task, prompts, self.data.pictures(rows))
         suffix = train.format if train.format != "auto" else ("png" if pixels.shape[1] == 1 else "gif")
         listed = []
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
@@ -74,10 +79,11 @@ class Show:
                 film_strip(clip).save(path.with_suffix(".strip.png"))
         write_json(out / "prompts.json", listed)
         sheet = out / "grid.png"
+        captions = self._logged(captions)
         grid(list(pixels), captions=captions).save(sheet)
         if stepper.averages:
             with stepper.eval_mode(ema=False) as task:
-                online = self._draw(task, prompts)
+                online = self._draw(task, prompts, self.data.pictures(rows))
             write_clip(
                 out / f"online-beside-ema.{_moving(online)}",
                 side_by_side([("online", list(online)), ("EMA", list(pixels))]),
@@ -89,19 +95,39 @@ class Show:
 
     def _prompts(self, task: Task) -> tuple[list[str] | None, list[str]]:
         """What is asked for, None where the task reads no captions; and what each sample is called."""
-        count, declared = self.stage.train.samples, self.stage.spec.task.reads_for(self.stage.spec.config)
+        count = self.stage.train.samples
         real = self.data.pictures(count)
-        given = real.text_embeds is not None and "captions" not in declared  # the text comes with the data
-        prompts = (
-            self.data.prompts(self.plan.prompts, count) if "captions" in task.reads | declared and not given else None
-        )
+        prompts = self.data.prompts(self.plan.prompts, count) if self._is_told(task, real) else None
         if prompts is not None:
             return prompts, prompts
-        return None, (real.captions if given else None) or [""] * count
+        return None, (real.captions if real.text_embeds is not None else None) or [""] * count
 
-    def _draw(self, task: Task, prompts: list[str] | None) -> Tensor:
+    def _is_told(self, task: Task, real: Batch) -> bool:
+        """Whether the task draws after captions, and not after the text that comes with the data."""
+        declared = self.stage.spec.task.reads_for(self.stage.spec.config)
+        return "captions" in declared or ("captions" in task.reads and real.text_embeds is None)
+
+    def _grid(self, step: int, stepper: Stepper, split: Split) -> None:
+        """Real items of a split beside what the averaged weights draw for their captions."""
+        real = self.data.pictures(self.stage.train.samples, split)
+        if real.pixels is None:  # codebook ids alone
+            return
+        with stepper.eval_mode() as task:
+            drawn = self._draw(task, real.captions if self._is_told(task, real) else None, real)
+        captions = self._logged(real.captions or [""] * len(real))
+        rows = [("real", _real(real.video, real)), ("generated", list(drawn))]
+        path = self.folder.samples(self.stage.name, step) / f"{split}-grid.png"
+        beside(rows, captions).save(path)
+        write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in captions))
+        if drawn.shape[1] > 1:
+            path = write_clip(path.with_suffix(".gif"), side_by_side(rows), self.shape.fps)
+        self._track(step, f"grids/{split}", path, "; ".join(captions))
+
+    def _logged(self, captions: list[str]) -> list[str]:
+        return [self.stage.train.caption_prefix + caption for caption in captions]
+
+    def _draw(self, task: Task, prompts: list[str] | None, real: Batch) -> Tensor:
         options: Any = getattr(self.stage.spec.config, "sample", None)
-        rows = len(prompts) if prompts is not None else self.stage.train.samples
         return draw_for_training(
             task,
             prompts,
@@ -110,8 +136,8 @@ class Show:
             seed=key_of(self.plan.seed, "samples") >> 1,
             device=self.device,
             frames=self.stage.train.sample_frames,
-            count=rows,
-            real=self.data.pictures(rows),
+            count=len(real),
+            real=real,
         )
 
     def _reconstructions(self, step: int, stepper: Stepper) -> None:

@@ -20,6 +20,7 @@ from kineograph.core.seams import Source
 from kineograph.core.task import Task
 from kineograph.data.cache import Cache
 from kineograph.data.captions import require_captions
+from kineograph.data.config import Split
 from kineograph.data.dataset import DatasetSource
 from kineograph.data.given_tokens import TokenGrid
 from kineograph.data.loader import Loader
@@ -40,6 +41,7 @@ class StageData:
     source: Source
     validation: Source
     skipped: dict[str, str]  # item → why it cannot be read
+    test: Source | None = None  # where grids show the test split
     heirs: list[StageData] = field(default_factory=list)  # of later stages whose `init` is this one
 
     def loader(self, source: Source | None = None) -> Loader:
@@ -81,11 +83,24 @@ class StageData:
         micro = max(1, train.batch_size // train.accumulate)
         return self._validation.fixed(count, min(micro, count))
 
-    def pictures(self, count: int) -> Batch:
-        """A few validation items, always the same, to show; from the first again where there are fewer."""
-        there = min(count, len(self.validation))
-        batch = next(iter(self._validation.fixed(there, there)))
+    def pictures(self, count: int, split: Split = "validation") -> Batch:
+        """A few items, always the same, to show; from the first again where there are fewer."""
+        loader = self._validation if split == "validation" else self._shown(split)
+        there = min(count, len(loader.source))
+        batch = next(iter(loader.fixed(there, there)))
         return batch if there == count else batch.rows([place % there for place in range(count)])
+
+    def _shown(self, split: Split) -> Loader:
+        """Of a split that nothing else reads item by item."""
+        if split not in self._loaders:
+            source = self.source if split == "train" else self.test
+            assert source is not None
+            self._loaders[split] = Loader(source, seed=key_of(self.seed, "shown", split) >> 1, batch_size=1)
+        return self._loaders[split]
+
+    @cached_property
+    def _loaders(self) -> dict[Split, Loader]:
+        return {}
 
     def remember(self, folder: Path) -> None:
         """Put what opening the data found into the run folder: the scan's result, and the items that cannot be read."""
@@ -145,7 +160,7 @@ def open_data(
     config = stage.spec.data
     same = next((other for other in (opened or {}).values() if other.stage.spec.data == config), None)
     if same is not None:
-        found = StageData(stage, seed, same.source, same.validation, same.skipped)
+        found = StageData(stage, seed, same.source, same.validation, same.skipped, same.test)
     else:
         source = open_source(config, "train", seed, dataset)
         if len(source) == 0:
@@ -159,6 +174,10 @@ def open_data(
         if config.validation == 0:
             note("data.validation=0: validation runs on training data")
         found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), skipped)
+    if "test" in stage.train.grids and found.test is None:
+        found.test = open_source(config, "test", seed, dataset)
+        if len(found.test) == 0:  # most sources refuse that themselves, some only when they are asked
+            raise InputError("train.grids names test, and that split is empty: set data.test=0.1, for one")
     reads = stage.spec.task.reads_for(stage.spec.config)
     if "pixels" in reads:
         _require_pixels(found)

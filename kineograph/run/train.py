@@ -18,15 +18,18 @@ from kineograph.core.errors import InputError, Stopped
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.data.loader import worker_died
-from kineograph.run.building import build_task, stage_seed, warm_start
+from kineograph.run.building import brought_init, build_task, stage_seed, warm_start
 from kineograph.run.checks import check_stages
+from kineograph.run.metrics import Evaluate
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.resolve import Resume, resolve, say
 from kineograph.run.show import Show
 from kineograph.run.stage_data import StageData, open_data
+from kineograph.run.taking_up import take_up
 from kineograph.run.token_cache import cached_source
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
+from kineograph.train.cadence import Cursor, finished, settle
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
@@ -43,10 +46,16 @@ def train(
     extra: Tree | None = None,
     quiet: bool = False,
     note: Callable[[str], None] = say,
+    resume_from: Sequence[str] = (),
 ) -> Path:
-    """Train all stages of a preset or file; the same call again resumes. → the run folder."""
-    plan, folder = resolve(arguments, run, resume, extra)
+    """Train all stages of a preset or file; the same call again resumes. → the run folder.
+
+    `resume_from` names checkpoints that lie elsewhere, to go on from (run/fetching.py says where that may be).
+    """
     note = (lambda line: None) if quiet else note
+    if resume_from:
+        take_up(resume_from, run, note)
+    plan, folder = resolve(arguments, run, resume, extra)
     _refuse_many_processes()
     wanted = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
     check_trackers(wanted)
@@ -57,7 +66,8 @@ def train(
     begun = any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages)
     check_stages(plan, data, folder, building=not begun)
     with folder.lock():
-        trackers = dict(zip(wanted, open_trackers(wanted, folder.path, plan.name, plan.tree()), strict=False))
+        opened_trackers = open_trackers(wanted, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
+        trackers = dict(zip(wanted, opened_trackers, strict=False))
         stop = StopRequest()
         try:
             write_atomic(folder.config_file, dump_yaml(plan.tree()))
@@ -128,11 +138,12 @@ class _StageRun:
         found = checkpoint.latest(self.checkpoints)
         if found is not None:
             self.stages.check_references(self.folder, stage.name, found)
-        if found is not None and found.step >= stage.train.steps:
+        if found is not None and finished(stage.train, settle(stage.train, Cursor(found.step, found.phase))):
             self.note(f"{stage.name}: finished at step {found.step}")
             return
-        task = build_task(self.plan, stage, self.stages, self.data, self.folder, self.note)
-        warm_start(task, stage, self.stages, self.note)
+        with brought_init(stage, self.folder, self.note) as brought:
+            task = build_task(self.plan, stage, self.stages, self.data, self.folder, self.note, brought)
+            warm_start(task, stage, self.stages, self.note, brought)
         stepper = Stepper(
             task,
             stage.train,
@@ -146,7 +157,9 @@ class _StageRun:
             checkpoints=self.checkpoints,
             log=self._log,
             validation=self.data.validation_batches if stage.train.validate_every else None,
+            evaluate=Evaluate(self.plan, stage, self.data, self.device, self.note) if stage.train.metrics else None,
             show=show if stage.train.sample_every else None,
+            publish=self._publish,
             saved={
                 "assets": task.assets(),
                 "config": self.plan.tree(),
@@ -161,9 +174,7 @@ class _StageRun:
         around.saved["data"] = loader.position  # written with each checkpoint as it then is
         trainer = Trainer(stage.name, stepper, loader, around)
         start = trainer.resume()
-        self.metrics.truncate(stage.name, start, [s.name for s in self.plan.stages])
-        for tracker in self.trackers:
-            tracker.begin(stage.name, start)
+        self._take_up(start)
         self._describe(task, start)
         try:
             trainer.fit(start)
@@ -183,14 +194,28 @@ class _StageRun:
         self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
         show.curves()
 
-    def _describe(self, task: Task, start: int) -> None:
+    def _take_up(self, start: Cursor) -> None:
+        """Forget what was told beyond the checkpoint."""
+        told = self.metrics.truncate(self.stage.name, start.step, [s.name for s in self.plan.stages], start.phase)
+        inside = start.phase in ("validate", "evaluate", "sample")
+        for tracker in self.trackers:
+            tracker.begin(self.stage.name, start.step - inside)
+            for record in told if inside else ():  # trackers forget a step as a whole: what stays of it is told again
+                tracker.log(record)
+
+    def _publish(self, saved: checkpoint.Checkpoint, best: bool) -> None:
+        for tracker in self.trackers:
+            tracker.checkpoint(self.stage.name, saved.step, saved.path, best)
+
+    def _describe(self, task: Task, start: Cursor) -> None:
         trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
         tokens = task.tokens_per_clip()
         self.note(
             f"{self.stage.name}: {type(task).__name__}, {trained / 1e6:.2f} M parameters"
             + (f", {tokens} tokens a clip" if tokens else "")
             + f", on {self.device}"
-            + (f", from step {start}" if start else "")
+            + (f", from step {start.step}" if start.step else "")
+            + (f", to {start.phase}" if start.phase != "train" else "")
         )
 
     def _log(self, record: dict[str, Any]) -> None:

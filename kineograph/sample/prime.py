@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.task import Task
 from kineograph.data.config import DataConfig
-from kineograph.data.decode import to_channels
+from kineograph.data.decode import MediaConfig, to_channels
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE
 from kineograph.data.transforms import Framing, fit
 from kineograph.media.clips import Shown, frames_of
@@ -197,7 +197,7 @@ def _last_images(
 def fitted(images: list[Image.Image], data: DataConfig, size: tuple[int, int]) -> Tensor:
     """Resized, cropped and coloured as training data are. → T C H W."""
     background = getattr(data, "background", "black")
-    place = Framing(size).place(*images[0].size, numpy_rng(0))  # centred: nothing is drawn from it
+    place = _framing(data, size).place(*images[0].size, numpy_rng(0))  # centred: nothing is drawn from it
     frames = [place.apply(to_channels(image, data.channels, background)) for image in images]
     return rearrange(torch.from_numpy(np.stack(frames)), "t h w c -> t c h w").float() / 255
 
@@ -206,7 +206,13 @@ def fitted_tensor(clip: Tensor, data: DataConfig, size: tuple[int, int]) -> Tens
     if clip.shape[1:] == (data.channels, *size):
         return clip
     frames = rearrange(clip.clamp(0, 1) * 255, "t c h w -> t h w c").round().to(torch.uint8).numpy()
-    return rearrange(torch.from_numpy(fit(frames, size, data.channels)), "t h w c -> t c h w").float() / 255
+    fitted_frames = fit(frames, size, data.channels, _framing(data, size))
+    return rearrange(torch.from_numpy(fitted_frames), "t h w c -> t c h w").float() / 255
+
+
+def _framing(data: DataConfig, size: tuple[int, int]) -> Framing:
+    """As validation items are framed; sources that are no files know the plain way only."""
+    return replace(data.framing.still, size=size) if isinstance(data, MediaConfig) else Framing(size)
 
 
 def checked(prime: Tensor, what: str = "prime") -> Tensor:

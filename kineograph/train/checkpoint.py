@@ -4,11 +4,13 @@
         model.safetensors      every player's weights and buffers, by their names in the task
         ema.safetensors        the same names with averaged weights (when any player averages)
         optimizer.safetensors  moments by player and parameter name
-        state.json             step, scaler, best score, data position, assets, resolved config
+        state.json             step, scaler, best score, data position, phase, assets, resolved config
         manifest.json          size and sha256 of each file, written last
+        phase.json             what a finished phase changed of the state: phase, best score
 
 A checkpoint is written beside its place, flushed, then renamed, so that whatever has the name is complete. The manifest
-catches what went wrong later (a full disk, a flipped bit); `latest` then says so and falls back to the one before.
+catches what went wrong later (a full disk, a flipped bit); `latest` then says so and falls back to the one before. Only phase.json
+comes later, and is replaced as a whole: the weights of a step are saved before they are judged.
 """
 
 from __future__ import annotations
@@ -48,7 +50,20 @@ class Checkpoint:
         return (self.path / f"{name}.safetensors").is_file()
 
     def state(self) -> dict[str, Any]:
-        return json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+        return json.loads((self.path / "state.json").read_text(encoding="utf-8")) | self._later()
+
+    @property
+    def phase(self) -> Any:
+        """What the run does next: `train`, or a phase that follows this step."""
+        return self.state().get("phase", "train")
+
+    def _later(self) -> dict[str, Any]:
+        """A phase.json that cannot be read costs the phases of one step, which are then gone through again."""
+        try:
+            later = json.loads((self.path / "phase.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return later if isinstance(later, dict) else {}
 
     def weights(self, ema: bool = True) -> dict[str, Tensor]:
         """Weights to sample with: averaged where they exist."""
@@ -89,6 +104,16 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], s
         ) from error
     shutil.rmtree(folder / f".replaced-{target.name}", ignore_errors=True)
     return Checkpoint(target, step)
+
+
+def update(folder: Path, step: int, state: Mapping[str, Any]) -> None:
+    """Change these keys of a saved step's state: the old ones or the new ones are there, never a mixture."""
+    try:
+        write_json(at(folder, step).path / "phase.json", state)
+    except OSError as error:
+        raise RunFailed(
+            f"cannot write to {at(folder, step).path}: {error}; make room or permission and run the same command to go on"
+        ) from error
 
 
 def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -203,15 +228,15 @@ def set_best(folder: Path, step: int, loss: float) -> None:
     write_json(folder / "best.json", {"step": step, "loss": loss})
 
 
-def prune(folder: Path, keep_last: int, newest: int) -> None:
-    """Delete all but the last `keep_last` up to step `newest`, which was just written, and the best; and what an interrupted save left.
+def prune(folder: Path, keep_last: int, newest: int, snapshot: Callable[[int], bool] = lambda step: False) -> None:
+    """Delete all but the last `keep_last` up to step `newest`, which was just written, the best, and snapshots; and what an interrupted save left.
 
     What lies beyond `newest` is damaged: the run was taken up before it.
     """
     score = best(folder)
     keep = set([step for step in steps(folder) if step <= newest][-keep_last:]) | ({score["step"]} if score else set())
     for step in steps(folder):
-        if step not in keep:
+        if step not in keep and not (step <= newest and snapshot(step)):
             _remove(at(folder, step).path)
     clean(folder)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kineograph.core.config import Config
 
@@ -37,6 +37,17 @@ class PlayerConfig(Config):
     ema: EmaConfig = EmaConfig()
 
 
+class WandbConfig(Config):
+    """Where a run with the tracker `wandb` goes."""
+
+    project: str | None = None
+    """Null: the environment's WANDB_PROJECT, or kineograph."""
+    entity: str | None = None
+    """User or team; null: the account's own."""
+    id: str | None = Field(None, pattern=r"^[\w-]+$")
+    """Null: made up at the first start. A run that goes on continues under the id in its folder, `wandb/kineograph.json`."""
+
+
 class TrainConfig(PlayerConfig):
     steps: int = Field(1000, ge=1)
     """Optimizer steps."""
@@ -53,11 +64,15 @@ class TrainConfig(PlayerConfig):
     device: str = "auto"
     """auto: the GPU where there is one."""
     log_every: int = Field(10, ge=1)
+    epoch_samples: int | None = Field(None, ge=1)
+    """Train so many samples, then save, validate, evaluate and draw: in place of the steps of *_every, where 0 still leaves a phase out."""
     save_every: int = Field(1000, ge=1)
+    save_every_samples: int | None = Field(None, ge=1)
+    """Samples between snapshots: checkpoints that keep_last never deletes."""
     save_first: bool = False
     """Save a checkpoint at step 0 too."""
     keep_last: int = Field(2, ge=1)
-    """Checkpoints kept, beside the best one."""
+    """Checkpoints kept, beside the best one and the snapshots."""
     sample_every: int = Field(1000, ge=0)
     """0: never."""
     samples: int = Field(8, ge=1)
@@ -66,9 +81,18 @@ class TrainConfig(PlayerConfig):
     """Frames a sample; null: as trained."""
     format: Literal["auto", "gif", "mp4", "png"] = "auto"
     """How samples are written; auto: png for one frame, gif for more."""
+    grids: tuple[Literal["train", "validation", "test"], ...] = ()
+    """Splits of which real items are shown beside what is drawn for their captions, with the samples."""
+    caption_prefix: str = ""
+    """Put before captions where pictures are logged."""
     validate_every: int = Field(500, ge=0)
     """0: never."""
     validation_samples: int = Field(256, ge=1)
+    metrics: tuple[str, ...] = ()
+    """Metrics that judge the averaged weights while training, named as for `kineo evaluate`; those that do not apply to a stage rest."""
+    evaluate_every: int = Field(1000, ge=0)
+    """0: never."""
+    evaluation_samples: int = Field(256, ge=1)
     max_nonfinite: int = Field(20, ge=1)
     """Steps with a non-finite gradient are skipped; so many in a row end the run."""
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
@@ -76,3 +100,14 @@ class TrainConfig(PlayerConfig):
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for data (or another process) before giving up."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    wandb: WandbConfig = WandbConfig()
+    log_checkpoints: bool = False
+    """Keep checkpoints with the tracker too, as artifacts (wandb), under the aliases latest and best."""
+
+    @model_validator(mode="after")
+    def _somewhere_to_keep_them(self) -> TrainConfig:
+        if self.log_checkpoints and "wandb" not in self.trackers:
+            raise ValueError(
+                f"log_checkpoints=true needs a tracker that keeps files, and trackers={list(self.trackers)} has none: add wandb, or leave it out"
+            )
+        return self

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 from kineograph.core import ranks
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import sync_folder
+from kineograph.train.cadence import Cursor, Phase, phase_of
+from kineograph.train.config import WandbConfig
 
 Record = dict[str, Any]
 
@@ -30,10 +33,15 @@ class Tracker(Protocol):
     def media(self, step: int, name: str, path: Path, caption: str = "") -> None:
         """A picture or clip that was written; `name` is `<stage>/<what>`."""
 
+    def checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
+        """A complete checkpoint, to be kept where the tracker keeps files."""
+
     def close(self) -> None: ...
 
 
-def open_trackers(names: Sequence[str], folder: Path, name: str, config: Mapping[str, Any]) -> list[Tracker]:
+def open_trackers(
+    names: Sequence[str], folder: Path, name: str, config: Mapping[str, Any], wandb: WandbConfig | None = None
+) -> list[Tracker]:
     """Trackers by name for the run `name` in `folder`. Only the first process has any."""
     check_trackers(names)
     if not ranks.is_first():
@@ -41,7 +49,9 @@ def open_trackers(names: Sequence[str], folder: Path, name: str, config: Mapping
     made: list[Tracker] = []
     for tracker in dict.fromkeys(names):
         made.append(
-            TensorBoard(folder / "tensorboard") if tracker == "tensorboard" else WeightsAndBiases(folder, name, config)
+            TensorBoard(folder / "tensorboard")
+            if tracker == "tensorboard"
+            else WeightsAndBiases(folder, name, config, wandb)
         )
     return made
 
@@ -79,23 +89,30 @@ class MetricsFile:
         """All whole records."""
         return [record for _, record in self._lines()]
 
-    def truncate(self, stage: str, step: int, stages: Collection[str] | None = None) -> None:
+    def truncate(
+        self, stage: str, step: int, stages: Collection[str] | None = None, phase: Phase = "train"
+    ) -> list[Record]:
         """Drop what lies beyond a checkpoint: later steps of this stage, stages that the run does not have, and torn lines.
+        Of `step` itself, what `phase` and the phases after it have written, since they will write it again. → what stays of `step`.
 
         Other stages keep theirs: each is cut to its own checkpoint when its turn comes.
         """
+        cursor = Cursor(step, phase)
+        kept: list[Record] = []
         if not ranks.is_first() or not self.path.exists():
-            return
+            return kept
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with open(temporary, "wb") as file:
             for line, record in self._lines():
                 name = record["stage"]
-                if record["step"] <= step if name == stage else stages is None or name in stages:
+                if cursor.covers(record) if name == stage else stages is None or name in stages:
                     file.write(line)
+                    kept += [record] if name == stage and record["step"] == step else []
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
         sync_folder(self.path.parent)
+        return kept
 
     def _lines(self) -> Iterator[tuple[bytes, Record]]:
         if not self.path.exists():
@@ -186,6 +203,9 @@ class TensorBoard:
         if caption:
             writer.add_text(f"{name}/caption", caption, step)
 
+    def checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
+        """Event files hold numbers and pictures, no files."""
+
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
@@ -219,34 +239,41 @@ def _for_browser(path: Path) -> tuple[bytes, int, int]:
 
 
 def _wandb() -> Any:
+    return wandb_module("train.trackers names wandb", ", or leave it out of train.trackers")
+
+
+def wandb_module(why: str, otherwise: str = "") -> Any:
+    """The package, which only some have; `why` it is needed is for the message."""
     try:
         module = importlib.import_module("wandb")
     except ImportError:
         module = None
     if not hasattr(module, "init"):  # a run's own folder `wandb` imports too, as an empty package
-        raise InputError(
-            "train.trackers names wandb, which is not installed: pip install kineograph[wandb], or leave it out of train.trackers"
-        )
+        raise InputError(f"{why}, which is not installed: pip install kineograph[wandb]{otherwise}")
     return module
 
 
 class WeightsAndBiases:
     """One W&B run for one run folder, over all its stages and resumes. Offline with WANDB_MODE=offline.
 
-    W&B takes nothing back, so what a resumed run tells for the second time is left out: `wandb/kineograph.json` remembers how far it got.
+    W&B takes nothing back, so what a resumed run tells for the second time is left out: `wandb/kineograph.json` remembers the run's id
+    and how far it got.
     """
 
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], where: WandbConfig | None = None) -> None:
         self._module = _wandb()
+        where = where or WandbConfig()
+        self._name = name
         self._memory = folder / "wandb" / "kineograph.json"
-        known = _read_json(self._memory)
-        self._id: str = known.get("id") or secrets.token_hex(4)
+        known = read_json(self._memory)
+        self._id: str = known.get("id") or where.id or secrets.token_hex(4)
         self._reached: dict[str, int] = known.get("reached", {})
         self._begun: set[str] = set()
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._run = self._module.init(
-                project=os.environ.get("WANDB_PROJECT") or "kineograph",
+                project=where.project or os.environ.get("WANDB_PROJECT") or "kineograph",
+                entity=where.entity,
                 name=name,
                 id=self._id,
                 resume="allow",
@@ -258,6 +285,7 @@ class WeightsAndBiases:
             raise InputError(
                 f"train.trackers names wandb, which refused to start ({error}): log in with `wandb login`, or set WANDB_MODE=offline"
             ) from None
+        self._remember()  # before anything is told: a run that dies young is taken up under the same id
 
     def begin(self, stage: str, step: int) -> None:
         self._begun.add(stage)
@@ -266,7 +294,7 @@ class WeightsAndBiases:
 
     def log(self, record: Record) -> None:
         stage, split, step = record["stage"], record["split"], record["step"]
-        if self._is_new(f"{stage}/{split}", step):
+        if self._is_new(f"{stage}/{split}/{phase_of(record)}", step):
             numbers = {f"{stage}/{split}/{name}": value for name, value in _numbers(record)}
             self._tell(stage, step, numbers)
 
@@ -276,6 +304,15 @@ class WeightsAndBiases:
         shown = (self._module.Video if moving else self._module.Image)(str(path), caption=caption or None)
         if self._is_new(name, step):
             self._tell(stage, step, {name: shown})
+
+    def checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
+        """An artifact `<run>-<stage>`, a version a checkpoint: `init` and `--resume-from` take it up again as wandb:ENTITY/PROJECT/NAME:latest."""
+        if not self._is_new(f"{stage}/checkpoint", step):
+            return
+        name = re.sub(r"[^\w.-]+", "-", f"{self._name}-{stage}")
+        artifact = self._module.Artifact(name, type="model", metadata={"stage": stage, "step": step})
+        artifact.add_dir(str(path))
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}", *(["best"] if best else [])])
 
     def close(self) -> None:
         self._run.finish()
@@ -289,15 +326,17 @@ class WeightsAndBiases:
         if step <= self._reached.get(series, -1):
             return False
         self._reached[series] = step
-        temporary = self._memory.with_suffix(
-            ".part"
-        )  # renamed, not flushed to disk: a power cut costs a point told twice
-        temporary.write_text(json.dumps({"id": self._id, "reached": self._reached}), encoding="utf-8")
-        os.replace(temporary, self._memory)
+        self._remember()
         return True
 
+    def _remember(self) -> None:
+        temporary = self._memory.with_suffix(".part")  # not flushed to disk: a power cut costs a point told twice
+        temporary.write_text(json.dumps({"id": self._id, "reached": self._reached}), encoding="utf-8")
+        os.replace(temporary, self._memory)
 
-def _read_json(path: Path) -> dict[str, Any]:
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small file of ours; empty where it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,7 @@
-"""The only training loop. It trains one stage: a Task and its data; it never learns what a family is."""
+"""The only training loop. It trains one stage: a Task and its data; it never learns what a family is.
+
+What comes when is cadence.py's; here is what each phase does.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import Mean
+from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
+from kineograph.train.cadence import Cursor, Phase, advance, finished, is_snapshot, logs, settle
+from kineograph.train.clock import Clock
 from kineograph.train.progress import Progress
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
@@ -38,7 +43,9 @@ class Surroundings:
     checkpoints: Path
     log: Callable[[Record], None]
     validation: Callable[[], Iterable[Batch]] | None = None
+    evaluate: Callable[[int, Task], tuple[dict[str, float], Record]] | None = None  # metrics by name, what they rest on
     show: Callable[[int, Stepper], None] | None = None  # draw samples and reconstructions after a step
+    publish: Callable[[checkpoint.Checkpoint, bool], None] | None = None  # hand a checkpoint on; whether it is the best
     saved: dict[str, Any] = field(
         default_factory=dict
     )  # what else belongs into each checkpoint: assets, resolved config
@@ -56,53 +63,74 @@ class Trainer:
         self.data = data
         self.around = around
         self.progress = Progress(stage, self.config.steps, around.quiet)
+        self.saved: int | None = None  # the step whose checkpoint this run last wrote or took up
         self.best = math.inf
         self.best_step: int | None = None
         self.elapsed = 0.0  # seconds of training before this process took over
 
-    def resume(self) -> int:
-        """Take up the newest complete checkpoint. → steps already made."""
+    def resume(self) -> Cursor:
+        """Take up the newest complete checkpoint. → where the stage stands."""
         checkpoint.clean(self.around.checkpoints)
         found = checkpoint.latest(self.around.checkpoints, self.progress.note)
         if found is None:
-            return 0
+            return Cursor()
         self.stepper.load(found)
         state = found.state()
+        self.saved = found.step
         self.best = math.inf if state["best"] is None else state["best"]
         self.best_step = state["best_step"]
         self._point_to_best()  # a kill may have come between a save and its pointer
         self.elapsed = state["elapsed"]
-        return found.step
+        return settle(self.config, Cursor(found.step, found.phase))
 
-    def fit(self, done: int) -> None:
-        """Train from `done` completed steps to the end; every way out of here has saved what was made."""
-        config, stepper = self.config, self.stepper
-        stepper.task.train()
-        if config.save_first and done == 0:
-            self._save(0)
-        clock = _Clock(self.elapsed)
-        with self.progress.shown(done):
-            batches = self.data.steps(done, config.steps)
-            for step in range(done, config.steps):
-                micro = self._next(batches, clock, done)
-                values = stepper.step(step, micro)
-                done = step + 1
-                clock.count(sum(map(len, micro)) * ranks.world())
-                last = done == config.steps
-                self.progress.advance(done)
-                if done == 1 or done % config.log_every == 0 or last:
-                    self._log(done, values, clock)
+    def fit(self, cursor: Cursor) -> None:
+        """Train from `cursor` to the end; every way out of here has saved what was made."""
+        config = self.config
+        self.stepper.task.train()
+        if config.save_first and cursor == Cursor():
+            self._save(cursor)
+        clock = Clock(self.elapsed)
+        with self.progress.shown(cursor.step):
+            batches = self.data.steps(cursor.step, config.steps)
+            while not finished(config, cursor):
+                improved = False
+                if cursor.phase == "train":
+                    self._train(cursor.step, batches, clock)
+                else:
+                    with clock.paused():
+                        improved = self._judge(cursor.phase, cursor.step)
+                done, cursor = cursor.phase, advance(config, cursor)
                 with clock.paused():
-                    improved = self._due(done, config.validate_every) and self._validate(done)
-                    if self.around.show and self._due(done, config.sample_every):
-                        self.around.show(done, stepper)
                     self.elapsed = clock.elapsed()
-                    if improved or last or done % config.save_every == 0 or self.around.stop:
-                        self._save(done)
-                if self.around.stop and not last:
-                    raise self._stopped(done)
+                    if done == "save" or improved or self.around.stop:
+                        self._save(cursor)
+                    elif done != "train" and self.saved == cursor.step:
+                        self._note_phase(cursor)
+                if self.around.stop and not finished(config, cursor):
+                    raise self._stopped(cursor.step)
 
-    def _next(self, batches: Iterator[list[Batch]], clock: _Clock, done: int) -> list[Batch]:
+    def _train(self, step: int, batches: Iterator[list[Batch]], clock: Clock) -> None:
+        """Make the update from `step` to `step` + 1."""
+        micro = self._next(batches, clock, step)
+        values = self.stepper.step(step, micro)
+        clock.count(sum(map(len, micro)) * ranks.world())
+        self.progress.advance(step + 1)
+        if logs(self.config, step + 1):
+            self._log(step + 1, values, clock)
+
+    def _judge(self, phase: Phase, step: int) -> bool:
+        """Go through a phase that looks at the weights of `step`. → whether they are the best so far, which only validation can find."""
+        if phase == "validate":
+            return self._validate(step)
+        if phase == "evaluate":
+            self._evaluate(step)
+        elif phase == "sample" and self.around.show is not None:
+            self.around.show(step, self.stepper)
+        elif phase == "publish" and self.around.publish is not None and self.saved == step:
+            self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
+        return False
+
+    def _next(self, batches: Iterator[list[Batch]], clock: Clock, done: int) -> list[Batch]:
         """The next step's micro-batches. A signal to the whole process group may end the data's workers before it is heard here."""
         try:
             with clock.waiting():
@@ -110,17 +138,14 @@ class Trainer:
         except RunFailed:
             if not self.around.stop:
                 raise
-            self._save(done)
+            self._save(Cursor(done))
             raise self._stopped(done) from None
 
     def _stopped(self, done: int) -> Stopped:
         by = self.around.stop.by
         return Stopped(f"stopped by {by} at step {done} of {self.stage}, saved; run the same command to go on")
 
-    def _due(self, done: int, every: int) -> bool:
-        return every > 0 and (done % every == 0 or done == self.config.steps)
-
-    def _log(self, done: int, values: dict[str, Tensor], clock: _Clock) -> None:
+    def _log(self, done: int, values: dict[str, Tensor], clock: Clock) -> None:
         """The one place that waits for the device: all numbers of a step in one transfer."""
         stepper = self.stepper
         named = values | {"skipped": stepper.skipped, "skipped_in_a_row": stepper.skipped_in_a_row}
@@ -165,72 +190,62 @@ class Trainer:
             self.best, self.best_step = means["loss"], done
         return improved
 
+    def _evaluate(self, done: int) -> None:
+        """Metrics of the averaged weights, under `metric/…`."""
+        if self.around.evaluate is None:
+            return
+        started = time.monotonic()
+        with self.stepper.eval_mode() as task:
+            found, labels = self.around.evaluate(done, task)
+        if not found:
+            return
+        record: Record = {"stage": self.stage, "split": "validation", "step": done}
+        record |= {f"metric/{name}": value for name, value in found.items()}
+        self.around.log({**record, "labels": labels, "time/evaluation_seconds": time.monotonic() - started})
+        told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        self.progress.note(f"{self.stage}  step {done}  {told}")
+
     def _point_to_best(self) -> None:
         """best.json says what the checkpoint knows."""
-        pointer = checkpoint.best(self.around.checkpoints)
-        if ranks.is_first() and self.best_step is not None and (pointer or {}).get("step") != self.best_step:
+        pointer = checkpoint.best(self.around.checkpoints) or {}
+        if not ranks.is_first() or self.best_step is None or pointer.get("step") == self.best_step:
+            return
+        if self.best_step in checkpoint.steps(
+            self.around.checkpoints
+        ):  # one that came from elsewhere may have left it there
             checkpoint.set_best(self.around.checkpoints, self.best_step, self.best)
 
-    def _save(self, done: int) -> None:
-        best = None if math.isinf(self.best) else self.best
-        state = {
-            "stage": self.stage,
-            "stepper": self.stepper.state(),
-            "best": best,
+    def _position(self, cursor: Cursor) -> dict[str, Any]:
+        """What changes from phase to phase of one step."""
+        return {
+            "phase": cursor.phase,
+            "samples": cursor.step * self.config.batch_size,
+            "best": None if math.isinf(self.best) else self.best,
             "best_step": self.best_step,
             "elapsed": self.elapsed,
-            **self.around.saved,
         }
+
+    def _note_phase(self, cursor: Cursor) -> None:
+        """The weights of this step are saved: only where the run stands is new."""
         if ranks.is_first():
-            checkpoint.save(self.around.checkpoints, done, self.stepper.tensors(), state)
+            checkpoint.update(self.around.checkpoints, cursor.step, self._position(cursor))
+
+    def _save(self, cursor: Cursor) -> None:
+        """The run as it stands at `cursor`."""
+        if self.saved == cursor.step:
+            self._note_phase(cursor)
+        elif ranks.is_first():
+            state = {
+                "stage": self.stage,
+                "stepper": self.stepper.state(),
+                **self._position(cursor),
+                **self.around.saved,
+            }
+            checkpoint.save(self.around.checkpoints, cursor.step, self.stepper.tensors(), state)
+        self.saved = cursor.step
+        if ranks.is_first():
             self._point_to_best()
-            checkpoint.prune(self.around.checkpoints, self.config.keep_last, done)
+            checkpoint.prune(
+                self.around.checkpoints, self.config.keep_last, cursor.step, lambda step: is_snapshot(self.config, step)
+            )
         ranks.barrier()
-
-
-class _Clock:
-    """Throughput between two reports, without pauses for pictures and saving."""
-
-    def __init__(self, before: float) -> None:
-        self._before = before
-        self._begin = self._mark = time.monotonic()
-        self._samples = self._steps = 0
-        self._waited = self._pause = 0.0
-
-    def waiting(self) -> _Span:
-        return _Span(self, "_waited")
-
-    def paused(self) -> _Span:
-        return _Span(self, "_pause")
-
-    def count(self, samples: int) -> None:
-        self._samples += samples
-        self._steps += 1
-
-    def elapsed(self) -> float:
-        return self._before + time.monotonic() - self._begin
-
-    def report(self, device: torch.device) -> Record:
-        seconds = max(1e-9, time.monotonic() - self._mark - self._pause)
-        steps = max(1, self._steps)
-        record = {
-            "time/samples_per_second": self._samples / seconds,
-            "time/step_ms": 1000 * seconds / steps,
-            "time/data_ms": 1000 * self._waited / steps,
-            "time/elapsed": self.elapsed(),
-        }
-        if device.type == "cuda":
-            record["time/memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        self._mark, self._samples, self._steps, self._waited, self._pause = time.monotonic(), 0, 0, 0.0, 0.0
-        return record
-
-
-class _Span:
-    def __init__(self, clock: _Clock, name: str) -> None:
-        self.clock, self.name = clock, name
-
-    def __enter__(self) -> None:
-        self.started = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        setattr(self.clock, self.name, getattr(self.clock, self.name) + time.monotonic() - self.started)

@@ -171,3 +171,17 @@ def test_files(tmp_path: Path) -> None:
     path.write_bytes(b"a: \xff\xfe")
     with pytest.raises(ConfigError, match="not readable YAML"):
         load_file(path)
+
+
+def test_json_is_read_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{\n\t"prompts": ["a \\ud83d\\udc31 cat"],\n\t"train": {"lr": 1E-4, "betas": [0.9, 0.99]}\n}')
+    assert load_file(path) == {"prompts": ["a 🐱 cat"], "train": {"lr": 1e-4, "betas": [0.9, 0.99]}}
+    for text, message in (
+        ("{train: 1}", "not readable JSON"),
+        ("[1]", "must hold a mapping"),
+        ("", "not readable JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_file(path)

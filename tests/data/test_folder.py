@@ -209,7 +209,7 @@ def test_augmentation_in_training_only(tmp_path):
         source = opened(tmp_path, split, **options)
         return len({source.read(0, np.random.default_rng(seed)).pixels.numpy().tobytes() for seed in range(12)})
 
-    for options in ({"crop": "random"}, {"flip": 0.5}, {"rotate": True}):
+    for options in ({"crop": "random"}, {"crop": "resized", "crop_area": [0.05, 0.2]}, {"flip": 0.5}, {"rotate": True}):
         assert variants("train", **options) > 1
         assert variants("validation", **options) == 1
     assert variants("train") == 1
@@ -236,6 +236,49 @@ def test_options_reach_the_decoder(tmp_path, rng):
     assert opened(tmp_path).read(0, rng).pixels.min() == 255
     assert opened(tmp_path, background="black").read(0, rng).pixels.max() == 0
     assert opened(tmp_path, channels=4).read(0, rng).pixels.shape == (1, 4, 8, 8)
+
+
+def test_resizing_reaches_the_decoder(tmp_path, rng):
+    y, x = np.mgrid[0:8, 0:32]
+    Image.fromarray(np.stack([x * 8, y * 30, 0 * x], -1).astype(np.uint8)).save(tmp_path / "a.png")
+
+    def pixels(**options):
+        return opened(tmp_path, **options).read(0, rng).pixels[0]  # C H W
+
+    assert pixels(resize="stretch")[0].float().mean(0).diff().min() > 20  # from one end to the other in 8 pixels
+    assert pixels()[0].float().mean(0).diff().max() < 12  # an eighth of that
+    barred = pixels(resize="contain")
+    assert (barred[:, :3] == 255).all() and (barred[2, 3:5] == 0).all()
+    assert (pixels(resize="contain", background="black")[:, :3] == 0).all()
+    wide, narrow = (
+        np.ptp(pixels(crop="resized", crop_area=[0.25, 0.25], crop_aspect=[a, a])[0].numpy(), 1).mean()
+        for a in (4, 0.25)
+    )
+    assert wide > 4 * narrow
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crop_area": [0.5, 0.2]}, "least before largest"),
+        ({"crop_area": [0.5, 1.5]}, "up to 1"),
+        ({"crop_aspect": [0, 1]}, "above 0"),
+        ({"resize": "stretch", "crop": "random"}, "shows the whole picture"),
+    ],
+)
+def test_framing_that_means_nothing_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path, **options)
+
+
+def test_a_small_part_of_a_jpeg_is_decoded_finely(tmp_path):
+    """JPEGs are decoded at a fraction of their size where that is enough; of a small part more is needed."""
+    lines = np.zeros((512, 512, 3), np.uint8)
+    lines[:, ::4] = 255  # finer than an eighth of the size could show
+    Image.fromarray(lines).save(tmp_path / "a.jpg", quality=95)
+    source = opened(tmp_path, size=32, crop="resized", crop_area=[0.0039, 0.0039])  # 32 × 32 of its pixels
+    pixels = source.read(0, np.random.default_rng(1)).pixels.float()
+    assert pixels.std() > 60
 
 
 def test_fingerprint_follows_files_and_config(pictures):

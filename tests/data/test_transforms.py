@@ -69,6 +69,58 @@ def test_still_framing_has_no_chance():
     )
 
 
+def taken(framing: Framing, width: int, height: int, seed: int) -> tuple[float, float]:
+    """Share of the area, and aspect against that of the size, of the part that is taken."""
+    left, top, right, bottom = framing.place(width, height, np.random.default_rng(seed)).box
+    assert left >= 0 and top >= 0 and right <= width + 1e-9 and bottom <= height + 1e-9
+    aspect = (right - left) / (bottom - top) / (framing.size[1] / framing.size[0])
+    return (right - left) * (bottom - top) / (width * height), aspect
+
+
+def test_a_resized_crop_takes_parts_of_the_asked_size_and_aspect():
+    framing = Framing((16, 24), crop="resized", area=(0.2, 0.5), aspect=(0.5, 2.0))
+    found = np.array([taken(framing, 90, 60, seed) for seed in range(300)])
+    share, aspect = found.T
+    assert 0.2 - 1e-6 < share.min() < 0.23 and 0.45 < share.max() <= 0.5 + 1e-6
+    assert 0.5 - 1e-6 < aspect.min() < 0.56 and 1.8 < aspect.max() <= 2.0 + 1e-6
+    assert 0.35 < (aspect < 1).mean() < 0.65
+    plain = Framing((16, 24), crop="resized")
+    assert all(aspect == pytest.approx(1) for _, aspect in (taken(plain, 77, 61, seed) for seed in range(20)))
+
+
+@pytest.mark.parametrize(("width", "height"), [(200, 20), (20, 200), (1, 1), (31, 33)])
+def test_a_resized_crop_of_any_picture_stays_inside(width, height):
+    framing = Framing((16, 16), crop="resized", area=(0.08, 1.0), aspect=(3 / 4, 4 / 3))
+    for seed in range(30):
+        taken(framing, width, height, seed)
+        assert placed(framing, gradient(width, height), seed).shape == (16, 16, 3)
+
+
+def test_a_resized_crop_reaches_all_corners():
+    framing = Framing((16, 16), crop="resized", area=(0.1, 0.2))
+    centres = np.array([placed(framing, gradient(64, 64), seed)[..., :2].mean((0, 1)) for seed in range(80)])
+    assert (centres.min(0) < 70).all() and (centres.max(0) > 185).all()
+
+
+def test_the_whole_picture_stretched_or_with_bars():
+    image = gradient(64, 32)
+    stretched = placed(Framing((32, 32), resize="stretch"), image)
+    assert stretched[..., 0].min() < 8 and stretched[..., 0].max() > 247  # both ends are in it
+    barred = placed(Framing((32, 32), resize="contain", bars=255), image)
+    assert barred.shape == (32, 32, 3)
+    assert (barred[:8] == 255).all() and (barred[-8:] == 255).all()
+    assert np.abs(barred[8:24] - placed(Framing((16, 32), resize="stretch"), image)).max() == 0
+    tall = placed(Framing((32, 32), resize="contain"), gradient(10, 40))
+    assert (tall[:, :12] == 0).all() and (tall[:, 20:] == 0).all() and tall[:, 12:20].max() > 200
+    assert (placed(Framing((8, 12), resize="contain"), gradient(12, 8)) == np.asarray(gradient(12, 8))).all()
+
+
+def test_the_way_of_resizing_stays_without_chance():
+    framing = Framing((16, 16), "resized", 0.5, True, area=(0.1, 0.2)).still
+    assert (placed(framing, gradient(40, 40), 1) == placed(Framing((16, 16)), gradient(40, 40), 2)).all()
+    assert Framing((16, 16), resize="contain", flip=1.0).still == Framing((16, 16), resize="contain")
+
+
 def test_pad_repeats_and_masks():
     clip = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 3), np.uint8)
     pixels, mask = pad(clip, 5)

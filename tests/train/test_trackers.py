@@ -15,6 +15,7 @@ from PIL import Image
 
 from kineograph.core.errors import InputError
 from kineograph.train import trackers
+from kineograph.train.config import WandbConfig
 from kineograph.train.trackers import MetricsFile, TensorBoard, WeightsAndBiases, check_trackers, open_trackers
 
 
@@ -252,6 +253,9 @@ class FakeRun:
     def log(self, values: dict) -> None:
         self.told.append(values)
 
+    def log_artifact(self, artifact, aliases: list[str]) -> None:
+        self.told.append((artifact.name, artifact.files, aliases))
+
     def finish(self) -> None:
         self.told.append("finished")
 
@@ -265,6 +269,13 @@ class FakeWandb:
     def __init__(self) -> None:
         self.told: list = []
         self.started: list[dict] = []
+
+    class Artifact:
+        def __init__(self, name: str, type: str, metadata: dict) -> None:
+            self.name, self.metadata = name, metadata
+
+        def add_dir(self, path: str) -> None:
+            self.files = sorted(file.name for file in Path(path).iterdir())
 
     def Settings(self, **settings):
         return settings
@@ -311,6 +322,35 @@ def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
     assert [told["tokenizer/clips"][0] for told in fake.told if "tokenizer/clips" in told] == ["video"] * 2
 
 
+def test_wandb_goes_where_it_is_told_and_stays_there(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setattr(trackers, "_wandb", lambda: fake)
+    monkeypatch.setenv("WANDB_PROJECT", "from the environment")
+    open_trackers(["wandb"], tmp_path, "demo", {}, WandbConfig(project="p", entity="team", id="abc"))
+    again = WeightsAndBiases(tmp_path, "demo", {})  # nothing was logged yet, and the id is known already
+    assert [(start["project"], start["entity"], start["id"]) for start in fake.started] == [
+        ("p", "team", "abc"),
+        ("from the environment", None, "abc"),
+    ]
+    again.log(record(5, split="validation"))
+    again.log({"stage": "tokenizer", "split": "validation", "step": 5, "metric/fid": 2.0})  # of the same step
+    assert [sorted(told) for told in fake.told] == [
+        ["tokenizer/step", "tokenizer/validation/loss"],
+        ["tokenizer/step", "tokenizer/validation/metric/fid"],
+    ]
+
+
+def test_wandb_keeps_checkpoints(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setattr(trackers, "_wandb", lambda: fake)
+    folder = tmp_path / "step-00000004"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"x")
+    for _ in range(2):  # a resumed run does not send it again
+        WeightsAndBiases(tmp_path, "my run", {}).checkpoint("decoder", 4, folder, best=True)
+    assert fake.told == [("my-run-decoder", ["model.safetensors"], ["latest", "step-4", "best"])]
+
+
 def test_wandb_that_refuses_names_the_remedy(tmp_path, monkeypatch):
     fake = FakeWandb()
 
@@ -327,11 +367,18 @@ def test_wandb_that_refuses_names_the_remedy(tmp_path, monkeypatch):
 def test_wandb_works_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
     tensorboard, tracker = open_trackers(("tensorboard", "wandb"), tmp_path, "demo", {"train": {"steps": 5}})
     tracker.begin("tokenizer", 0)
     tracker.log(record(1, bad=float("nan")))
     tracker.media(1, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
     tracker.media(1, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True), "a 7")
+    saved = tmp_path / "step-00000001"
+    saved.mkdir()
+    (saved / "model.safetensors").write_bytes(b"weights of step 1")
+    for one in (tensorboard, tracker):
+        one.checkpoint("tokenizer", 1, saved, True)
     tracker.close()
     tensorboard.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -343,3 +390,7 @@ def test_wandb_works_offline(tmp_path, monkeypatch):
     while b"tokenizer/train/loss" not in log.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert b"tokenizer/train/loss" in log.read_bytes()
+    assert b"demo-tokenizer" in log.read_bytes()  # the artifact
+    assert any(
+        file.read_bytes() == b"weights of step 1" for file in (tmp_path / "WANDB_DATA_DIR").rglob("*") if file.is_file()
+    )
