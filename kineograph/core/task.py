@@ -62,7 +62,9 @@ class Task(nn.Module):
     reads: ClassVar[frozenset[str]] = frozenset({"pixels"})  # of "pixels", "captions"; what training needs
     continues: ClassVar[bool] = False  # `sample` takes `prompts.prime` as the first frames of the clip that it gives
     enlarges: bool = False  # `sample` takes `prompts.prime` as the picture that it makes larger
-    inpaints: bool = False  # `sample` takes `prompts.prime` as a picture of which it draws anew what `prompts.mask` says
+    inpaints: bool = (
+        False  # `sample` takes `prompts.prime` as a picture of which it draws anew what `prompts.mask` says
+    )
 
     def __init__(self) -> None:
         super().__init__()
