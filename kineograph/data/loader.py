@@ -167,10 +167,12 @@ class Loader:
         everything = np.arange(count)
         chosen = permute(everything, len(self.source), 0) if count < len(self.source) else everything
         groups = [_Group(None, everything, batch_size)]
-        if self.buckets is not None and alike:
+        if self.buckets is not None and alike and getattr(self.source, "reshapes", True):
             groups = [_Group(self.buckets.usual, everything, batch_size)]
         elif self.buckets is not None:
             groups = self._groups(chosen, batch_size)
+            if alike:  # what is encoded has a shape: those of the fullest bucket
+                groups = [max(groups, key=lambda group: len(group.places))._replace(batch_size=batch_size)]
         parts = [
             (group, part[self.rank])
             for group in groups

@@ -14,7 +14,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.run.estimate import Builder
 from kineograph.run.fetching import is_remote, probe
 from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData, expect_tokens
+from kineograph.run.stage_data import StageData, expect_shapes, expect_tokens
 from kineograph.run.token_cache import check_cachable
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
@@ -52,6 +52,7 @@ def check_stages(
                 continue
             task.check_precision(precision)
             expect_tokens(task, data[stage.name])
+            expect_shapes(task, data[stage.name])
 
 
 def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
