@@ -294,11 +294,15 @@ def doctor(
     what: Annotated[
         list[str] | None, typer.Argument(metavar="[PRESET|FILE.yaml] [key=value …]", show_default=False)
     ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="GiB of the GPU that is meant, in place of the one here.", show_default=False),
+    ] = None,
 ) -> None:
-    """Look at the machine, and at what a preset will need of it, before anything is spent."""
+    """Look at the machine, and at what a preset will need of it, before anything is spent: what fits, and which switch helps."""
     from kineograph.run.doctor import examine
 
-    examine(what or [])
+    examine(what or [], memory=memory)
 
 
 @app.command()

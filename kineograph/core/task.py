@@ -159,6 +159,11 @@ class Task(nn.Module):
         """Text that a rebuild needs beside the weights, such as a learned vocabulary."""
         return {}
 
+    @classmethod
+    def lighter(cls, config: Any) -> dict[str, Any]:
+        """Keys of the stage and the values with which it would need less memory, each on its own, for `kineo doctor` to try."""
+        return {}
+
     def tokens_per_clip(self) -> int | None:
         """Sequence length of the network that trains here, for estimates; None where there is no sequence."""
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -32,6 +33,9 @@ class FolderConfig(MediaConfig):
     """Folder of sketches, each named as its picture or clip (the ending may differ), cropped and timed alike; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
     """Channels of the sketches, as data.channels."""
+
+
+_WHOLE: Sequence[Span | None] = (None,)
 
 
 class Listing(NamedTuple):
@@ -151,7 +155,7 @@ class Folder:
         items = [
             Item(name, span)
             for name in listing.media
-            for span in captions.spans.get(name) or [None]  # all parts of a file are in one split
+            for span in captions.spans.get(name, _WHOLE)  # all parts of a file are in one split
         ]
         problems = listing.problems + captions.problems
         if config.buckets is None:

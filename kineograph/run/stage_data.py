@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -19,7 +20,7 @@ from kineograph.core.noise import key_of
 from kineograph.core.run_folder import write_json
 from kineograph.core.seams import Source
 from kineograph.core.task import Task
-from kineograph.data.buckets import Buckets
+from kineograph.data.buckets import Bucket, Buckets
 from kineograph.data.cache import Cache
 from kineograph.data.captions import require_captions
 from kineograph.data.config import Split
@@ -115,6 +116,13 @@ class StageData:
     def buckets(self) -> Buckets | None:
         """What goes where, where the data are of several shapes."""
         return getattr(self.source, "buckets", None)
+
+    def largest(self) -> tuple[Bucket | None, np.ndarray]:
+        """The bucket whose clips have most tokens, and its items; without buckets, None and the first items."""
+        if self.buckets is None:
+            return None, np.arange(min(len(self.source), 1024))
+        found = zip(self.buckets.shapes, self.buckets.members, strict=True)
+        return max((pair for pair in found if len(pair[1])), key=lambda pair: self.buckets.config.tokens(pair[0]))  # type: ignore[union-attr]
 
     def write_buckets(self, path: Path) -> None:
         """The report of what goes where."""

@@ -12,11 +12,13 @@ import yaml
 
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Loss, Mean
-from kineograph.run import doctor, estimate, layers, machine
+from kineograph.run import doctor, estimate, layers, machine, probing
+from kineograph.run.builder import Builder
 from kineograph.run.doctor import describe, dry_run, examine
-from kineograph.run.estimate import Builder, Estimate, _trace, micro_batch
+from kineograph.run.estimate import Estimate, micro_batch
 from kineograph.run.plan import Plan, make_plan
 from kineograph.run.stage_data import StageData, open_data
+from kineograph.run.tracing import trace
 from kineograph.train.stepper import Stepper
 from tests.train.toy_tasks import Toy
 
@@ -93,7 +95,7 @@ def test_parameters_and_state_are_counted() -> None:
 def test_the_state_is_what_a_real_stepper_holds() -> None:
     plan, data, builder = opened(TREE)
     stage = plan.stages[0]
-    found = estimate.estimate(builder, stage, data["first"], probe=False)
+    found = estimate.estimate(builder, stage, data["first"], probing=False)
     stepper = Stepper(builder.build("first", torch.device("cpu")), stage.train, stage.players)
     stepper.step(0, next(data["first"].loader().steps(0, 1)))
     moments = sum(
@@ -113,7 +115,7 @@ def test_a_step_without_numbers_counts_what_a_real_one_takes(tree: dict) -> None
     for stage in plan.stages:
         batch = next(data[stage.name].loader().steps(0, 1))[0]
         traced, real = (
-            _trace(builder, stage, stage.train, torch.device("cpu"), batch, numbers) for numbers in (False, True)
+            trace(builder, stage, stage.train, "fp32", batch, 4, numbers) for numbers in (None, torch.device("cpu"))
         )
         assert traced.memory.total - traced.memory.activations == real.memory.total - real.memory.activations
         assert traced.memory.activations == pytest.approx(real.memory.activations, rel=0.02)
@@ -187,7 +189,7 @@ def test_a_slow_model_is_not_probed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_speed_is_probed_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.2)
     _, found = estimated(TREE, "train.accumulate=2", probe=True)
     assert found.speed is not None
     assert found.speed.samples == 4
@@ -242,7 +244,8 @@ def test_two_switches_together_where_one_is_not_enough() -> None:
     _, found = estimated(TREE)
     state = found.memory.total - found.memory.activations
     lean = {"train.checkpointing=true": replace(found.memory, activations=800)}  # 100 bytes a sample
-    tight = replace(found, free=int((state + 250) / estimate.ROOM), sample_bytes=10.0**4, savings=lean)
+    small = replace(found.target, free=int((state + 250) / estimate.ROOM))
+    tight = replace(found, target=small, sample_bytes=10.0**4, savings=lean, together=None)
     assert "train.checkpointing=true with train.accumulate=4" in told(tight)
 
 
@@ -268,7 +271,7 @@ def test_without_arguments_the_machine_is_described(
 def test_with_a_file_every_stage_is_described(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.2)
     path = tmp_path / "toy.yaml"
     path.write_text(yaml.safe_dump(TREE, sort_keys=False))
     examine([str(path), "stages.first.skip=true", "train.steps=1000"])
@@ -307,7 +310,7 @@ def everything(folder: Path) -> set[str]:
 def test_a_dry_run_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(MUSE, sort_keys=False))
     dry_run(["toy.yaml"])
