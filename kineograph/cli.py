@@ -278,12 +278,22 @@ def data_make(
 
 
 @data_app.command("check")
-def data_check(folder: Annotated[Path, typer.Argument(help="A dataset folder.", show_default=False)]) -> None:
-    """Tell what is in a folder and everything that is wrong with it (exit 1 if anything is)."""
-    from kineograph.data.check import check_folder
+def data_check(
+    folder: Annotated[Path, typer.Argument(help="A dataset folder.", show_default=False)],
+    setting: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value …]",
+            help="Keys of data.*, such as size=256 frames=17 fps=8 'buckets={}'.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Tell what is in a folder and everything that is wrong with it (exit 1 if anything is); with buckets, what goes where."""
+    from kineograph.data.check import bucket_lines, check_folder
 
     report = check_folder(folder)
-    for line in report.lines():
+    for line in [*report.lines(), *(bucket_lines(folder, setting) if setting else [])]:
         print(line)
     if report.problems:
         raise typer.Exit(1)

@@ -72,7 +72,6 @@ class Show:
             draw_curves(self.folder.metrics_file, self.folder.path / "curves.png")
 
     def _samples(self, step: int, stepper: Stepper) -> None:
-        train = self.stage.train
         prompts, captions = self._prompts(stepper.task)
         rows = len(captions)
         out = self.folder.samples(self.stage.name, step)
@@ -210,7 +209,7 @@ class Show:
         captions = batch.captions or [""] * len(batch)
         if batch.captions is not None:
             write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in captions))
-        if self.stage.train.format == "mp4":
+        if self.stage.train.format in ("mp4", "gif"):
             self._one_by_one(path.with_suffix(""), batch, {"input": inputs, "reconstruction": rows[-1][1]}, captions)
         self._track(step, "reconstructions", path, "input, online, EMA")
 
@@ -220,7 +219,7 @@ class Show:
         for number, caption in enumerate(captions):
             fps = float(batch.fps[number]) if batch.fps is not None else self.shape.fps
             for name, rows in clips.items():
-                write_clip(out / f"{number:03d}-{name}.mp4", rows[number], fps)
+                write_clip(out / f"{number:03d}-{name}.{self.stage.train.format}", rows[number], fps)
             write_atomic(out / f"{number:03d}.txt", f"{caption}\n")
 
     def _track(self, step: int, name: str, path: Any, caption: str) -> None:

@@ -207,6 +207,7 @@ class LatentGenerator(Task):
 
     Config = ClipConfig
     any_shape = True
+    reads = frozenset({"pixels", "captions"})
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
         super().__init__()
