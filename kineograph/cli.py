@@ -18,6 +18,12 @@ app = typer.Typer(
 )
 data_app = typer.Typer(name="data", help="Make a dataset to try things on, or check your own.", no_args_is_help=True)
 app.add_typer(data_app)
+weights_app = typer.Typer(
+    name="weights",
+    help="Weights of the networks that metrics and perceptual losses look through.",
+    no_args_is_help=True,
+)
+app.add_typer(weights_app)
 
 Run = Annotated[Path, typer.Argument(help="A run folder, such as runs/muse-tiny.", show_default=False)]
 Checkpoint = Annotated[str, typer.Option(help="last, best, or a step.")]
@@ -210,6 +216,14 @@ def evaluate(
     checkpoint: Checkpoint = "last",
     stage: Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    extractor: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[METRIC=]NAME|FILE",
+            help="What a metric looks through: a name of `kineo weights list`, or a TorchScript or safetensors file. Without METRIC: fid, rfid, kid, is.",
+            show_default="inception-v3; fvd=i3d-kinetics400; lpips=lpips-vgg16; clip_score=the run's clip stage",
+        ),
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Judge a run: a table, evaluation.json and a sheet of samples."""
@@ -217,8 +231,9 @@ def evaluate(
 
     names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
     found = judge(
-        run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device
-    )
+        run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
+        extractors=extractor or [],
+    )  # fmt: skip
     found.show()
 
 
@@ -297,6 +312,35 @@ def data_check(
         print(line)
     if report.problems:
         raise typer.Exit(1)
+
+
+@weights_app.command("get")
+def weights_get(
+    name: Annotated[
+        str | None, typer.Argument(help="Such as inception-v3; without a name they are listed.", show_default=False)
+    ] = None,
+    from_: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="FILE", help="A file that you have, instead of a download.", show_default=False),
+    ] = None,
+) -> None:
+    """Fetch weights, check their hash, keep them as safetensors in the cache ($KINEO_CACHE, or ~/.cache/kineograph)."""
+    if name is None:
+        weights_list()
+        return
+    from kineograph.evaluate.weights import get
+
+    found = get(name, from_ or [], note=lambda line: print(line, file=sys.stderr))
+    print(f"{found.path}  sha256 {found.sha256}")
+
+
+@weights_app.command("list")
+def weights_list() -> None:
+    """List the weights that can be fetched, and those that have been."""
+    from kineograph.evaluate.console import open_console
+    from kineograph.evaluate.weights import table
+
+    open_console().print(table())
 
 
 @app.command()

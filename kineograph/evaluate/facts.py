@@ -24,6 +24,15 @@ from kineograph.train.config import TrainConfig
 from kineograph.train.trackers import MetricsFile
 
 RATE = "time/samples_per_second"
+DISTANCES: dict[str, tuple[str, Callable[[float], str]]] = {  # row → metric, and how its number is written
+    "FID": ("fid", lambda v: f"{v:.2f}"),
+    "KID": ("kid", lambda v: f"{v:.5f}"),
+    "Inception Score": ("is", lambda v: f"{v:.2f}"),
+    "FVD": ("fvd", lambda v: f"{v:.1f}"),
+    "CLIP score": ("clip_score", lambda v: f"{v:.3f}"),
+    "rFID": ("rfid", lambda v: f"{v:.2f}"),
+    "LPIPS": ("lpips", lambda v: f"{v:.4f}"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Fact:
     value: float | str | None
     text: str = "–"
     command: str | None = None
+    wanted: bool = True  # False: only where another run has the number, since it takes extra weights
 
 
 @dataclass
@@ -120,6 +130,15 @@ def _judgements(run: RunFolder, main: str, stages: list[str], tree: dict[str, An
     ):
         found = record.newest(results, split, codec, metric) if codec else None
         facts[row] = _judged(run, codec or "", found, key, text, command if codec else None)
+    for row, (metric, text) in DISTANCES.items():
+        stage = codec or "" if metric in ("rfid", "lpips") else main
+        found = record.newest(results, split, stage, metric)
+        cell = _judged(run, stage, found, metric, text, None)
+        if found is None or cell.value is None:
+            facts[row] = Fact(None, command=f"{command} --metrics {metric}", wanted=False)
+        else:  # two such numbers are comparable only if they rest on the same
+            labels = found[1].get("labels", {})
+            facts[row] = Fact(cell.value, f"{cell.text} ({labels.get('extractor')}, {labels.get('count')})")
     return facts
 
 

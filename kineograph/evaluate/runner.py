@@ -22,7 +22,8 @@ from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
 from kineograph.evaluate import record, sheets
 from kineograph.evaluate.console import open_console
-from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject
+from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject, ToFetch
+from kineograph.evaluate.extractor.opening import Extractors, read_choices
 from kineograph.sample.draw import as_judged, device_for, draw
 from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
@@ -100,11 +101,14 @@ def evaluate(
     seed: int = 0,
     batch: int = 32,
     dataset: Any = None,
+    extractors: Sequence[str] = (),
     note: Note = say,
 ) -> Evaluation:
     """Judge a run: the stage that draws at `checkpoint`, the stages under it as it uses them (or `stage` alone).
 
-    `metrics` None takes all that apply; named ones must. Writes RUN/evaluation.json and pictures under RUN/evaluation/.
+    `metrics` None takes all that apply; named ones must, unless they wait for weights that can be fetched and others ran.
+    `extractors`: what metrics look through, each `NAME|FILE` (for fid, rfid, kid, is) or `METRIC=NAME|FILE`.
+    Writes RUN/evaluation.json and pictures under RUN/evaluation/.
     """
     if split not in get_args(Split):
         raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
@@ -113,9 +117,10 @@ def evaluate(
     folder = RunFolder.existing(run)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     stages = Stages(folder, device_for(device))
+    looking = Extractors(stages.device, read_choices(list(extractors)))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
-    reasons: dict[str, list[str]] = {name: [] for name in chosen}
+    reasons: dict[str, list[LeftOut]] = {name: [] for name in chosen}
     tree = folder.config()
     run_seed = int(tree.get("seed", 0))
     for name in names:
@@ -127,7 +132,9 @@ def evaluate(
             note(
                 f"{name}: the {split} split has {len(source)} items, so {len(source)} samples are judged instead of {samples}"
             )
-        judge = Judge(spec, task, source, stages.device, samples, run_seed, seed, batch, name == main, bar=True)
+        judge = Judge(
+            spec, task, source, stages.device, samples, run_seed, looking, stages, seed, batch, name == main, bar=True
+        )
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
         where = f"{split}-{name}-step-{step:08d}"
@@ -154,20 +161,23 @@ def _stages_to_judge(run: RunFolder, wanted: str | None) -> tuple[str, list[str]
         return trained[-1], trained
 
 
-def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[str]], asked: bool) -> None:
-    """Metrics that judged nothing: an error when they were asked for by name, else a line if there is something to say."""
+def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]], asked: bool) -> None:
+    """Metrics that judged nothing: an error when they were asked for by name, else a line if there is something to say. What only
+    waits for something to be fetched is a line in either case, as long as another metric has an answer."""
     done = {name for judged in found.judged for name in judged.results}
+    lines: dict[str, list[str]] = {}  # reason → metrics
     for name, metric in chosen.items():
         if name in done:
             continue
-        why = (
-            "; ".join(dict.fromkeys(reasons[name]))
-            or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
-        )
-        if asked:
+        why = "; ".join(dict.fromkeys(map(str, reasons[name])))
+        waits = bool(done) and any(isinstance(reason, ToFetch) for reason in reasons[name])
+        if asked and not waits:
+            why = why or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
             raise InputError(f"--metrics {name} does not apply to {found.run}: {why}")
-        if reasons[name]:
-            found.left_out.append(f"{name} is left out: {why}")
+        if why:
+            lines.setdefault(why, []).append(name)
+    for why, names in lines.items():
+        found.left_out.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} left out: {why}")
 
 
 class Judge:
@@ -181,6 +191,8 @@ class Judge:
         device: torch.device,
         samples: int,
         run_seed: int,
+        extractors: Extractors,
+        stages: Stages | None = None,
         seed: int = 0,
         batch: int = 32,
         draws: bool = True,
@@ -188,20 +200,15 @@ class Judge:
     ) -> None:
         self.name, self.spec, self.task, self.source, self.device = spec.name, spec, task, source, device
         self.run_seed, self.seed, self.batch, self.bar = run_seed, seed, batch, bar
+        self.extractors, self.stages = extractors, stages
         self.draws = draws and task.can_sample
         self.count = min(samples, len(source))
 
-    def run(self, chosen: dict[str, Any], reasons: dict[str, list[str]]) -> tuple[dict[str, Result], sheets.Pictures]:
+    def run(
+        self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]
+    ) -> tuple[dict[str, Result], sheets.Pictures]:
         """What the metrics found, and pictures of what they saw; `reasons` hears why one of them judged nothing."""
-        subject = self._subject()
-        offered = self._offered(subject)
-        metrics: dict[str, Metric] = {}
-        for name, metric in chosen.items():
-            if metric.needs <= offered:
-                try:
-                    metrics[name] = metric.open(subject)
-                except LeftOut as reason:
-                    reasons[name].append(str(reason))
+        metrics = self.open(chosen, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
         for evidence in self._evidence(needed) if metrics else ():
@@ -210,10 +217,29 @@ class Judge:
                 try:
                     remarks.append(metric.update(evidence))
                 except LeftOut as reason:
-                    reasons[name].append(str(reason))
+                    reasons[name].append(reason)
                     del metrics[name]
             pictures.add(evidence, [said for said in remarks if said])
-        return {name: metric.compute() for name, metric in metrics.items()}, pictures
+        results: dict[str, Result] = {}
+        for name, metric in metrics.items():
+            try:
+                results[name] = metric.compute()
+            except LeftOut as reason:
+                reasons[name].append(reason)
+        return results, pictures
+
+    def open(self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
+        """The metrics that can judge this stage."""
+        subject = self._subject()
+        offered = self._offered(subject)
+        metrics: dict[str, Metric] = {}
+        for name, metric in chosen.items():
+            if metric.needs <= offered:
+                try:
+                    metrics[name] = metric.open(subject)
+                except LeftOut as reason:
+                    reasons[name].append(reason)
+        return metrics
 
     def _subject(self) -> Subject:
         captions = [self.source.caption(index) for index in range(min(FIRST_LOOK, len(self.source)))]
@@ -225,6 +251,8 @@ class Judge:
             self.spec.data.shape,
             self.device,
             known if len(known) == len(captions) else None,
+            self.extractors,
+            self.stages,
         )
 
     def _offered(self, subject: Subject) -> frozenset[Kind]:
@@ -234,6 +262,8 @@ class Judge:
             offered.add("captions")
         if self.draws:
             offered.add("generated")
+        if subject.shape.frames > 1:
+            offered.add("clips")
         if type(self.task).reconstruct is not Task.reconstruct:
             offered.add("reconstruction")
         if hasattr(self.task, "encode") and getattr(self.task, "vocabulary", None):

@@ -35,6 +35,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -115,27 +116,27 @@ class DiffusionConfig(Config):
 # Schedules -------------------------------------------------------------------------------------------------------
 
 
-def _betas(config: DiffusionConfig) -> Tensor:
+def _betas(config: DiffusionConfig) -> np.ndarray:
     steps, (start, end) = config.steps, config.ends
     if config.schedule == "cosine":  # ᾱ(u) = cos²(π/2 · (u + s) / (1 + s)), s = 0.008; β at most 0.999
-        u = torch.arange(steps + 1, dtype=torch.float64) / steps
-        level = torch.cos((u + 0.008) / 1.008 * (math.pi / 2)) ** 2
-        return (1 - level[1:] / level[:-1]).clamp(max=0.999)
+        u = np.arange(steps + 1) / steps
+        level = np.cos((u + 0.008) / 1.008 * (math.pi / 2)) ** 2
+        return (1 - level[1:] / level[:-1]).clip(max=0.999)
     if config.schedule == "linear":
-        return torch.linspace(start, end, steps, dtype=torch.float64)
+        return np.linspace(start, end, steps)
     if config.schedule == "sigmoid":
-        return start + (end - start) * torch.linspace(-6, 6, steps, dtype=torch.float64).sigmoid()
-    return torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64) ** 2
+        return start + (end - start) / (1 + np.exp(-np.linspace(-6, 6, steps)))
+    return np.linspace(start**0.5, end**0.5, steps) ** 2
 
 
-def levels(config: DiffusionConfig) -> Tensor:
-    """ᾱ of every t, T, float64 on the host."""
-    kept = (1 - _betas(config)).cumprod(0)
+def levels(config: DiffusionConfig) -> list[float]:
+    """ᾱ of every t. Not by torch: a model that is built of tensors without numbers needs these numbers too."""
+    kept = (1 - _betas(config)).cumprod()
     kept = kept / (config.shift + (1 - config.shift) * kept)  # SNR / shift
     if config.zero_terminal:
-        root = kept.sqrt()
+        root = np.sqrt(kept)
         kept = ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2  # the first stays, the last is 0
-    return kept
+    return kept.tolist()
 
 
 def weights(config: DiffusionConfig, kept: Tensor) -> Tensor:
@@ -169,13 +170,13 @@ class Diffusion(nn.Module):
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__()
         self.config, self.steps = config, config.steps
-        kept = levels(config)
-        self.alpha_bar: list[float] = kept.tolist()
+        self.alpha_bar = levels(config)
         """ᾱ in full precision on the host: solvers take their coefficients from it."""
-        for name, table in self._tables(kept).items():
+        for name, table in self._tables().items():
             self.register_buffer(name, table.float(), persistent=False)
 
-    def _tables(self, kept: Tensor) -> dict[str, Tensor]:
+    def _tables(self) -> dict[str, Tensor]:
+        kept = torch.tensor(self.alpha_bar, dtype=torch.float64)
         before = torch.cat([torch.ones_like(kept[:1]), kept[:-1]])  # ᾱ_{t−1}
         beta = 1 - kept / before
         posterior = beta * (1 - before) / (1 - kept)  # 0 at t = 0, where the decoder's likelihood takes the next
@@ -193,7 +194,7 @@ class Diffusion(nn.Module):
         """`.to(bfloat16)` of a model that holds this must not round the tables: they go to its device only."""
         super()._apply(fn, *args, **kwargs)
         if self.alpha.dtype != torch.float32:
-            for name, table in self._tables(levels(self.config)).items():
+            for name, table in self._tables().items():
                 setattr(self, name, table.float().to(self.alpha.device))
         return self
 

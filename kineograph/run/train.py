@@ -154,12 +154,16 @@ class _StageRun:
             stage_seed(self.plan, stage),
         )
         source = cached_source(stage, task, self.stages, self.folder, self.data, self.device, self.stop, self.note)
+        evaluate = Evaluate(self.plan, stage, self.data, self.stages) if stage.train.metrics else None
+        if evaluate is not None:
+            with stepper.eval_mode() as judged:
+                evaluate.check(judged)
         show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device)
         around = Surroundings(
             checkpoints=self.checkpoints,
             log=self._log,
             validation=self.data.validation_batches if stage.train.validate_every else None,
-            evaluate=Evaluate(self.plan, stage, self.data, self.device, self.note) if stage.train.metrics else None,
+            evaluate=evaluate,
             show=show if stage.train.sample_every else None,
             publish=self._publish,
             saved={

@@ -210,9 +210,8 @@ class Trainer:
         pointer = checkpoint.best(self.around.checkpoints) or {}
         if not ranks.is_first() or self.best_step is None or pointer.get("step") == self.best_step:
             return
-        if self.best_step in checkpoint.steps(
-            self.around.checkpoints
-        ):  # one that came from elsewhere may have left it there
+        kept = checkpoint.steps(self.around.checkpoints)
+        if self.best_step in kept:  # a run that was taken up from elsewhere may have left its best there
             checkpoint.set_best(self.around.checkpoints, self.best_step, self.best)
 
     def _position(self, cursor: Cursor) -> dict[str, Any]:

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import hashlib
-import pickle
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from kineograph.codec.perceptual import Lpips, from_arrays, load, read_arrays
+from kineograph.codec.perceptual import Lpips, from_arrays, load
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import is_frozen
 
@@ -112,21 +109,3 @@ def test_missing_and_wrong_files_are_named(tmp_path, arrays):
     save_file(weights, tmp_path / "part.safetensors")
     with pytest.raises(InputError, match=r"lin3.weight of shape \(1, 512, 1, 1\)"):
         load(tmp_path / "part.safetensors")
-
-
-def test_foreign_pickles_are_hash_checked_and_hold_arrays_only(tmp_path):
-    path = tmp_path / "weights.ckpt"
-    content = {"a": {"b": np.arange(6, dtype=np.float32).reshape(2, 3)}}
-    path.write_bytes(pickle.dumps(content, protocol=3))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert np.array_equal(read_arrays(path, digest)["a"]["b"], content["a"]["b"])
-    with pytest.raises(InputError, match="SHA-256"):
-        read_arrays(path)
-
-    class Evil:
-        def __reduce__(self):
-            return (exec, ("raise SystemExit('ran')",))
-
-    path.write_bytes(pickle.dumps({"a": Evil()}, protocol=3))
-    with pytest.raises(InputError, match=r"builtins.exec"):
-        read_arrays(path, hashlib.sha256(path.read_bytes()).hexdigest())

@@ -121,3 +121,11 @@ def test_numpy_generators_are_keyed() -> None:
     draws = [numpy_rng(1, 2, "crop").random(4) for _ in range(2)]
     assert np.array_equal(*draws)
     assert not np.array_equal(draws[0], numpy_rng(1, 3, "crop").random(4))
+
+
+@pytest.mark.parametrize("bits", [0, (1 << 24) - 1])
+def test_the_outermost_draws_are_inside_the_open_interval(monkeypatch, bits):
+    noise = Noise.for_rows(0, 0, 3)
+    monkeypatch.setattr(Noise, "bits", lambda self, name, *shape: torch.full((3, *shape), _signed(bits << 40)))
+    assert noise.uniform("x", 4).min() > 0 and noise.uniform("x", 4).max() < 1
+    assert torch.isfinite(noise.normal("x", 4)).all() and torch.isfinite(noise.gumbel("x", 4)).all()

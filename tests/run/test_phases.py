@@ -24,6 +24,7 @@ from kineograph.train import checkpoint
 from kineograph.train.trainer import Trainer
 from tests.run import clip_tasks
 from tests.run.clip_tasks import BASE
+from tests.train.test_trackers import FakeWandb
 
 EPOCHS: dict[str, Any] = {
     "train__steps": 8,
@@ -302,6 +303,15 @@ def test_an_unknown_metric_is_refused_before_anything_is_written(tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_that_a_metric_lacks_are_noticed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KINEO_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(
+        InputError, match=r"train\.metrics names fid: .*kineo weights get inception-v3.*or leave it out"
+    ):
+        train(tmp_path, train__metrics=["fid"])
+    assert not any(record["stage"] == "generator" for record in lines(tmp_path / "run"))
+
+
 def test_grids_show_real_beside_drawn_of_every_split(tmp_path: Path) -> None:
     run = train(
         tmp_path,
@@ -361,3 +371,28 @@ def test_tensorboard_has_each_point_once_after_a_kill(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("generator/validation/metric/loss")] == [3, 5, 8]
     assert [event.step for event in events.Scalars("generator/validation/loss")] == [3, 5, 8]
     assert [event.step for event in events.Scalars("generator/train/loss")] == list(range(1, 9))
+
+
+def test_checkpoints_go_to_the_tracker_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setattr("kineograph.train.trackers._wandb", lambda: fake)
+    wandb: dict[str, Any] = {
+        "train__trackers": ["wandb"],
+        "train__log_checkpoints": True,
+        "train__metrics": [],
+        "train__wandb": {"project": "p", "entity": "team"},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        deadly(patch, Trainer, "_note_phase", 3, after=False)  # step 3 is validated and drawn, and its checkpoint sent
+        with pytest.raises(Killed):
+            train(tmp_path, **wandb)
+    run = train(tmp_path, **wandb)
+    sent = [told for told in fake.told if isinstance(told, tuple) and told[0] == "run-generator"]
+    assert [aliases[1] for _, _, aliases in sent] == [f"step-{step}" for step in (2, 3, 4, 5, 6, 8)]
+    assert all("manifest.json" in files and "model.safetensors" in files for _, files, _ in sent)
+    losses = {r["step"]: r["loss"] for r in lines(run) if r["stage"] == "generator" and r["split"] == "validation"}
+    improved = {
+        f"step-{step}" for step in losses if all(losses[step] < losses[other] for other in losses if other < step)
+    }
+    assert {aliases[1] for _, _, aliases in sent if "best" in aliases} == improved
+    assert len({start["id"] for start in fake.started}) == 1 and fake.started[0]["entity"] == "team"

@@ -1,0 +1,55 @@
+"""LPIPS between pictures and what a codec gives back of them: the mean over frames that are no padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from kineograph.codec import perceptual
+from kineograph.core import ranks
+from kineograph.core import weights as cache
+from kineograph.core.foreign import sha256_of
+from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Result, Subject, ToFetch
+
+CHUNK = 32  # frames at once: the maps of VGG16 are large
+
+
+class LpipsDistance:
+    name: ClassVar[str] = "lpips"
+    needs: ClassVar[frozenset[Kind]] = frozenset({"real", "reconstruction"})
+
+    def __init__(self, network: perceptual.Lpips, label: str, subject: Subject) -> None:
+        self.network, self.label = network.to(subject.device), label
+        self.sums = torch.zeros(2, dtype=torch.float64, device=subject.device)  # of distances, of frames
+
+    @classmethod
+    def open(cls, subject: Subject) -> LpipsDistance:
+        value = subject.extractors.choice(cls.name, "lpips-vgg16")
+        path = Path(value)
+        try:
+            found = cache.find(value) if cache.is_name(path) else cache.Found(path, sha256_of(path))
+        except cache.NotThere as error:
+            raise ToFetch(str(error)) from None
+        except FileNotFoundError:
+            raise LeftOut(f"--extractor lpips={value} is not there") from None
+        network = perceptual.load(found.path)
+        side = min(subject.shape.height, subject.shape.width)
+        if side < network.smallest:
+            raise LeftOut(f"pictures of {side} pixels are too small for it: {network.smallest} are the least")
+        return cls(network, f"{value if cache.is_name(path) else path.name} {found.short}", subject)
+
+    def update(self, evidence: Evidence) -> None:
+        real, made = evidence.pictures("real"), evidence.pictures("reconstruction")
+        with torch.no_grad(), torch.autocast(real.device.type, enabled=False):
+            for x, y in zip(real.float().split(CHUNK), made.float().split(CHUNK), strict=True):
+                distance = self.network(x * 2 - 1, y * 2 - 1)
+                self.sums += torch.stack([distance.double().sum(), distance.new_tensor(len(x)).double()])
+
+    def compute(self) -> Result:
+        total, count = ranks.sum_(self.sums.clone()).tolist()
+        return Result({"lpips": total / count}, {"extractor": self.label, "count": int(count)})
+
+
+METRIC = LpipsDistance

