@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
+from kineograph.cli import main
 from kineograph.core.config import parse
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.buckets import Bucket, BucketOrder, BucketsConfig, Extent, assign, choose
 from kineograph.data.folder import Folder
 from kineograph.data.loader import Loader
+from kineograph.data.webdataset import WebDataset
 
 WIDE, TALL, SQUARE = (32, 48), (48, 32), (32, 32)
 SHAPES = [Bucket(1, *WIDE), Bucket(1, *TALL), Bucket(9, *WIDE), Bucket(9, *TALL)]
@@ -320,3 +324,107 @@ def test_clips_go_by_length_at_the_wanted_rate(tmp_path: Path, make_video, count
     assert sample.fps == 8 and sample.pixels.shape == (13, 3, *WIDE)
     taken = np.array(numbers(sample.pixels))
     assert np.allclose(np.diff(taken), 30 / 8, atol=1) and abs((taken[-1] - taken[0]) - 12 * 30 / 8) <= 1
+
+
+# Tar shards -------------------------------------------------------------------------------------------------------
+
+
+def test_shards_have_buckets_too(mixed: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "00000.tar", "w") as tar:
+        for path in sorted(mixed.iterdir()):
+            tar.add(path, path.name)
+    tree = {
+        "shards": str(tmp_path / "00000.tar"),
+        "size": list(SQUARE),
+        "validation": 0,
+        "buckets": {"sizes": [WIDE, TALL, SQUARE]},
+    }
+    source = WebDataset.open(parse(WebDataset.Config, tree, "data"), "train", 0)
+    assert sorted(map(len, source.buckets.members)) == [1, 5, 7]
+    for (batch,) in Loader(source, seed=1, batch_size=3).steps(0, 6):
+        assert batch.pixels.shape[-2:] in (WIDE, TALL, SQUARE)
+        assert batch.captions == [f"gray {number}" for number in seen(batch)]
+    stream = tree | {"shards": f"pipe:cat {tmp_path / '00000.tar'}"}
+    with pytest.raises(ConfigError, match="download the shards"):
+        WebDataset.open(parse(WebDataset.Config, stream, "data"), "train", 0)
+
+
+# Parts of clips ---------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_clip_are_items_with_captions_of_their_own(tmp_path: Path, make_video, counting, numbers) -> None:
+    root = tmp_path / "clips"
+    root.mkdir()
+    make_video(root / "a.mp4", counting(60), fps=30)
+    make_video(root / "b.mp4", counting(30), fps=30)
+    rows = [
+        {"file_name": "a.mp4", "clips": [{"start": 0, "end": 0.5, "text": "first"}, {"start": 1.0, "caption": "last"}]},
+        {"file_name": "b.mp4", "text": "whole"},
+    ]
+    (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {"folder": str(root), "size": [32, 48], "frames": 4, "fps": 8, "validation": 0}
+    source = Folder.open(parse(Folder.Config, tree, "data"), "train", 0)
+    assert [source.identity(item) for item in range(3)] == ["a.mp4@0-0.5", "a.mp4@1-inf", "b.mp4"]
+    assert [source.caption(item) for item in range(3)] == ["first", "last", "whole"]
+    assert source.missing_captions() == []
+    for seed in range(6):
+        first, last = (source.read(item, np.random.default_rng(seed)) for item in (0, 1))
+        assert first.fps == last.fps == 8
+        taken = [numbers(sample.pixels[sample.frame_mask]) for sample in (first, last)]
+        assert len(taken[0]) == len(taken[1]) == 4
+        assert max(taken[0]) <= 15 and min(taken[1]) >= 29
+        assert np.allclose(np.diff(taken[1]), 30 / 8, atol=1)
+    short = opened(root, fps=8, frames=9, buckets={"sizes": [WIDE], "frames": [3, 9]})
+    assert short.buckets is not None
+    assert [short.buckets.shape(item).frames for item in range(3)] == [3, 3, 3]  # 4, 8 and 8 frames at 8 a second
+
+
+def test_parts_of_a_file_share_its_split(tmp_path: Path, counting) -> None:
+    root = tmp_path / "clips"
+    root.mkdir()
+    rows = []
+    for number in range(12):
+        frames = [Image.new("RGB", (16, 16), (10 * t,) * 3) for t in range(8)]
+        frames[0].save(root / f"{number}.gif", save_all=True, append_images=frames[1:], duration=100)
+        rows += [
+            {"file_name": f"{number}.gif", "start": at, "end": at + 0.4, "text": f"{number} at {at}"} for at in (0, 0.4)
+        ]
+    (root / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))  # any name, if it names files
+    tree = {"folder": str(root), "size": 16, "frames": 2, "validation": 0.4}
+    train, held = (Folder.open(parse(Folder.Config, tree, "data"), split, 0) for split in ("train", "validation"))
+    files = [{source.items[item].name for item in range(len(source))} for source in (train, held)]
+    assert not files[0] & files[1] and len(train) + len(held) == 24
+    for seed in range(4):
+        for item in range(4):
+            sample = train.read(item, np.random.default_rng(seed))
+            levels = [round(float(frame.float().mean()) / 10) for frame in sample.pixels]
+            assert min(levels) >= (4 if "at 0.4" in train.caption(item) else 0)
+            assert max(levels) <= (7 if "at 0.4" in train.caption(item) else 3)
+
+
+def test_parts_that_are_not_there_are_told(tmp_path: Path, make_video, counting) -> None:
+    root = tmp_path / "clips"
+    root.mkdir()
+    make_video(root / "a.mp4", counting(30), fps=30)
+    (root / "metadata.jsonl").write_text(
+        '{"file_name": "a.mp4", "start": 3, "end": 4, "text": "beyond"}\n'
+        '{"file_name": "a.mp4", "start": 2, "end": 1, "text": "backwards"}\n'
+        '{"file_name": "a.mp4", "start": 0, "text": "good"}\n'
+    )
+    tree = {"folder": str(root), "size": 16, "frames": 2, "validation": 0}
+    source = Folder.open(parse(Folder.Config, tree, "data"), "train", 0)
+    assert [problem.reason for problem in source.problems] == ["line 2: a clip from 2 to 1 s is empty"]
+    assert [source.caption(item) for item in range(2)] == ["good", "beyond"]
+    with pytest.raises(Unreadable, match=r"begins at 3 s, and it has 1 s"):
+        source.read(1, np.random.default_rng(0))
+
+
+def test_the_folder_check_tells_what_goes_where(mixed: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "check", str(mixed), "size=32", "buckets={sizes: [[32, 48], [48, 32]]}"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert "0 problems" in told and "13 items in 2 of 2 shapes" in told and "1 × 48 × 32" in told
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "check", str(mixed), "size=32"])
+    assert ended.value.code == 2 and "ask for no buckets" in capsys.readouterr().err
