@@ -107,6 +107,7 @@ def cached_source(
     path = cache_folder(stage, folder, stages, data.source)
     if wanted is True:
         fill(path, task, data, device, stop, note, folder)
+        _release(task)
     layout = read_layout(path)
     if layout is None:
         note(
@@ -128,6 +129,13 @@ def cached_source(
     codec = task.stages.get("codec")
     source.expect(vocabulary=getattr(codec, "vocabulary", None), key=path.name)
     return source
+
+
+def _release(task: Task) -> None:
+    """Frozen text encoders have done their work: they need not lie beside the model while it trains."""
+    for module in task.modules():
+        if hasattr(module, "release"):
+            module.release()
 
 
 @torch.no_grad()

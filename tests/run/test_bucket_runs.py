@@ -184,6 +184,17 @@ def test_a_shard_has_items_of_one_shape_and_their_rate(tmp_path: Path, clips: Pa
         assert set(np.load(folder / shard.name / "fps.npy").tolist()) == {8.0}
 
 
+def test_encoders_are_given_back_when_their_work_is_done(
+    tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(clip_tasks.LatentGenerator, "release", lambda self: released.append(1), raising=False)
+    bucketed(tmp_path, clips)
+    assert not released
+    bucketed(tmp_path, clips, "cached", stages={"generator": {"cache": True}})
+    assert released == [1]
+
+
 def opened(run: Path, **keys: Any) -> Cache:
     (folder,) = (run / "generator" / "cache").iterdir()
     return Cache.open(
