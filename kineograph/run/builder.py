@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import key_of
@@ -15,6 +18,39 @@ from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
 from kineograph.sample.stages import read_stage
 from kineograph.train import checkpoint
+
+
+@contextmanager
+def pretending() -> Iterator[None]:
+    """Tensors that are made inside have a shape and no numbers, so that a model of any size can be built.
+
+    Modules can be converted (`.to(torch.bfloat16)`) too: torch would swap the contents of parameters, which pretended ones do not bear.
+    """
+    convert = nn.Module._apply
+    nn.Module._apply = _replaced  # type: ignore[method-assign,assignment]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+def _replaced(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply by new parameters in place of old ones; shared ones stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules() if recurse else [module]:
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                with torch.no_grad():
+                    changed = change(parameter)
+                same = changed is parameter
+                made[id(parameter)] = parameter if same else nn.Parameter(changed, parameter.requires_grad)
+            part._parameters[name] = made[id(parameter)]
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = change(buffer) if buffer is not None else None
+    return module
 
 
 class Builder:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kineograph.core import ranks
 from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.core.lookup import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
-from kineograph.run.builder import Builder
+from kineograph.run.builder import Builder, pretending
 from kineograph.run.fetching import is_remote, probe
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData, expect_shapes, expect_tokens
@@ -45,7 +44,7 @@ def check_stages(
         data[stage.name].loader()  # refuses batches that do not divide
         if building:
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True):
+                with pretending():
                     task = builder.build(stage.name, torch.device("cpu"))
             except KineoError:
                 raise

@@ -15,14 +15,14 @@ from torch import nn
 
 from kineograph.core import ranks
 from kineograph.core.config import merge, nest, parse
-from kineograph.core.errors import KineoError
+from kineograph.core.errors import InputError, KineoError
 from kineograph.core.task import Task, parameters_of
-from kineograph.run.builder import Builder
+from kineograph.run.builder import Builder, pretending
 from kineograph.run.machine import free_memory, matmul_rate
 from kineograph.run.plan import StagePlan
 from kineograph.run.probing import PROBE_SECONDS, Speed, probe, read_two
 from kineograph.run.stage_data import StageData, workers_for
-from kineograph.run.tracing import READ, Memory, Traced, tensors_of, trace
+from kineograph.run.tracing import READ, Memory, Traced, bytes_of, tensors_of, trace
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import precision_for
 
@@ -141,6 +141,7 @@ def estimate(
     except KineoError:
         raise
     except Exception as error:  # a Task may look at numbers (`if loss > 1`), which these tensors do not have
+        _refuse_real(builder, stage, target, error)
         numbers = torch.device("cpu") if target.imagined else target.device
         why = f"it needs real numbers ({type(error).__name__})"
         found = traced()
@@ -178,6 +179,20 @@ def estimate(
     less = {switch: memory for switch, memory in savings.items() if memory.total < found.memory.total}
     result = replace(result, savings=dict(sorted(less.items(), key=lambda pair: pair[1].total)))
     return replace(result, together=_together(result, switches, traced))
+
+
+def _refuse_real(builder: Builder, stage: StagePlan, target: Target, error: Exception) -> None:
+    """Real numbers are tried where there is surely room for them: a doctor must not take the machine down."""
+    try:
+        with pretending():
+            size = bytes_of(tensors_of(builder.build(stage.name, torch.device("cpu"))))
+    except Exception:  # not even built: its size is not known
+        size = None
+    there = free_memory(torch.device("cpu") if target.imagined else target.device)
+    if (size is None and target.imagined) or (size is not None and 8 * size > there):
+        raise InputError(
+            f"stage {stage.name} cannot be examined without numbers ({type(error).__name__}: {str(error)[:200]}), and is too large to be tried here"
+        ) from error
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +12,7 @@ from kineograph.data.loader import Loader
 from kineograph.run.builder import Builder
 from kineograph.run.plan import StagePlan
 from kineograph.run.stage_data import StageData
+from kineograph.run.tracing import as_encoded
 from kineograph.train.stepper import Stepper
 
 PROBE_SECONDS = 2.0  # of timed steps a stage
@@ -48,11 +48,10 @@ def probe(
     changes = {"batch_size": samples, "accumulate": 1, "compile": compiled}
     torch.manual_seed(0)
     task = builder.build(stage.name, device)
-    text = getattr(task, "text", None)
     stepper = Stepper(task, train.model_copy(update=changes), stage.players, device)
     task.train()
     batches, read_seconds = read_two(data, samples)
-    given = [_as_encoded(batch, text) for batch in batches]
+    given = [as_encoded(batch, task) for batch in batches]
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -70,18 +69,6 @@ def probe(
     # One micro-batch after the other; the update itself is small beside them.
     speed = Speed(taken * micro / samples * train.accumulate, samples, steps, read_seconds, compiled)
     return speed, torch.cuda.max_memory_allocated(device) if on_gpu else None
-
-
-def _as_encoded(batch: Batch, text: Any) -> Batch:
-    """A frozen text encoder is not loaded for a probe: it runs once a caption in a cache, and is large."""
-    if text is None or getattr(text, "trained", True) or batch.text_embeds is not None:
-        return batch
-    rows = len(batch)
-    return replace(
-        batch,
-        text_embeds=torch.zeros(rows, text.length, text.width),
-        text_mask=torch.ones(rows, text.length, dtype=torch.bool),
-    )
 
 
 def _wait(device: torch.device) -> None:

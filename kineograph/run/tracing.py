@@ -6,14 +6,13 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -21,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
 from kineograph.core.task import Task, parameters_of
-from kineograph.run.builder import Builder
+from kineograph.run.builder import Builder, pretending
 from kineograph.run.plan import StagePlan
 from kineograph.text.pretrained import PretrainedText
 from kineograph.train.config import TrainConfig
@@ -109,12 +108,9 @@ def trace(
     device = numbers or torch.device("cpu")
     if not numbers:
         precision = "bf16" if precision == "fp16" else precision  # the same size, and CPUs have it
-    mode: AbstractContextManager = nullcontext() if numbers else FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with nullcontext() if numbers else pretending():
         torch.manual_seed(0)
         task = builder.build(stage.name, device, config)
-        if not numbers:
-            task.to = lambda *where: task  # type: ignore[method-assign,assignment,misc]  # pretended tensors cannot be moved, and need not
         stepper = Stepper(
             task, train.model_copy(update={"compile": False, "precision": precision}), stage.players, device
         )
@@ -147,11 +143,7 @@ def _widened(batch: Batch, rows: int, task: Task) -> Batch:
     """As many rows as wanted, of the same shapes. What a frozen text encoder would make of captions is put in its place."""
     wide = batch.map(lambda tensor: tensor[:1].expand(rows, *tensor.shape[1:]).clone())
     captions = (batch.captions * math.ceil(rows / len(batch.captions)))[:rows] if batch.captions else None
-    wide = replace(wide, slots=torch.arange(rows), captions=captions)
-    text = getattr(task, "text", None)
-    if text is not None and not getattr(text, "trained", True) and wide.text_embeds is None:
-        wide.text_embeds = torch.zeros(rows, text.length, text.width)
-        wide.text_mask = torch.ones(rows, text.length, dtype=torch.bool)
+    wide = as_encoded(replace(wide, slots=torch.arange(rows), captions=captions), task)
     clip: Any = getattr(task, "clip", None)
     if getattr(clip, "adapter", None) is not None:  # it would have to be loaded
         stand_ins = {name: torch.zeros(rows, clip.width) for name in ("image_embed", "text_embed")}
@@ -159,6 +151,20 @@ def _widened(batch: Batch, rows: int, task: Task) -> Batch:
         wide.text_embeds = torch.zeros(rows, clip.length, clip.text_width)
         wide.text_mask = torch.ones(rows, clip.length, dtype=torch.bool)
     return wide
+
+
+def as_encoded(batch: Batch, task: Task) -> Batch:
+    """With stand-ins for what a frozen text encoder makes of captions: it is large, and runs once a caption in a cache."""
+    found = (part for part in task.modules() if getattr(part, "trained", True) is False and hasattr(part, "length"))
+    text: Any = next(found, None)
+    if text is None or batch.text_embeds is not None:
+        return batch
+    rows = len(batch)
+    return replace(
+        batch,
+        text_embeds=torch.zeros(rows, text.length, text.width),
+        text_mask=torch.ones(rows, text.length, dtype=torch.bool),
+    )
 
 
 def encoder_bytes(task: nn.Module) -> int:

@@ -13,7 +13,7 @@ import yaml
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Loss, Mean
 from kineograph.run import doctor, estimate, layers, machine, probing
-from kineograph.run.builder import Builder
+from kineograph.run.builder import Builder, pretending
 from kineograph.run.doctor import describe, dry_run, examine
 from kineograph.run.estimate import Estimate, micro_batch
 from kineograph.run.plan import Plan, make_plan
@@ -387,6 +387,32 @@ def test_trained_parameters_decide_about_the_state() -> None:
     found = estimate.estimate(builder, stage, data["second"], probing=False)
     assert found.memory.gradients == 4 * found.trained["model"] < found.memory.weights
     assert found.memory.optimizer == 2 * found.memory.gradients
+
+
+def test_modules_are_converted_while_they_pretend() -> None:
+    apply = torch.nn.Module._apply
+    with pretending():
+        layer = torch.nn.Linear(4, 4)
+        tied = torch.nn.ModuleList([layer, torch.nn.Linear(4, 4)])
+        tied[1].weight = layer.weight
+        tied.register_buffer("table", torch.ones(3))
+        tied.to(torch.bfloat16)
+        assert tied[0].weight.dtype == tied.table.dtype == torch.bfloat16
+        assert tied[1].weight is tied[0].weight and tied[0].weight.requires_grad
+        assert tied.to("cpu")[0].weight is layer.weight
+        with pytest.raises(Exception, match="data-dependent|item"):
+            bool(layer.weight.sum() > 0)  # there are no numbers
+    assert torch.nn.Module._apply is apply
+
+
+class Fussy(Picky):
+    """Looks at numbers, and is far too large to be tried with them."""
+
+
+def test_what_needs_numbers_is_not_tried_where_there_is_no_room() -> None:
+    tree = {**TREE, "stages": {"only": {"task": f"{HERE}.Fussy", "width": 100_000}}}
+    with pytest.raises(InputError, match="only cannot be examined without numbers"):
+        imagined(tree, 80)
 
 
 def test_the_memory_of_a_text_encoder_counts_unless_captions_are_cached(tmp_path: Path) -> None:
