@@ -166,7 +166,9 @@ class WebDataset:
             part = self._part("media", row, names[row])
             return extent_of(part.data, f".{part.ending}", names[row])
 
-        stamps = [f"{name}\0{self._stamps[shard]}" for name, shard in zip(names, self._table.shards, strict=True)]
+        stamps = [
+            f"{name}\0{self._stamps[shard]}" for name, shard in zip(names, self._table.shards.tolist(), strict=True)
+        ]
         memory = memory_of("\n".join(shard.place for shard in self.shards))
         found = measure_all(stamps, measure, memory, "data.shards")
         bad = {name: error.reason for name, error in zip(names, found, strict=True) if isinstance(error, Unreadable)}

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,8 +135,9 @@ def cached_source(
 def _release(task: Task) -> None:
     """Frozen text encoders have done their work: they need not lie beside the model while it trains."""
     for module in task.modules():
-        if hasattr(module, "release"):
-            module.release()
+        release: Any = getattr(module, "release", None)
+        if release is not None:
+            release()
 
 
 @torch.no_grad()
