@@ -204,12 +204,13 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
 
 def _code(task: Task, stage: StagePlan) -> str | None:
     """What the stage's codec makes of a clip."""
-    codec: Any = task if hasattr(task, "shape_for") else task.stages.get("codec")
-    if codec is None or not hasattr(codec, "shape_for"):
+    codec: Any = task.stages.get("codec", task)
+    if not hasattr(codec, "shape_for"):
         return None
     shape = stage.spec.data.shape
     sides = " × ".join(map(str, codec.shape_for(shape.frames, shape.height, shape.width)))
-    return f"{sides} tokens of {codec.vocabulary:,} codes" if codec.vocabulary else f"{sides} latents"
+    vocabulary = getattr(codec, "vocabulary", None)
+    return f"{sides} tokens of {vocabulary:,} codes" if vocabulary else f"{sides} latents"
 
 
 # Switches --------------------------------------------------------------------------------------------------------
