@@ -293,12 +293,22 @@ def data_make(
 
 
 @data_app.command("check")
-def data_check(folder: Annotated[Path, typer.Argument(help="A dataset folder.", show_default=False)]) -> None:
-    """Tell what is in a folder and everything that is wrong with it (exit 1 if anything is)."""
-    from kineograph.data.check import check_folder
+def data_check(
+    folder: Annotated[Path, typer.Argument(help="A dataset folder.", show_default=False)],
+    setting: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value …]",
+            help="Keys of data.*, such as size=256 frames=17 fps=8 'buckets={}'.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Tell what is in a folder and everything that is wrong with it (exit 1 if anything is); with buckets, what goes where."""
+    from kineograph.data.check import bucket_lines, check_folder
 
     report = check_folder(folder)
-    for line in report.lines():
+    for line in [*report.lines(), *(bucket_lines(folder, setting) if setting else [])]:
         print(line)
     if report.problems:
         raise typer.Exit(1)
@@ -400,11 +410,15 @@ def doctor(
     what: Annotated[
         list[str] | None, typer.Argument(metavar="[PRESET|FILE.yaml] [key=value …]", show_default=False)
     ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="GiB of the GPU that is meant, in place of the one here.", show_default=False),
+    ] = None,
 ) -> None:
-    """Look at the machine, and at what a preset will need of it, before anything is spent."""
+    """Look at the machine, and at what a preset will need of it, before anything is spent: what fits, and which switch helps."""
     from kineograph.run.doctor import examine
 
-    examine(what or [])
+    examine(what or [], memory=memory)
 
 
 @app.command()

@@ -195,6 +195,7 @@ class CViViT(Task):
     """Codec and its training: generator (encoder, quantizer, decoder) against a discriminator of clips."""
 
     Config = CViViTConfig
+    any_shape = True
     players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
 
     def __init__(self, config: CViViTConfig, shape: Shape, perceptual: Lpips | None = None) -> None:

@@ -129,6 +129,7 @@ class VQGAN(Task):
     """Codec and its training: generator (encoder, quantizer, decoder) against discriminator."""
 
     Config = VQGANConfig
+    any_shape = True
     players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
 
     def __init__(self, config: VQGANConfig, shape: Shape, perceptual: Lpips | None = None) -> None:

@@ -41,6 +41,8 @@ class StageConfig(Config):
     """Warm start: another stage, `runs/x/stage`, a safetensors file, a URL or `wandb:…`, whose weights are copied where names and shapes fit."""
     cache: Literal["auto"] | bool = "auto"
     """Train from tokens on disk instead of pixels: true encodes the data first; auto uses a cache that `kineo cache` made."""
+    cache_precision: Literal["fp16", "bf16", "fp32"] = "fp16"
+    """How latents and embeddings are kept in a cache."""
 
 
 # Parsing ---------------------------------------------------------------------------------------------------------

@@ -62,8 +62,9 @@ class RunFolder:
         return self.path / stage / "validation"
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the run for this process. The kernel drops the lock when the process dies, so none goes stale."""
+    def lock(self, shared: bool = False) -> Iterator[None]:
+        """Hold the run for this process, or share it with others that share it too. The kernel drops the lock when the process
+        dies, so none goes stale."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / ".lock").touch()
@@ -80,7 +81,7 @@ class RunFolder:
             )
         with open(self.path / ".lock", "a+", encoding="utf-8") as file:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except OSError:
                 file.seek(0)
                 raise RunInUse(

@@ -124,12 +124,26 @@ class Task(nn.Module):
     def can_sample(self) -> bool:
         return type(self).sample is not Task.sample
 
+    def sample_latents(self, prompts: Prompts, options: Any) -> Tensor:
+        """What `sample` would decode, undecoded: latents B t c h w or tokens B t h w."""
+        raise NotImplementedError
+
+    @property
+    def can_sample_latents(self) -> bool:
+        return type(self).sample_latents is not Task.sample_latents
+
     # what can be computed once -----------------------------------------------------------------------------------
 
     @classmethod
     def caches(cls, config: Any) -> bool:
         """Whether `precompute` has something to give under this config."""
         return False
+
+    @classmethod
+    def cache_facts(cls, config: Any) -> dict[str, Any]:
+        """What `precompute` depends on besides the data, the stages that the config refers to and its `text`: digests of files, options.
+        A cache that was made under others is another cache."""
+        return {}
 
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """What a cache may hold of a batch instead of pixels and captions: `tokens`, `latents` or `image_embed`, and where what reads
@@ -148,6 +162,11 @@ class Task(nn.Module):
 
     def assets(self) -> dict[str, str]:
         """Text that a rebuild needs beside the weights, such as a learned vocabulary."""
+        return {}
+
+    @classmethod
+    def lighter(cls, config: Any) -> dict[str, Any]:
+        """Keys of the stage and the values with which it would need less memory, each on its own, for `kineo doctor` to try."""
         return {}
 
     def tokens_per_clip(self) -> int | None:

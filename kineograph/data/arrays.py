@@ -29,6 +29,10 @@ class Array:
                 self._values = np.memmap(self.path, self.dtype, mode="r", shape=self.shape)
         return self._values
 
+    def close(self) -> None:
+        """Let go of the file; it opens again when it is asked for."""
+        self._values = None
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_values": None}  # a pickled memory map would carry the whole file
 

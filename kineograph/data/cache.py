@@ -1,27 +1,36 @@
 """Tokens, latents or image embeddings (and text embeddings) made once and read in place: what a generator trains on without its codec.
 
 A cache is a folder: cache.json (the header), tokens.npy, latents.npy or image_embed.npy, captions.jsonl ({identity, caption} a line), and
-where they were given text_embed.npy, text_embeds.npy, text_mask.npy, frame_mask.npy and fps.npy. Or a folder of such folders, one a split.
+where they were given text_embed.npy, text_embeds.npy, text_mask.npy, frame_mask.npy and fps.npy. Or a folder of such folders: shards of one
+cache (cache_shards.py), or one for each split.
 """
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from kineograph.core.batch import Sample
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.arrays import Array, find_array, lines_beside
+from kineograph.data.buckets import Bucket
+from kineograph.data.cache_shards import SHARDS, Layout, read_layout
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.split import Part, select
 
 HEADER = "cache.json"
+BF16 = "bfloat16"  # kept as uint16, since NumPy has no such type
+_OPEN_BLOCKS = 64  # folders of arrays that are held open
 KINDS = ("tokens", "latents", "image_embed")  # the one that an item is made of
 EXTRA = ("image_embed", "text_embed")  # go into Sample.extra
 FIELDS = ("tokens", "latents", *EXTRA, "text_embeds", "text_mask", "frame_mask", "fps")
@@ -89,29 +98,20 @@ class CacheConfig(DataConfig):
     """Of a raw foreign file."""
 
 
-class Cache:
-    Config = CacheConfig
+@dataclass
+class Block:
+    """One folder of arrays: a whole cache, or a shard of one."""
 
-    def __init__(
-        self, config: CacheConfig, header: Header, arrays: dict[str, Array], rows: list[tuple[str, str]], part: Part
-    ) -> None:
-        self.config, self.header, self.arrays, self._rows = config, header, arrays, rows
-        self.indices, self.note = part
-        self.gives = frozenset(arrays)
+    header: Header
+    arrays: dict[str, Array]
 
-    @classmethod
-    def open(cls, config: CacheConfig, split: Split, seed: int) -> Cache:
-        folder = Path(config.folder).expanduser()
-        by_split = folder / ("train" if split == "validation" and not (folder / split / HEADER).exists() else split)
-        if not (folder / HEADER).exists() and (by_split / HEADER).exists():
-            folder = by_split
+    @staticmethod
+    def open(folder: Path) -> tuple[Block, list[tuple[str, str]]]:
+        """And the identity and caption of each item."""
         header = read_header(folder)
-        if header is None:
-            return cls._foreign(config, split)
-        if not header.complete:
-            raise InputError(
-                f"the cache {folder} is unfinished ({header.done} of {header.count} items): run the command that made it again"
-            )
+        if header is None or not header.complete:
+            done = f"{header.done} of {header.count} items" if header is not None else "not begun"
+            raise InputError(f"the cache {folder} is unfinished ({done}): run the command that made it again")
         arrays = {name: Array.npy(folder / f"{name}.npy") for name in header.arrays}
         for array in arrays.values():
             if array.shape[0] != header.count:
@@ -123,15 +123,96 @@ class Cache:
             raise InputError(
                 f"{folder / 'captions.jsonl'} has {len(rows)} lines and {folder / HEADER} says {header.count}: remove {folder} to build it anew"
             )
-        if header.split is None:
+        return Block(header, arrays), rows
+
+    def read(self, row: int, identity: str) -> dict[str, Tensor]:
+        """The fields of one item, raising Unreadable for ids that no code has."""
+        found = {}
+        for name, array in self.arrays.items():
+            value = np.array(array.values[row])  # a copy
+            if name == "tokens":
+                value = value.reshape(self.header.shape).astype(np.int64)
+                if value.min() < 0 or value.max() >= (self.header.vocabulary or 0):
+                    raise Unreadable(
+                        identity, f"ids from {value.min()} to {value.max()} in a vocabulary of {self.header.vocabulary}"
+                    )
+            elif self.header.arrays[name] == BF16:
+                found[name] = torch.from_numpy(value.view(np.int16)).view(torch.bfloat16).float()
+                continue
+            elif value.dtype != bool:
+                value = value.astype(np.float32)
+            found[name] = torch.from_numpy(value)
+        return found
+
+    def close(self) -> None:
+        for array in self.arrays.values():
+            array.close()
+
+
+class Cache:
+    Config = CacheConfig
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        blocks: list[Block],
+        rows: list[tuple[str, str]],
+        part: Part,
+        layout: Layout | None = None,
+    ) -> None:
+        """`rows` are identities and captions, in the order of the items; without a layout there is one block, in that order."""
+        self.config, self.blocks, self._rows = config, blocks, rows
+        self.indices, self.note = part
+        self.gives = frozenset(blocks[0].arrays)
+        self._places = layout.places() if layout is not None else None
+        self._shapes = [shard.shape for shard in layout.shards] if layout is not None else [None]
+        buckets = layout.buckets if layout is not None else None
+        self.buckets = buckets.only(self.indices) if buckets is not None else None
+        self.reshapes = False  # an item has the shape that it was encoded in
+        self._open: OrderedDict[int, None] = OrderedDict()  # blocks whose files are open, the one used last at the end
+
+    @property
+    def header(self) -> Header:
+        return self.blocks[0].header
+
+    @classmethod
+    def open(cls, config: CacheConfig, split: Split, seed: int) -> Cache:
+        folder = Path(config.folder).expanduser()
+        by_split = folder / ("train" if split == "validation" and not _is_cache(folder / split) else split)
+        if not _is_cache(folder) and _is_cache(by_split):
+            folder = by_split
+        layout = read_layout(folder)
+        if layout is None and read_header(folder) is None:
+            return cls._foreign(config, split)
+        blocks, rows, there = cls._opened(folder, layout)
+        if there is None:
             part = select([identity for identity, _ in rows], split, config)
-        elif header.split == split:
-            part = Part(np.arange(header.count))
-        elif split == "validation" and header.split == "train":
-            part = Part(np.arange(header.count), f"validating on training data: {folder} caches no validation split")
+        elif there == split:
+            part = Part(np.arange(len(rows)))
+        elif split == "validation" and there == "train":
+            part = Part(np.arange(len(rows)), f"validating on training data: {folder} caches no validation split")
         else:
-            raise InputError(f"the cache {folder} holds the {header.split} split, and {split} is asked for")
-        return cls(config, header, arrays, rows, part)
+            raise InputError(f"the cache {folder} holds the {there} split, and {split} is asked for")
+        return cls(config, blocks, rows, part, layout)
+
+    @staticmethod
+    def _opened(folder: Path, layout: Layout | None) -> tuple[list[Block], list[tuple[str, str]], Split | None]:
+        """Blocks, all items' identities and captions, and the split that they are of."""
+        if layout is None:
+            block, rows = Block.open(folder)
+            return [block], rows, block.header.split
+        rows = [("", "")] * layout.listed.count
+        blocks = []
+        for shard in layout.shards:
+            block, own = Block.open(folder / shard.name)
+            if len(own) != len(shard.items):
+                raise InputError(
+                    f"{folder / shard.name} has {len(own)} items where {len(shard.items)} belong: remove it to build it anew"
+                )
+            blocks.append(block)
+            for item, row in zip(shard.items.tolist(), own, strict=True):
+                rows[item] = row
+        return blocks, rows, layout.listed.split
 
     @classmethod
     def _foreign(cls, config: CacheConfig, split: Split) -> Cache:
@@ -169,8 +250,7 @@ class Cache:
         names = [f"{array.path.name}:{number}" for number in range(count)]
         return cls(
             config,
-            header,
-            {"tokens": array},
+            [Block(header, {"tokens": array})],
             list(zip(names, captions or [""] * count, strict=True)),
             select(names, split, config),
         )
@@ -179,15 +259,25 @@ class Cache:
         self, vocabulary: int | None = None, shape: tuple[int, ...] | None = None, key: str | None = None
     ) -> None:
         """Refuse a cache that was made by another codec or for another clip."""
-        header = self.header
-        if vocabulary is not None and header.vocabulary != vocabulary:
-            self._refuse(f"holds ids of {header.vocabulary} codes, and the codec has {vocabulary}")
-        if shape is not None and header.shape != tuple(shape):
-            self._refuse(
-                f"holds items of shape {header.shape}, and {tuple(shape)} is needed: data.frames or data.size changed"
-            )
-        if key is not None and header.key and header.key != key:
-            self._refuse("was made from other data, preprocessing or codec weights")
+        for block in self.blocks:
+            header = block.header
+            if vocabulary is not None and header.vocabulary != vocabulary:
+                self._refuse(f"holds ids of {header.vocabulary} codes, and the codec has {vocabulary}")
+            if shape is not None and header.shape != tuple(shape):
+                self._refuse(
+                    f"holds items of shape {header.shape}, and {tuple(shape)} is needed: data.frames or data.size changed"
+                )
+            if key is not None and header.key and header.key != key:
+                self._refuse("was made from other data, preprocessing or codec weights")
+
+    def expect_grid(self, shape_for: Callable[[int, int, int], tuple[int, int, int]]) -> None:
+        """Refuse tokens or latents whose t h w are not what a codec makes of their clips: `shape_for` says what it makes."""
+        for block, shape in zip(self.blocks, self._shapes, strict=True):
+            clip = shape or (self.config.frames, *self.config.size)
+            if not _holds(block.header.shape, shape_for(*clip)):
+                self._refuse(
+                    f"holds items of shape {block.header.shape}, and the codec makes t h w = {shape_for(*clip)} of {' × '.join(map(str, clip))}"
+                )
 
     def _refuse(self, why: str) -> None:
         raise InputError(f"the cache {self.config.folder} {why}; build it anew with kineo cache")
@@ -196,27 +286,31 @@ class Cache:
         return len(self.indices)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
-        number = int(self.indices[index])
-        values = {name: np.asarray(array.values[number]) for name, array in self.arrays.items()}
+        item = int(self.indices[index])
+        number, row = (0, item) if self._places is None else (int(self._places[0][item]), int(self._places[1][item]))
+        values = self._block(number).read(row, self.identity(index))
         sample = Sample(
             caption=self.caption(index), fps=float(values.pop("fps")) if "fps" in values else self.config.shape.fps
         )
         for name, value in values.items():
-            if name == "tokens":
-                value = value.reshape(self.header.shape).astype(np.int64)
-                if value.min() < 0 or value.max() >= (self.header.vocabulary or 0):
-                    raise Unreadable(
-                        self.identity(index),
-                        f"ids from {value.min()} to {value.max()} in a vocabulary of {self.header.vocabulary}",
-                    )
-            elif value.dtype != bool:
-                value = value.astype(np.float32)
-            read = torch.from_numpy(value.copy() if not value.flags.writeable else value)
             if name in EXTRA:
-                sample.extra[name] = read
+                sample.extra[name] = value
             else:
-                setattr(sample, name, read)
+                setattr(sample, name, value)
         return sample
+
+    def read_as(self, index: int, shape: Bucket, rng: np.random.Generator) -> Sample:
+        if self.buckets is not None and self.buckets.shape(index) != shape:
+            raise Unreadable(self.identity(index), f"encoded as {self.buckets.shape(index)}, not as {shape}")
+        return self.read(index, rng)
+
+    def _block(self, number: int) -> Block:
+        """Its files are open; those of the block used longest ago are closed where there are many."""
+        self._open[number] = None
+        self._open.move_to_end(number)
+        if len(self._open) > _OPEN_BLOCKS:
+            self.blocks[self._open.popitem(last=False)[0]].close()
+        return self.blocks[number]
 
     def caption(self, index: int) -> str | None:
         return self._rows[self.indices[index]][1] or None
@@ -225,9 +319,19 @@ class Cache:
         return self._rows[self.indices[index]][0]
 
     def missing_captions(self) -> list[str]:
-        if "text_embeds" in self.arrays or "text_embed" in self.arrays:
+        if self.gives & {"text_embeds", "text_embed"}:
             return []
         return [self.identity(index) for index in range(len(self)) if self.caption(index) is None]
+
+
+def _is_cache(folder: Path) -> bool:
+    return (folder / HEADER).exists() or (folder / SHARDS).exists()
+
+
+def _holds(shape: tuple[int, ...], grid: tuple[int, ...]) -> bool:
+    """Whether an item's axes are those of the grid, in order, wherever its channels stand."""
+    axes = iter(shape)
+    return all(side in axes for side in grid)
 
 
 def _read_rows(path: Path) -> list[tuple[str, str]]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
-from kineograph.data.cache import FIELDS, HEADER, Header, read_header, smallest_integer
+from kineograph.data.cache import BF16, FIELDS, HEADER, Header, read_header, smallest_integer
 from kineograph.data.config import Split
 
 
@@ -67,7 +68,8 @@ class CacheWriter:
         for name, (dtype, inner) in shapes.items():
             path = self.folder / f"{name}.npy"
             mode = "r+" if found is not None and path.exists() else "w+"
-            self._arrays[name] = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=(count, *inner))
+            stored = "uint16" if dtype == BF16 else dtype
+            self._arrays[name] = np.lib.format.open_memmap(path, mode=mode, dtype=stored, shape=(count, *inner))
         rows = self.folder / "captions.jsonl"
         kept = rows.read_bytes().splitlines(keepends=True)[: self.done] if found is not None and rows.exists() else []
         if len(kept) < self.done:
@@ -133,6 +135,8 @@ class CacheWriter:
             low, high = int(value.min()), int(value.max())
             if low < 0 or high >= (self.header.vocabulary or 0):
                 raise InputError(f"{self.folder}: ids from {low} to {high} in a vocabulary of {self.header.vocabulary}")
+        if self.header.arrays[name] == BF16:
+            return value.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         return (value.float() if value.dtype.is_floating_point else value).numpy()
 
     def _save(self) -> None:

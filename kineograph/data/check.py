@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.config import merge, nest, parse, parse_override
+from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.captions import Problem, find_captions, read_caption
 from kineograph.data.decode import VIDEOS, kind_of, measure_picture, reasons
-from kineograph.data.folder import list_folder
+from kineograph.data.folder import Folder, FolderConfig, list_folder
 
 _ABOUT = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are about the folder
 
@@ -125,6 +127,20 @@ def measure(path: Path, name: str) -> Media:
         return Media(name, *measure_picture(path.read_bytes()))
 
 
+def bucket_lines(path: Path | str, settings: Sequence[str]) -> list[str]:
+    """What `data.buckets` would make of a folder; `settings` are keys of data.*, with or without that prefix."""
+    tree: dict[str, Any] = {"folder": str(path), "validation": 0, "max_unreadable": 1.0}
+    for text in settings:
+        key, value = parse_override(text.removeprefix("data."))
+        tree = merge(tree, nest(key, value))
+    found = Folder.open(parse(FolderConfig, tree, "data"), "train", 0)
+    if found.buckets is None:
+        raise ConfigError(
+            "these keys ask for no buckets: add 'buckets={}', or the shapes as in 'buckets={sizes: [[480, 720], [720, 480]]}'"
+        )
+    return found.buckets.lines()
+
+
 def _check_media(
     report: Report, names: list[str], threads: int | None, progress: Callable[[int, int], None] | None
 ) -> None:
@@ -150,6 +166,11 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
         return
     report.problems += found.problems
     report.captions |= found.given
+    report.captions |= {
+        name: text for name, parts in found.spans.items() if (text := " / ".join(p.text for p in parts if p.text))
+    }
+    if found.spans:
+        report.notes.append(f"{sum(map(len, found.spans.values()))} captioned parts of {len(found.spans)} clips")
     unread = set()
     for name, text_file in found.sidecar.items():
         try:

@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from pydantic import Field, model_validator
 
 from kineograph.core.errors import Unreadable
+from kineograph.data.buckets import Bucket, BucketsConfig
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE, pick
 from kineograph.data.transforms import Crop, Framing, Resize
@@ -49,6 +50,11 @@ class Wanted:
     channels: int = 3
     background: Literal["white", "black"] = "white"
     truncated: bool = False
+    span: tuple[float, float] | None = None  # seconds: only what is shown between them
+
+    def shaped(self, shape: Bucket) -> Wanted:
+        """The same for clips of another shape."""
+        return replace(self, framing=replace(self.framing, size=(shape.height, shape.width)), frames=shape.frames)
 
 
 class MediaConfig(DataConfig):
@@ -70,6 +76,8 @@ class MediaConfig(DataConfig):
     """What transparent pictures are laid over when `channels` has no alpha."""
     truncated: bool = False
     """Accept pictures that end too early; what is missing stays gray or black."""
+    buckets: BucketsConfig | None = None
+    """Train on clips of several shapes, each batch of one: `{}` for five aspects of `size`'s area; null: all are `frames` × `size`."""
 
     @model_validator(mode="after")
     def _ranges(self) -> MediaConfig:
@@ -86,6 +94,10 @@ class MediaConfig(DataConfig):
                 f"crop={self.crop} takes a part, and resize={self.resize} shows the whole picture: use resize=cover, or leave crop out"
             )
         return self
+
+    @property
+    def usual(self) -> Bucket:
+        return Bucket(self.frames, *self.size)
 
     @property
     def framing(self) -> Framing:
@@ -182,7 +194,14 @@ def _read_animation(image: Any, data: bytes, wanted: Wanted, rng: np.random.Gene
     delays = frame_delays(image, data, wanted.truncated)
     ends = np.cumsum(delays)
     clock = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
-    chosen = pick(ends - delays, float(ends[-1]), wanted.frames, wanted.fps, rng, clock)
+    starts, first, end = ends - delays, 0, float(ends[-1])
+    if wanted.span is not None:
+        first = int(np.searchsorted(ends, wanted.span[0] + clock, side="right"))
+        end = min(end, wanted.span[1])
+        starts = starts[first : int(np.searchsorted(starts, end - clock, side="left"))]
+        if not len(starts):
+            raise Unreadable("", f"its clip begins at {wanted.span[0]:g} s, and it has {ends[-1]:.3g} s")
+    chosen = first + pick(starts, end, wanted.frames, wanted.fps, rng, clock)
     place = wanted.framing.place(image.width, image.height, rng)
     decoded: dict[int, np.ndarray] = {}
     needed = set(chosen.tolist())
@@ -268,6 +287,18 @@ def _truncation(allowed: bool) -> Iterator[None]:
             yield
         finally:
             ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def extent_of_picture(data: bytes) -> tuple[int, int, int, float]:
+    """The same from the header alone."""
+    if not data:
+        raise Unreadable("", "empty file (0 bytes)")
+    with Image.open(io.BytesIO(data)) as image:
+        if is_animation(image):
+            delays = frame_delays(image, data, truncated=True)
+            return *image.size, len(delays), float(delays.sum())
+        width, height = image.size
+        return (height, width, 1, 0.0) if image.getexif().get(0x0112, 1) >= 5 else (width, height, 1, 0.0)
 
 
 def measure_picture(data: bytes) -> tuple[int, int, int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -15,9 +16,11 @@ import numpy as np
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.data.captions import Captions, Problem, find_captions, read_caption
+from kineograph.data.buckets import Bucket, Buckets, Extent, assign
+from kineograph.data.captions import Captions, Problem, Span, find_captions, read_caption
 from kineograph.data.config import Split
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, kind_of, read_media
+from kineograph.data.extents import extent_of, measure_all, memory_of, refuse_many
 from kineograph.data.split import select
 from kineograph.data.transforms import pad
 
@@ -30,6 +33,9 @@ class FolderConfig(MediaConfig):
     """Folder of sketches, each named as its picture or clip (the ending may differ), cropped and timed alike; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
     """Channels of the sketches, as data.channels."""
+
+
+_WHOLE: Sequence[Span | None] = (None,)
 
 
 class Listing(NamedTuple):
@@ -95,27 +101,46 @@ def _refuse_empty(root: Path, listing: Listing) -> None:
     )
 
 
+class Item(NamedTuple):
+    """A file, or the part of a clip that has a caption of its own."""
+
+    name: str
+    span: Span | None = None
+
+    @property
+    def identity(self) -> str:
+        part = f"@{self.span.start:g}-{self.span.end:g}" if self.span is not None else ""
+        return normalize("NFC", self.name) + part
+
+
 class Folder:
     Config = FolderConfig
 
     def __init__(
         self,
         config: FolderConfig,
-        names: list[str],
+        items: list[Item],
         captions: Captions,
         split: Split,
         note: str | None,
         problems: list[Problem],
+        buckets: Buckets | None = None,
+        skipped: dict[str, str] | None = None,
     ) -> None:
         self.config = config
         self.root = Path(config.folder).expanduser()
-        self.names = names
+        self.items = items
+        self.buckets = buckets
+        """What goes where, with data.buckets."""
+        self.skipped = skipped or {}
+        """Items that could not be measured for it."""
         self.note = note
         self.problems = problems
         """What is odd but not fatal: metadata rows without a file, text that is not UTF-8."""
         self._given = captions.given
         self._sidecar = captions.sidecar
         self.gives = frozenset({"pixels", "sketch"} if config.sketches is not None else {"pixels"})
+        names = [item.name for item in items]
         self._sketches = _sketch_files(config, names) if config.sketches is not None else {}
         self._wanted = config.wanted(split)
 
@@ -126,32 +151,58 @@ class Folder:
         _refuse_empty(root, listing)
         captions = find_captions(root, listing.media, listing.others)
         part = select([normalize("NFC", name) for name in listing.media], split, config)
-        names = [listing.media[index] for index in part.indices]
-        return cls(config, names, captions, split, part.note, listing.problems + captions.problems)
+        chosen = {listing.media[index] for index in part.indices}
+        items = [
+            Item(name, span)
+            for name in listing.media
+            for span in captions.spans.get(name, _WHOLE)  # all parts of a file are in one split
+        ]
+        problems = listing.problems + captions.problems
+        if config.buckets is None:
+            items = [item for item in items if item.name in chosen]
+            return cls(config, items, captions, split, part.note, problems)
+        extents = _extents(root, items)
+        bad = {item.identity: e.reason for item, e in zip(items, extents, strict=True) if isinstance(e, Unreadable)}
+        refuse_many(bad, len(items), config.max_unreadable)
+        good = [(item, e) for item, e in zip(items, extents, strict=True) if isinstance(e, Extent)]
+        buckets = assign([extent for _, extent in good], config.buckets, config.usual, config.fps)
+        mine = [place for place, (item, _) in enumerate(good) if item.name in chosen]  # shapes are those of all splits
+        skipped = {item.identity: bad[item.identity] for item in items if item.name in chosen and item.identity in bad}
+        items = [good[place][0] for place in mine]
+        return cls(config, items, captions, split, part.note, problems, buckets.only(mine), skipped)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.items)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
-        name = self.names[index]
+        return self.read_as(index, self.buckets.shape(index) if self.buckets else self.config.usual, rng)
+
+    def read_as(self, index: int, shape: Bucket, rng: np.random.Generator) -> Sample:
+        """The item as a clip of this shape, whichever its bucket is."""
+        item, wanted = self.items[index], self._wanted.shaped(shape)
+        name = item.name
+        if item.span is not None:
+            wanted = replace(wanted, span=item.span[:2])
         same = deepcopy(rng)  # a sketch is cropped, turned and timed by the same draws
-        clip = read_media(self.root / name, name, self._wanted, rng)
-        pixels, mask = pad(clip.pixels, self.config.frames)
+        clip = read_media(self.root / name, item.identity, wanted, rng)
+        pixels, mask = pad(clip.pixels, shape.frames)
         sample = Sample(
             pixels=pixels, frame_mask=mask, fps=clip.fps or self.config.shape.fps, caption=self.caption(index)
         )
         if self._sketches:
             path = self._sketches[name]
-            drawn = read_media(path, path.name, replace(self._wanted, channels=self.config.sketch_channels), same)
+            drawn = read_media(path, path.name, replace(wanted, channels=self.config.sketch_channels), same)
             if len(drawn.pixels) != len(clip.pixels):
                 raise Unreadable(
                     name, f"its sketch {path} has {len(drawn.pixels)} frames where it has {len(clip.pixels)}"
                 )
-            sample.extra["sketch"], _ = pad(drawn.pixels, self.config.frames)
+            sample.extra["sketch"], _ = pad(drawn.pixels, shape.frames)
         return sample
 
     def caption(self, index: int) -> str | None:
-        name = self.names[index]
+        name, span = self.items[index]
+        if span is not None:
+            return span.text or None
         text = self._given.get(name)
         if text is None and name in self._sidecar:
             try:
@@ -162,23 +213,44 @@ class Folder:
         return text or None
 
     def identity(self, index: int) -> str:
-        return normalize("NFC", self.names[index])
+        return self.items[index].identity
 
     def missing_captions(self) -> list[str]:
-        return [name for index, name in enumerate(self.names) if self.caption(index) is None]
+        return [item.identity for index, item in enumerate(self.items) if self.caption(index) is None]
 
     def fingerprint(self) -> str:
         """Changes when a file comes, goes, grows or is written again, or when it would be read differently."""
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)
-        for name in self.names:
-            try:
-                stat = (self.root / name).stat()
-                digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
-            except OSError:
-                digest.update(f"{name}\0gone\n".encode("utf-8", "surrogateescape"))
+        for item in self.items:
+            digest.update(f"{_stamp(self.root, item)}\n".encode("utf-8", "surrogateescape"))
         for index in range(len(self)):
             digest.update(f"{self.caption(index)}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
+
+
+def _stamp(root: Path, item: Item) -> str:
+    """The item and the state of its file."""
+    try:
+        stat = (root / item.name).stat()
+        return f"{item.identity}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    except OSError:
+        return f"{item.identity}\0gone"
+
+
+def _extents(root: Path, items: list[Item]) -> list[Extent | Unreadable]:
+    def measure(place: int) -> Extent:
+        item = items[place]
+        extent = extent_of(root / item.name, PurePosixPath(item.name).suffix, item.identity)
+        if item.span is None:
+            return extent
+        seconds = min(item.span.end, extent.seconds) - item.span.start
+        if seconds <= 0:
+            raise Unreadable(
+                item.identity, f"its clip begins at {item.span.start:g} s, and it has {extent.seconds:.3g} s"
+            )
+        return extent._replace(frames=max(1, round(extent.frames * seconds / extent.seconds)), seconds=seconds)
+
+    return measure_all([_stamp(root, item) for item in items], measure, memory_of(str(root)), f"data.folder={root}")
 
 
 def _sketch_files(config: FolderConfig, names: list[str]) -> dict[str, Path]:

@@ -10,143 +10,50 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from kineograph.core.batch import Batch, Sample
-from kineograph.core.errors import ConfigError, InputError, KineoError, RunFailed, Unreadable
-from kineograph.core.noise import numpy_rng
+from kineograph.core.batch import Batch
+from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.core.seams import Source
-from kineograph.data.order import drawn, items, permute, replacement, spread
+from kineograph.data.buckets import Bucket, BucketOrder, Buckets
+from kineograph.data.order import drawn, items, permute, spread
+from kineograph.data.reader import Read, Reader, Work, streams
 
 _POLL = 2.0  # seconds between looks at whether the workers are alive
-_TRIES = 100  # unreadable replacements in a row
 _KEEP = 256 * 2**20  # bytes of validation batches kept in memory
 
 
-@dataclass
-class _Read:
-    """What a worker sends back."""
+class _Group(NamedTuple):
+    """Items of validation that share batches."""
 
-    batch: Batch | None = None
-    skipped: dict[str, str] = field(default_factory=dict)  # identity → reason
-    error: KineoError | None = None
-    begun: tuple[int, int] | None = None  # of a stream: which worker, and at which of its shards it is
-
-    def pin_memory(self) -> _Read:
-        return _Read(self.batch and self.batch.pin_memory(), self.skipped, self.error, self.begun)
+    shape: Bucket | None
+    places: np.ndarray
+    batch_size: int
 
 
-@dataclass(frozen=True)
-class _Work:
-    """One micro-batch of one rank."""
-
-    key: tuple[int | str, ...]  # of the samples' randomness, before the slot
-    slots: np.ndarray
-    items: np.ndarray
-
-
-class _Reader(Dataset):
-    """Runs in the workers: work → batch."""
-
-    def __init__(self, source: Source, seed: int, rank: int = 0, world: int = 1, begun: int = 0) -> None:
-        self.source, self.seed = source, seed
-        self.rank, self.world, self.begun = rank, world, begun
-        self._records: Iterator[tuple[int, Any]] | None = None  # of a stream
-        self._met: dict[str, str] = {}  # what the stream could not read since the last batch
-        self.frames: int = getattr(source, "frames", 0)  # of every batch, where items differ in length
-
-    def __getitem__(self, work: _Work) -> _Read:
-        read = _Read()
-        try:
-            if streams(self.source):
-                samples = [self._next(work.key, int(slot), read) for slot in work.slots]
-            else:
-                samples = [
-                    self._sample(int(item), work.key, int(slot), read.skipped)
-                    for item, slot in zip(work.items, work.slots, strict=True)
-                ]
-            read.batch = _lengthened(_collate(samples, work.slots.tolist()), self.frames)
-        except KineoError as error:
-            read.error = error
-        return read
-
-    def _sample(self, item: int, key: tuple, slot: int, skipped: dict[str, str]) -> Sample:
-        """The item, or what stands in for it: (seed, item) decides, so every process agrees without asking."""
-        index = item
-        for attempt in range(_TRIES):
-            try:
-                return self.source.read(index, numpy_rng(self.seed, *key, slot, "data"))
-            except Unreadable as error:
-                skipped[error.path] = error.reason
-                index = replacement(self.seed, item, attempt, len(self.source))
-        path, reason = next(reversed(skipped.items()))
-        raise RunFailed(f"{_TRIES} items in a row could not be read, the last one {path}: {reason}")
-
-    def _next(self, key: tuple, slot: int, read: _Read) -> Sample:
-        """The stream's next sample that can be read. Workers take turns at batches, so each has its share of the shards."""
-        info = torch.utils.data.get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        if self._records is None:
-            readers = self.world * workers
-            self._records = self.source.records(  # type: ignore[attr-defined]
-                self.seed, worker * self.world + self.rank, readers, self.begun // readers, self._met
+def _refuse_few(buckets: Buckets, batch_size: int, world: int, accumulate: int) -> None:
+    """Every process needs a row of every micro-batch."""
+    for shape, rows in zip(buckets.shapes, buckets.rows(batch_size), strict=True):
+        if 0 < rows < world * accumulate:
+            needed = world * accumulate * buckets.config.tokens(shape)
+            raise ConfigError(
+                f"a batch of bucket {shape} has {rows} clips, too few for {world} processes × train.accumulate={accumulate}: "
+                f"raise data.buckets.budget to {needed} or more (now {buckets.budget(batch_size)})"
             )
-        for _ in range(_TRIES):
-            turn, record = next(self._records)
-            read.begun = (worker, turn * self.world * workers)
-            read.skipped.update(self._met)
-            self._met.clear()
-            try:
-                return self.source.decode(record, numpy_rng(self.seed, *key, slot, "data"))  # type: ignore[attr-defined]
-            except Unreadable as error:
-                read.skipped[error.path] = error.reason
-        path, reason = next(reversed(read.skipped.items()))
-        raise RunFailed(f"{_TRIES} samples in a row could not be read, the last one {path}: {reason}")
-
-
-def streams(source: Source) -> bool:
-    """Whether its items come one after another only."""
-    return hasattr(source, "records")
-
-
-def _collate(samples: list[Sample], slots: list[int]) -> Batch:
-    try:
-        return Batch.collate(samples, slots)
-    except (RuntimeError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"items of different shapes or fields cannot share a batch: {error}") from None
-
-
-def _lengthened(batch: Batch, frames: int) -> Batch:
-    """A batch of stills alone gets the frames of any other, so that compiled networks and caches see one shape."""
-    if batch.pixels is None or batch.pixels.shape[1] >= frames:
-        return batch
-    rows, length = batch.pixels.shape[:2]
-
-    def longer(clip: torch.Tensor) -> torch.Tensor:
-        return torch.cat([clip, clip[:, -1:].expand(-1, frames - length, -1, -1, -1)], dim=1)
-
-    mask = batch.frame_mask if batch.frame_mask is not None else torch.ones(rows, length, dtype=torch.bool)
-    batch.pixels = longer(batch.pixels)
-    for name, value in batch.extra.items():
-        if value.ndim == 5 and value.shape[1] == length:  # what goes with the frames: a sketch
-            batch.extra[name] = longer(value)
-    batch.frame_mask = torch.nn.functional.pad(mask, (0, frames - length))
-    return batch
 
 
 class _Plan(Sampler):
     def __init__(self, work: Any, count: int) -> None:
         self.work, self.count = work, count
 
-    def __iter__(self) -> Iterator[_Work]:
+    def __iter__(self) -> Iterator[Work]:
         return iter(self.work())
 
     def __len__(self) -> int:
@@ -195,7 +102,10 @@ class Loader:
         prefetch: int = 4,
         max_unreadable: float = 1.0,
     ) -> None:
-        if batch_size % (world * accumulate):
+        self.buckets: Buckets | None = getattr(source, "buckets", None)
+        if self.buckets is not None:
+            _refuse_few(self.buckets, batch_size, world, accumulate)
+        elif batch_size % (world * accumulate):
             parts = f"{world} processes × {accumulate} micro-batches" if world > 1 else f"train.accumulate={accumulate}"
             near = -(-batch_size // (world * accumulate)) * world * accumulate
             raise ConfigError(f"train.batch_size={batch_size} does not divide into {parts}: use {near}")
@@ -206,7 +116,7 @@ class Loader:
         self.pin, self.timeout, self.prefetch, self.max_unreadable = pin, timeout, prefetch, max_unreadable
         self.skipped: dict[str, str] = {}
         self._met = 0  # items asked for
-        self._fixed: dict[tuple[int, int], list[Batch]] = {}
+        self._fixed: dict[tuple[int, int, bool], list[Batch]] = {}
         self.position: dict[str, int] = {"shards": 0} if streams(source) else {}
         """What a checkpoint must hold besides the step: of a stream, the shards that are done with. Kept up to date here."""
         self._begun: dict[int, int] = {}  # worker → shards that were begun before the one it is in
@@ -218,17 +128,14 @@ class Loader:
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps start … stop − 1."""
-        micro = self.batch_size // self.accumulate
-        share = micro // self.world
-        first = self.rank * share
-        order = drawn if getattr(self.source, "resample", False) else items
+        chosen_at = self._order()
 
-        def work() -> Iterator[_Work]:
+        def work() -> Iterator[Work]:
             for step in range(start, stop):
-                chosen = order(self.seed, step * self.batch_size + np.arange(self.batch_size), len(self.source))
-                for part in range(self.accumulate):
-                    slots = np.arange(part * micro + first, part * micro + first + share)
-                    yield _Work((step,), slots, chosen[slots])
+                shape, chosen = chosen_at(step)
+                for part in np.array_split(np.arange(len(chosen)), self.accumulate):
+                    slots = np.array_split(part, self.world)[self.rank]
+                    yield Work((step,), slots, chosen[slots], shape)
 
         batches: list[Batch] = []
         for batch in self._run(work, (stop - start) * self.accumulate):
@@ -237,23 +144,45 @@ class Loader:
                 yield batches
                 batches = []
 
-    def fixed(self, count: int, batch_size: int) -> Iterator[Batch]:
+    def _order(self) -> Callable[[int], tuple[Bucket | None, np.ndarray]]:
+        """Step → the shape and the items of its global batch."""
+        resample = getattr(self.source, "resample", False)
+        if self.buckets is not None:
+            return BucketOrder(self.buckets, self.seed, self.batch_size, resample).at
+        order = drawn if resample else items
+        places = np.arange(self.batch_size)
+        return lambda step: (None, order(self.seed, step * self.batch_size + places, len(self.source)))
+
+    def fixed(self, count: int, batch_size: int, alike: bool = False) -> Iterator[Batch]:
         """The same `count` items (or all there are) with the same crops and starts at every call: for validation.
 
-        Over all ranks each comes once, and every rank gets equally many batches. Slots are places among the `count`.
+        Over all ranks each comes once, and every rank gets equally many batches. Slots are places among the `count`. With buckets, batches
+        are of one bucket each, and of `batch_size` or as many as have that many tokens; `alike` reads all items in the usual shape instead.
         """
         count = min(count, len(self.source))
-        if (count, batch_size) in self._fixed:
-            yield from self._fixed[count, batch_size]
+        key = (count, batch_size, alike)
+        if key in self._fixed:
+            yield from self._fixed[key]
             return
-        parts = spread(count, batch_size, self.world)
+        everything = np.arange(count)
+        chosen = permute(everything, len(self.source), 0) if count < len(self.source) else everything
+        groups = [_Group(None, everything, batch_size)]
+        if self.buckets is not None and alike and getattr(self.source, "reshapes", True):
+            groups = [_Group(self.buckets.usual, everything, batch_size)]
+        elif self.buckets is not None:
+            groups = self._groups(chosen, batch_size)
+            if alike:  # what is encoded has a shape: those of the fullest bucket
+                groups = [max(groups, key=lambda group: len(group.places))._replace(batch_size=batch_size)]
+        parts = [
+            (group, part[self.rank])
+            for group in groups
+            for part in spread(len(group.places), group.batch_size, self.world)
+        ]
 
-        def work() -> Iterator[_Work]:
-            for part in parts:
-                slots = part[self.rank]
-                yield _Work(
-                    ("fixed",), slots, permute(slots, len(self.source), 0) if count < len(self.source) else slots
-                )
+        def work() -> Iterator[Work]:
+            for group, part in parts:
+                slots = group.places[part]
+                yield Work(("fixed",), slots, chosen[slots], group.shape)
 
         kept: list[Batch] | None = []
         size = 0
@@ -264,22 +193,38 @@ class Loader:
                 size += _bytes(batch)
                 kept = kept if size <= _KEEP else None
         if kept is not None:
-            self._fixed[count, batch_size] = kept
+            self._fixed[key] = kept
 
-    def in_order(self, start: int, stop: int, batch_size: int) -> Iterator[Batch]:
-        """Items start … stop − 1 one after another, each once, with crops and starts that belong to the item: for caches."""
+    def _groups(self, chosen: np.ndarray, batch_size: int) -> list[_Group]:
+        """Places of the chosen items by bucket."""
+        assert self.buckets is not None
+        usual = self.buckets.config.tokens(self.buckets.usual)
+        groups = []
+        for bucket, shape in enumerate(self.buckets.shapes):
+            places = np.flatnonzero(self.buckets.of[chosen] == bucket)
+            if len(places):
+                rows = max(1, batch_size * usual // self.buckets.config.tokens(shape))
+                groups.append(_Group(shape, places, rows))
+        return groups
 
-        def work() -> Iterator[_Work]:
-            for first in range(start, stop, batch_size):
-                places = np.arange(first, min(first + batch_size, stop))
-                yield _Work(("in order",), places, places)
+    def in_order(
+        self, places: Sequence[int] | np.ndarray, batch_size: int, shape: Bucket | None = None
+    ) -> Iterator[Batch]:
+        """These items one after another, with crops and starts that belong to the item, read as `shape`: for caches."""
+        places = np.asarray(places)
+        starts = range(0, len(places), batch_size)
 
-        yield from self._run(work, -(-(stop - start) // batch_size))
+        def work() -> Iterator[Work]:
+            for first in starts:
+                part = places[first : first + batch_size]
+                yield Work(("in order",), part, part, shape)
+
+        yield from self._run(work, len(starts))
 
     def _run(self, work: Any, count: int) -> Iterator[Batch]:
         if not count:
             return
-        reader = _Reader(self.source, self.seed, self.rank, self.world, self.position.get("shards", 0))
+        reader = Reader(self.source, self.seed, self.rank, self.world, self.position.get("shards", 0))
         self._begun, self._readers = {}, max(1, min(self.workers, count))
         if not self.workers:
             for piece in work():
@@ -310,7 +255,7 @@ class Loader:
         finally:
             _end(reads)
 
-    def _next(self, reads: Iterator[_Read]) -> _Read:
+    def _next(self, reads: Iterator[Read]) -> Read:
         """Waits up to `timeout`, looking every few seconds whether the workers still live."""
         began = time.monotonic()
         while True:
@@ -329,7 +274,7 @@ class Loader:
                     raise worker_died(text) from None
                 raise
 
-    def _accept(self, read: _Read) -> Batch:
+    def _accept(self, read: Read) -> Batch:
         if read.error is not None:
             raise read.error
         assert read.batch is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +26,21 @@ def read_video(file: Path | io.BytesIO, wanted: Wanted, rng: np.random.Generator
         stream = _video_stream(container)
         rate = native_rate(stream)
         step = 1 / (wanted.fps or rate)
-        duration = _stated_duration(container, stream) or _measured_duration(container, stream)
+        begin, end = wanted.span or (0.0, math.inf)
+        duration = min(_stated_duration(container, stream) or _measured_duration(container, stream), end)
         latest = duration - (wanted.frames - 1) * step - TOLERANCE
-        start = float(rng.random()) * max(latest, 0.0)
+        start = begin + float(rng.random()) * max(latest - begin, 0.0)
         spot = rng.bit_generator.state  # a second try must crop alike
         taken = _take(container, stream, start, wanted, rng)
-        if not taken and start > 0:  # the stated duration was wrong, or the tail is missing
+        if not taken and start > begin:  # the stated duration was wrong, or the tail is missing
             rng.bit_generator.state = spot
-            latest = _measured_duration(container, stream) - (wanted.frames - 1) * step - TOLERANCE
-            taken = _take(container, stream, max(min(start, latest), 0.0), wanted, rng) or _take(
-                container, stream, 0.0, wanted, rng
+            latest = min(_measured_duration(container, stream), end) - (wanted.frames - 1) * step - TOLERANCE
+            taken = _take(container, stream, max(min(start, latest), begin), wanted, rng) or _take(
+                container, stream, begin, wanted, rng
+            )
+        if not taken and begin > 0:
+            raise Unreadable(
+                "", f"its clip begins at {begin:g} s, and it has {_measured_duration(container, stream):.3g} s"
             )
         if not taken:
             raise Unreadable("", "a video without frames")
@@ -43,7 +49,8 @@ def read_video(file: Path | io.BytesIO, wanted: Wanted, rng: np.random.Generator
 
 def _take(container: Any, stream: Any, start: float, wanted: Wanted, rng: np.random.Generator) -> list[np.ndarray]:
     """The wanted frames from the one on screen at `start`; fewer where the file ends."""
-    frames = _frames_from(container, stream, start, wanted.truncated)
+    begin, end = wanted.span or (0.0, math.inf)
+    frames = _until(end, _frames_from(container, stream, start, wanted.truncated))
     shown: av.VideoFrame | None = None
     shown_at = 0.0
     for at, frame in frames:  # find the frame on screen at `start`
@@ -52,8 +59,8 @@ def _take(container: Any, stream: Any, start: float, wanted: Wanted, rng: np.ran
         shown, shown_at = frame, at
     else:
         at, frame = float("inf"), None
-    if shown is None:
-        return []
+    if shown is None or (begin and shown_at + _time_on_screen(shown, stream) <= begin + TOLERANCE):
+        return []  # nothing at all, or only what comes before the clip
     place = wanted.framing.place(shown.width, shown.height, rng, turned=quarter_turns(shown))
     convert = Converter(wanted, place)
     taken = [convert(shown)]
@@ -69,11 +76,18 @@ def _take(container: Any, stream: Any, start: float, wanted: Wanted, rng: np.ran
         while frame is not None and at <= due + TOLERANCE:
             shown, shown_at, pixels = frame, at, None  # type: ignore[assignment]
             at, frame = next(frames, (float("inf"), None))
-        if frame is None and due >= shown_at + _time_on_screen(shown, stream) - TOLERANCE:
+        if frame is None and due >= min(shown_at + _time_on_screen(shown, stream), end) - TOLERANCE:
             break
         pixels = convert(shown) if pixels is None else pixels
         taken.append(pixels)
     return taken
+
+
+def _until(end: float, frames: Iterator[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
+    for at, frame in frames:
+        if at >= end - TOLERANCE:
+            return
+        yield at, frame
 
 
 def _frames_from(container: Any, stream: Any, start: float, truncated: bool) -> Iterator[tuple[float, av.VideoFrame]]:
@@ -173,6 +187,19 @@ def _video_stream(container: Any) -> Any:
     stream = container.streams.video[0]
     stream.codec_context.thread_count = 1  # worker processes are the parallelism
     return stream
+
+
+def extent(file: Path | io.BytesIO) -> tuple[int, int, int, float]:
+    """Width, height (upright), frames, seconds: as the container states them, with one frame decoded."""
+    with _opened(file) as container:
+        stream = _video_stream(container)
+        seconds = _stated_duration(container, stream) or _measured_duration(container, stream)
+        _, first = next(_frames_from(container, stream, 0.0, truncated=False), (0.0, None))
+        if first is None:
+            raise Unreadable("", "a video without frames")
+        upright = quarter_turns(first) % 2 == 0
+        size = (first.width, first.height) if upright else (first.height, first.width)
+        return *size, stream.frames or max(1, round(seconds * native_rate(stream))), seconds
 
 
 def measure(file: Path | io.BytesIO) -> tuple[int, int, int, float]:

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kineograph.core.batch import Sample
-from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data.buckets import Bucket, Buckets, BucketsConfig, Extent, assign
 from kineograph.data.config import Split
 from kineograph.data.decode import reasons
+from kineograph.data.extents import extent_of, measure_all, memory_of, refuse_many
 from kineograph.data.shards import Shard, find_shards
 from kineograph.data.split import select
 from kineograph.data.tar_index import TarIndex, index_all
@@ -84,12 +86,21 @@ class WebDataset:
         self.skipped: dict[str, str] = {}
         """Samples and shards that are known to be of no use, with the reason."""
         self.note: str | None = None
+        self.buckets: Buckets | None = None
+        """What goes where, with data.buckets."""
         self._stamps = stamps
         self._files = threading.local()
 
     @classmethod
     def open(cls, config: WebDatasetConfig, split: Split, seed: int) -> Any:
         shards = find_shards(config.shards, config.start_shard, config.end_shard, config.shard_width)
+        if config.buckets is not None and (not config.pixels or any(shard.streamed for shard in shards)):
+            why = (
+                "a stream's samples cannot be measured before they come: download the shards"
+                if config.pixels
+                else "data.pixels=false reads none"
+            )
+            raise ConfigError(f"data.buckets sorts pictures and clips by size, and {why}; or leave data.buckets out")
         if any(shard.streamed for shard in shards):
             from kineograph.data.webdataset_stream import open_stream
 
@@ -111,8 +122,11 @@ class WebDataset:
         source = cls(config, shards, assembly, table, split, [index.stamp for index in indexes])
         source._leave_out(skipped, indexes)
         source._learn_shapes()
+        if config.buckets is not None:
+            source._sort(config.buckets)
         part = select([source.identity(row) for row in range(len(table))], split, config)
         table.keep(part.indices)
+        source.buckets = source.buckets and source.buckets.only(part.indices)
         source.note = "; ".join(filter(None, [source.note, part.note])) or None
         return source
 
@@ -144,6 +158,26 @@ class WebDataset:
         self.skipped = skipped
         table.keep(np.flatnonzero(kept))
 
+    def _sort(self, config: BucketsConfig) -> None:
+        """Every sample to a bucket; drops those whose pictures cannot be measured."""
+        names = [self.identity(row) for row in range(len(self._table))]
+
+        def measure(row: int) -> Extent:
+            part = self._part("media", row, names[row])
+            return extent_of(part.data, f".{part.ending}", names[row])
+
+        stamps = [
+            f"{name}\0{self._stamps[shard]}" for name, shard in zip(names, self._table.shards.tolist(), strict=True)
+        ]
+        memory = memory_of("\n".join(shard.place for shard in self.shards))
+        found = measure_all(stamps, measure, memory, "data.shards")
+        bad = {name: error.reason for name, error in zip(names, found, strict=True) if isinstance(error, Unreadable)}
+        refuse_many(bad, len(names), self.config.max_unreadable)
+        self.skipped |= bad
+        self._table.keep(np.flatnonzero([isinstance(extent, Extent) for extent in found]))
+        extents = [extent for extent in found if isinstance(extent, Extent)]
+        self.buckets = assign(extents, config, self.config.usual, self.config.fps)
+
     def _learn_shapes(self) -> None:
         for field in set(EMBEDDINGS) & set(self._table.places):
             having = np.flatnonzero(self._table.places[field].sizes > 0)[:_TRIES].tolist()
@@ -156,10 +190,14 @@ class WebDataset:
         return len(self._table)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
+        return self.read_as(index, self.buckets.shape(index) if self.buckets else self.config.usual, rng)
+
+    def read_as(self, index: int, shape: Bucket, rng: np.random.Generator) -> Sample:
+        """The sample as a clip of this shape, whichever its bucket is."""
         name, table = self.identity(index), self._table
         parts = {field: self._part(field, index, name) for field in table.fields(index)}
         rows = {field: int(numbers[index]) for field, numbers in table.rows.items()}
-        return self.assembly.sample(name, int(table.shards[index]), rows, parts, rng)
+        return self.assembly.sample(name, int(table.shards[index]), rows, parts, rng, shape)
 
     def caption(self, index: int) -> str | None:
         if self._table.places["caption"].endings[index] < 0:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import Unreadable
+from kineograph.data.buckets import Bucket
 from kineograph.data.captions import TEXT_KEYS
 from kineograph.data.config import Split
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, read_encoded
@@ -139,9 +140,15 @@ class Assembly:
         return found, None
 
     def sample(
-        self, name: str, shard: int, rows: Mapping[str, int], parts: Mapping[str, Part], rng: np.random.Generator
+        self,
+        name: str,
+        shard: int,
+        rows: Mapping[str, int],
+        parts: Mapping[str, Part],
+        rng: np.random.Generator,
+        shape: Bucket | None = None,
     ) -> Sample:
-        """Decode; raises Unreadable. `name` is what skipped.jsonl lists."""
+        """Decode, as a clip of `shape` (by default of data.frames × data.size); raises Unreadable. `name` is what skipped.jsonl lists."""
         sample = Sample(fps=self.config.shape.fps)
         if "caption" in parts:
             sample.caption = self.caption(parts["caption"], name)
@@ -152,8 +159,9 @@ class Assembly:
                 self._embed(sample, field, name, shard, rows, parts)
         if "media" in self.endings:
             media = parts["media"]
-            clip = read_encoded(media.data, f".{media.ending}", name, self._wanted, rng)
-            sample.pixels, sample.frame_mask = pad(clip.pixels, self.config.frames)
+            shape = shape or self.config.usual
+            clip = read_encoded(media.data, f".{media.ending}", name, self._wanted.shaped(shape), rng)
+            sample.pixels, sample.frame_mask = pad(clip.pixels, shape.frames)
             sample.fps = clip.fps or sample.fps
         return sample
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kineograph.core import ranks
-from kineograph.core.errors import InputError, KineoError
+from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.core.lookup import find_metric
 from kineograph.core.run_folder import RunFolder
-from kineograph.run.estimate import Builder
+from kineograph.core.task import Task
+from kineograph.run.builder import Builder, pretending
 from kineograph.run.fetching import is_remote, probe
 from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData, expect_tokens
+from kineograph.run.stage_data import StageData, expect_shapes, expect_tokens
 from kineograph.run.token_cache import check_cachable
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
@@ -44,7 +44,7 @@ def check_stages(
         data[stage.name].loader()  # refuses batches that do not divide
         if building:
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True):
+                with pretending():
                     task = builder.build(stage.name, torch.device("cpu"))
             except KineoError:
                 raise
@@ -52,6 +52,21 @@ def check_stages(
                 continue
             task.check_precision(precision)
             expect_tokens(task, data[stage.name])
+            expect_shapes(task, data[stage.name])
+            _check_show(stage, task)
+
+
+def _check_show(stage: StagePlan, task: Task) -> None:
+    """Undecoded samples need a task that has such."""
+    train = stage.train
+    if train.show == "latents" and train.sample_every and task.can_sample and not task.can_sample_latents:
+        raise ConfigError(
+            f"stages.{stage.name}.train.show=latents: {stage.spec.config.task} draws pixels, and has nothing that is not decoded; use media"
+        )
+    if train.show == "latents" and train.grids:
+        raise ConfigError(
+            f"stages.{stage.name}.train.show=latents decodes nothing, so train.grids={list(train.grids)} cannot be drawn"
+        )
 
 
 def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:

@@ -9,23 +9,32 @@ from pathlib import Path
 import torch
 
 from kineograph.core import ranks
+from kineograph.core.errors import InputError
+from kineograph.data.blank import Blank
 from kineograph.run import layers, machine
+from kineograph.run.builder import Builder
 from kineograph.run.checks import check_stages
-from kineograph.run.estimate import ROOM, Builder, Estimate, estimate
+from kineograph.run.estimate import ROOM, Estimate, estimate
 from kineograph.run.plan import Plan, make_plan
 from kineograph.run.stage_data import StageData, open_data, workers_for
+from kineograph.run.tracing import Memory
 from kineograph.train.stepper import precision_for
 
 _LABEL = 14  # characters
 
 
-def examine(arguments: Sequence[str], out: Callable[[str], None] = print) -> None:
-    """Without arguments the environment; with a preset, files or overrides also what each stage needs."""
+def examine(arguments: Sequence[str], out: Callable[[str], None] = print, memory: float | None = None) -> None:
+    """Without arguments the environment; with a preset, files or overrides also what each stage needs.
+
+    `memory`: GiB of a GPU that the run is meant for, in place of the device that is here.
+    """
+    if memory is not None and not arguments:
+        raise InputError(f"--memory {memory:g} says what a preset or file is to fit into: name one")
     environment(out)
     if arguments:
         plan = make_plan(layers.read(arguments))
         out("")
-        _report(plan, _open(plan, out), out)
+        _report(plan, _open(plan, out, without_data=True), out, None if memory is None else int(memory * 2**30))
 
 
 def dry_run(
@@ -88,24 +97,33 @@ def _workers() -> int:
 # A plan ----------------------------------------------------------------------------------------------------------
 
 
-def _open(plan: Plan, out: Callable[[str], None]) -> dict[str, StageData]:
-    """Open and scan the data of every stage that trains."""
+def _open(plan: Plan, out: Callable[[str], None], without_data: bool = False) -> dict[str, StageData]:
+    """Open and scan the data of every stage that trains; `without_data`: where there are none, blank clips of their shape stand in."""
     data: dict[str, StageData] = {}
     for stage in plan.stages:
-        if not stage.spec.config.skip:
+        if stage.spec.config.skip:
+            continue
+        try:
             data[stage.name] = open_data(stage, plan.seed, note=out, opened=data)
+        except InputError as error:
+            if not without_data:
+                raise
+            out(f"{stage.name}: {error}")
+            out(f"{stage.name}: estimated without data, for clips of data.frames × data.size")
+            blank = Blank(stage.spec.data.shape)
+            data[stage.name] = StageData(stage, plan.seed, blank, blank, {})
     check_stages(plan, data, building=False)  # they are built for the estimate
     return data
 
 
-def _report(plan: Plan, data: dict[str, StageData], out: Callable[[str], None]) -> None:
+def _report(plan: Plan, data: dict[str, StageData], out: Callable[[str], None], memory: int | None = None) -> None:
     builder = Builder(plan, data, out)
     seconds: list[float | None] = []
     for stage in plan.stages:
         if stage.name not in data:
             out(f"{stage.name}: skipped, as stages.{stage.name}.skip says\n")
             continue
-        found = estimate(builder, stage, data[stage.name])
+        found = estimate(builder, stage, data[stage.name], memory=memory)
         for text in describe(found, data[stage.name]):
             out(text)
         out("")
@@ -137,29 +155,40 @@ def describe(found: Estimate, data: StageData) -> list[str]:
         + (f" → {found.code}" if found.code else "")
         + (f"; {found.tokens:,} in a sequence" if found.tokens else ""),
     )
-    parts = f"weights {size(memory.weights)} · gradients {size(memory.gradients)} · optimizer {size(memory.optimizer)} · EMA {size(memory.ema)}"
+    parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer, "EMA": memory.ema}
+    parts |= {"text encoder": memory.text} if memory.text else {}
+    listed = " · ".join(f"{name} {size(part)}" for name, part in parts.items())
     kind = "measured" if found.measured else "estimated"
     line(
         "memory",
-        f"{parts} · activations {size(memory.activations)} (micro-batch {found.micro}, {found.precision}) = {size(memory.total)}, {kind}",
+        f"{listed} · activations {size(memory.activations)} (micro-batch {found.micro}, {found.precision}) = {size(memory.total)}, {kind}",
     )
     if found.traced:
         line("", f"activations are scaled up from a few samples: {found.traced}")
     line("fits" if found.fits else "DOES NOT FIT", _fitting(found))
-    if found.savings:
-        line("less memory", " · ".join(f"{switch}: {size(saved.total)}" for switch, saved in found.savings.items()))
+    for place, (switch, lean) in enumerate(found.savings.items()):
+        line("" if place else "less memory", _saving(found, switch, lean))
+    if found.together is not None:
+        switches, lean = found.together
+        line("together", f"{' '.join(switches)}: {size(lean.total)}, fits")
     line("arithmetic", f"{operations(found.flops)} a step of {train.batch_size} sample{'s' * (train.batch_size > 1)}")
     lines += _pace(found)
     return lines
 
 
+def _saving(found: Estimate, switch: str, lean: Memory) -> str:
+    fits = "" if found.fits else ", fits" if lean.total <= ROOM * found.free else ", does not fit yet"
+    return f"{switch}: {size(found.memory.total - lean.total)} less, {size(lean.total)} in all{fits}"
+
+
 def _fitting(found: Estimate) -> str:
-    room = f"{size(found.memory.total)} of {size(found.free)} free on {found.device}"
+    room = f"{size(found.memory.total)} of {size(found.free)} {'on' if found.target.imagined else 'free on'} {found.target}"
     largest = found.largest_batch()
     if found.fits:
         return f"{room}; micro-batches up to about {largest:,} would"
     if largest == 0:
-        return f"{room}; {_not_one(found)}"
+        alone = [switch for switch, saved in found.savings.items() if saved.total <= ROOM * found.free]
+        return f"{room}; " + (f"what helps: {', or '.join(alone)}" if alone else _not_one(found))
     remedies = [f"train.accumulate={_enough(found, largest)} (micro-batches of at most {largest})"]
     remedies += [
         switch
@@ -170,7 +199,9 @@ def _fitting(found: Estimate) -> str:
 
 
 def _not_one(found: Estimate) -> str:
-    """What helps when the memory does not even hold one sample."""
+    """What helps when the memory does not even hold one sample, and no switch alone is enough."""
+    if found.together is not None:
+        return f"what helps: {' with '.join(found.together[0])}"
     state, room = found.memory.total - found.memory.activations, ROOM * found.free
     lean = found.savings.get("train.checkpointing=true")
     if lean is not None and state + lean.activations / found.micro <= room:

@@ -1,12 +1,16 @@
 """Pictures while a stage trains: samples of fixed prompts, real items beside what is drawn for their captions, reconstructions beside their
-inputs, and the curves."""
+inputs, and the curves. Or, with `train.show: latents`, what would be decoded, as tensors. Each file has its text beside it."""
 
 from __future__ import annotations
 
+import gc
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from kineograph.core import ranks
@@ -14,6 +18,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
+from kineograph.data.cache import KINDS
 from kineograph.data.config import Split
 from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves
@@ -21,7 +26,7 @@ from kineograph.media.grids import beside, film_strip, grid, moving_grid, side_b
 from kineograph.media.names import free_name, slug
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
-from kineograph.sample.draw import draw_for_training
+from kineograph.sample.draw import BATCH, draw_for_training
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import Tracker
 
@@ -51,29 +56,33 @@ class Show:
     def __call__(self, step: int, stepper: Stepper) -> None:
         if not ranks.is_first():
             return
-        if stepper.task.can_sample:
-            self._samples(step, stepper)
-            for split in dict.fromkeys(self.stage.train.grids):
-                self._grid(step, stepper, split)
-        self._reconstructions(step, stepper)
+        if self.stage.train.show == "latents":
+            self._latents(step, stepper)
+        else:
+            if stepper.task.can_sample:
+                self._samples(step, stepper)
+                for split in dict.fromkeys(self.stage.train.grids):
+                    self._grid(step, stepper, split)
+            self._reconstructions(step, stepper)
         self.curves()
+        release_memory(self.device)  # drawing is far from training's shapes, and what it took is never asked for again
 
     def curves(self) -> None:
         if ranks.is_first() and self.folder.metrics_file.is_file():
             draw_curves(self.folder.metrics_file, self.folder.path / "curves.png")
 
     def _samples(self, step: int, stepper: Stepper) -> None:
-        train = self.stage.train
         prompts, captions = self._prompts(stepper.task)
         rows = len(captions)
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
         with stepper.eval_mode() as task:
             pixels = self._draw(task, prompts, self.data.pictures(rows))
-        suffix = train.format if train.format != "auto" else ("png" if pixels.shape[1] == 1 else "gif")
+        suffix = self._suffix(pixels)
         listed = []
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
             path = write_clip(free_name(out, slug(caption), number, f".{suffix}"), clip, self.shape.fps)
+            write_atomic(path.with_suffix(".txt"), f"{caption}\n")
             listed.append({"file": path.name, "prompt": caption})
             if clip.shape[0] > 1:
                 film_strip(clip).save(path.with_suffix(".strip.png"))
@@ -92,6 +101,43 @@ class Show:
         if pixels.shape[1] > 1:
             sheet = write_clip(out / "grid.gif", moving_grid(list(pixels), captions=captions), self.shape.fps)
         self._track(step, "samples", sheet, "; ".join(captions))
+
+    def _suffix(self, pixels: Tensor) -> str:
+        """Of a file with one clip in it."""
+        wanted = self.stage.train.format
+        return wanted if wanted != "auto" else _moving(pixels)
+
+    def _latents(self, step: int, stepper: Stepper) -> None:
+        """What would be decoded, undecoded: a large codec costs more memory than the model."""
+        out = self.folder.samples(self.stage.name, step)
+        shutil.rmtree(out, ignore_errors=True)
+        prompts, captions = self._prompts(stepper.task)
+        real = self.data.pictures(len(captions))
+        tensors: dict[str, Tensor] = {}
+        with stepper.eval_mode() as task:
+            if task.can_sample_latents:
+                tensors["samples"] = self._draw(task, prompts, real, latents=True)
+            if real.pixels is not None and type(task).caches(self.stage.spec.config):
+                tensors["inputs"] = self._in_parts(real, lambda part: _encoded(task, part))
+        out.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.contiguous() for name, value in tensors.items()}, out / "latents.safetensors")
+        write_json(out / "prompts.json", [{"row": row, "prompt": caption} for row, caption in enumerate(captions)])
+        write_atomic(out / "latents.txt", "".join(f"{caption}\n" for caption in captions))
+
+    @property
+    def _micro(self) -> int:
+        """Rows that training holds at once: as many are drawn and decoded at a time."""
+        return max(1, self.stage.train.batch_size // self.stage.train.accumulate)
+
+    def _in_parts(self, batch: Batch, make: Callable[[Batch], Tensor | None]) -> Tensor:
+        """A few rows at a time, on the CPU afterwards; empty where nothing is made."""
+        places = range(len(batch))
+        parts = [make(batch.rows(places[at : at + self._micro]).to(self.device)) for at in places[:: self._micro]]
+        return (
+            torch.cat([part.float().cpu() for part in parts if part is not None])
+            if parts[0] is not None
+            else torch.empty(0)
+        )
 
     def _prompts(self, task: Task) -> tuple[list[str] | None, list[str]]:
         """What is asked for, None where the task reads no captions; and what each sample is called."""
@@ -126,7 +172,7 @@ class Show:
     def _logged(self, captions: list[str]) -> list[str]:
         return [self.stage.train.caption_prefix + caption for caption in captions]
 
-    def _draw(self, task: Task, prompts: list[str] | None, real: Batch) -> Tensor:
+    def _draw(self, task: Task, prompts: list[str] | None, real: Batch, latents: bool = False) -> Tensor:
         options: Any = getattr(self.stage.spec.config, "sample", None)
         return draw_for_training(
             task,
@@ -138,31 +184,43 @@ class Show:
             frames=self.stage.train.sample_frames,
             count=len(real),
             real=real,
+            batch=min(BATCH, self._micro),
+            latents=latents,
         )
 
     def _reconstructions(self, step: int, stepper: Stepper) -> None:
         batch = self.data.pictures(self.stage.train.samples)
         if batch.pixels is None:
             return
-        moved = batch.to(self.device)
         with stepper.eval_mode() as task:
-            shown = task.reconstruct(moved)
-        if shown is None:
+            shown = self._in_parts(batch, task.reconstruct)
+        if not len(shown):
             return
-        rows = [
-            ("input", _real(moved.video, batch)),
-            ("EMA" if stepper.averages else "reconstruction", _real(shown, batch)),
-        ]
+        inputs = _real(batch.video, batch)
+        kind = "EMA" if stepper.averages else "reconstruction"
+        rows = [("input", inputs), (kind, _real(shown, batch))]
         if stepper.averages:
             with stepper.eval_mode(ema=False) as task:
-                online = task.reconstruct(moved)
-            rows.insert(1, ("online", _real(online, batch)))  # type: ignore[arg-type]
-        path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_moving(moved.pixels)}"  # type: ignore[arg-type]
-        fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps  # clips keep their own rate
+                online = self._in_parts(batch, task.reconstruct)
+            rows.insert(1, ("online", _real(online, batch)))
+        path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_moving(batch.pixels)}"
+        fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps
         write_clip(path, side_by_side(rows), fps)
+        captions = batch.captions or [""] * len(batch)
         if batch.captions is not None:
-            write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in batch.captions))
+            write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in captions))
+        if self.stage.train.format in ("mp4", "gif"):
+            self._one_by_one(path.with_suffix(""), batch, {"input": inputs, "reconstruction": rows[-1][1]}, captions)
         self._track(step, "reconstructions", path, "input, online, EMA")
+
+    def _one_by_one(self, out: Path, batch: Batch, clips: dict[str, list[Tensor]], captions: list[str]) -> None:
+        """A file for each clip at its own speed, and its text."""
+        shutil.rmtree(out, ignore_errors=True)
+        for number, caption in enumerate(captions):
+            fps = float(batch.fps[number]) if batch.fps is not None else self.shape.fps
+            for name, rows in clips.items():
+                write_clip(out / f"{number:03d}-{name}.{self.stage.train.format}", rows[number], fps)
+            write_atomic(out / f"{number:03d}.txt", f"{caption}\n")
 
     def _track(self, step: int, name: str, path: Any, caption: str) -> None:
         for tracker in self.trackers:
@@ -175,6 +233,18 @@ def _real(pixels: Tensor, batch: Batch) -> list[Tensor]:
     if batch.frame_mask is None:
         return clips
     return [clip[:length] for clip, length in zip(clips, batch.frame_mask.sum(1).tolist(), strict=True)]
+
+
+def _encoded(task: Task, part: Batch) -> Tensor:
+    made = task.precompute(part)
+    return next(made[kind] for kind in KINDS if kind in made)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what was only needed for a while."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _moving(pixels: Tensor) -> str:

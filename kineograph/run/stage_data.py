@@ -9,15 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
-from kineograph.core.errors import InputError
+from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import key_of
+from kineograph.core.run_folder import write_json
 from kineograph.core.seams import Source
 from kineograph.core.task import Task
+from kineograph.data.buckets import Bucket, Buckets
 from kineograph.data.cache import Cache
 from kineograph.data.captions import require_captions
 from kineograph.data.config import Split
@@ -87,8 +90,8 @@ class StageData:
         """A few items, always the same, to show; from the first again where there are fewer."""
         loader = self._validation if split == "validation" else self._shown(split)
         there = min(count, len(loader.source))
-        batch = next(iter(loader.fixed(there, there)))
-        return batch if there == count else batch.rows([place % there for place in range(count)])
+        batch = next(iter(loader.fixed(there, there, alike=True)))
+        return batch if len(batch) == count else batch.rows([place % len(batch) for place in range(count)])
 
     def _shown(self, split: Split) -> Loader:
         """Of a split that nothing else reads item by item."""
@@ -108,6 +111,25 @@ class StageData:
         left_out = self._left_out()
         if left_out and ranks.is_first():
             write_skipped(folder / "skipped.jsonl", left_out)
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """What goes where, where the data are of several shapes."""
+        return getattr(self.source, "buckets", None)
+
+    def largest(self) -> tuple[Bucket | None, np.ndarray]:
+        """The bucket whose clips have most tokens, and its items; without buckets, None and the first items."""
+        if self.buckets is None:
+            return None, np.arange(min(len(self.source), 1024))
+        found = zip(self.buckets.shapes, self.buckets.members, strict=True)
+        return max((pair for pair in found if len(pair[1])), key=lambda pair: self.buckets.config.tokens(pair[0]))  # type: ignore[union-attr]
+
+    def write_buckets(self, path: Path) -> None:
+        """The report of what goes where."""
+        if self.buckets is not None and ranks.is_first():
+            batch_size = self.stage.train.batch_size
+            tree = {"budget": self.buckets.budget(batch_size), "buckets": self.buckets.table(batch_size)}
+            write_json(path, tree)
 
     def _left_out(self) -> dict[str, str]:
         """What was known before training: by the scan, or by the source itself."""
@@ -178,6 +200,9 @@ def open_data(
         found.test = open_source(config, "test", seed, dataset)
         if len(found.test) == 0:  # most sources refuse that themselves, some only when they are asked
             raise InputError("train.grids names test, and that split is empty: set data.test=0.1, for one")
+    if found.buckets is not None:
+        for line in found.buckets.lines(stage.train.batch_size):
+            note(line)
     reads = stage.spec.task.reads_for(stage.spec.config)
     if "pixels" in reads:
         _require_pixels(found)
@@ -225,6 +250,9 @@ def _require_sketch(data: StageData) -> None:
 def expect_tokens(task: Task, data: StageData) -> None:
     """Refuse codebook ids in the data that the task's codec could not have made, before a network meets them."""
     codec: Any = _codec_of(task)
+    for source in (data.source, data.validation) if codec is not None else ():
+        if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
+            source.expect_grid(codec.shape_for)
     if getattr(codec, "vocabulary", None) is None:
         return
     config = data.stage.spec.data
@@ -235,7 +263,26 @@ def expect_tokens(task: Task, data: StageData) -> None:
         if isinstance(source, DatasetSource):
             source.expect(grid)
         elif isinstance(source, Cache):
-            source.expect(vocabulary=grid.vocabulary, shape=grid.shape)
+            source.expect(vocabulary=grid.vocabulary)
+
+
+def expect_shapes(task: Task, data: StageData) -> None:
+    """Refuse buckets that the task cannot train on, or whose clips its codec cannot encode."""
+    if data.buckets is None:
+        return
+    there = [shape for shape, members in zip(data.buckets.shapes, data.buckets.members, strict=True) if len(members)]
+    stage = data.stage
+    if not task.any_shape and there != [data.buckets.usual]:
+        raise ConfigError(
+            f"stage {stage.name} ({stage.spec.config.task}) trains on clips of one shape, and data.buckets has {len(there)}, such as "
+            f"{next(shape for shape in there if shape != data.buckets.usual)}: set stages.{stage.name}.data.buckets=null"
+        )
+    codec: Any = task if hasattr(task, "shape_for") else _codec_of(task)
+    for shape in there if codec is not None else []:
+        try:
+            codec.shape_for(*shape)
+        except ConfigError as error:
+            raise ConfigError(f"data.buckets has clips of {shape}: {error}") from None
 
 
 def _codec_of(task: Task) -> Task | None:

@@ -1,29 +1,35 @@
 """`kineo cache`: encode a stage's training data once, through its trained codec or CLIP and frozen text encoder, to disk.
 
 A cache lies in RUN/<stage>/cache/<key>, where the key is a hash of the data's content, its preprocessing and the weights that
-encode it: whatever changes makes another cache, and an old one is never taken for a new one.
+encode it: whatever changes makes another cache, and an old one is never taken for a new one. It is filled shard by shard; processes that are
+started on one run divide the shards between them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kineograph.core import ranks
-from kineograph.core.batch import Batch
+from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import ConfigError, InputError, Stopped
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.seams import Source
 from kineograph.core.task import Task
-from kineograph.data.cache import KINDS, Cache, CacheConfig, read_header
+from kineograph.data.buckets import Bucket, Buckets, BucketsConfig
+from kineograph.data.cache import BF16, KINDS, Cache, CacheConfig, read_header
+from kineograph.data.cache_shards import Layout, Shard, ShardList, claimed, lay_out, read_layout
 from kineograph.data.cache_writer import CacheWriter
-from kineograph.data.loader import streams
+from kineograph.data.reader import streams
 from kineograph.run.building import build_task
 from kineograph.run.plan import Plan, StagePlan, make_plan
 from kineograph.run.resolve import resolve, say
@@ -33,7 +39,12 @@ from kineograph.train.stepper import autocast, precision_for
 from kineograph.train.stop import StopRequest
 
 LARGEST = 50_000_000  # items; an endless source is beyond it
-BATCH = 256  # items encoded, written and flushed together
+BATCH = 256  # items encoded, written and flushed together, at most
+TOGETHER = 256 * 2**20  # bytes of pixels, likewise
+SHARD = 2 * 2**30  # bytes of pixels whose codes lie in one shard, about
+MOST = 4096  # items a shard
+STORED = {"fp16": "float16", "bf16": BF16, "fp32": "float32"}  # cache_precision → type on disk
+_WAIT = 1.0  # seconds between looks at what other processes are writing
 
 
 def cache_folder(stage: StagePlan, folder: RunFolder, stages: Stages, source: Source) -> Path:
@@ -51,6 +62,7 @@ def cache_folder(stage: StagePlan, folder: RunFolder, stages: Stages, source: So
         "text": tree.get("text"),
     }
     facts |= {name: tree[name] for name in ("clip", "text_encodings") if name in tree}
+    facts |= {"own": stage.spec.task.cache_facts(config), "precision": config.cache_precision, "format": 2}
     key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
     return folder.stage(stage.name) / "cache" / key
 
@@ -96,13 +108,21 @@ def cached_source(
     path = cache_folder(stage, folder, stages, data.source)
     if wanted is True:
         fill(path, task, data, device, stop, note, folder)
-    header = read_header(path)
-    if header is None or not header.complete:
+        _release(task)
+    layout = read_layout(path)
+    if layout is None:
         note(
             f"{stage.name}: the cache in {path.parent} does not fit this run (data, codec or preprocessing changed), so it is not used"
         )
         return None
-    note(f"{stage.name}: trains from {header.count} cached items in {path}")
+    unfinished = [shard.name for shard in layout.shards if not _is_complete(path / shard.name)]
+    if unfinished:
+        note(
+            f"{stage.name}: {len(unfinished)} of {len(layout.shards)} shards of the cache {path} are unfinished, so it is not used: "
+            "kineo cache goes on with it"
+        )
+        return None
+    note(f"{stage.name}: trains from {layout.listed.count} cached items in {path}")
     config = CacheConfig.model_validate(
         {"folder": str(path), **{key: getattr(stage.spec.data, key) for key in ("size", "frames", "fps", "channels")}}
     )
@@ -110,6 +130,14 @@ def cached_source(
     codec = task.stages.get("codec")
     source.expect(vocabulary=getattr(codec, "vocabulary", None), key=path.name)
     return source
+
+
+def _release(task: Task) -> None:
+    """Frozen text encoders have done their work: they need not lie beside the model while it trains."""
+    for module in task.modules():
+        release: Any = getattr(module, "release", None)
+        if release is not None:
+            release()
 
 
 @torch.no_grad()
@@ -122,47 +150,169 @@ def fill(
     note: Callable[[str], None],
     folder: RunFolder,
 ) -> None:
-    """Encode everything; goes on where an interrupted call stopped."""
-    source, stage = data.source, data.stage
-    header = read_header(path)
-    if header is not None and header.complete:
-        return
+    """Encode everything that is not there yet, beside whoever else does; returns when all of it is there."""
+    source, shape = data.source, data.stage.spec.data.shape
+    buckets: Buckets | None = getattr(source, "buckets", None)
+    listed = ShardList(
+        key=path.name,
+        count=len(source),
+        each=max(1, min(MOST, SHARD // _pixel_bytes(Bucket(*_usual(shape)), shape.channels))),
+        shapes=tuple(map(tuple, buckets.shapes)) if buckets is not None else (),
+        usual=_usual(shape) if buckets is not None else None,
+        buckets=buckets.config if buckets is not None else None,
+    )
+    filling = _Filling(path, task, data, device, stop, lay_out(path, listed, buckets))
     was_training = task.training
     task.eval()
-    precision = precision_for(stage.train.precision, device)
-    writer: CacheWriter | None = None
-    progress = _Progress(stage.name, len(source))
-    loader = data.loader(source)
     try:
-        start = header.done if header is not None else 0
-        for batch in loader.in_order(start, len(source), BATCH):
-            with autocast(precision, device):
-                made = _encoded(task, batch, max(1, stage.train.batch_size // stage.train.accumulate), device)
-            kind = next(kind for kind in KINDS if kind in made)
-            mask = _frame_mask(batch, stage.spec.data.frames)
-            writer = writer or _open_writer(path, task, len(source), kind, made, mask)
-            first = writer.done
-            writer.append(
-                made[kind],
-                [source.identity(index) for index in range(first, first + len(batch))],
-                captions=batch.captions,
-                fps=batch.fps if batch.fps is not None else stage.spec.data.shape.fps,
-                text_embeds=made.get("text_embeds"),
-                text_mask=made.get("text_mask"),
-                frame_mask=mask,
-                text_embed=made.get("text_embed"),
-            )
-            progress.show(writer.done)
-            if stop:
-                raise Stopped(
-                    f"stopped by {stop.by} while encoding the data of {stage.name} ({writer.done} of {len(source)} kept); run the same command to go on"
-                )
+        filling.run()
     finally:
-        if writer is not None:
-            writer.close()
         task.train(was_training)
-    data.write_skipped(folder.path / "skipped.jsonl", loader)
-    note(f"{stage.name}: {len(source)} items encoded into {path}")
+    if filling.made:
+        data.write_skipped(folder.path / "skipped.jsonl", filling.loader)
+        note(f"{data.stage.name}: {filling.made} items encoded into {path}")
+
+
+class _Filling:
+    """One process's work on a cache."""
+
+    def __init__(
+        self, path: Path, task: Task, data: StageData, device: torch.device, stop: StopRequest, layout: Layout
+    ) -> None:
+        self.path, self.task, self.data, self.device, self.stop, self.layout = path, task, data, device, stop, layout
+        self.stage = data.stage
+        self.loader = data.loader(data.source)
+        self.precision = precision_for(self.stage.train.precision, device)
+        self.made = 0  # items, by this process
+        self._seen = 0  # items of shards that are done
+        self._progress = _Progress(self.stage.name, layout.listed.count)
+        self._room_was_checked = False
+
+    def run(self) -> None:
+        left = self.layout.shards
+        while left:
+            busy = [shard for shard in left if not self._attempt(shard)]
+            if len(busy) == len(left):
+                self._pause()
+            left = busy
+
+    def _attempt(self, shard: Shard) -> bool:
+        """Whether the shard is complete now; not where another process holds it."""
+        if not _is_complete(self.path / shard.name):
+            with claimed(self.path / shard.name) as mine:
+                if not mine:
+                    return False
+                self._fill(shard)  # at once done, if someone else finished it just now
+        self._seen += len(shard.items)
+        self._progress.show(self._seen)
+        return True
+
+    def _pause(self) -> None:
+        """Others hold all that is left. Should one of them die, its shard is taken up here."""
+        if self.stop:
+            raise self._stopped()
+        time.sleep(_WAIT)
+
+    def _fill(self, shard: Shard) -> None:
+        folder, source = self.path / shard.name, self.data.source
+        header = read_header(folder)
+        done = header.done if header is not None else 0
+        clip = shard.shape or Bucket(*_usual(self.stage.spec.data.shape))
+        together = max(1, min(BATCH, TOGETHER // _pixel_bytes(clip, self.stage.spec.data.channels)))
+        writer: CacheWriter | None = None
+        try:
+            for batch in self.loader.in_order(shard.items[done:], together, shard.shape):
+                with autocast(self.precision, self.device):
+                    made = _encoded(self.task, batch, self._rows(shard.shape), self.device)
+                kind = next(kind for kind in KINDS if kind in made)
+                mask = _frame_mask(batch, clip.frames)
+                self._check_room(made, len(batch), clip)
+                writer = writer or self._open_writer(folder, len(shard.items), kind, made, mask)
+                writer.append(
+                    made[kind],
+                    [source.identity(index) for index in shard.items[writer.done : writer.done + len(batch)].tolist()],
+                    captions=batch.captions,
+                    fps=batch.fps if batch.fps is not None else self.stage.spec.data.shape.fps,
+                    text_embeds=made.get("text_embeds"),
+                    text_mask=made.get("text_mask"),
+                    frame_mask=mask,
+                    text_embed=made.get("text_embed"),
+                )
+                self.made += len(batch)
+                self._progress.show(self._seen + writer.done)
+                if self.stop:
+                    raise self._stopped()
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _stopped(self) -> Stopped:
+        return Stopped(
+            f"stopped by {self.stop.by} while encoding the data of {self.stage.name} ({self.made} items kept by this call); "
+            "run the same command to go on"
+        )
+
+    def _rows(self, shape: Bucket | None) -> int:
+        """As many rows at a time as training takes: what fits there fits here."""
+        train, rows = self.stage.train, self.stage.train.batch_size
+        if shape is not None and self.loader.buckets is not None:
+            rows = dict(zip(self.loader.buckets.shapes, self.loader.buckets.rows(rows), strict=True))[shape]
+        return max(1, rows // train.accumulate)
+
+    def _check_room(self, made: dict[str, Tensor], rows: int, clip: Bucket) -> None:
+        """Refuse, once, what the disk has no room for: by the first batch, and what is still to come in proportion."""
+        if self._room_was_checked:
+            return
+        self._room_was_checked = True
+        each = sum(
+            value.numel() * (min(value.element_size(), 2) if value.is_floating_point() else 2)
+            for value in made.values()
+        )
+        tokens = BucketsConfig().tokens
+        todo = sum(
+            len(shard.items) * tokens(shard.shape or clip) / tokens(clip)
+            for shard in self.layout.shards
+            if read_header(self.path / shard.name) is None  # arrays of those begun are as long as they will be
+        )
+        needed, free = each / rows * todo, shutil.disk_usage(self.path).free
+        if needed > free:
+            raise InputError(
+                f"stage {self.stage.name}: a cache of {self.layout.listed.count} items needs about {needed / 2**30:.3g} GiB, and "
+                f"{self.path} has {free / 2**30:.3g} GiB free: make room, or set stages.{self.stage.name}.cache=false to encode while training"
+            )
+
+    def _open_writer(
+        self, folder: Path, count: int, kind: str, made: dict[str, Tensor], mask: Tensor | None
+    ) -> CacheWriter:
+        text, text_embed = made.get("text_embeds"), made.get("text_embed")
+        stored = STORED[self.stage.spec.config.cache_precision]
+        return CacheWriter(
+            folder,
+            kind,
+            count,
+            tuple(made[kind].shape[1:]),
+            vocabulary=getattr(self.task.stages.get("codec"), "vocabulary", None),
+            key=self.path.name,
+            split="train",
+            latents_dtype=stored,
+            text_dtype=stored,
+            text=(text.shape[1], text.shape[2]) if text is not None else None,
+            frames=mask.shape[1] if mask is not None else None,
+            text_embed=text_embed.shape[1] if text_embed is not None else None,
+        )
+
+
+def _is_complete(folder: Path) -> bool:
+    header = read_header(folder)
+    return header is not None and header.complete
+
+
+def _usual(shape: Shape) -> tuple[int, int, int]:
+    return shape.frames, shape.height, shape.width
+
+
+def _pixel_bytes(clip: Bucket, channels: int) -> int:
+    return clip.frames * clip.height * clip.width * channels
 
 
 def _encoded(task: Task, batch: Batch, rows: int, device: torch.device) -> dict[str, Tensor]:
@@ -179,24 +329,6 @@ def _frame_mask(batch: Batch, frames: int) -> Tensor | None:
     return batch.frame_mask if batch.frame_mask is not None else torch.ones(len(batch), frames, dtype=torch.bool)
 
 
-def _open_writer(
-    path: Path, task: Task, count: int, kind: str, made: dict[str, Tensor], mask: Tensor | None
-) -> CacheWriter:
-    text, text_embed = made.get("text_embeds"), made.get("text_embed")
-    return CacheWriter(
-        path,
-        kind,
-        count,
-        tuple(made[kind].shape[1:]),
-        vocabulary=getattr(task.stages.get("codec"), "vocabulary", None),
-        key=path.name,
-        split="train",
-        text=(text.shape[1], text.shape[2]) if text is not None else None,
-        frames=mask.shape[1] if mask is not None else None,
-        text_embed=text_embed.shape[1] if text_embed is not None else None,
-    )
-
-
 def cache_run(arguments: Sequence[str], run: str | Path | None = None, note: Callable[[str], None] = say) -> list[Path]:
     """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
     first = RunFolder(arguments[0])
@@ -210,7 +342,10 @@ def cache_run(arguments: Sequence[str], run: str | Path | None = None, note: Cal
         raise InputError(f"{folder.path} holds no run: train its codec first (kineo train {' '.join(arguments)})")
     made: list[Path] = []
     stop = StopRequest()
-    with folder.lock(), stop.listening():
+    with (
+        folder.lock(shared=True),
+        stop.listening(),
+    ):  # others may encode beside this process, and nothing trains meanwhile
         for stage in plan.stages:
             if not stage.spec.config.skip and stage.spec.config.cache is not False and stage.spec.config.references:
                 made += _cache_stage(plan, stage, folder, stop, note)

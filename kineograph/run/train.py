@@ -75,6 +75,8 @@ def train(
                 id(found.source): found for found in data.values()
             }.values():  # stages share what they read alike
                 opened.remember(folder.path)
+            for name, opened in data.items():
+                opened.write_buckets(folder.stage(name) / "buckets.json")
             folder.stopped_marker.unlink(missing_ok=True)
             with stop.listening():
                 for stage in plan.stages:

@@ -334,10 +334,11 @@ def draw_for_training(
     count: int = 1,
     real: Batch | None = None,
     batch: int = BATCH,
+    latents: bool = False,
 ) -> Tensor:
     """What `Sampler.sample(captions, seed=seed, frames=frames)` would draw with the weights that `task` has now. → B T C H W, on the CPU.
 
-    `real` holds a sample beside each prompt, for tasks that draw from one (super-resolution, given text embeddings).
+    `real` holds a sample beside each prompt, for tasks that draw from one (super-resolution, given text embeddings). `latents`: undecoded.
     """
     rows = len(captions) if captions is not None else count
     return draw(
@@ -351,6 +352,7 @@ def draw_for_training(
         frames=frames,
         real=real,
         batch=batch,
+        latents=latents,
     )
 
 
@@ -371,6 +373,7 @@ def draw(
     batch: int = BATCH,
     first: int = 0,
     mask: Tensor | None = None,
+    latents: bool = False,
 ) -> Tensor:
     """Rows `first` … `first + rows − 1` of a call, `batch` at a time; row r's noise is keyed by (seed, "sample", r). → B T C H W, on the CPU."""
     device = torch.device(device)
@@ -390,6 +393,9 @@ def draw(
                 mask=repeat(mask, "h w -> b h w", b=stop - start).to(device) if mask is not None else None,
                 batch=_rows(real, start, stop).to(device) if real is not None else None,
             )
+            if latents:
+                parts.append(task.sample_latents(prompts, options).float().cpu())
+                continue
             pixels = task.sample(prompts, options)  # B T C H W
             if pixels.ndim != 5 or pixels.shape[0] != stop - start or pixels.shape[2] != shape.channels:
                 raise InputError(

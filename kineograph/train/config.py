@@ -81,6 +81,8 @@ class TrainConfig(PlayerConfig):
     """Frames a sample; null: as trained."""
     format: Literal["auto", "gif", "mp4", "png"] = "auto"
     """How samples are written; auto: png for one frame, gif for more."""
+    show: Literal["media", "latents"] = "media"
+    """What is kept of samples and of validation's inputs: media; or latents, which are not decoded, as safetensors."""
     grids: tuple[Literal["train", "validation", "test"], ...] = ()
     """Splits of which real items are shown beside what is drawn for their captions, with the samples."""
     caption_prefix: str = ""

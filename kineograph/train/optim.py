@@ -59,6 +59,11 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         return norm, skipped
 
+    @property
+    def moment_bytes(self) -> int:
+        """Of the moments that the first step makes: two for each parameter, of its own type."""
+        return 2 * sum(p.numel() * p.element_size() for p in self.parameters.values())
+
     def state(self) -> dict[str, Tensor]:
         """`exp_avg.<parameter>` and so on."""
         return {

@@ -330,7 +330,7 @@ class Lengths(Numbers):
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 3, 1], [1, 4, 2]])
 def test_batches_of_stills_are_as_long_as_any_other(lengths):
-    (batch,) = Loader(Lengths(lengths, 4), seed=0, batch_size=3).in_order(0, 3, 3)
+    (batch,) = Loader(Lengths(lengths, 4), seed=0, batch_size=3).in_order(range(3), 3)
     assert batch.pixels.shape == (3, 4, 1, 2, 2)
     for length, clip, mask in zip(lengths, batch.pixels, batch.frame_mask, strict=True):
         assert mask.tolist() == [time < length for time in range(4)]
@@ -338,9 +338,9 @@ def test_batches_of_stills_are_as_long_as_any_other(lengths):
 
 
 def test_nothing_is_masked_where_all_are_full():
-    (batch,) = Loader(Lengths([4, 4], 4), seed=0, batch_size=2).in_order(0, 2, 2)
+    (batch,) = Loader(Lengths([4, 4], 4), seed=0, batch_size=2).in_order(range(2), 2)
     assert batch.frame_mask is None
-    (pictures,) = Loader(Numbers(2), seed=0, batch_size=2).in_order(0, 2, 2)
+    (pictures,) = Loader(Numbers(2), seed=0, batch_size=2).in_order(range(2), 2)
     assert pictures.frame_mask is None and pictures.pixels.shape[1] == 1
 
 
@@ -363,7 +363,7 @@ def test_a_folder_of_pictures_and_clips_gives_mixed_batches(tmp_path):
         (root / f"{index}.txt").write_text(f"{'clip' if index % 2 else 'picture'} {index}")
     config = parse(Folder.Config, {"folder": str(root), "size": 8, "frames": 4, "validation": 0}, "data")
     source = Folder.open(config, "train", 0)
-    (batch,) = Loader(source, seed=0, batch_size=6).in_order(0, 6, 6)
+    (batch,) = Loader(source, seed=0, batch_size=6).in_order(range(6), 6)
     assert batch.pixels.shape == (6, 4, 3, 8, 8)
     assert [caption.split()[0] for caption in batch.captions] == ["picture", "clip"] * 3
     assert batch.frame_mask.sum(1).tolist() == [1, 4] * 3

@@ -556,6 +556,6 @@ def test_sketches_of_stills_are_padded_with_them():
     from kineograph.data.loader import Loader
 
     opened = source(frames=4, stills=0.5, sketch=True)
-    for batch in Loader(opened, seed=0, batch_size=2, workers=0).in_order(0, 12, 2):
+    for batch in Loader(opened, seed=0, batch_size=2, workers=0).in_order(range(12), 2):
         assert batch.extra["sketch"].shape == (2, 4, 1, 32, 32)
         assert batch.pixels.shape[:2] == (2, 4)

@@ -65,7 +65,8 @@ class ClipCodec(Task):
     """Brightness of 8 × 8 blocks in 16 levels: of the first frame, then of each second frame."""
 
     Config = ClipCodecConfig
-    vocabulary = 16
+    any_shape = True
+    vocabulary: int | None = 16
 
     def __init__(self, config: ClipCodecConfig, context: BuildContext) -> None:
         super().__init__()
@@ -121,6 +122,7 @@ class ClipGenerator(Task):
     """Guesses each token from the caption, whatever its time; padded times are not scored."""
 
     Config = ClipConfig
+    any_shape = True
     reads = frozenset({"pixels", "captions"})
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
@@ -186,3 +188,71 @@ class ClipGenerator(Task):
 
     def assets(self) -> dict[str, str]:
         return self.text.assets() if self.text is not None else {}
+
+
+class BlockCodec(ClipCodec):
+    """The same in numbers instead of levels."""
+
+    vocabulary = None
+
+    def posterior(self, pixels: Tensor) -> Tensor:
+        """Mean and logarithm of the variance of each block, B t 2 h w."""
+        chosen = pixels[:, [0, *range(2, pixels.shape[1], 2)]]
+        blocks = rearrange(chosen, "b t c (h i) (w j) -> b t h w (c i j)", i=8, j=8)
+        return torch.stack([blocks.mean(-1), blocks.var(-1).add(1e-3).log()], dim=2)
+
+
+class LatentGenerator(Task):
+    """Guesses the brightness of a clip from noise; what it reads can be kept as a posterior."""
+
+    Config = ClipConfig
+    any_shape = True
+    reads = frozenset({"pixels", "captions"})
+
+    def __init__(self, config: ClipConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.shape = context.shape
+        self.stages["codec"] = context.stage(config.codec)
+        self.level = nn.Parameter(torch.zeros(()))
+
+    @classmethod
+    def build(cls, config: ClipConfig, context: BuildContext) -> LatentGenerator:
+        return cls(config, context)
+
+    @classmethod
+    def caches(cls, config: ClipConfig) -> bool:
+        return True
+
+    def posterior(self, batch: Batch) -> Tensor:
+        return batch.latents if batch.latents is not None else cast(Any, self.stages["codec"]).posterior(batch.video)
+
+    def precompute(self, batch: Batch) -> dict[str, Tensor]:
+        rows = len(batch)
+        text = torch.arange(rows * 6, dtype=torch.float32).view(rows, 3, 2) / 100
+        mask = torch.ones(rows, 3, dtype=torch.bool)
+        return {"latents": self.posterior(batch), "text_embeds": text, "text_mask": mask}
+
+    def trainable(self, player: str) -> list[nn.Module]:
+        return [self]
+
+    def forward(self, batch: Batch, noise: Noise) -> Tensor:
+        mean, log_variance = self.posterior(batch).unbind(2)
+        drawn = mean + (log_variance / 2).exp() * noise.normal("posterior", *mean.shape[1:])
+        if self.training:
+            SEEN.append((drawn, batch.frame_mask, batch.captions))
+        return (drawn - self.level).square().flatten(1).mean(1)
+
+    def loss(self, player: str, shared: Tensor) -> Loss:
+        return Loss(Mean(shared.sum(), float(len(shared))))
+
+    def sample_latents(self, prompts: Prompts, options: Any) -> Tensor:
+        codec = cast(Any, self.stages["codec"])
+        shape = codec.shape_for(prompts.frames or self.shape.frames, self.shape.height, self.shape.width)
+        return prompts.noise.normal("start", shape[0], 1, *shape[1:]) * 0.1 + self.level
+
+    def sample(self, prompts: Prompts, options: Any) -> Tensor:
+        latents = self.sample_latents(prompts, options)  # B t 1 h w
+        return cast(Any, self.stages["codec"]).decode(latents[:, :, 0].clamp(0, 1) * 15)
+
+    def reconstruct(self, batch: Batch) -> Tensor:
+        return cast(Any, self.stages["codec"]).reconstruct(batch)

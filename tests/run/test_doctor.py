@@ -12,11 +12,13 @@ import yaml
 
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Loss, Mean
-from kineograph.run import doctor, estimate, layers, machine
+from kineograph.run import doctor, estimate, layers, machine, probing
+from kineograph.run.builder import Builder, pretending
 from kineograph.run.doctor import describe, dry_run, examine
-from kineograph.run.estimate import Builder, Estimate, _trace, micro_batch
+from kineograph.run.estimate import Estimate, micro_batch
 from kineograph.run.plan import Plan, make_plan
 from kineograph.run.stage_data import StageData, open_data
+from kineograph.run.tracing import trace
 from kineograph.train.stepper import Stepper
 from tests.train.toy_tasks import Toy
 
@@ -93,7 +95,7 @@ def test_parameters_and_state_are_counted() -> None:
 def test_the_state_is_what_a_real_stepper_holds() -> None:
     plan, data, builder = opened(TREE)
     stage = plan.stages[0]
-    found = estimate.estimate(builder, stage, data["first"], probe=False)
+    found = estimate.estimate(builder, stage, data["first"], probing=False)
     stepper = Stepper(builder.build("first", torch.device("cpu")), stage.train, stage.players)
     stepper.step(0, next(data["first"].loader().steps(0, 1)))
     moments = sum(
@@ -113,7 +115,7 @@ def test_a_step_without_numbers_counts_what_a_real_one_takes(tree: dict) -> None
     for stage in plan.stages:
         batch = next(data[stage.name].loader().steps(0, 1))[0]
         traced, real = (
-            _trace(builder, stage, stage.train, torch.device("cpu"), batch, numbers) for numbers in (False, True)
+            trace(builder, stage, stage.train, "fp32", batch, 4, numbers) for numbers in (None, torch.device("cpu"))
         )
         assert traced.memory.total - traced.memory.activations == real.memory.total - real.memory.activations
         assert traced.memory.activations == pytest.approx(real.memory.activations, rel=0.02)
@@ -187,7 +189,7 @@ def test_a_slow_model_is_not_probed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_speed_is_probed_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.2)
     _, found = estimated(TREE, "train.accumulate=2", probe=True)
     assert found.speed is not None
     assert found.speed.samples == 4
@@ -242,7 +244,8 @@ def test_two_switches_together_where_one_is_not_enough() -> None:
     _, found = estimated(TREE)
     state = found.memory.total - found.memory.activations
     lean = {"train.checkpointing=true": replace(found.memory, activations=800)}  # 100 bytes a sample
-    tight = replace(found, free=int((state + 250) / estimate.ROOM), sample_bytes=10.0**4, savings=lean)
+    small = replace(found.target, free=int((state + 250) / estimate.ROOM))
+    tight = replace(found, target=small, sample_bytes=10.0**4, savings=lean, together=None)
     assert "train.checkpointing=true with train.accumulate=4" in told(tight)
 
 
@@ -268,7 +271,7 @@ def test_without_arguments_the_machine_is_described(
 def test_with_a_file_every_stage_is_described(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.2)
     path = tmp_path / "toy.yaml"
     path.write_text(yaml.safe_dump(TREE, sort_keys=False))
     examine([str(path), "stages.first.skip=true", "train.steps=1000"])
@@ -297,6 +300,147 @@ def test_numbers_for_people() -> None:
     assert [doctor.clock(s) for s in (5, 600, 7200, 864_000)] == ["5 s", "10 min", "2.0 h", "10.0 days"]
 
 
+# Devices that are not here, and what would fit there ---------------------------------------------------------------
+
+
+class Heavy(Toy):
+    """A stage that says what would make it lighter."""
+
+    @classmethod
+    def lighter(cls, config):
+        return {"width": 8}
+
+
+HEAVY = {**TREE, "stages": {"only": {"task": f"{HERE}.Heavy", "width": 64}}}
+
+
+def imagined(tree: dict, gib: float, *overrides: str) -> Estimate:
+    plan, data, builder = opened(tree, *overrides)
+    stage = plan.stages[-1]
+    return estimate.estimate(builder, stage, data[stage.name], memory=int(gib * 2**30))
+
+
+def test_a_gpu_can_be_imagined() -> None:
+    found = imagined(MUSE, 80, "stages.tokenizer.skip=true")
+    assert found.free == 80 * 2**30
+    assert found.precision == "bf16" and found.device.type == "cuda"
+    assert found.speed is None and found.unprobed == "that device is not here"
+    assert found.fits
+    (here,) = estimated(MUSE, "stages.tokenizer.skip=true")
+    assert found.memory.activations < here.memory.activations  # half the bytes
+    text = told(found)
+    assert "of 80 GiB on a GPU of that size" in text
+
+
+def test_precision_is_a_switch_on_a_gpu() -> None:
+    found = imagined(MUSE, 80, "stages.tokenizer.skip=true", "train.precision=fp32")
+    assert found.savings["train.precision=bf16"].activations < found.memory.activations
+
+
+def test_switches_come_in_the_order_of_what_they_save() -> None:
+    found = imagined(HEAVY, 80, "train.batch_size=256")
+    totals = [memory.total for memory in found.savings.values()]
+    assert totals == sorted(totals) and all(total < found.memory.total for total in totals)
+    assert {
+        "stages.only.width=8",
+        "train.ema.decay=0",
+        "train.accumulate=2",
+    } <= found.savings.keys()
+    assert found.savings["train.ema.decay=0"].total == found.memory.total - found.memory.ema
+    (small,) = estimated(
+        {**TREE, "stages": {"only": {**HEAVY["stages"]["only"], "width": 8}}},
+        "train.batch_size=256",
+        "train.precision=bf16",
+    )
+    assert found.savings["stages.only.width=8"] == small.memory
+    text = told(found)
+    assert (
+        f"less memory   {next(iter(found.savings))}: " in text and "stages.only.width=8: " in text and " less, " in text
+    )
+
+
+def test_switches_together_where_none_is_enough() -> None:
+    whole = imagined(HEAVY, 80, "train.batch_size=256")
+    best = next(iter(whole.savings.values())).total
+    found = imagined(HEAVY, (best - 1000) / estimate.ROOM / 2**30, "train.batch_size=256")
+    assert not found.fits and all(memory.total > estimate.ROOM * found.free for memory in found.savings.values())
+    assert found.together is not None
+    switches, memory = found.together
+    assert len(switches) > 1 and memory.total <= estimate.ROOM * found.free
+    applied = [switch for switch in switches if "=" in switch]
+    plan, data, builder = opened(HEAVY, "train.batch_size=256", *applied)
+    again = estimate.estimate(builder, plan.stages[0], data["only"], memory=found.free)
+    assert again.fits and again.memory == memory
+    assert f"together      {' '.join(switches)}: " in told(found)
+
+
+def test_nothing_helps_where_the_weights_alone_are_too_large() -> None:
+    found = imagined(TREE, 0.0001)
+    assert found.together is None
+    assert "make the model smaller or use a larger device" in told(found)
+
+
+def test_trained_parameters_decide_about_the_state() -> None:
+    """As with adapters: what is frozen has weights and nothing else."""
+    plan, data, builder = opened(TREE)
+    stage = plan.stages[1]
+    found = estimate.estimate(builder, stage, data["second"], probing=False)
+    assert found.memory.gradients == 4 * found.trained["model"] < found.memory.weights
+    assert found.memory.optimizer == 2 * found.memory.gradients
+
+
+def test_modules_are_converted_while_they_pretend() -> None:
+    apply = torch.nn.Module._apply
+    with pretending():
+        layer = torch.nn.Linear(4, 4)
+        tied = torch.nn.ModuleList([layer, torch.nn.Linear(4, 4)])
+        tied[1].weight = layer.weight
+        tied.register_buffer("table", torch.ones(3))
+        tied.to(torch.bfloat16)
+        assert tied[0].weight.dtype == tied.table.dtype == torch.bfloat16
+        assert tied[1].weight is tied[0].weight and tied[0].weight.requires_grad
+        assert tied.to("cpu")[0].weight is layer.weight
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            bool(layer.weight.sum() > 0)  # there are no numbers
+    assert torch.nn.Module._apply is apply
+
+
+class Fussy(Picky):
+    """Looks at numbers, and is far too large to be tried with them."""
+
+
+def test_what_needs_numbers_is_not_tried_where_there_is_no_room() -> None:
+    tree = {**TREE, "stages": {"only": {"task": f"{HERE}.Fussy", "width": 100_000}}}
+    with pytest.raises(InputError, match="only cannot be examined without numbers"):
+        imagined(tree, 80)
+
+
+def test_the_memory_of_a_text_encoder_counts_unless_captions_are_cached(tmp_path: Path) -> None:
+    from kineograph.run.tracing import encoder_bytes
+    from kineograph.text.pretrained import PretrainedText
+
+    folder = tmp_path / "t5"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    text = PretrainedText.__new__(PretrainedText)
+    torch.nn.Module.__init__(text)
+    text.name = str(folder)
+    assert encoder_bytes(torch.nn.ModuleList([text])) == 1000
+    memory = replace(estimated(TREE)[1].memory, text=1000)
+    assert memory.total == estimated(TREE)[1].memory.total + 1000
+
+
+def test_a_run_without_its_data_is_estimated_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(HEAVY, sort_keys=False))
+    examine([str(path), "data.source=folder", f"data.folder={tmp_path / 'gone'}"], memory=8)
+    text = capsys.readouterr().out
+    assert "gone does not exist" in text and "estimated without data" in text
+    assert "fits" in text and "8 GiB on a GPU of that size" in text
+    with pytest.raises(InputError, match="--memory 8 says"):
+        examine([], memory=8)
+
+
 # Dry run ---------------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +451,7 @@ def everything(folder: Path) -> set[str]:
 def test_a_dry_run_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(MUSE, sort_keys=False))
     dry_run(["toy.yaml"])

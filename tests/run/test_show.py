@@ -1,0 +1,123 @@
+"""What is shown while a stage trains: samples, inputs and reconstructions with their texts, or latents that nothing decodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kineograph.core.errors import ConfigError
+from kineograph.media.clips import read_clip
+from tests.run import clip_tasks
+from tests.run.clip_tasks import train
+
+STAGES = {
+    "codec": {"task": "tests.run.clip_tasks.BlockCodec", "train": {"steps": 1, "sample_every": 0}},
+    "generator": {"task": "tests.run.clip_tasks.LatentGenerator", "codec": "codec"},
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+
+
+def shown(tmp_path: Path, name: str = "run", **changes: Any) -> Path:
+    keys = {"data__fps": 6, "data__stills": 0.0, "train__sample_every": 3, "train__samples": 3}
+    return train(tmp_path, name, stages=STAGES, **(keys | changes)) / "generator"
+
+
+def test_samples_inputs_and_reconstructions_are_files_with_their_text(tmp_path: Path) -> None:
+    stage = shown(tmp_path, train__format="mp4")
+    samples = stage / "samples" / "step-00000003"
+    listed = json.loads((samples / "prompts.json").read_text())
+    assert len(listed) == 3
+    for row in listed:
+        clip, fps = read_clip(samples / row["file"])
+        assert clip.shape[0] == 5 and fps == 6
+        assert (samples / row["file"]).with_suffix(".txt").read_text() == row["prompt"] + "\n"
+    validation = stage / "validation" / "step-00000003"
+    for number, row in enumerate(listed):  # prompts are the captions of these inputs
+        clip, fps = read_clip(validation / f"{number:03d}-input.mp4")
+        again, _ = read_clip(validation / f"{number:03d}-reconstruction.mp4")
+        assert fps == 6 and clip.shape == again.shape == (5, 3, 16, 16)
+        assert (validation / f"{number:03d}.txt").read_text() == row["prompt"] + "\n"
+    assert (stage / "validation" / "step-00000003.gif").exists()
+
+
+def test_each_clip_keeps_its_own_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kineograph.run.stage_data import StageData
+
+    inner = StageData.pictures
+
+    def mixed(self: StageData, count: int, split: Any = "validation") -> Any:
+        batch = inner(self, count, split)
+        batch.fps = torch.tensor([4.0, 8.0, 12.5][:count])
+        return batch
+
+    monkeypatch.setattr(StageData, "pictures", mixed)
+    validation = shown(tmp_path, train__format="gif") / "validation" / "step-00000003"
+    speeds = [read_clip(validation / f"{number:03d}-input.gif")[1] for number in range(3)]
+    assert speeds == pytest.approx([4.0, 8.0, 12.5], rel=0.02)
+
+
+def test_rows_are_drawn_a_few_at_a_time_and_alike(tmp_path: Path) -> None:
+    asked: list[int] = []
+    inner = clip_tasks.LatentGenerator.sample
+
+    def counted(self: Any, prompts: Any, options: Any) -> torch.Tensor:
+        asked.append(len(prompts))
+        return inner(self, prompts, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip_tasks.LatentGenerator, "sample", counted)
+        small = shown(tmp_path, "small", train__accumulate=8, train__format="gif")
+    assert max(asked) == 2  # 16 / 8, as training takes them
+    large = shown(tmp_path, "large", train__format="gif")
+    for path in (small / "samples").glob("*/*-0.gif"):
+        assert torch.equal(read_clip(path)[0], read_clip(large / path.relative_to(small))[0])
+
+
+def test_latents_alone_decode_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("decode", "reconstruct"):
+        monkeypatch.setattr(clip_tasks.BlockCodec, name, lambda *given: pytest.fail("decoded"))
+    stages = {**STAGES, "codec": {**STAGES["codec"], "skip": False}}
+    monkeypatch.setattr(
+        clip_tasks.BlockCodec, "forward", lambda self, batch, noise: self.gain.square() * torch.ones(len(batch))
+    )
+    run = train(
+        tmp_path, stages=stages, data__stills=0.0, train__sample_every=3, train__samples=3, train__show="latents",
+        train__validate_every=0, stages__codec__train__show="media",
+    ) / "generator"  # fmt: skip
+    out = run / "samples" / "step-00000003"
+    found = load_file(out / "latents.safetensors")
+    assert found["samples"].shape == (3, 3, 1, 2, 2)  # B t c h w
+    assert found["inputs"].shape == (3, 3, 2, 2, 2)  # mean and log-variance
+    prompts = json.loads((out / "prompts.json").read_text())
+    assert [row["prompt"] + "\n" for row in prompts] == (out / "latents.txt").read_text().splitlines(keepends=True)
+    assert {path.name for path in out.iterdir()} == {"latents.safetensors", "latents.txt", "prompts.json"}
+
+
+def test_the_same_prompts_and_noise_every_time(tmp_path: Path) -> None:
+    run = shown(tmp_path, train__show="latents", train__steps=6, train__lr=0.0)
+    first, second = (load_file(run / "samples" / f"step-0000000{step}" / "latents.safetensors") for step in (3, 6))
+    assert torch.equal(first["samples"], second["samples"]) and torch.equal(first["inputs"], second["inputs"])
+
+
+def test_a_task_without_latents_refuses_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.show=latents: .*use media"):
+        train(tmp_path, train__sample_every=3, train__show="latents")
+    with pytest.raises(ConfigError, match=r"train\.grids=\['validation'\] cannot be drawn"):
+        shown(tmp_path, train__show="latents", train__grids=["validation"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_pictures_took_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr("kineograph.run.show.release_memory", asked.append)
+    shown(tmp_path)
+    assert asked == [torch.device("cpu")]
