@@ -367,7 +367,8 @@ def _code(task: Task, stage: StagePlan) -> str | None:
         return None
     shape = stage.spec.data.shape
     sides = " × ".join(map(str, codec.shape_for(shape.frames, shape.height, shape.width)))
-    return f"{sides} tokens of {codec.vocabulary:,} codes" if codec.vocabulary else f"{sides} latents"
+    codes = getattr(codec, "vocabulary", None)  # of a generator that knows which clips fit: latents
+    return f"{sides} tokens of {codes:,} codes" if codes else f"{sides} latents"
 
 
 def _savings(
