@@ -37,6 +37,7 @@ from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.solvers import DiffusionSample
 from kineograph.run import layers
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
+from kineograph.sample.stages import read_stage
 from kineograph.text import TextConfig
 from kineograph.text.clip import ClipConfig
 from kineograph.text.embedding import ClipSource
@@ -257,3 +258,13 @@ def test_the_example_dataset_is_a_source() -> None:
 @pytest.mark.parametrize("path", [DATA, CONFIG], ids=lambda path: path.name)
 def test_lines_fit(path: Path) -> None:
     assert [line for line in path.read_text(encoding="utf-8").splitlines() if len(line) > 130] == []
+
+
+def test_the_stages_that_dalle2_shows_are_sound():
+    text = (Path(__file__).parents[1] / "docs" / "dalle2.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        tree = {"data": {"source": "moving_digits"}, **read_yaml(block, "dalle2.md")}
+        for name in tree["stages"]:
+            read_stage(tree, name)

@@ -47,7 +47,8 @@ SHRINK: dict[str, list[str]] = {
         "stages.decoder.sample.steps=2", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
     ],
     "dalle2-digits": [
-        "data.size=32", "stages.clip.width=16", "stages.clip.depth=1", "stages.prior.width=24", "stages.prior.depth=1",
+        "data.size=32", "stages.clip.data.size=16", "stages.prior.data.size=16", "stages.clip.width=16", "stages.clip.depth=1",
+        "stages.prior.width=24", "stages.prior.depth=1",
         "stages.prior.sample.steps=2", "stages.decoder.width=8", "stages.decoder.data.size=16", "stages.decoder.sample.steps=2",
         "stages.upsampler.low_res_size=16", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
     ],
@@ -252,6 +253,21 @@ def test_builds_on_the_meta_device(preset: str, clip: Path, pictures: Path, arra
             for player in task.players:
                 assert parameters_of(task, player)
             assert all(p.is_meta for p in task.parameters())
+
+
+@pytest.mark.parametrize("preset", [name for name in layers.preset_names() if name.startswith("dalle2")])
+def test_a_decoder_learns_from_embeddings_like_those_its_prior_draws(
+    preset: str, clip: Path, pictures: Path, arrays: Path
+) -> None:
+    """A CLIP embeds an enlarged small picture otherwise than a large one: prior and decoder must show it the same size."""
+    stages = {
+        stage.name: stage for stage in make_plan(layers.read([preset, *files(preset, clip, pictures, arrays)])).stages
+    }
+    for stage in stages.values():
+        for key in ("prior", "clip"):
+            below = getattr(stage.spec.config, key, None)
+            if isinstance(below, str):
+                assert stages[below].spec.data.size == stage.spec.data.size, (stage.name, key)
 
 
 @pytest.mark.parametrize("preset", layers.preset_names())

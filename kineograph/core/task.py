@@ -116,6 +116,10 @@ class Task(nn.Module):
         """Pixels for prompts, B T C H W, float in [0, 1]; `options` is the stage's `sample` config."""
         raise NotImplementedError
 
+    def takes_captions(self) -> bool:
+        """Whether `sample` draws after captions: by itself, or through a stage that draws for it."""
+        return "captions" in self.reads
+
     @property
     def can_sample(self) -> bool:
         return type(self).sample is not Task.sample

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Sample
 from kineograph.core.errors import InputError
@@ -49,6 +49,8 @@ class ShardWriter:
         self._tar: tarfile.TarFile | None = None
         self._waiting: list[Sample] = []  # items that are not embedded yet
         self._made: dict[str, list[np.ndarray]] = {}
+        weights: list[nn.Parameter] = list(embedder.parameters()) if isinstance(embedder, nn.Module) else []
+        self._device = weights[0].device if weights else torch.device("cpu")
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -95,7 +97,7 @@ class ShardWriter:
     def _embed(self) -> None:
         if self.embedder is None or not self._waiting:
             return
-        batch = Batch.collate(self._waiting, range(len(self._waiting)))
+        batch = Batch.collate(self._waiting, range(len(self._waiting))).to(self._device)
         captions = [str(sample.caption) for sample in self._waiting]
         images = self.embedder.embed_images(batch.video, batch.frame_mask)
         texts, encodings, mask = self.embedder.embed_texts(captions)

@@ -20,6 +20,7 @@ from kineograph.data.shards import Shard
 from kineograph.data.tar_index import split_name
 
 _TAIL = 300  # characters of what a command said last
+_GRACE = 10.0  # seconds that a command may take to end once nobody reads it any more
 _BROKEN = (tarfile.TarError, EOFError, zlib.error, LZMAError)
 
 
@@ -86,7 +87,10 @@ def _opened(shard: Shard, timeout: float) -> Iterator[tuple[Any, Callable[[], st
             if stream.silent:
                 return ""
             process.stdout.close()  # type: ignore[union-attr]
-            code = process.wait()
+            try:
+                code = process.wait(min(timeout, _GRACE))
+            except subprocess.TimeoutExpired:  # ended by the caller
+                return f"it did not end: {shown}"
             if not code:
                 return ""
             said.seek(0)

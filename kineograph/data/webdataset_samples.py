@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -175,6 +176,18 @@ class Assembly:
             raise Unreadable(name, f"its .{part.ending} is not a JSON object") from None
         return " ".join(text.split()) or None
 
+    def _check(self, field: str, values: np.ndarray, name: str) -> None:
+        """One that cannot stand in a batch with the others must not end the run."""
+        if not np.isfinite(values).all():
+            raise Unreadable(name, "its embedding is not finite")
+        usual = self._shapes[field]
+        if field == "text_encoding" and self.config.text_length is not None:
+            fits = values.shape[-1:] == usual[-1:]  # cut or padded to one length later
+        else:
+            fits = values.shape == usual if field == "text_encoding" else values.size == math.prod(usual)
+        if not fits:
+            raise Unreadable(name, f"an embedding of shape {values.shape} among those of {usual}")
+
     def _embed(
         self, sample: Sample, field: str, name: str, shard: int, rows: Mapping[str, int], parts: Mapping[str, Part]
     ) -> None:
@@ -189,6 +202,7 @@ class Assembly:
                 self._shapes.setdefault(field, values.shape)
             else:
                 raise Unreadable(name, f"no embedding ({self.endings[field][0]})")
+            self._check(field, values, name)
         except Unreadable:
             if self.config.missing_embeddings == "skip" or field not in self._shapes:
                 raise

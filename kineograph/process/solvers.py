@@ -53,6 +53,14 @@ def timesteps(total: int, steps: int) -> list[int]:
     return [round(total - step * total / steps) - 1 for step in range(steps)]
 
 
+def check_steps(steps: int, total: int) -> None:
+    """For configs that hold both: refused when they are read, not when the first sample is drawn."""
+    if steps > total:
+        raise ValueError(
+            f"sample.steps={steps} is more than there are noise levels: lower it, or raise diffusion.steps={total}"
+        )
+
+
 # Ranges ----------------------------------------------------------------------------------------------------------
 
 

@@ -105,7 +105,7 @@ class Show:
     def _is_told(self, task: Task, real: Batch) -> bool:
         """Whether the task draws after captions, and not after the text that comes with the data."""
         declared = self.stage.spec.task.reads_for(self.stage.spec.config)
-        return "captions" in declared or ("captions" in task.reads and real.text_embeds is None)
+        return "captions" in declared or (real.text_embeds is None and task.takes_captions())
 
     def _grid(self, step: int, stepper: Stepper, split: Split) -> None:
         """Real items of a split beside what the averaged weights draw for their captions."""

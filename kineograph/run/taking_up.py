@@ -87,7 +87,7 @@ def _check_stages_below(plan: Plan, folder: RunFolder, item: _Found, found: list
     config = next(stage.spec.config for stage in plan.stages if stage.name == item.stage)
     for key in config.references:
         below = getattr(config, key)
-        if below is None or "/" in below or any(other.stage == below for other in found):
+        if not isinstance(below, str) or "/" in below or any(other.stage == below for other in found):
             continue
         if not checkpoint.steps(folder.checkpoints(below)):
             raise InputError(

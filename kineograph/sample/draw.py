@@ -273,7 +273,7 @@ class Sampler:
             raise InputError(
                 "there is nothing to draw: give at least one caption (or None for a model without captions)"
             )
-        if texts is not None and "captions" not in self.task.reads:
+        if texts is not None and not self.task.takes_captions():
             raise InputError(
                 f"{self.task_name} was trained without captions: leave out the prompts, and say how many with --count"
             )

@@ -17,6 +17,7 @@ class Text(Protocol):
     width: int
     length: int
     trained: bool  # learned with the model, so that embeddings cannot be computed beforehand
+    reads_captions: bool  # False: there are only the embeddings that come with the data
 
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]: ...
 

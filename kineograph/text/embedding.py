@@ -111,6 +111,11 @@ class ClipReader(nn.Module):
         self._clip["clip"] = clip
         self.width, self.text_width, self.length = clip.width, clip.text_width, clip.length
 
+    @property
+    def reads_captions(self) -> bool:
+        """Whether there is a CLIP to ask, and not embeddings of the data alone."""
+        return bool(self._clip)
+
     def clip(self, wanted: str) -> Clip:
         """The CLIP itself, or an InputError for data that lack what is wanted."""
         if not self._clip:

@@ -10,6 +10,7 @@ from kineograph.text.null import NullText
 
 class GivenText(nn.Module):
     trained = False
+    reads_captions = False
 
     def __init__(self, width: int, length: int) -> None:
         super().__init__()

@@ -70,6 +70,7 @@ class Vocabulary:
 
 class LearnedText(nn.Module):
     trained = True
+    reads_captions = True
 
     def __init__(self, config: TextConfig, context: BuildContext) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ class PretrainedText(nn.Module):
     """The encoder itself is no submodule: it is neither trained, saved nor averaged, and with embeddings from a cache it is never loaded."""
 
     trained = False
+    reads_captions = True
 
     def __init__(self, config: TextConfig, note: Callable[[str], None]) -> None:
         super().__init__()

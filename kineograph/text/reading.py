@@ -82,7 +82,8 @@ def null_text(text: Text | None, rows: int, device: torch.device, length: int | 
 
 def read_prompts(text: Text | None, prompts: Prompts) -> tuple[Words, Words | None]:
     """What is asked for, and what to be guided away from (None: nothing was asked for)."""
-    given = read_given(text, prompts.batch) if prompts.batch is not None and prompts.captions is None else None
+    alone = prompts.captions is None or (text is not None and not text.reads_captions)
+    given = read_given(text, prompts.batch) if prompts.batch is not None and alone else None
     length = given.embeddings.shape[1] if given is not None and given.embeddings is not None else None
     null = null_text(text, len(prompts), prompts.noise.device, length)
     if given is None and (text is None or prompts.captions is None):

@@ -86,6 +86,18 @@ def test_embeddings_inside_the_tar(tmp_path: Path) -> None:
             read(broken, index)
 
 
+def test_an_embedding_that_fits_no_batch_is_counted_and_replaced(tmp_path: Path) -> None:
+    odd = {3: npy(1, 2, 3), 5: npy(1, np.nan)}
+    files = [file for n in range(8) for file in item(n, img_emb__npy=odd.get(n, npy(n + 1, 2)))]
+    loader = Loader(opened(write(tmp_path / "0.tar", files), image_embed="img_emb.npy"), 0, 8)
+    (batch,) = next(iter(loader.steps(0, 1)))
+    assert batch.extra["image_embed"].shape == (8, 2) and batch.extra["image_embed"].isfinite().all()
+    assert {path[-1]: reason for path, reason in loader.skipped.items()} == {
+        "3": "an embedding of shape (3,) among those of (2,)",
+        "5": "its embedding is not finite",
+    }
+
+
 def test_text_encodings_have_a_mask(tmp_path: Path) -> None:
     three_shards(tmp_path, (3,))
     folder = tmp_path / "enc"

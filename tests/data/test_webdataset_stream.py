@@ -154,6 +154,15 @@ def test_a_silent_pipe_is_given_up_and_its_processes_end(tmp_path: Path) -> None
     assert len(texts(Loader(source, 1, 2), 0, 3)) == 3
 
 
+def test_a_pipe_that_breaks_and_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+    given = pipes(tmp_path, (3,))
+    began = time.monotonic()
+    broken = "pipe:head -c 20000 /dev/zero | tr '\\0' x; exec >&-; sleep 30; cat x/00009.tar"
+    source = opened([given[0], broken], pipe_timeout=0.3, max_unreadable=1)
+    assert time.monotonic() - began < 20
+    assert "did not end" in source.skipped["00009.tar"]
+
+
 def test_compressed_tars_are_streamed(tmp_path: Path) -> None:
     path = write(tmp_path / "0.tar", [file for n in range(4) for file in item(n)])
     (tmp_path / "0.tar.gz").write_bytes(gzip.compress(path.read_bytes()))

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import InputError
+from kineograph.family.dalle2.conditioning import Conditioner
 from kineograph.run.train import train
 from kineograph.sample.command import draw_and_write
 from kineograph.sample.draw import Sampler
@@ -92,3 +93,25 @@ def test_a_part_of_a_picture_is_drawn_anew(place, tmp_path):
         small.sample(mask=torch.ones(16, 16, dtype=torch.bool))
     with pytest.raises(InputError, match="nothing is to be drawn anew"):
         small.sample(prime=torch.rand(1, 3, 16, 16), mask=torch.zeros(16, 16, dtype=torch.bool))
+
+
+def test_a_caption_reaches_the_stage_that_draws_first(place, tmp_path, monkeypatch):
+    """The upsampler itself reads no text: the picture that it enlarges is drawn after the caption."""
+    text = {"kind": "learned", "width": 16, "depth": 0, "heads": 2, "length": 16}
+    told = CONFIG | {"stages": CONFIG["stages"] | {"small": CONFIG["stages"]["small"] | {"text": text}}}
+    (tmp_path / "told.json").write_text(json.dumps(told))
+    run = train([str(tmp_path / "told.json")], run=tmp_path / "told", quiet=True)
+    shown = json.loads((run / "large" / "samples" / "step-00000001" / "prompts.json").read_text())
+    assert all(drawn["prompt"] for drawn in shown)  # while it trains too
+    heard = []
+    read = Conditioner.of_prompts
+
+    def watched(self, prompts, prior):
+        heard.append((self.config.reads_text, prompts.captions))
+        return read(self, prompts, prior)
+
+    monkeypatch.setattr(Conditioner, "of_prompts", watched)
+    Sampler.open(run, device="cpu").sample("a red 3")
+    assert (True, ["a red 3"]) in heard
+    with pytest.raises(InputError, match="without captions"):
+        Sampler.open(place / "upsampler", device="cpu").sample("a red 3")

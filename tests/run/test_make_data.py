@@ -204,3 +204,19 @@ def test_embeddings_need_a_stage_that_embeds(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"the stages of .* are tokenizer"):
         make("moving-digits", tmp_path / "a", 1, "webdataset", embeddings=f"{run}/clip")
     assert not (tmp_path / "a").exists()
+
+
+def test_pictures_go_to_the_device_of_what_embeds_them(tmp_path: Path) -> None:
+    class Elsewhere(torch.nn.Linear):
+        """Lies on a device that is not the data's."""
+
+        def embed_images(self, pixels: torch.Tensor, frame_mask: torch.Tensor | None = None) -> torch.Tensor:
+            assert pixels.device == self.weight.device
+            return torch.ones(len(pixels), 2)
+
+        def embed_texts(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return torch.ones(len(captions), 2), torch.ones(len(captions), 1, 2), torch.ones(len(captions), 1) > 0
+
+    embedder = Elsewhere(2, 2, device="meta")
+    out = make("moving-digits", tmp_path / "shards", 2, "webdataset", ["size=24", "format=png"], embeddings=embedder)
+    assert np.load(out / "img_emb" / "img_emb_000000.npy").shape == (2, 2)

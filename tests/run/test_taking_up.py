@@ -18,7 +18,9 @@ import yaml
 from safetensors.torch import save_file
 
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.run import fetching
+from kineograph.core.run_folder import RunFolder
+from kineograph.run import fetching, taking_up
+from kineograph.run.plan import make_plan
 from kineograph.run.train import train as run_train
 from kineograph.text.learned import ASSET
 from kineograph.train import checkpoint
@@ -336,3 +338,10 @@ def test_an_artifact_without_wandb_names_the_remedy(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(InputError, match=r"kept by wandb, which is not installed: pip install kineograph\[wandb\]$"):
         go_on(tmp_path / "here", "wandb:me/p/x:v0")
+
+
+def test_a_clip_that_is_no_stage_need_not_be_taken_up(tmp_path):
+    decoder = {"task": "dalle2", "clip": {"kind": "given", "width": 8}}
+    plan = make_plan({"data": {"source": "moving_digits", "size": 16}, "stages": {"decoder": decoder}})
+    item = taking_up._Found("elsewhere", tmp_path, "decoder", 3, {})
+    taking_up._check_stages_below(plan, RunFolder(tmp_path), item, [item])

@@ -38,6 +38,7 @@ class ClipText(nn.Module):
             )
         self.width, self.length = clip.text_width, clip.length
         self.null = NullText(self.width)
+        self.reads_captions = clip.reads_captions
         self._clip = {"clip": clip}  # a plain dict: the reader is a module of the task, not of this one
 
     @torch.no_grad()
@@ -71,7 +72,7 @@ class Conditioner(nn.Module):
     @property
     def clip_reads_captions(self) -> bool:
         """Whether there is a CLIP to ask, and not embeddings of the data alone."""
-        return self.clip is not None and getattr(self.config.clip, "kind", "") != "given"
+        return self.clip is not None and self.clip.reads_captions
 
     @property
     def image_width(self) -> int | None:

@@ -10,7 +10,7 @@ from kineograph.core.config import StageConfig
 from kineograph.family.dalle2.low_res import AugmentConfig
 from kineograph.nn.unet import UnetConfig
 from kineograph.process.diffusion import DiffusionConfig
-from kineograph.process.solvers import DiffusionSample
+from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text import TextConfig
 from kineograph.text.embedding import ClipChoice
 
@@ -52,7 +52,7 @@ class DecoderConfig(StageConfig, UnetConfig):
     crop: int | None = Field(None, ge=8)
     """Super-resolution: train on random squares of so many pixels (latents, with a codec); null: on whole pictures."""
     codec: str | None = None
-    """Diffuse the latents of this stage (or runs/x/stage) instead of pixels."""
+    """Diffuse the latents of this stage (or runs/x/stage) instead of pixels. They have no range: sample.clip leaves them alone."""
     latent_scale: float = Field(1.0, gt=0)
     """Latents are multiplied by this, so that they vary by about 1."""
     self_conditioning: bool = False
@@ -69,6 +69,7 @@ class DecoderConfig(StageConfig, UnetConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> DecoderConfig:
+        check_steps(self.sample.steps, self.diffusion.steps)
         if self.image_embeds != "none" and self.clip is None:
             raise ValueError(
                 f"image_embeds={self.image_embeds} needs clip: name a clip stage, or give {{kind: given, width: …}} for embeddings in the data, "
@@ -92,6 +93,12 @@ class DecoderConfig(StageConfig, UnetConfig):
             raise ValueError(
                 f"sample.low_res_noise={self.sample.low_res_noise} is more than the network sees in training: raise augment.noise={self.augment.noise}"
             )
+        if self.codec is not None and self.diffusion.learned_variance:
+            raise ValueError(
+                "diffusion.learned_variance=true does not fit codec: its bound counts the 256 steps of a pixel, and latents have none"
+            )
+        if self.codec is not None and self.sample.clip == "dynamic":
+            raise ValueError("sample.clip=dynamic keeps pixels in range, and latents have none: leave it out")
         if self.crop is not None and self.crop % self.factor:
             raise ValueError(f"crop={self.crop} does not fit this U-Net: use a multiple of {self.factor}")
         return self

@@ -74,7 +74,9 @@ class Prior(Task):
         t = noise.integers("time", self.diffusion.steps)
         eps = noise.normal("noise", self.width)
         x_t = self.diffusion.add_noise(x0, eps, t)
-        return self.diffusion.loss(self.predict(x_t, t, texts), x0, eps, x_t, t)
+        found = self.diffusion.loss(self.predict(x_t, t, texts), x0, eps, x_t, t)
+        there = (images != 0).any(dim=1).float()  # a row of zeros is no embedding: the others count for it
+        return found * there * (len(images) / there.sum().clamp(min=1))
 
     def loss(self, player: str, shared: Tensor) -> Loss:
         return Loss(Mean(shared.sum(), float(len(shared))))

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from kineograph.core.config import Config, StageConfig
 from kineograph.nn.transformer import TransformerConfig
 from kineograph.process.diffusion import DiffusionConfig
-from kineograph.process.solvers import DiffusionSample
+from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text.embedding import ClipChoice
 
 
@@ -60,7 +60,8 @@ class PriorConfig(StageConfig, TransformerConfig):
         return {"objective": "x0", **value} if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
-    def _has_no_pixels(self) -> PriorConfig:
+    def _fits(self) -> PriorConfig:
+        check_steps(self.sample.steps, self.diffusion.steps)
         if self.diffusion.learned_variance:
             raise ValueError(
                 "diffusion.learned_variance=true does not fit a prior: its bound counts the 256 steps of a pixel, and embeddings have none"

@@ -154,6 +154,11 @@ def _drawn_below(task: Decoder, below: Any, prompts: Prompts, options: DecoderSa
         )
     prime, mask = prompts.prime, prompts.mask
     chosen = below.config.sample
+    own = task.config
+    if not (own.reads_images or own.reads_text) and options.guidance != own.sample.guidance:
+        chosen = chosen.model_copy(
+            update={"guidance": options.guidance}
+        )  # asked for here, where there is nothing to guide
     if prime is not None and mask is None:  # enlarged first by this stage, or by one below it
         if not below.enlarges:
             raise InputError(

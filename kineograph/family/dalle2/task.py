@@ -20,7 +20,7 @@ from kineograph.family.dalle2.latents import Latents, Pixels, inward
 from kineograph.family.dalle2.low_res import cut, enlarge, shrink, spoil
 from kineograph.family.dalle2.network import Condition, DecoderNetwork
 from kineograph.process.diffusion import Diffusion
-from kineograph.text.embedding import ClipReader
+from kineograph.text.embedding import ClipReader, ClipSource
 from kineograph.text.reading import precomputed, reads_for
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -53,7 +53,10 @@ class Decoder(Task):
 
     @classmethod
     def reads_for(cls, config: DecoderConfig) -> frozenset[str]:
-        return frozenset({"pixels", "captions"}) if config.clip_text else reads_for(config.text)
+        if not config.clip_text:
+            return reads_for(config.text)
+        given = isinstance(config.clip, ClipSource) and config.clip.kind == "given"  # encodings come with the data
+        return frozenset({"pixels"} if given else {"pixels", "captions"})
 
     @classmethod
     def caches(cls, config: DecoderConfig) -> bool:
@@ -226,6 +229,16 @@ class Decoder(Task):
         if name is not None and key not in self.stages:
             self.stages[key] = self._stage(name)
         return self.stages.get(key)
+
+    def takes_captions(self) -> bool:
+        """An upsampler may know nothing of text itself: the picture that it enlarges is drawn after the caption."""
+        if "captions" in self.reads:
+            return True
+        try:
+            below = self.drawing_stage("low_res")
+        except InputError:  # not trained: it enlarges given pictures only
+            return False
+        return below is not None and below.takes_captions()
 
     def prior(self) -> Prior | None:
         return cast("Prior | None", self.drawing_stage("prior"))

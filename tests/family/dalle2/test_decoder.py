@@ -157,6 +157,9 @@ def test_configs_that_contradict_themselves_are_refused():
     refused("leave prior out", image_embeds="none", prior="prior")
     refused("low_res is of super-resolution", clip="clip", low_res="base")
     refused("crop=20 does not fit this U-Net: use a multiple of 8", clip="clip", low_res_size=8, crop=20)
+    latents = {"image_embeds": "none", "codec": "tokenizer"}
+    refused("256 steps of a pixel", **latents, diffusion={"learned_variance": True})
+    refused("sample.clip=dynamic .* latents", **latents, sample={"clip": "dynamic"})
     refused("raise augment.noise", clip="clip", low_res_size=8, sample={"low_res_noise": 0.2})
 
 

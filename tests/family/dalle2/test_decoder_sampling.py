@@ -12,7 +12,7 @@ from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Task, freeze
 
-from .conftest import PLAIN, ToyPrior, batch_of, prompts_of
+from .conftest import PLAIN, ToyClip, ToyPrior, batch_of, prompts_of
 
 
 def draw(task, prompts, **options):
@@ -38,6 +38,18 @@ def test_captions_go_through_the_prior_or_else_the_clip(make):
     b = draw(make(), prompts_of(2, captions=["a red one", "two green"]))
     assert (a - b).abs().max() > 1e-3
     assert "captions" in with_prior.reads and with_prior.reads_for(with_prior.config) == {"pixels"}
+
+
+def test_encodings_that_come_with_the_data_serve_where_no_clip_reads_captions(make):
+    given = {"kind": "given", "width": 12, "text_width": 6, "length": 5}
+    task = make(clip=given, clip_text=True, sample={"steps": 2, "guidance": 2.0})
+    assert "captions" not in task.reads and not task.takes_captions()
+    batch = batch_of(2)
+    embed, encodings, mask = ToyClip().embed_texts(batch.captions)
+    batch.extra["image_embed"], batch.text_embeds, batch.text_mask = embed, encodings, mask
+    beside = task.sample(prompts_of(batch=batch), task.config.sample)
+    judged = task.sample(prompts_of(captions=batch.captions, batch=batch), task.config.sample)  # as metrics ask
+    torch.testing.assert_close(beside, judged)
 
 
 def test_a_given_embedding_needs_no_prior(make):
@@ -169,6 +181,20 @@ def test_a_stage_draws_the_one_below_first_and_nothing_is_loaded_before(make):
     assert [len(found) for found in calls] == [4, 4, 4]
     draw(middle, prompts_of(2))  # stops at the second
     assert [len(found) for found in calls] == [8, 8, 4]
+
+
+def test_guidance_reaches_the_stage_that_reads_the_caption(make):
+    """Upsamplers without conditions have nothing to guide: what is asked of them is meant for the stage below."""
+    small = make(size=8, sample={"steps": 4, "guidance": 1.0})
+    middle = make(size=16, stages={"small": small}, low_res="small", low_res_size=8, **PLAIN)
+    large = make(size=32, stages={"middle": middle}, low_res="middle", low_res_size=16, **PLAIN)
+    rows = []
+    small.network.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    plain = draw(large, prompts_of(2, captions=["a red one", "three"]))  # each as its config says
+    assert set(rows) == {2}
+    rows.clear()
+    guided = draw(large, prompts_of(2, captions=["a red one", "three"]), guidance=5.0)
+    assert set(rows) == {4} and (plain - guided).abs().max() > 1e-3
 
 
 def test_training_never_loads_the_others(make, noise):

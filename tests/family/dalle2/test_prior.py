@@ -12,6 +12,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, freeze, parameters_of, weights_of
+from kineograph.family.dalle2.config import DecoderConfig
 from kineograph.family.dalle2.prior import Prior, most_alike
 from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
 from kineograph.text.embedding import Texts
@@ -307,6 +308,15 @@ def test_given_embeddings_serve_as_the_clip_does_whatever_their_length():
         assert mean.value().isfinite()
 
 
+def test_a_row_without_an_image_embedding_teaches_nothing():
+    task, batch = make(clip=GIVEN).eval(), given(batch_of())
+    noise = Noise.for_rows(1, 2, 4)
+    whole = task(batch, noise)
+    batch.extra["image_embed"][1] = 0  # as data.missing_embeddings=keep gives it
+    found = task.loss("model", task(batch, noise)).total
+    torch.testing.assert_close(found.value(), whole[[0, 2, 3]].mean())
+
+
 def test_what_the_data_lack_is_said():
     task = make(clip=GIVEN)
     batch = batch_of(2)
@@ -368,3 +378,10 @@ def test_a_resolved_config_reads_back():
     for clip in ("clip", GIVEN):
         config = make(clip=clip).config
         assert parse(PriorConfig, json.loads(config.model_dump_json())) == config
+
+
+def test_more_steps_than_noise_levels_are_refused_before_training():
+    with pytest.raises(ConfigError, match=r"sample.steps=64 .* diffusion.steps=32"):
+        parse(PriorConfig, {"task": "dalle2.prior", "clip": "clip", "diffusion": {"steps": 32}})
+    with pytest.raises(ConfigError, match=r"sample.steps=50 .* diffusion.steps=32"):
+        parse(DecoderConfig, {"task": "dalle2", "image_embeds": "none", "diffusion": {"steps": 32}})
