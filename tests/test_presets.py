@@ -188,7 +188,8 @@ def released(tmp_path_factory: pytest.TempPathFactory, t5: Path) -> Callable[[st
             parse(TransformerShape, {**keys, **TINY_TRANSFORMER, "base_size": (4, 4)}), 4, 24, 6, base=(3, 4, 4)
         )
         vae = CausalVAE(
-            CausalVAEConfig(widths=(8, 8, 8, 8), layers=1, latent_channels=4, groups=4, scale=0.7), Shape(9, 32, 32, 3, 8)
+            CausalVAEConfig(widths=(8, 8, 8, 8), layers=1, latent_channels=4, groups=4, scale=0.7),
+            Shape(9, 32, 32, 3, 8),
         )
         for name, config, state in (
             ("transformer", diffusers_config(network, 24, 6), network_state(network)),

@@ -60,7 +60,7 @@ class TrainConfig(PlayerConfig):
     compile: Literal["auto", "graphs"] | bool = "auto"
     """torch.compile; graphs: as CUDA graphs too; auto: on GPUs, as graphs where nothing is accumulated."""
     checkpointing: bool | Literal["selective"] = False
-    """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: all but what attention and the way down of MLPs give."""
+    """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: not what attention gives."""
     device: str = "auto"
     """auto: the GPU where there is one."""
     log_every: int = Field(10, ge=1)

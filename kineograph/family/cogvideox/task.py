@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -70,7 +72,8 @@ class CogVideoX(Task):
         folder = config.weights if saved is None or config.tune != "full" else None
         self._base = saved
         blank = without_numbers()
-        with torch.device("meta") if folder is not None and not blank else torch.device(_here()):
+        place = torch.device("meta") if folder is not None and not blank else torch.empty(0).device
+        with place, _numbers_of(STORED[config.weights_in]):
             network = Transformer(
                 config,
                 self.space.channels,
@@ -78,7 +81,7 @@ class CogVideoX(Task):
                 self.texts.length,
                 base=self.latents,
                 fused=not config.adapts,
-            ).to(STORED[config.weights_in])
+            )
         if folder is not None and not blank:
             network.to_empty(device="cpu")
             state = tuning.released_weights(folder)
@@ -196,5 +199,12 @@ def released_codec(folder: str, context: BuildContext) -> Task:
     return CausalVAE(config_of(load_file(place) if place.is_file() else {}, str(place)), context.shape)
 
 
-def _here() -> str:
-    return str(torch.empty(0).device)
+@contextmanager
+def _numbers_of(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made inside are of this type from the start: tensors without numbers cannot be converted."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import freeze
+from kineograph.core.task import freeze, without_numbers
 from kineograph.core.weight_files import WeightFiles, open_weights
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig
 from kineograph.family.cogvideox.network import Transformer
@@ -75,6 +75,9 @@ def add_adapters(network: Transformer, config: LoraConfig) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             ends = sorted({name.rpartition(".")[2] for name in names})
             raise ConfigError(f"lora.targets={target!r} fits no layer: they end with {', '.join(ends)}")
+    network.requires_grad_(False)
+    if without_numbers() and not torch.empty(0).is_meta:
+        return _add_sizes(network, config)
     chosen = PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha or config.rank,  # type: ignore[arg-type]
@@ -82,13 +85,32 @@ def add_adapters(network: Transformer, config: LoraConfig) -> None:
         lora_dropout=config.dropout,
         init_lora_weights=True,
     )
-    network.requires_grad_(False)
     inject_adapter_in_model(chosen, network)
     for name, parameter in network.named_parameters():
         adapter = ".lora_" in name
         parameter.requires_grad_(adapter)
         if adapter:
             parameter.data = parameter.data.float()
+
+
+class _Sized(nn.Module):
+    """A layer with an adapter where a run is estimated: peft moves what it makes, and tensors without numbers cannot be moved."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
+
+
+def _add_sizes(network: Transformer, config: LoraConfig) -> None:
+    for name, module in list(network.named_modules()):
+        if isinstance(module, nn.Linear) and name.endswith(tuple(f".{target}" for target in config.targets)):
+            holder, _, last = name.rpartition(".")
+            setattr(network.get_submodule(holder), last, _Sized(module, config.rank))
 
 
 # The weights below -----------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
@@ -152,6 +154,26 @@ def test_a_folder_of_another_shape_is_refused_by_name(make: Make, folder: Path) 
         make(weights=str(folder), depth=3)
     with pytest.raises(InputError, match="has no folder transformer"):
         make(weights=str(folder / "transformer"))
+
+
+def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
+    keys = {
+        **LORA,
+        "weights_in": "bf16",
+        "text": {"kind": "given", "width": 8, "length": 5},
+        "null_text": "zeros",
+        "lively": False,
+    }
+    batch = replace(clips(captions=False), text_embeds=torch.zeros(4, 5, 8))
+    wanted = {name: p.shape for name, p in parameters_of(make(**keys), "model").items()}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        task = make(weights="nowhere", **keys)
+        found = parameters_of(task, "model")
+        assert sorted(p.shape for p in found.values()) == sorted(wanted.values())
+        task.loss("model", task(batch, NOISE)).total.sum.backward()
+        assert all(p.grad is not None for p in found.values())
+    with pytest.raises(InputError, match=r"weights=nowhere has no folder transformer: set stages\.NAME\.weights"):
+        make(weights="nowhere", **keys)
 
 
 # Adapters by name ------------------------------------------------------------------------------------------------
