@@ -154,7 +154,7 @@ def deadly(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, aft
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("nth", [1, 3], ids=["first", "last"])
+@pytest.mark.parametrize("nth", [1, pytest.param(3, marks=pytest.mark.slow)], ids=["first", "last"])
 @pytest.mark.parametrize("place", ["_validate", "_evaluate", "show", "_save", "_note_phase"])
 def test_killed_in_a_phase(whole: dict, tmp_path: Path, place: str, nth: int, after: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
