@@ -185,7 +185,7 @@ def test_resume_rules(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture
         said = capfd.readouterr().err
         assert named in said and "Traceback" not in said
         assert (run / "config.yaml").read_text() == before
-    done = train(config, run, "train.steps=4", "train.save_every=1", "prompts=[a green 1 at the centre]")
+    train(config, run, "train.steps=4", "train.save_every=1", "prompts=[a green 1 at the centre]")
     assert max(step for stage, split, step in losses(run)) == 4
 
 
