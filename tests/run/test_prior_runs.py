@@ -60,7 +60,6 @@ def weights(run: Path, stage: str) -> dict[str, torch.Tensor]:
     return checkpoint.choose(run / stage / "checkpoints").tensors("model")
 
 
-@pytest.mark.slow
 def test_clip_then_prior_then_embeddings_for_captions(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert kineo("train", write(tmp_path), "--run", run) == 0
@@ -76,7 +75,6 @@ def test_clip_then_prior_then_embeddings_for_captions(tmp_path: Path) -> None:
     assert kineo("doctor", write(tmp_path)) == 0
 
 
-@pytest.mark.slow
 def test_cached_embeddings_train_the_same_prior_without_the_clip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
