@@ -15,11 +15,11 @@ from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, check_size
 from kineograph.codec.causal_vae_chunks import Tiling, spans
 from kineograph.codec.causal_vae_network import CausalVAEShape, Decoder, Encoder
-from kineograph.codec.fitting import tokens_across
+from kineograph.codec.fitting import real_times, times_of, tokens_across
 from kineograph.codec.game import (
     Divergence,
-    Judge,
     Reconstruction,
+    clip_judge,
     discriminator_loss,
     game_on,
     generator_loss,
@@ -31,7 +31,6 @@ from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import ranks
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
-from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.nn.causal_conv import CausalResidual
@@ -115,20 +114,13 @@ class CausalVAE(Task):
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Latents (t, h, w) of a clip."""
-        step = self.config.temporal
-        times, rest = divmod(frames - 1, step)
-        if rest or frames < 1:
-            near = [1 + step * k for k in (times, times + 1) if k >= 0]
-            raise ConfigError(
-                f"frames={frames} does not fit this causal_vae: use {step}k + 1 ({', '.join(map(str, near))} …)"
-            )
         side = self.config.spatial
-        return 1 + times, *tokens_across("causal_vae", height, width, (side, side))
+        times = times_of("causal_vae", frames, self.config.temporal)
+        return times, *tokens_across("causal_vae", height, width, (side, side))
 
     def mask_for(self, frame_mask: Tensor) -> Tensor:
         """A latent is real where any of its frames is."""
-        rest = rearrange(frame_mask[:, 1:], "b (t s) -> b t s", s=self.config.temporal)
-        return torch.cat([frame_mask[:, :1], rest.any(-1)], dim=1)
+        return real_times(frame_mask, self.config.temporal)
 
     @property
     def scale(self) -> Tensor:
@@ -282,24 +274,13 @@ class CausalVAE(Task):
         self.spread.lerp_(total / total[0], FORGETS)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        game, judge = self.config.adversarial, self._judge(shared)
+        game = self.config.adversarial
+        judge = clip_judge(self.discriminator, game, shared)
         if player == "discriminator":
             assert game is not None
             assert judge is not None
             return discriminator_loss(shared, game, judge)
         return generator_loss(shared, self.config, None, self.perceptual, judge, [self.decoder.conv_out.conv.weight])
-
-    def _judge(self, shared: Reconstruction) -> Judge | None:
-        """The discriminator of this batch's clips, in its turn."""
-        discriminator = self.discriminator
-        if discriminator is None or not game_on(self.config.adversarial, shared.noise.step):
-            return None
-        padded = shared.rows is not None
-
-        def judge(pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
-            return discriminator(pictures, frames, keep if padded else None)
-
-        return judge
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         """Beside the scores, the deviation of each channel of the latents as generators see them."""

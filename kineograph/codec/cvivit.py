@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, check_size
-from kineograph.codec.fitting import tokens_across
+from kineograph.codec.fitting import real_times, times_of, tokens_across
 from kineograph.codec.game import (
-    Judge,
     Reconstruction,
+    clip_judge,
     discriminator_loss,
     game_on,
     generator_loss,
@@ -27,7 +27,6 @@ from kineograph.codec.game import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
-from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.nn.positions import Rotation, grid_positions, sincos
@@ -224,19 +223,12 @@ class CViViT(Task):
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Tokens (t, h, w) of a clip."""
-        step = self.config.temporal_patch
-        times, rest = divmod(frames - 1, step)
-        if rest or frames < 1:
-            near = [1 + step * k for k in (times, times + 1) if k >= 0]
-            raise ConfigError(
-                f"frames={frames} does not fit this cvivit: use 1 + {step}k ({', '.join(map(str, near))} …)"
-            )
-        return 1 + times, *tokens_across("cvivit", height, width, self.config.patch)
+        times = times_of("cvivit", frames, self.config.temporal_patch)
+        return times, *tokens_across("cvivit", height, width, self.config.patch)
 
     def mask_for(self, frame_mask: Tensor) -> Tensor:
         """A token is real where any of its frames is."""
-        tubes = rearrange(frame_mask[:, 1:], "b (t s) -> b t s", s=self.config.temporal_patch)
-        return torch.cat([frame_mask[:, :1], tubes.any(-1)], dim=1)
+        return real_times(frame_mask, self.config.temporal_patch)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
@@ -291,25 +283,14 @@ class CViViT(Task):
         return Reconstruction(real, fake, keep, quantized, None if times is None else times.flatten(), noise)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        game, judge = self.config.adversarial, self._judge(shared)
+        game = self.config.adversarial
+        judge = clip_judge(self.discriminator, game, shared)
         if player == "discriminator":
             assert game is not None
             assert judge is not None
             return discriminator_loss(shared, game, judge)
         last = self.to_pixels.weights(shared.real.shape[0] // shared.noise.batch)
         return generator_loss(shared, self.config, self.vocabulary, self.perceptual, judge, last)
-
-    def _judge(self, shared: Reconstruction) -> Judge | None:
-        """The discriminator of this batch's clips, in its turn."""
-        discriminator = self.discriminator
-        if discriminator is None or not game_on(self.config.adversarial, shared.noise.step):
-            return None
-        padded = shared.rows is not None
-
-        def judge(pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
-            return discriminator(pictures, frames, keep if padded else None)
-
-        return judge
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         return scores(self(batch, noise), self.config, self.vocabulary, self.perceptual)

@@ -1,6 +1,10 @@
-"""Whether a picture divides into tokens."""
+"""Whether a picture divides into tokens, and a clip into times: the first frame alone, then so many frames each."""
 
 from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
 
 from kineograph.core.errors import ConfigError
 
@@ -16,3 +20,18 @@ def tokens_across(codec: str, height: int, width: int, patch: tuple[int, int]) -
                 f"so the {name} must be a multiple of {side} ({near})"
             )
     return height // patch[0], width // patch[1]
+
+
+def times_of(codec: str, frames: int, step: int) -> int:
+    """Times of a clip whose first frame is coded alone and every further time covers `step` frames."""
+    times, rest = divmod(frames - 1, step)
+    if rest or frames < 1:
+        near = [1 + step * k for k in (times, times + 1) if k >= 0]
+        raise ConfigError(f"frames={frames} does not fit this {codec}: use 1 + {step}k ({', '.join(map(str, near))} …)")
+    return 1 + times
+
+
+def real_times(frame_mask: Tensor, step: int) -> Tensor:
+    """B T → B t: a time is real where any of its frames is."""
+    rest = rearrange(frame_mask[:, 1:], "b (t s) -> b t s", s=step)
+    return torch.cat([frame_mask[:, :1], rest.any(-1)], dim=1)

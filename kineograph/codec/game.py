@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kineograph.codec.adversarial import (
     AdversarialConfig,
+    VideoDiscriminator,
     adaptive_weight,
     fooling,
     gradient_at,
@@ -70,6 +71,20 @@ class Reconstruction:
 
 def game_on(config: AdversarialConfig | None, step: int) -> bool:
     return config is not None and config.weight > 0 and step >= config.start
+
+
+def clip_judge(
+    discriminator: VideoDiscriminator | None, game: AdversarialConfig | None, shared: Reconstruction
+) -> Judge | None:
+    """The discriminator of a batch's clips, in its turn."""
+    if discriminator is None or not game_on(game, shared.noise.step):
+        return None
+    padded = shared.rows is not None
+
+    def judge(pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
+        return discriminator(pictures, frames, keep if padded else None)
+
+    return judge
 
 
 # Losses ------------------------------------------------------------------------------------------------------------

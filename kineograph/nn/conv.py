@@ -36,7 +36,7 @@ class ResidualBlock(nn.Module):
         self.norm1, self.norm2 = ChannelNorm(width), ChannelNorm(width)
         self.conv1 = nn.Conv2d(width, width, 3, padding=1)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
-        _silence(self.conv2)
+        silence(self.conv2)
 
     def forward(self, x: Tensor) -> Tensor:  # B C H W
         h = self.conv1(F.silu(self.norm1(x)))
@@ -52,7 +52,7 @@ class MapAttention(nn.Module):
         self.norm = ChannelNorm(width)
         self.qkv = nn.Conv2d(width, 3 * width, 1)
         self.out = nn.Conv2d(width, width, 1)
-        _silence(self.out)
+        silence(self.out)
 
     def forward(self, x: Tensor) -> Tensor:  # B C H W
         q, k, v = rearrange(self.qkv(self.norm(x)), "b (n heads c) h w -> n b heads (h w) c", n=3, heads=self.heads)
@@ -60,7 +60,7 @@ class MapAttention(nn.Module):
         return x + self.out(rearrange(mixed, "b heads (h w) c -> b (heads c) h w", h=x.shape[2]))
 
 
-def _silence(layer: nn.Conv2d) -> None:
+def silence(layer: nn.Module) -> None:
     """Zero weights: the branch that ends here starts by adding nothing."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)

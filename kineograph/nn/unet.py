@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError
 from kineograph.nn.attention import CrossAttention, Memory, SelfAttention
-from kineograph.nn.conv import ChannelNorm
+from kineograph.nn.conv import ChannelNorm, double, silence
 from kineograph.nn.norms import norm_layer
 from kineograph.nn.positions import sincos
 from kineograph.nn.transformer import init_weights
@@ -278,17 +278,6 @@ def _reader(
     return attend
 
 
-def silence(layer: nn.Module) -> None:
-    """Zero weights: the branch that ends here starts by adding nothing."""
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-
-
 def halve(width: int, wider: int) -> nn.Module:
     """H W → H/2 W/2, every pixel read once."""
     return nn.Conv2d(width, wider, 2, stride=2)
-
-
-def double(width: int, narrower: int) -> nn.Module:
-    """H W → 2H 2W. Kernel 4 at stride 2 lays no checkerboard of its own, at half the arithmetic of enlarging first and convolving 3×3."""
-    return nn.ConvTranspose2d(width, narrower, 4, stride=2, padding=1)

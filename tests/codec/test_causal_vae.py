@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused_with_its_neighbours():
     for frames, near in ((12, "9, 13 …"), (2, "1, 5 …"), (0, "1 …")):
         with pytest.raises(ConfigError) as error:
             task.encode(torch.rand(1, frames, 3, 16, 16))
-        assert str(error.value) == f"frames={frames} does not fit this causal_vae: use 4k + 1 ({near})"
+        assert str(error.value) == f"frames={frames} does not fit this causal_vae: use 1 + 4k ({near})"
     with pytest.raises(ConfigError, match=r"data.size=\[18, 16\].*height must be a multiple of 4 \(16 or 20\)"):
         build((18, 16))
     with pytest.raises(ConfigError, match="12 is not a multiple of groups=8"):
