@@ -85,6 +85,7 @@ class CausalVAE(Task):
     Config = CausalVAEConfig
     players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
     vocabulary = None
+    any_shape = True
     spread: Tensor
 
     def __init__(self, config: CausalVAEConfig, shape: Shape, perceptual: Lpips | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,6 +14,8 @@ from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
+
+MOST_SHAPES = 64  # that a compiled module is prepared for
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Task(nn.Module):
     Config: ClassVar[type[StageConfig]]
     players: ClassVar[tuple[str, ...]] = ("model",)
     reads: ClassVar[frozenset[str]] = frozenset({"pixels"})  # of "pixels", "captions"; what training needs
+    any_shape: bool = False  # trains on clips of several shapes, each batch of one (data.buckets)
     continues: ClassVar[bool] = False  # `sample` takes `prompts.prime` as the first frames of the clip that it gives
     enlarges: bool = False  # `sample` takes `prompts.prime` as the picture that it makes larger
     inpaints: bool = (
@@ -183,6 +187,9 @@ def parameters_of(task: Task, player: str) -> dict[str, nn.Parameter]:
 def compile_parts(task: Task, graphs: bool) -> None:
     """torch.compile on the parts that the task names, in place; `graphs` runs them as CUDA graphs, so that the host launches
     one graph instead of hundreds of kernels."""
+    if task.any_shape:  # every bucket is a compilation of its own, and dynamo gives up after a few
+        dynamo = importlib.import_module("torch._dynamo.config")
+        dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_SHAPES)
     for module in task.compiled():
         # A module without weights is a kernel or two: copying its inputs into a graph would cost more than it saves.
         graphed = graphs and any(True for _ in module.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from kineograph.core.errors import InputError
 
 SHARD_BYTES = 5 * 10**9
+_PIECE, _PIECES = 4096, 2048  # bytes of a piece, and pieces of a file, that tell it apart
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -86,6 +88,22 @@ def open_weights(folder: Path, stem: str) -> WeightFiles:
     if strangers:
         raise InputError(f"{found.file(strangers[0])} holds {strangers[0]}, which {index.name} does not name")
     return found
+
+
+def files_digest(folder: Path) -> str | None:
+    """Tells folders of weights apart: configs and vocabularies as a whole, of weights their size and pieces spread over the file, so that a
+    model of 10 GB takes a moment. None where there is no such folder."""
+    if not folder.is_dir():
+        return None
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(_PIECE, size // _PIECES)):
+                file.seek(start)
+                found.update(file.read(_PIECE))
+    return found.hexdigest()
 
 
 def _index(path: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import load_file
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without_numbers
+from kineograph.core.weight_files import files_digest
 from kineograph.family.cogvideox import sampling, tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample
 from kineograph.family.cogvideox.latents import Clips, LatentSpace
@@ -60,6 +61,7 @@ class CogVideoX(Task):
         self.diffusion = Diffusion(config.diffusion)
         self.network = self._network(context)
         self.reads = self.reads_for(config)  # type: ignore[misc]
+        self.any_shape = config.positions != "rotary+learned"  # a table has rows for one shape
 
     @classmethod
     def build(cls, config: CogVideoXConfig, context: BuildContext) -> CogVideoX:
@@ -162,7 +164,21 @@ class CogVideoX(Task):
     def sample(self, prompts: Prompts, options: CogVideoXSample) -> Tensor:
         return sampling.draw(self, prompts, options)
 
+    def sample_latents(self, prompts: Prompts, options: CogVideoXSample) -> Tensor:
+        return sampling.draw_latents(self, prompts, options)
+
     # what can be computed once -------------------------------------------------------------------------------------
+
+    @classmethod
+    def cache_facts(cls, config: CogVideoXConfig) -> dict[str, Any]:
+        """What of `weights` made the latents and the texts, and whether the first frame stands in front of a clip's. A stage that is named
+        as `codec` is known by its own digest."""
+        facts: dict[str, Any] = {"first_frame": config.first_frame}
+        if config.codec is None:
+            facts["vae"] = files_digest(Path(str(config.weights)).expanduser() / "vae")
+        if config.text.name is not None:
+            facts["text_encoder"] = files_digest(Path(config.text.name).expanduser())
+        return facts
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
@@ -180,6 +196,15 @@ class CogVideoX(Task):
     def assets(self) -> dict[str, str]:
         base = {tuning.ASSET: self._base} if self._base is not None else {}
         return {**self.texts.assets(), **base}
+
+    @classmethod
+    def lighter(cls, config: CogVideoXConfig) -> dict[str, Any]:
+        keys: dict[str, Any] = {}
+        if config.weights_in == "fp32":
+            keys["weights_in"] = "bf16"
+        if config.weights is not None and not config.adapts:
+            keys["tune"] = "lora"
+        return keys
 
     def tokens_per_clip(self) -> int:
         t, h, w = self.network.grid_of((self.latents[0] + self.space.padding(self.latents[0]), *self.latents[1:]))
