@@ -188,7 +188,7 @@ def compile_parts(task: Task, graphs: bool) -> None:
     """torch.compile on the parts that the task names, in place; `graphs` runs them as CUDA graphs, so that the host launches
     one graph instead of hundreds of kernels."""
     if task.any_shape:  # every bucket is a compilation of its own, and dynamo gives up after a few
-        dynamo = importlib.import_module("torch._dynamo.config")
+        dynamo: Any = importlib.import_module("torch._dynamo.config")
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_SHAPES)
     for module in task.compiled():
         # A module without weights is a kernel or two: copying its inputs into a graph would cost more than it saves.

@@ -217,6 +217,7 @@ def _code(task: Task, stage: StagePlan) -> str | None:
 
 _CACHED = "kineo cache beforehand"
 _NO_AVERAGE = "train.ema.decay=0"
+_LEAN = "train.optimizer=adamw_8bit"
 
 
 def _switches(found: Traced, stage: StagePlan, target: Target) -> dict[str, dict[str, Any]]:
@@ -232,6 +233,7 @@ def _switches(found: Traced, stage: StagePlan, target: Target) -> dict[str, dict
         switches[f"stages.{stage.name}.{key}={value}"] = {key: value}
     if found.memory.ema:
         switches[_NO_AVERAGE] = {}
+    switches[_LEAN] = {}
     if found.memory.text and stage.spec.task.caches(stage.spec.config):
         switches[_CACHED] = {}
     return switches
@@ -248,6 +250,8 @@ def _without(memory: Memory, switch: str) -> Memory | None:
     """For switches that take away a part, which need no tracing."""
     if switch == _NO_AVERAGE:
         return replace(memory, ema=0)
+    if switch == _LEAN:
+        return replace(memory, optimizer=memory.lean_optimizer)
     return replace(memory, text=0) if switch == _CACHED else None
 
 

@@ -24,6 +24,7 @@ from kineograph.run.builder import Builder, pretending
 from kineograph.run.plan import StagePlan
 from kineograph.text.pretrained import PretrainedText
 from kineograph.train.config import TrainConfig
+from kineograph.train.lean import Lean
 from kineograph.train.stepper import Stepper
 
 READ = 4  # real samples that a batch without numbers is shaped after
@@ -39,6 +40,7 @@ class Memory:
     ema: int
     activations: int
     text: int = 0  # weights of frozen text encoders, where captions are encoded while training
+    lean_optimizer: int = 0  # what `optimizer` would be with train.optimizer=adamw_8bit
 
     @property
     def total(self) -> int:
@@ -135,6 +137,7 @@ def trace(
             ema=bytes_of(averaged),
             activations=round(ledger.peak * micro / rows),
             text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task),
+            lean_optimizer=sum(Lean(p, eight_bits=True).bytes for p in owned),
         )
     return Traced(task, memory, ledger.flops * micro / rows)
 

@@ -24,6 +24,9 @@ class PlayerConfig(Config):
     lr: float = Field(3e-4, ge=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     eps: float = Field(1e-8, gt=0)
+    optimizer: Literal["adamw", "adamw_split", "adamw_8bit"] = "adamw"
+    """adamw_split: weights that are kept in bf16 move as in fp32, by 16 more bits beside each. adamw_8bit: that, and moments in 8 bits, 2 bytes a
+    weight in place of 8."""
     weight_decay: float = Field(0.01, ge=0)
     """On matrices only; vectors (biases, norms, scales) never decay."""
     warmup: int = Field(100, ge=0)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
 from kineograph.train.config import PlayerConfig
+from kineograph.train.lean import Lean, Rule
 
 
 def rate_at(config: PlayerConfig, step: int, steps: int) -> float:
@@ -24,7 +25,7 @@ def rate_at(config: PlayerConfig, step: int, steps: int) -> float:
 
 
 class Optimizer:
-    """AdamW over named parameters. Moments are kept and restored by name, never by position.
+    """AdamW over named parameters, by torch's fused kernel or by lean.py. Moments are kept and restored by name, never by position.
 
     Gradients arrive as d(sum)/dθ; `step` divides by the count, unscales and clips inside the fused kernel, and a
     non-finite gradient turns the update into nothing there too, so the host never waits for the device.
@@ -35,6 +36,11 @@ class Optimizer:
         self.parameters = dict(parameters)
         decays = {name: p for name, p in self.parameters.items() if p.ndim >= 2 and not getattr(p, "no_decay", False)}
         vectors = {name: p for name, p in self.parameters.items() if name not in decays}
+        self.lean = {}
+        if config.optimizer != "adamw":
+            self.decays = set(decays)
+            self.lean = {name: Lean(p, config.optimizer == "adamw_8bit") for name, p in self.parameters.items()}
+            return
         groups = [
             {"params": list(decays.values()), "weight_decay": config.weight_decay},
             {"params": list(vectors.values()), "weight_decay": 0.0},
@@ -50,6 +56,9 @@ class Optimizer:
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         if self.config.clip is not None:
             divisor = divisor * torch.clamp(norm / self.config.clip, min=1.0)
+        if self.lean:
+            self._lean_step(rate, divisor.to(torch.float32), skipped)
+            return norm, skipped
         for group in self.adamw.param_groups:
             group["lr"] = rate
         # The attributes that torch's GradScaler sets: the fused kernel divides by grad_scale and obeys found_inf.
@@ -59,13 +68,27 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         return norm, skipped
 
+    def _lean_step(self, rate: float, divisor: Tensor, skipped: Tensor) -> None:
+        config = self.config
+        numbers = (rate, config.weight_decay, *config.betas, config.eps, 0.0)
+        # from pinned memory in one copy that the host does not wait for
+        host = torch.tensor(numbers, pin_memory=divisor.is_cuda)
+        rate_, decay, beta1, beta2, eps, zero = host.to(divisor.device, non_blocking=True)
+        for name, lean in self.lean.items():
+            lean.update(Rule(rate_, decay if name in self.decays else zero, beta1, beta2, eps, divisor, skipped))
+            lean.parameter.grad = None
+
     @property
     def moment_bytes(self) -> int:
-        """Of the moments that the first step makes: two for each parameter, of its own type."""
+        """Of the state that the first step makes: two moments for each parameter, of its own type, or what a leaner optimizer keeps."""
+        if self.lean:
+            return sum(lean.bytes for lean in self.lean.values())
         return 2 * sum(p.numel() * p.element_size() for p in self.parameters.values())
 
     def state(self) -> dict[str, Tensor]:
         """`exp_avg.<parameter>` and so on."""
+        if self.lean:
+            return {f"{kind}.{name}": value for name, lean in self.lean.items() for kind, value in lean.state.items()}
         return {
             f"{kind}.{name}": value
             for name, p in self.parameters.items()
@@ -81,6 +104,13 @@ class Optimizer:
         for name in names:
             p = self.parameters[name]
             kinds = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
+            if self.lean:
+                if not self.lean[name].load(kinds):
+                    raise InputError(
+                        f"the saved optimizer kept {name} as {', '.join(sorted(kinds))}, and optimizer={self.config.optimizer} does not: "
+                        "resume with the value that the run began with"
+                    )
+                continue
             # `step` is a float32 scalar on the parameter's device, as the fused kernel wants it.
             self.adamw.state[p] = {kind: value.to(p.device) for kind, value in kinds.items()}
 
