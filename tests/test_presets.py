@@ -113,7 +113,7 @@ SHRINK: dict[str, list[str]] = {
         "data.size=16", "data.frames=5", "stages.vae.widths=[8, 8, 8]", "stages.generator.depth=1", "stages.generator.heads=1",
         "stages.generator.sample.steps=2",
     ],
-    **{f"cogvideox-{shape}": RELEASED_TINY for shape in ("2b", "5b", "5b-i2v", "1.5-5b")},
+    **{f"cogvideox-{shape}": RELEASED_TINY for shape in RELEASED},
 }  # fmt: skip
 
 

@@ -19,9 +19,10 @@ Everything happens where the parameter lies, and an update that is to be skipped
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 BLOCK = 128
 SMALLEST = 4096  # numbers; a tensor below this keeps its moments in float32
 FIRST, SECOND = (127, 2), (255, 4)  # levels, power
+KINDS = 32  # of parameters, by rank, type and whether blocks fill a row: more than any network has
 GOLDEN, SILVER = 0.6180339887498949, 0.7548776662466927
 
 
@@ -109,7 +111,9 @@ class Lean:
 
 @cache
 def _compiled() -> Callable[..., None]:
-    """One kernel or two for each parameter; sizes are symbols, so that a few compilations serve them all."""
+    """A few kernels for each parameter; sizes are symbols, so that a few compilations serve them all."""
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, KINDS)
     return torch.compile(_update, dynamic=True)
 
 

@@ -14,8 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kineograph import cli
-from kineograph.core.errors import InputError
+from kineograph.core.batch import Shape
+from kineograph.core.config import parse
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.noise import Noise
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.task import BuildContext
+from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 from kineograph.interop.export_run import export_diffusers
 from kineograph.interop.import_run import import_run
 from kineograph.interop.lora import read_lora, write_lora
@@ -260,6 +265,39 @@ def test_image_to_video_there_and_back(tmp_path: Path, shape: dict[str, Any]) ->
         )  # a table that was not learned is float64 there
     same = ("use_rotary_positional_embeddings", "use_learned_positional_embeddings", "patch_size_t", "ofs_embed_dim", "in_channels")  # fmt: skip
     assert [back.config[key] for key in same] == [pipeline.transformer.config[key] for key in same]
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_first_frames_are_scaled_as_the_pipeline_scales_them(tmp_path: Path, inverse: bool) -> None:
+    """Its `prepare_latents` for 1.5: the frame's latents (divided by the scale, where the VAE says so), once more in front, zeros after."""
+    pipeline = CogVideoXImageToVideoPipeline(**tiny_pipeline(**(IMAGE | LATER)).components)
+    pipeline.vae.register_to_config(invert_scale_latents=inverse)
+    with torch.no_grad():  # the posterior's deviation is nothing, so that both draw the same
+        pipeline.vae.encoder.conv_out.conv.weight[4:] = 0
+        pipeline.vae.encoder.conv_out.conv.bias[4:] = -30
+    pipeline.save_pretrained(tmp_path / "folder")
+    picture = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        _, wanted = pipeline.prepare_latents(picture * 2 - 1, 2, 4, 9, 32, 32, torch.float32, torch.device("cpu"))
+    task = ours(import_run(tmp_path / "folder", "diffusers", tmp_path / "run"))
+    assert task.config.first_frame_inverse_scale is inverse
+    noise = Noise.for_rows(0, 0, 2)
+    first = task.space.image(picture[:, None], noise, training=False)
+    found = task.space.shown(first, task.space.padding(3), torch.zeros(2, 4, 4, 4, 4))
+    torch.testing.assert_close(found, wanted, **CLOSE)
+    assert wanted[:, :2].std() > 0.01 and not wanted[:, 2:].any()
+
+
+def test_a_stage_that_would_scale_first_frames_otherwise_is_refused(tmp_path: Path) -> None:
+    pipeline = CogVideoXImageToVideoPipeline(**tiny_pipeline(**(IMAGE | LATER)).components)
+    pipeline.vae.register_to_config(invert_scale_latents=True)
+    pipeline.save_pretrained(tmp_path)
+    text = {"kind": "t5", "length": TEXT_LENGTH, "padding": "read"}
+    keys = {"task": "cogvideox", "weights": str(tmp_path), "first_frame": True, "text": text}
+    with pytest.raises(
+        ConfigError, match=r"invert_scale_latents=true: set stages\.NAME\.first_frame_inverse_scale=true"
+    ):
+        CogVideoX.build(parse(CogVideoXConfig, keys), BuildContext(Shape(9, 32, 32, 3, 8.0)))
 
 
 def test_what_has_no_counterpart_is_refused_with_nothing_written(imported: Path, tmp_path: Path) -> None:

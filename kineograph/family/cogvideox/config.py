@@ -48,6 +48,8 @@ class FirstFrameConfig(Config):
     """Mean and spread of log σ of the noise that it gets, so that the model does not take its faults for truth; null: none."""
     dropout: float = Field(0.05, ge=0, le=1)
     """Share of training clips that are shown no first frame."""
+    clip: float = Field(0.0, ge=0, le=1)
+    """Share of training clips of which more is shown, their first 2 to all but one latent frames: so it learns to go on from clips."""
 
 
 class CogVideoXConfig(StageConfig, TransformerShape):

@@ -16,7 +16,9 @@ from kineograph.family.cogvideox.shapes import Latents
 
 class Clips(NamedTuple):
     x0: Tensor  # B t c h w, with the padding in front
-    first: Tensor | None  # B 1 c h w, for image to video
+    first: (
+        Tensor | None
+    )  # B k c h w, for image to video: the first frame, or where clips are continued as many as may be shown
     padding: int  # latent frames that repeat the first, to whole tokens
 
 
@@ -85,6 +87,8 @@ class LatentSpace:
                 if training:
                     first = first + self._sigma(noise, first) * noise.normal("image noise", *first.shape[1:])
         x0 = self.drawn(found, noise, "posterior")
+        if first is not None and training and self.config.image.clip and x0.shape[1] > 2:
+            first = self._more(first, x0, noise)
         missing = self.padding(x0.shape[1])
         if missing:
             x0 = torch.cat([x0[:, :1].expand(-1, missing, -1, -1, -1), x0], dim=1)
@@ -116,6 +120,20 @@ class LatentSpace:
             pixels = pixels + self._sigma(noise, pixels) / 2 * noise.normal("image noise", *pixels.shape[1:])
         return self._scaled_first(self.drawn(self.posterior(pixels), noise, "first frame"))
 
+    def _more(self, first: Tensor, x0: Tensor, noise: Noise) -> Tensor:
+        """For some clips not the first frame but the first 2 … t − 1 latents, with noise of the same σ; zeros follow. B t−1 c h w."""
+        given = self._scaled_first(x0[:, :-1])
+        given = given + self._sigma(noise, given) * noise.normal("clip noise", *given.shape[1:])
+        count = 2 + noise.integers("clip frames", x0.shape[1] - 2)  # B
+        shown = torch.arange(given.shape[1], device=x0.device) < count[:, None]  # B t−1
+        alone = torch.cat([first, torch.zeros_like(given[:, 1:])], dim=1)
+        goes_on = noise.happens("clip shown", self.config.image.clip)
+        return torch.where(goes_on.view(-1, 1, 1, 1, 1), given * shown[:, :, None, None, None], alone)
+
+    def clip(self, pixels: Tensor) -> Tensor:
+        """B T C H W in [0, 1] of a clip that is to go on → B k c h w, as `shown` takes it."""
+        return self._scaled_first(self.encode(pixels))
+
     def _sigma(self, noise: Noise, like: Tensor) -> Tensor:
         spread = self.config.image.noise
         if spread is None:
@@ -126,13 +144,15 @@ class LatentSpace:
         return latents / self.scale**2 if self.config.first_frame_inverse_scale else latents
 
     def shown(self, first: Tensor | None, padding: int, like: Tensor) -> Tensor | None:
-        """What the network reads beside latents B t c h w: the first frame's at their beginning, padding included, and zeros after it."""
+        """What the network reads beside latents B t c h w: those of the first frame (or frames) at their beginning, padding included, and
+        zeros after them."""
         if not self.config.first_frame:
             return None
         if first is None:
             return torch.zeros_like(like)
-        begun = first.to(like.dtype).expand(-1, 1 + padding, -1, -1, -1)
-        return torch.cat([begun, torch.zeros_like(like[:, 1 + padding :])], dim=1)
+        first = first.to(like.dtype)
+        repeated = first[:, :1].expand(-1, padding, -1, -1, -1)
+        return torch.cat([repeated, first, torch.zeros_like(like[:, first.shape[1] + padding :])], dim=1)
 
     # out -----------------------------------------------------------------------------------------------------------
 

@@ -79,9 +79,12 @@ def _checked(task: CogVideoX, prompts: Prompts) -> Tensor | None:
 
 
 def _first_frame(task: CogVideoX, prompts: Prompts, prime: Tensor | None) -> Tensor | None:
-    """Latents of the picture that an image-to-video model starts from: of what is given, or of a real clip beside the prompt."""
+    """Latents of the picture that an image-to-video model starts from: of what is given, or of a real clip beside the prompt. Of all given
+    frames, where it was trained to go on from clips."""
     if not task.config.first_frame:
         return None
+    if prime is not None and prime.shape[1] > 1 and task.config.image.clip:
+        return task.space.clip(prime)
     if prime is not None:
         pixels = prime[:, :1]
     elif prompts.batch is not None and prompts.batch.pixels is not None:

@@ -53,6 +53,7 @@ class CogVideoX(Task):
             codec = context.stage(config.codec)
         else:
             codec = cast(Task, freeze(released_codec(cast(str, config.weights), context)))
+            tuning.check_first_frame(config)
         self.stages["codec"] = codec
         self.codec: Any = codec  # a submodule under one name: what is frozen is in no checkpoint, by that name
         self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)
@@ -217,10 +218,10 @@ def released_codec(folder: str, context: BuildContext) -> Task:
     from kineograph.codec.causal_vae_weights import config_of, from_folder
 
     path = Path(folder).expanduser()
+    place = path / "vae" / "config.json"
     if not without_numbers():
         tuning.check_folder(folder)
         return from_folder(path, context.shape)
-    place = path / "vae" / "config.json"
     return CausalVAE(config_of(load_file(place) if place.is_file() else {}, str(place)), context.shape)
 
 

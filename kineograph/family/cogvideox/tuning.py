@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from kineograph.core.config import load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze, without_numbers
 from kineograph.core.weight_files import WeightFiles, open_weights
@@ -127,6 +128,19 @@ def check_folder(folder: str) -> None:
         raise InputError(
             f"weights={folder} has no folder transformer: set stages.NAME.weights to a folder of diffusers' form, with transformer, vae, "
             "text_encoder and tokenizer in it"
+        )
+
+
+def check_first_frame(config: CogVideoXConfig) -> None:
+    """How latents of first frames are scaled stands in the VAE's config.json, and the network was trained with it."""
+    place = Path(str(config.weights)).expanduser() / "vae" / "config.json"
+    if not config.first_frame or not place.is_file():
+        return
+    inverse = bool(load_file(place).get("invert_scale_latents"))
+    if inverse != config.first_frame_inverse_scale:
+        raise ConfigError(
+            f"{place} has invert_scale_latents={str(inverse).lower()}: set stages.NAME.first_frame_inverse_scale={str(inverse).lower()}, or the "
+            "first frame will not be what the weights know"
         )
 
 

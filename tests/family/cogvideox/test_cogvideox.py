@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -252,6 +253,40 @@ def test_the_released_image_model_divides_its_first_frame_by_the_scale(make: Mak
     one, two = (space.read(clips(), NOISE, True) for space in (plain, inverse))
     assert torch.equal(one.x0, two.x0)
     assert torch.allclose(two.first, one.first / 0.49)
+
+
+def test_some_clips_are_shown_more_than_their_first_frame(make: Make) -> None:
+    batch = clips(rows=64, frames=13)
+    task = image_to_video(partial(make, frames=13), clip=0.5)
+    noise = Noise.for_rows(1, 5, 64)
+    found = task.space.read(batch, noise, True)
+    shown = task.space.shown(found.first, found.padding, found.x0)
+    counts = shown.flatten(2).any(-1).sum(1)
+    assert {1, 2, 3} == set(counts.tolist())  # all but one of four
+    assert 20 <= (counts > 1).sum() <= 44
+    for row, count in enumerate(counts.tolist()):
+        assert shown[row, :count].flatten(1).any(-1).all()
+        if count > 1:
+            assert torch.equal(shown[row, :count], found.x0[row, :count])
+    assert task.space.read(batch, noise, False).first.shape[1] == 1
+    kept = task.precompute(batch)["latents"]
+    cached = task.space.read(Batch(slots=batch.slots, captions=batch.captions, latents=kept), noise, True)
+    torch.testing.assert_close(cached.first, found.first, atol=1e-6, rtol=0)
+
+
+def test_what_is_shown_of_a_clip_is_noised_dropped_and_padded_as_a_frame_is(make: Make) -> None:
+    batch, noise = clips(rows=8, frames=13), Noise.for_rows(1, 5, 8)
+    noisy = image_to_video(partial(make, frames=13), clip=1.0, noise=(-1.0, 0.1)).space.read(batch, noise, True)
+    behind = noisy.first[:, :2] - noisy.x0[:, :2]
+    assert 0.25 < behind.std() < 0.5  # e^−1
+    gone = image_to_video(partial(make, frames=13), clip=1.0, dropout=1.0).space.read(batch, noise, True)
+    assert not gone.first.any()
+    padded = make(
+        frames=9, patch_time=2, grid="slice", first_frame=True, image={"dropout": 0.0, "noise": None, "clip": 1.0}
+    )
+    found = padded.space.read(clips(), NOISE, True)
+    shown = padded.space.shown(found.first, found.padding, found.x0)
+    assert shown.shape == found.x0.shape and torch.equal(shown[:, :3], found.x0[:, :3]) and not shown[:, 3:].any()
 
 
 # Storage ---------------------------------------------------------------------------------------------------------

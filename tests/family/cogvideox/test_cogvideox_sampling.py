@@ -141,6 +141,19 @@ def test_image_to_video_starts_from_a_picture(make: Make) -> None:
     assert seen[0].any()  # while training, the validation clip's first frame
 
 
+def test_a_model_that_learned_it_reads_the_clip_that_goes_on(make: Make) -> None:
+    prime = clips(2).video[:, :5]
+    seen: list[Tensor] = []
+    for share, read in ((0.0, 1), (0.5, 2)):
+        task = make(first_frame=True, image={"clip": share}).eval()
+        predict = task.predict
+        task.predict = lambda x, t, text, image, predict=predict: seen.append(image) or predict(x, t, text, image)
+        found = task.sample(replace(ASKED, prime=prime), options())
+        assert torch.equal(found[:, :5], prime)
+        assert seen[-1].flatten(2).any(-1).sum(1).tolist() == [read] * 4
+    torch.testing.assert_close(seen[-1][:2, :2], ToyCodec().encode(prime))
+
+
 def test_decoding_in_chunks_changes_nothing(make: Make) -> None:
     task = make().eval()
     calls: list[int] = []
