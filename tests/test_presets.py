@@ -193,7 +193,7 @@ def released(tmp_path_factory: pytest.TempPathFactory, t5: Path) -> Callable[[st
         )
         for name, config, state in (
             ("transformer", diffusers_config(network, 24, 6), network_state(network)),
-            ("vae", config_for(vae), weights_for(vae)),
+            ("vae", {**config_for(vae), "invert_scale_latents": shape == "1.5-5b-i2v"}, weights_for(vae)),
         ):
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps(config))

@@ -134,7 +134,7 @@ def trace(
             weights=bytes_of(everything),
             gradients=bytes_of(owned),
             optimizer=sum(optimizer.moment_bytes for optimizer in stepper.optimizers.values()),
-            ema=bytes_of(averaged),
+            ema=sum(p.numel() * max(4, p.element_size()) for p in averaged),  # float32 at least
             activations=round(ledger.peak * micro / rows),
             text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task),
             lean_optimizer=sum(Lean(p, eight_bits=True).bytes for p in owned),

@@ -12,12 +12,13 @@ from kineograph.train.config import EmaConfig
 
 
 class Ema:
-    """θ̄ ← d θ̄ + (1 − d) θ with d = min(decay, (1 + n) / (10 + n)) at the n-th update."""
+    """θ̄ ← d θ̄ + (1 − d) θ with d = min(decay, (1 + n) / (10 + n)) at the n-th update. In float32 at least: of 16-bit weights the share of one
+    update would be lost to rounding."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: EmaConfig) -> None:
         self.config = config
         self.parameters = dict(parameters)
-        self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.average = {name: p.detach().to(_wide(p.dtype), copy=True) for name, p in self.parameters.items()}
         self.updates = 0
 
     @torch.no_grad()
@@ -27,7 +28,12 @@ class Ema:
             torch._foreach_copy_(list(self.average.values()), list(self.parameters.values()))
         elif step % self.config.every == 0:
             self.updates += 1
-            torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), 1 - self.decay)
+            alike = [(self.average[name], p) for name, p in self.parameters.items() if p.dtype == _wide(p.dtype)]
+            if alike:
+                torch._foreach_lerp_([a for a, _ in alike], [p for _, p in alike], 1 - self.decay)
+            for name, p in self.parameters.items():
+                if p.dtype != _wide(p.dtype):
+                    self.average[name].lerp_(p.float(), 1 - self.decay)
 
     @property
     def decay(self) -> float:
@@ -43,17 +49,20 @@ class Ema:
         self.updates = updates
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 @contextmanager
-def averaged(averages: list[Ema]) -> Iterator[None]:
-    """Inside, the parameters hold their averages. Storage is swapped, not copied."""
-    _swap(averages)
+def averaged(averages: list[Ema], exact: bool = False) -> Iterator[None]:
+    """Inside, the parameters hold their averages, in their own type or with `exact` as they are. Storage is swapped, and copied only where
+    the type differs."""
+    own = [(p, p.data) for ema in averages for p in ema.parameters.values()]
+    for ema in averages:
+        for name, p in ema.parameters.items():
+            p.data = ema.average[name] if exact else ema.average[name].to(p.dtype)
     try:
         yield
     finally:
-        _swap(averages)
-
-
-def _swap(averages: list[Ema]) -> None:
-    for ema in averages:
-        for name, p in ema.parameters.items():
-            p.data, ema.average[name] = ema.average[name], p.data
+        for p, value in own:
+            p.data = value

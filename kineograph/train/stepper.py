@@ -229,7 +229,7 @@ class Stepper:
             },
         }
         if self.averages:
-            with averaged(list(self.averages.values())):  # weights under two names are averaged under both
+            with averaged(list(self.averages.values()), exact=True):  # weights under two names are averaged under both
                 saved["ema"] = weights_of(self.task)
         return saved
 

@@ -359,6 +359,15 @@ def test_switches_come_in_the_order_of_what_they_save() -> None:
     )
 
 
+def test_an_optimizer_of_8_bits_is_a_switch() -> None:
+    tree = {**TREE, "stages": {"only": {"task": f"{HERE}.Heavy", "width": 128}}}
+    found, again = imagined(tree, 80), imagined(tree, 80, "train.optimizer=adamw_8bit")
+    assert found.savings["train.optimizer=adamw_8bit"].total == again.memory.total < found.memory.total
+    assert again.memory.optimizer < found.memory.optimizer / 2
+    assert "train.optimizer=adamw_8bit" not in again.savings
+    assert imagined(tree, 80, "train.optimizer=adamw_split").memory == found.memory  # no weights in bf16 here
+
+
 def test_switches_together_where_none_is_enough() -> None:
     whole = imagined(HEAVY, 80, "train.batch_size=256")
     best = next(iter(whole.savings.values())).total

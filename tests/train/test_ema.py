@@ -46,6 +46,22 @@ def test_the_average_is_the_one_by_hand(keys: dict) -> None:
     assert followed(40, **keys)[0] == pytest.approx(by_hand(40, **keys), rel=1e-5)
 
 
+def test_averages_of_16_bit_weights_are_as_exact_as_any() -> None:
+    half, whole = (nn.Parameter(torch.full((3,), 1.0, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    both = [Ema({"p": p}, EmaConfig(decay=0.999)) for p in (half, whole)]
+    for step in range(1, 200):
+        for p, ema in zip((half, whole), both, strict=True):
+            p.data.fill_(1.0 if step < 100 else 1.0078125)  # the next bf16
+            ema.update(step)
+    assert torch.equal(both[0].average["p"], both[1].average["p"])
+    assert 1.0 < both[0].average["p"][0] < 1.0078125
+    with averaged([both[0]]):
+        assert half.dtype == torch.bfloat16
+    with averaged([both[0]], exact=True):
+        assert torch.equal(half, both[1].average["p"])
+    assert half.dtype == torch.bfloat16 and half[0] == 1.0078125
+
+
 def test_each_option_matters() -> None:
     results = {
         followed(40, **keys)[0]

@@ -104,6 +104,28 @@ def test_clips_of_several_shapes_train_are_cached_and_resume(
     assert len(report["buckets"]) == 4 and all(row["items"] for row in report["buckets"])
 
 
+def test_16_bit_weights_with_8_bit_moments_resume_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    keys = {"weights_in": "bf16", "heads": 4, "train": {"optimizer": "adamw_8bit", "ema": {"decay": 0.9}}}
+    file = tmp_path / "c.yaml"
+    tree = yaml.safe_load(Path(config(file, tmp_path, **keys)).read_text())
+    tree["data"] = {"source": "moving_digits", "size": 16, "frames": 5, "count": 20}
+    file.write_text(yaml.safe_dump(tree, sort_keys=False))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert kineo("train", str(file), "--run", str(whole), "stages.generator.train.steps=4") == 0, (
+        capsys.readouterr().err
+    )
+    assert kineo("train", str(file), "--run", str(parts), "stages.generator.train.steps=2") == 0
+    assert kineo("train", str(file), "--run", str(parts), "stages.generator.train.steps=4") == 0
+    one, two = (checkpoint.choose(run / "generator" / "checkpoints") for run in (whole, parts))
+    for kind in ("model", "optimizer", "ema"):
+        assert all(torch.equal(value, two.tensors(kind)[name]) for name, value in one.tensors(kind).items())
+    kinds = {value.dtype for value in one.tensors("optimizer").values()}
+    assert kinds == {torch.int16, torch.int8, torch.uint8, torch.float32}
+    names = [name for name in one.tensors("model") if name.startswith("network.")]
+    assert {one.tensors("model")[name].dtype for name in names} == {torch.bfloat16}
+    assert {one.tensors("ema")[name].dtype for name in names} == {torch.float32}
+
+
 def test_a_learned_table_has_one_shape(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture) -> None:
     file = config(tmp_path / "c.yaml", folder, positions="rotary+learned")
     assert kineo("train", file, "--run", str(tmp_path / "run")) == 2
