@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import load_file
-from kineograph.core.noise import Noise
+from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without_numbers
 from kineograph.core.weight_files import files_digest
 from kineograph.family.cogvideox import sampling, tuning
@@ -126,17 +126,18 @@ class CogVideoX(Task):
         clips = self.space.read(batch, noise, self.training)
         dropped = noise.happens("caption dropout", self.config.caption_dropout) if self.training else None
         text = self.texts.of_batch(batch, dropped)
-        if self.training:
-            t = noise.integers("time", self.diffusion.steps)
-        else:  # spread evenly over all levels, and the same for a sample every time
-            t = self._level(noise, 0, self.diffusion.steps)
+        # In training each step shifts the levels of its samples alike: any level is as likely as any other, and a batch covers them all. In
+        # judging a sample has the same one every time.
+        shift = key_of(noise.seed, noise.step, "time") / 2**64 if self.training else 0.0
+        t = self._level(noise, 0, self.diffusion.steps, shift)
         return Scored(self.scored(clips, text, t, noise.normal("noise", *clips.x0.shape[1:])))
 
     def loss(self, player: str, shared: Scored) -> Loss:
         return Loss(Mean(shared.error.sum(), float(len(shared.error))))
 
-    def _level(self, noise: Noise, low: int, high: int) -> Tensor:
-        share = ((noise.slots + 1).double() * GOLDEN) % 1.0
+    def _level(self, noise: Noise, low: int, high: int, shift: float = 0.0) -> Tensor:
+        """Spread evenly over [low, high) by a sample's place in the global batch."""
+        share = ((noise.slots + 1).double() * GOLDEN + shift) % 1.0
         return low + (share * (high - low)).long()
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:

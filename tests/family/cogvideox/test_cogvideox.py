@@ -13,7 +13,7 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import load_weights, parameters_of, weights_of
-from kineograph.family.cogvideox import CogVideoXConfig
+from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 from kineograph.family.cogvideox.shapes import RELEASED
 from kineograph.train.config import EmaConfig, TrainConfig
 from kineograph.train.stepper import Stepper
@@ -108,6 +108,27 @@ def test_padding_in_time_repeats_the_first_latents(make: Make) -> None:
     assert task.tokens_per_clip() == 2 * 2 * 2 + 6
 
 
+def times(task: CogVideoX, noise: Noise) -> torch.Tensor:
+    """The levels at which a training step scores."""
+    seen = []
+    scored = task.scored
+    task.scored = lambda clips, text, t, eps: seen.append(t) or scored(clips, text, t, eps)  # type: ignore[method-assign]
+    task.train()(clips(noise.batch), noise)
+    task.scored = scored  # type: ignore[method-assign]
+    return seen[0]
+
+
+def test_a_batch_covers_all_levels_and_every_sample_all_of_them_in_time(make: Make) -> None:
+    task = make()
+    drawn = [times(task, Noise.for_rows(3, step, 32)) for step in range(40)]
+    for t in drawn:
+        assert (t.sort().values.diff() < 80).all() and len(t.unique()) == 32  # gaps of 31 on average
+    one = torch.stack(drawn)[:, 5]
+    assert one.min() < 100 and one.max() > 900 and 300 < one.float().mean() < 700
+    whole = Noise.for_rows(3, 7, 32)
+    assert torch.equal(times(task, whole.rows(8, 16)), drawn[7][8:16])  # whatever the processes
+
+
 # The loss --------------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +136,7 @@ def test_the_loss_is_the_squared_error_of_v_in_float32(make: Make) -> None:
     """v-MSE is the error of x0 over 1 − ᾱ."""
     task, batch = make(caption_dropout=0.0), clips()
     x0 = task.space.read(batch, NOISE, True).x0
-    t, eps = NOISE.integers("time", 1000), NOISE.normal("noise", *x0.shape[1:])
+    t, eps = times(task, NOISE), NOISE.normal("noise", *x0.shape[1:])
     kept = torch.tensor(task.diffusion.alpha_bar)[t].view(-1, 1, 1, 1, 1).float()
     x_t = kept.sqrt() * x0 + (1 - kept).sqrt() * eps
     v = task.predict(x_t, t, task.texts.of_batch(batch))
