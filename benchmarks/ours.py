@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import count
 from typing import Any
 
@@ -26,6 +27,7 @@ def training(task: Task, batch: Batch, device: torch.device, **settings: Any) ->
     # Operations are counted on an eager step that computes nothing twice: compiled kernels hide them.
     eager = config.model_copy(update={"compile": False, "checkpointing": False})
     flops = count_flops(lambda: Stepper(task.train(), eager, device=device).step(0, [batch]))
+    gc.collect()  # the moments of that step are not ours
     stepper = Stepper(task, config, device=device)
     steps = count()
     sizes = {player: sum(p.numel() for p in parameters_of(task, player).values()) for player in task.players}

@@ -116,6 +116,10 @@ class Task(nn.Module):
         """Pixels to show beside the input, for codecs; None for what does not reconstruct."""
         return None
 
+    @property
+    def reconstructs(self) -> bool:
+        return type(self).reconstruct is not Task.reconstruct
+
     def sample(self, prompts: Prompts, options: Any) -> Tensor:
         """Pixels for prompts, B T C H W, float in [0, 1]; `options` is the stage's `sample` config."""
         raise NotImplementedError

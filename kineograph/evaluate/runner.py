@@ -264,7 +264,7 @@ class Judge:
             offered.add("generated")
         if subject.shape.frames > 1:
             offered.add("clips")
-        if type(self.task).reconstruct is not Task.reconstruct:
+        if self.task.reconstructs:
             offered.add("reconstruction")
         if hasattr(self.task, "encode") and getattr(self.task, "vocabulary", None):
             offered.add("tokens")

@@ -54,6 +54,8 @@ class CogVideoX(Task):
         else:
             codec = cast(Task, freeze(released_codec(cast(str, config.weights), context)))
             tuning.check_first_frame(config)
+        if config.weights is not None:
+            tuning.check_scheduler(config)
         self.stages["codec"] = codec
         self.codec: Any = codec  # a submodule under one name: what is frozen is in no checkpoint, by that name
         self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)
@@ -162,6 +164,15 @@ class CogVideoX(Task):
         }
 
     # seeing --------------------------------------------------------------------------------------------------------
+
+    @property
+    def reconstructs(self) -> bool:
+        """Where the VAE is no stage that shows it already."""
+        return self.config.codec is None
+
+    def reconstruct(self, batch: Batch) -> Tensor | None:
+        """Clips through the released VAE: what the transformer can draw is no better."""
+        return self.space.decode(self.space.encode(batch.video), 1) if self.reconstructs else None
 
     def sample(self, prompts: Prompts, options: CogVideoXSample) -> Tensor:
         return sampling.draw(self, prompts, options)

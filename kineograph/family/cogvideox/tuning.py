@@ -144,6 +144,28 @@ def check_first_frame(config: CogVideoXConfig) -> None:
         )
 
 
+def check_scheduler(config: CogVideoXConfig) -> None:
+    """The folder's schedule is what its weights were trained with; a stage that trains on with another one is told."""
+    place = Path(str(config.weights)).expanduser() / "scheduler" / "scheduler_config.json"
+    if not place.is_file():
+        return
+    said, own = load_file(place), config.diffusion  # what it leaves out is its class's default
+    objectives = {"epsilon": "eps", "sample": "x0", "v_prediction": "v"}
+    found = {
+        "shift": (float(said.get("snr_shift_scale", 3.0)), own.shift),
+        "steps": (said.get("num_train_timesteps", 1000), own.steps),
+        "zero_terminal": (bool(said.get("rescale_betas_zero_snr", False)), own.zero_terminal),
+        "objective": (objectives.get(said.get("prediction_type", "epsilon"), "?"), own.objective),
+    }
+    for key, (theirs, ours) in found.items():
+        if theirs != ours:
+            shown = str(theirs).lower() if isinstance(theirs, bool) else theirs
+            raise ConfigError(
+                f"{place} says diffusion.{key}={shown}, and the stage has {ours}: set stages.NAME.diffusion.{key}={shown}, or take the file out of "
+                "the folder to train with another schedule"
+            )
+
+
 def digest(state: Mapping[str, Tensor]) -> str:
     """Tells weights apart by a few thousand values of each tensor: a second instead of minutes."""
     found = hashlib.blake2b(digest_size=16)

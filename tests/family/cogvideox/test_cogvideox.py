@@ -310,6 +310,11 @@ def test_what_is_shown_of_a_clip_is_noised_dropped_and_padded_as_a_frame_is(make
     assert shown.shape == found.x0.shape and torch.equal(shown[:, :3], found.x0[:, :3]) and not shown[:, 3:].any()
 
 
+def test_a_vae_that_is_a_stage_shows_its_reconstructions_itself(make: Make) -> None:
+    task = make()
+    assert not task.reconstructs and task.reconstruct(clips()) is None
+
+
 # Storage ---------------------------------------------------------------------------------------------------------
 
 
