@@ -21,8 +21,9 @@ from torch import Tensor
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch, Shape
+from kineograph.core.config import dump_yaml
 from kineograph.core.errors import ConfigError, InputError, Stopped
-from kineograph.core.run_folder import RunFolder
+from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.seams import Source
 from kineograph.core.task import Task
 from kineograph.data.buckets import Bucket, Buckets, BucketsConfig
@@ -338,36 +339,50 @@ def cache_run(arguments: Sequence[str], run: str | Path | None = None, note: Cal
         folder, plan = first, make_plan(first.config())
     else:
         plan, folder = resolve(arguments, run, "auto")
+    configs = [(stage, stage.spec.config) for stage in plan.stages]
+    wanted = [stage for stage, config in configs if not config.skip and config.cache is not False and config.references]
+    ready: list[_Encoder] = []
     if not folder.exists():
-        raise InputError(f"{folder.path} holds no run: train its codec first (kineo train {' '.join(arguments)})")
+        own = {stage.name for stage in plan.stages}
+        referred = [getattr(stage.spec.config, key) for stage in wanted for key in stage.spec.config.references]
+        if not wanted or any(name in own for name in referred):
+            raise InputError(f"{folder.path} holds no run: train its codec first (kineo train {' '.join(arguments)})")
+        # What encodes comes from elsewhere, as released weights do: the run begins with its cache, once everything was found in order.
+        ready = [_Encoder(plan, stage, folder, note) for stage in wanted]
     made: list[Path] = []
     stop = StopRequest()
     with (
         folder.lock(shared=True),
         stop.listening(),
     ):  # others may encode beside this process, and nothing trains meanwhile
-        for stage in plan.stages:
-            if not stage.spec.config.skip and stage.spec.config.cache is not False and stage.spec.config.references:
-                made += _cache_stage(plan, stage, folder, stop, note)
+        if ready and not folder.exists():
+            write_atomic(folder.config_file, dump_yaml(plan.tree()))
+        for encoder in ready or (_Encoder(plan, stage, folder, note) for stage in wanted):
+            made += encoder.run(stop)
     if not made:
         raise InputError(f"{folder.path} has no stage whose data could be cached")
     return made
 
 
-def _cache_stage(
-    plan: Plan, stage: StagePlan, folder: RunFolder, stop: StopRequest, note: Callable[[str], None]
-) -> list[Path]:
-    device = ranks.device_of(stage.train.device)
-    stages = Stages(folder, device, note)
-    data = open_data(stage, plan.seed, None, note, folder.path)
-    fault = _why_not(stage, data.source)
-    if fault:
-        note(f"{stage.name}: not cached: {fault}")
-        return []
-    task = build_task(plan, stage, stages, data, folder, note).to(device)
-    path = cache_folder(stage, folder, stages, data.source)
-    fill(path, task, data, device, stop, note, folder)
-    return [path]
+class _Encoder:
+    """A stage's data and what encodes them."""
+
+    def __init__(self, plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> None:
+        self.stage, self.folder, self.note = stage, folder, note
+        self.device = ranks.device_of(stage.train.device)
+        self.stages = Stages(folder, self.device, note)
+        self.data = open_data(stage, plan.seed, None, note, folder.path)
+        self.fault = _why_not(stage, self.data.source)
+        if self.fault is None:
+            self.task = build_task(plan, stage, self.stages, self.data, folder, note)
+
+    def run(self, stop: StopRequest) -> list[Path]:
+        if self.fault is not None:
+            self.note(f"{self.stage.name}: not cached: {self.fault}")
+            return []
+        path = cache_folder(self.stage, self.folder, self.stages, self.data.source)
+        fill(path, self.task.to(self.device), self.data, self.device, stop, self.note, self.folder)
+        return [path]
 
 
 class _Progress:

@@ -82,15 +82,14 @@ def test_all_weights_tuned_on_a_folder(
     released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Kept in bf16, with moments of 8 bits, from cached latents; the averaged weights go out."""
-    stage = {
-        "weights": str(released),
-        "tune": "full",
-        "weights_in": "bf16",
-        "cache": True,
-        "train": {"optimizer": "adamw_8bit"},
-    }
+    stage = {"weights": str(released), "tune": "full", "weights_in": "bf16", "train": {"optimizer": "adamw_8bit"}}
     run, out = tmp_path / "run", tmp_path / "out"
-    assert kineo("train", config(tmp_path / "c.yaml", stage, clips), "--run", str(run)) == 0, capsys.readouterr().err
+    assert kineo("cache", config(tmp_path / "bad.yaml", {**stage, "depth": 3}, clips), "--run", str(run)) == 2
+    assert not run.exists()
+    file = config(tmp_path / "c.yaml", stage, clips)
+    assert kineo("cache", file, "--run", str(run)) == 0, capsys.readouterr().err  # nothing is to be trained before
+    assert kineo("train", file, "--run", str(run)) == 0
+    assert "cached items" in capsys.readouterr().err
     assert kineo("export", str(run), "--to", "diffusers", "--dtype", "fp32", str(out)) == 0, capsys.readouterr().err
     task = ours(run)
     task.network.float()
