@@ -104,12 +104,13 @@ class Optimizer:
         for name in names:
             p = self.parameters[name]
             kinds = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
+            fits = self.lean[name].load(kinds) if self.lean else kinds.keys() <= {"step", "exp_avg", "exp_avg_sq"}
+            if not fits:
+                raise InputError(
+                    f"the saved optimizer kept {name} as {', '.join(sorted(kinds))}, and optimizer={self.config.optimizer} does not: "
+                    "resume with the value that the run began with"
+                )
             if self.lean:
-                if not self.lean[name].load(kinds):
-                    raise InputError(
-                        f"the saved optimizer kept {name} as {', '.join(sorted(kinds))}, and optimizer={self.config.optimizer} does not: "
-                        "resume with the value that the run began with"
-                    )
                 continue
             # `step` is a float32 scalar on the parameter's device, as the fused kernel wants it.
             self.adamw.state[p] = {kind: value.to(p.device) for kind, value in kinds.items()}
