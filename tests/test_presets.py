@@ -110,7 +110,7 @@ SHRINK: dict[str, list[str]] = {
     ],
     "cogvideox-tiny": ["data.count=40", "data.frames=5", "stages.generator.depth=1", "stages.generator.sample.steps=2"],
     "cogvideox-digits": [
-        "data.size=16", "data.frames=5", "stages.vae.widths=[8, 8, 8]", "stages.generator.depth=1", "stages.generator.heads=1",
+        "data.size=16", "data.frames=5", "data.count=40", "stages.vae.widths=[8, 8, 8]", "stages.generator.depth=1", "stages.generator.heads=1",
         "stages.generator.sample.steps=2",
     ],
     **{f"cogvideox-{shape}": RELEASED_TINY for shape in RELEASED},

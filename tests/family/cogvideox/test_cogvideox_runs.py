@@ -132,6 +132,33 @@ def test_a_learned_table_has_one_shape(tmp_path: Path, folder: Path, capsys: pyt
     assert "stages.generator.data.buckets=null" in capsys.readouterr().err
 
 
+def test_a_clip_goes_on_by_the_command(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was shown the beginnings of clips reads the one that it is given."""
+    seen: list[torch.Tensor] = []
+    predict = CogVideoX.predict
+
+    def seeing(
+        self: CogVideoX, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, image: torch.Tensor
+    ) -> torch.Tensor:
+        seen.append(image.flatten(2).any(-1).sum(1))  # latent frames that each row is shown
+        return predict(self, x, t, text, image)
+
+    monkeypatch.setattr(CogVideoX, "predict", seeing)
+    keys = {"first_frame": True, "image": {"clip": 0.5, "dropout": 0.0}}
+    file, run = config(tmp_path / "c.yaml", folder, **keys), tmp_path / "run"
+    assert kineo("train", file, "--run", str(run)) == 0, capsys.readouterr().err
+    assert set(torch.cat(seen).tolist()) == {1, 2}  # of three
+    seen.clear()
+    prime, out = folder / "c02.gif", tmp_path / "out"
+    assert kineo("sample", str(run), "a red one", "--prime", str(prime), "--steps", "2", "--out", str(out)) == 0, (
+        capsys.readouterr().err
+    )
+    assert set(torch.cat(seen).tolist()) == {2}  # five of its frames
+    assert len(list(out.glob("*.gif"))) == 1
+
+
 def test_latents_are_what_is_decoded(make: Make) -> None:
     task = make().eval()
     assert task.can_sample_latents
