@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kineograph.codec.game import held
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
@@ -20,6 +21,7 @@ class Clips(NamedTuple):
         Tensor | None
     )  # B k c h w, for image to video: the first frame, or where clips are continued as many as may be shown
     padding: int  # latent frames that repeat the first, to whole tokens
+    times: Tensor | None = None  # B t, where clips are of different lengths: which latent frames are real
 
 
 class LatentSpace:
@@ -68,14 +70,9 @@ class LatentSpace:
 
     def read(self, batch: Batch, noise: Noise, training: bool) -> Clips:
         """Noise and dropout of the first frame happen in training only."""
-        if batch.frame_mask is not None:
-            raise InputError(
-                "clips of different lengths in one batch do not fit cogvideox: set data.buckets, so that a batch has one length, or let "
-                "shorter clips be left out"
-            )
         first = None
         if batch.latents is None:
-            video = batch.video
+            video = _standing(batch)
             found = self.posterior(video)
             if self.config.first_frame:
                 first = self.image(video[:, :1], noise, training)
@@ -95,7 +92,10 @@ class LatentSpace:
         if first is not None and training:
             kept = ~noise.happens("image dropout", self.config.image.dropout)
             first = first * kept.view(-1, 1, 1, 1, 1)
-        return Clips(x0, first, missing)
+        times = None
+        if batch.frame_mask is not None:
+            times = torch.nn.functional.pad(self.codec.mask_for(batch.frame_mask), (missing, 0), value=True)
+        return Clips(x0, first, missing, times)
 
     def _cached(self, latents: Tensor) -> Tensor:
         if latents.ndim != 5 or latents.shape[2] not in (self.channels, 2 * self.channels):
@@ -105,8 +105,9 @@ class LatentSpace:
             )
         return latents
 
-    def cached(self, pixels: Tensor) -> Tensor:
-        """What a cache holds of a clip: the posterior; for image to video with that of the first frame alone in front."""
+    def cached(self, batch: Batch) -> Tensor:
+        """What a cache holds of clips: the posterior; for image to video with that of the first frame alone in front."""
+        pixels = _standing(batch)
         found = self.posterior(pixels)
         if not self.config.first_frame:
             return found
@@ -166,3 +167,8 @@ class LatentSpace:
         """B t c h w → B T C H W in [0, 1], a few clips at a time."""
         parts = x0.split(chunk or len(x0))
         return torch.cat([self.codec.decode(part) for part in parts])
+
+
+def _standing(batch: Batch) -> Tensor:
+    """B T C H W. Where a clip is shorter than others its last frame stands still until the end, and is not scored there."""
+    return batch.video if batch.frame_mask is None else held(batch.video, batch.frame_mask)

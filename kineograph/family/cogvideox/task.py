@@ -119,10 +119,14 @@ class CogVideoX(Task):
         return self.network(x_t if image is None else torch.cat([x_t, image], dim=2), t, text, at)
 
     def scored(self, clips: Clips, text: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """The squared error of each sample in the objective's own form, B, float32."""
+        """The squared error of each sample in the objective's own form, B, float32; of the latent frames that are real, where some are not."""
         x_t = self.diffusion.add_noise(clips.x0, eps, t)
         output = self.predict(x_t, t, text, self.space.shown(clips.first, clips.padding, x_t))
-        return self.diffusion.error(output, clips.x0, eps, t)
+        if clips.times is None:
+            return self.diffusion.error(output, clips.x0, eps, t)
+        real = clips.times[:, :, None, None, None]
+        right = torch.where(real, output.float(), self.diffusion.target(clips.x0, eps, t))  # no error at the others
+        return self.diffusion.error(right, clips.x0, eps, t) * (real.shape[1] / clips.times.sum(1))
 
     def forward(self, batch: Batch, noise: Noise) -> Scored:
         clips = self.space.read(batch, noise, self.training)
@@ -196,7 +200,7 @@ class CogVideoX(Task):
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """The posterior (not one sample of it), and the text where its encoder is frozen."""
-        return {"latents": self.space.cached(batch.video), **self.texts.precomputed(batch)}
+        return {"latents": self.space.cached(batch), **self.texts.precomputed(batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 

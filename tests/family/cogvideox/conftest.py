@@ -42,6 +42,9 @@ class ToyCodec(Task):
             raise ConfigError(f"frames={frames} does not fit: use 4k+1 (9, 13, 17 …)")
         return 1 + frames // 4, height // 2, width // 2
 
+    def mask_for(self, frame_mask: Tensor) -> Tensor:
+        return torch.cat([frame_mask[:, :1], frame_mask[:, 1:].unflatten(1, (-1, 4)).any(-1)], dim=1)
+
     def posterior(self, pixels: Tensor) -> Tensor:
         rest = rearrange(pixels[:, 1:], "b (t four) c h w -> b t four c h w", four=4).mean(2)
         mean = rearrange(torch.cat([pixels[:, :1], rest], 1) * 2 - 1, "b t 1 (h p) (w q) -> b t (p q) h w", p=2, q=2)
