@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_ELEMENTS = 1 << 26  # logits alive at a time: 128 MiB in bf16
-CHUNK_ROWS = 1 << 11  # but so many rows at least, however many classes: each chunk adds once to the whole gradient of the weight
+CHUNK_ROWS = 1 << 11  # but so many rows at least, however many classes: each chunk adds to the whole weight's gradient
 
 
 class HeadLoss(NamedTuple):
