@@ -92,7 +92,7 @@ class Sampler:
         self.options = getattr(spec.config, "sample", None)
         self.device = stages.device
         self.takes = Takes(task, spec.config.task, self.shape)
-        self._data = spec.data
+        self._data, self._config = spec.data, spec.config
         self._stages = stages
 
     @staticmethod
@@ -256,7 +256,10 @@ class Sampler:
         tree = self.options.model_dump()
         for key, value in (changes | asked).items():
             tree = merge(tree, nest(key, value))
-        return parse(type(self.options), tree, "sample")
+        chosen = parse(type(self.options), tree, "sample")
+        # What training never showed the network cannot be asked of it: the stage's config says what does not go together.
+        parse(type(self._config), {**self._config.model_dump(exclude_unset=True), "sample": tree})
+        return chosen
 
     def _size(self, frames: int | None, size: int | tuple[int, int] | None) -> tuple[int, int] | None:
         """Height and width, checked together with the frames: the error names what fits."""

@@ -12,6 +12,7 @@ from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext, Task
+from kineograph.core.transfer import to_device
 from kineograph.text.clip import unit
 
 IMAGE, TEXT = "image_embed", "text_embed"  # in Batch.extra: B D
@@ -183,7 +184,7 @@ class ClipReader(nn.Module):
     def _blank(captions: list[str] | None, like: Tensor) -> Tensor:
         if captions is None:
             return torch.zeros(len(like), dtype=torch.bool, device=like.device)
-        return torch.tensor([not caption.strip() for caption in captions]).to(like.device, non_blocking=True)
+        return to_device(torch.tensor([not caption.strip() for caption in captions]), like.device)
 
 
 def _sides(shape: Shape | None) -> tuple[int, int] | None:

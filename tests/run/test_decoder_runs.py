@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 import kineograph as kg
 from kineograph.core.config import merge
+from kineograph.core.errors import ConfigError
 from kineograph.evaluate.evidence import Evidence, Result, Subject
 from kineograph.evaluate.runner import evaluate
 from kineograph.family.dalle2.conditioning import Conditioner
@@ -156,3 +157,15 @@ def test_what_cannot_draw_prompts_alone_draws_captions_of_items(tmp_path: Path) 
     made = run(tmp_path, stages, prompts=["a dog"])
     listed = json.loads((made / "large" / "samples" / "step-00000002" / "prompts.json").read_text())
     assert len(listed) == 2 and all(row["prompt"].startswith("picture") for row in listed)
+
+
+def test_what_training_never_showed_cannot_be_asked_for(tmp_path: Path) -> None:
+    decoder = {**UNET, **TEXT, "image_embeds": "none", "text_dropout": 0.0, "sample": {"steps": 2, "guidance": 1.0}}
+    sampler = Sampler.open(run(tmp_path, {"decoder": decoder}), device="cpu")
+    sampler.sample("a dog")
+    with pytest.raises(
+        ConfigError, match=r"text_dropout=0 never shows the network what sample\.guidance=3 leads away from"
+    ):
+        sampler.sample("a dog", guidance=3.0)
+    with pytest.raises(ConfigError, match=r"sample\.steps=2000 is more than there are noise levels"):
+        sampler.sample("a dog", steps=2000)

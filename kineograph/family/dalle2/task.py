@@ -288,7 +288,10 @@ class Decoder(Task):
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compiled(self) -> list[nn.Module]:
-        return [self.network, self.scores]
+        encoder = getattr(
+            self.text, "transformer", None
+        )  # of an encoder that learns with the network: it runs at every step
+        return [self.network, self.scores, *([encoder] if encoder is not None else [])]
 
     def blocks(self) -> list[nn.Module]:
         return self.network.unet.parts()

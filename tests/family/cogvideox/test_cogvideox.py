@@ -112,7 +112,7 @@ def test_padding_in_time_repeats_the_first_latents(make: Make) -> None:
 
 def test_the_loss_is_the_squared_error_of_v_in_float32(make: Make) -> None:
     """v-MSE is the error of x0 over 1 − ᾱ."""
-    task, batch = make(caption_dropout=0.0), clips()
+    task, batch = make(caption_dropout=0.0, sample={"steps": 2, "guidance": 1.0}), clips()
     x0 = task.space.read(batch, NOISE, True).x0
     t, eps = NOISE.integers("time", 1000), NOISE.normal("noise", *x0.shape[1:])
     kept = torch.tensor(task.diffusion.alpha_bar)[t].view(-1, 1, 1, 1, 1).float()
@@ -147,7 +147,7 @@ def test_validation_gives_the_loss_of_every_range_of_noise(make: Make) -> None:
 
 
 def test_learns_one_clip(make: Make) -> None:
-    task, batch = make(lively=False, caption_dropout=0.0), clips(rows=2)
+    task, batch = make(lively=False, caption_dropout=0.0, sample={"steps": 2, "guidance": 1.0}), clips(rows=2)
     stepper = Stepper(task, TrainConfig(lr=3e-3, batch_size=2, warmup=0, steps=80, ema=EmaConfig(decay=0)))
     losses = [float(stepper.step(step, [batch])["loss"]) for step in range(80)]
     assert sum(losses[-10:]) < 0.4 * sum(losses[:10])
