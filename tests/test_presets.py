@@ -58,7 +58,8 @@ SHRINK: dict[str, list[str]] = {
     ],
     "dalle2-64-256-1024": [
         "train.accumulate=1", "data.size=32", "stages.prior.width=64", "stages.prior.depth=1",
-        "stages.prior.sample.steps=2", "stages.decoder_64.size=16", "stages.decoder_64.width=8", "stages.decoder_64.sample.steps=2", "stages.decoder_256.data.size=32",
+        "stages.prior.sample.steps=2", "stages.decoder_64.size=16", "stages.decoder_64.width=8", "stages.decoder_64.sample.steps=2",
+        "stages.decoder_256.data.size=32",
         "stages.decoder_256.low_res_size=16", "stages.decoder_256.width=8", "stages.decoder_256.crop=16", "stages.decoder_256.sample.steps=2",
         "stages.decoder_1024.data.size=64", "stages.decoder_1024.low_res_size=32", "stages.decoder_1024.width=8",
         "stages.decoder_1024.crop=64", "stages.decoder_1024.sample.steps=2", "stages.decoder_256.train.grids=[]", "stages.decoder_1024.train.grids=[]",

@@ -246,7 +246,7 @@ def expect_tokens(task: Task, data: StageData) -> None:
     codec: Any = _codec_of(task)
     for source in (data.source, data.validation) if codec is not None else ():
         if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
-            source.expect_grid(codec.shape_for)
+            source.expect_grid(lambda frames, *size: codec.shape_for(frames, *(task.drawn_size or size)))
     if getattr(codec, "vocabulary", None) is None:
         return
     config = data.stage.spec.data

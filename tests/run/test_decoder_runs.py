@@ -25,6 +25,7 @@ TRAIN = {
 }  # fmt: skip
 GIVEN = {"kind": "given", "width": 8}
 UNET = {"task": "dalle2", "width": 8, "multipliers": [1, 2], "blocks": 1, "sample": {"steps": 2}}
+TEXT = {"text": {"kind": "learned", "width": 16, "depth": 0, "heads": 2, "length": 16}}
 PRIOR = {
     "task": "dalle2.prior", "clip": GIVEN, "text_encodings": False, "width": 16, "depth": 1, "heads": 2, "sample": {"steps": 2},
 }  # fmt: skip
@@ -44,6 +45,9 @@ class Embedded(Dataset):
             "image_embed": torch.randn(8, generator=draw),
             "text_embed": torch.randn(8, generator=draw),
         }
+
+
+EMBEDDED = Embedded()
 
 
 class Sizes:
@@ -77,10 +81,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
 
 
-def run(folder: Path, stages: dict[str, Any], **changes: Any) -> Path:
+def run(folder: Path, stages: dict[str, Any], dataset: Dataset | None = EMBEDDED, **changes: Any) -> Path:
     tree = merge({"seed": 1, "data": {"size": 32}, "train": TRAIN, "stages": stages}, changes)
     (folder / "run.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    return kg.train(str(folder / "run.yaml"), dataset=Embedded(), run=folder / "run", quiet=True)
+    return kg.train(str(folder / "run.yaml"), dataset=dataset, run=folder / "run", quiet=True)
 
 
 def labels(run: Path, stage: str) -> dict[str, Any]:
@@ -116,6 +120,27 @@ def test_metrics_of_given_embeddings_say_so(tmp_path: Path) -> None:
     assert all(row["prompt"].startswith("picture") for row in listed)  # whose embeddings they are drawn from
 
 
+def test_a_decoder_trains_beside_a_prior_that_is_left_out(tmp_path: Path) -> None:
+    decoder = {**UNET, "clip": GIVEN, "prior": "prior", "train": {"metrics": [MINE], "grids": ["train"]}}
+    made = run(tmp_path, {"prior": {**PRIOR, "skip": True}, "decoder": decoder}, prompts=["a dog", "a cat"])
+    assert labels(made, "decoder")["drawn from"] == "image_embed of the data (prior=prior is not trained)"
+    listed = json.loads((made / "decoder" / "samples" / "step-00000002" / "prompts.json").read_text())
+    assert all(row["prompt"].startswith("picture") for row in listed)
+
+
+def test_latents_of_smaller_pictures_are_cached_as_such(tmp_path: Path) -> None:
+    codec = {
+        "task": "vqgan", "data": {"size": 16}, "width": 8, "multipliers": [1, 2], "quantizer": {"kind": "fsq", "levels": [4, 4]},
+        "perceptual": {"weight": 0}, "adversarial": {"weight": 0},
+    }  # fmt: skip
+    decoder = {**UNET, **TEXT, "image_embeds": "none", "codec": "codec", "size": 16, "cache": True, "multipliers": [1]}
+    digits = {"source": "moving_digits", "glyphs": 2, "count": 12}
+    made = run(tmp_path, {"codec": codec, "decoder": decoder}, dataset=None, data=digits)
+    (folder,) = (made / "decoder" / "cache").glob("*/shard-*")
+    assert json.loads((folder / "cache.json").read_text())["shape"][-2:] == [8, 8]
+    assert Sampler.open(made, device="cpu").sample("a dog").pixels.shape[-2:] == (16, 16)
+
+
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every call of what reads prompts."""
     calls: list[Any] = []
@@ -127,9 +152,6 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(Conditioner, "of_prompts", watched)
     return calls
-
-
-TEXT = {"text": {"kind": "learned", "width": 16, "depth": 0, "heads": 2, "length": 16}}
 
 
 def test_prompts_of_ones_own_are_not_paired_with_other_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
