@@ -118,11 +118,11 @@ class Show:
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)
         asked = self._asked(stepper.task)
-        real = self.data.pictures(len(asked.captions))
         tensors: dict[str, Tensor] = {}
         with stepper.eval_mode() as task:
             if task.can_sample_latents:
                 asked, tensors["samples"] = self._drawn(task, latents=True)
+            real = self.data.pictures(len(asked.captions))
             if real.pixels is not None and type(task).caches(self.stage.spec.config):
                 tensors["inputs"] = self._in_parts(real, lambda part: _encoded(task, part))
         out.mkdir(parents=True, exist_ok=True)
