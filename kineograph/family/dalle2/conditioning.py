@@ -118,30 +118,28 @@ class Conditioner(nn.Module):
         return Condition(image, missing | (image == 0).all(dim=1), *words)
 
     def image_source(self, prompts: Prompts, find_prior: FindPrior) -> tuple[ImageSource, Prior | None]:
-        """Where the image embedding comes from. A caption says it where a prior can make one of it, whatever lies beside the prompt;
-        while the prior is not trained, what lies beside it must do."""
+        """Where the image embedding comes from. A caption says it where a prior can make one of it. Without a prior (or while it is not
+        trained) it is that of the item beside the prompt; and where there is none, the CLIP's of the caption."""
         if not self.config.reads_images or self.clip is None:
             return "nothing", None
         batch = prompts.batch
         given = batch is not None and IMAGE in batch.extra
         pictured = batch is not None and batch.pixels is not None and self.clip.reads_captions
-        untrained = False
         if prompts.captions is not None:
             try:
                 prior = find_prior()
             except NotTrained:
                 if not given and not pictured:
                     raise
-                prior, untrained = None, True
+                prior = None
             if prior is not None:
                 return "prior", prior
-        if given:
-            return "embedding", None
+        if given or pictured:
+            return ("embedding" if given else "picture"), None
         told = self.reader is not None and self.reader.reads_captions
-        if prompts.captions is not None and not untrained:
-            # Embeddings of the data alone: captions are still read as text, where an encoder does that.
-            return ("nothing" if told and not self.clip.reads_captions else "caption"), None
-        return ("picture" if pictured else "nothing"), None
+        if prompts.captions is None or (told and not self.clip.reads_captions):
+            return "nothing", None  # captions may still be read as text
+        return "caption", None
 
     def _images(self, prompts: Prompts, find_prior: FindPrior) -> tuple[Tensor | None, Tensor | None]:
         """The image embedding that is asked for, and that of the negative prompt (or the first again, to say that there is one)."""

@@ -214,6 +214,7 @@ def test_the_first_frame_is_shown_at_the_beginning(make: Make) -> None:
     assert task.network.patch_in.in_features == 2 * 4 * 4
     other = replace(batch, pixels=torch.cat([255 - batch.pixels[:, :1], batch.pixels[:, 1:]], dim=1))
     assert not torch.equal(task.space.read(other, NOISE, True).first, found.first)
+    assert task.animates and not make().animates  # what stands beside a prompt is where it begins
 
 
 def test_padding_shows_the_first_frame_too(make: Make) -> None:

@@ -77,6 +77,10 @@ def test_a_caption_goes_through_the_prior_whatever_lies_beside_it(make):
     assert torch.equal(from_data, draw(without, prompts_of(2, batch=embedded())))
     assert without.drawn_from(beside) == "image_embed of the data"
     assert "CLIP embeddings taken for" in without.drawn_from(prompts_of(2, captions=["a", "b"]))
+    pictured = prompts_of(2, captions=["a red one", "three"], batch=batch_of(2))  # as if embedded beforehand
+    assert without.drawn_from(pictured) == "the real pictures' CLIP embeddings"
+    known = Batch(slots=torch.arange(2), extra={"image_embed": ToyClip().embed_images(batch_of(2).video)})
+    assert torch.equal(draw(without, pictured), draw(without, prompts_of(2, batch=known)))
 
 
 def untrained(name):
