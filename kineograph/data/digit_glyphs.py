@@ -39,6 +39,13 @@ def pool(held_out: bool, limit: int | None = None) -> tuple[list[int], ...]:
     return tuple(pools)
 
 
+@lru_cache(maxsize=1 << 15)
+def painted(index: int, side: int, colour: tuple[int, ...]) -> np.ndarray:
+    """The glyph of that index, enlarged and in colour: C side side, uint8."""
+    ink = enlarge(load_glyphs()[0][index], side)
+    return (ink * np.array(colour, dtype=np.uint16)[:, None, None] // 255).astype(np.uint8)
+
+
 def enlarge(glyph: np.ndarray, side: int) -> np.ndarray:
     """8 8 in [0, 1] → side side, uint8: smooth strokes with a clear edge."""
     smooth = _weights(side, 0.0) @ glyph @ _weights(side, _ink_shift(glyph)).T  # side side

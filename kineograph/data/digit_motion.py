@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -100,17 +101,8 @@ class Stage:
     def paths(self, facts: Facts, draws: np.ndarray) -> np.ndarray:
         """Figures × frames × (row, column). `draws` are uniform, tries × figures × 2."""
         room = self.room
-        if facts[0].direction:
-            steps = np.array([DIRECTIONS[figure.direction] for figure in facts])  # type: ignore[index]
-            spans = [[self._span(sign, most) for sign, most in zip(step, room, strict=True)] for step in steps.tolist()]
-        else:
-            steps = np.zeros((len(facts), 2))
-            cells = [divmod(PLACES.index(figure.place), 3) for figure in facts]  # type: ignore[arg-type]
-            spans = [[_cell(k, most) for k, most in zip(cell, room, strict=True)] for cell in cells]
-        low, high = np.array(spans, dtype=np.float64).transpose(2, 0, 1)  # figures × 2 each
-        choices = self._choices(low, high)
-        starts = (np.ceil(low / self.grid - 1e-6) + np.floor(draws * choices)) * self.grid  # tries × figures × 2
-        away = steps[:, None] * (self.speed * np.arange(self.frames))[None, :, None]  # figures × frames × 2
+        first, choices, away = (np.stack(each) for each in zip(*(_ways(self, f.direction, f.place) for f in facts)))
+        starts = (first + np.floor(draws * choices)) * self.grid  # tries × figures × 2
         at = (starts[:, :, None] + away) % (2 * room)  # walls reflect: a triangle wave of period 2 · room
         at = np.minimum(at, 2 * room - at)
         return np.floor(at[self._clearest(at)] + 0.5).astype(np.int64)
@@ -121,6 +113,21 @@ class Stage:
             return 0
         common = np.clip(0.9 * self.side - np.abs(at[:, 0] - at[:, 1]), 0, None)  # tries × frames × 2
         return int(common.prod(-1).sum(-1).argmin())
+
+
+@lru_cache(maxsize=4096)
+def _ways(stage: Stage, direction: str | None, place: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of a figure: its first start in steps of the grid and how many there are, each (row, column); and its way from the start, frames × 2."""
+    room = stage.room
+    if direction:
+        step = np.array(DIRECTIONS[direction])
+        spans = [stage._span(sign, most) for sign, most in zip(step.tolist(), room, strict=True)]
+    else:
+        step = np.zeros(2)
+        spans = [_cell(k, most) for k, most in zip(divmod(PLACES.index(place or "centre"), 3), room, strict=True)]
+    low, high = np.array(spans, dtype=np.float64).T
+    away = step * (stage.speed * np.arange(stage.frames))[:, None]
+    return np.ceil(low / stage.grid - 1e-6), stage._choices(low, high), away
 
 
 def tries(digits: int) -> int:

@@ -115,6 +115,13 @@ class Scenes:
         self.of_digit = [[figure for figure in self.seen if figure.digit == digit] for digit in range(10)]
         if min(map(len, self.of_digit)) < 2:
             raise ConfigError(f"data.kept_out={share} leaves too little of some digit for training: use 0.1")
+        self._beside: dict[tuple[Figure, int], list[Figure]] = {}
+
+    def beside(self, first: Figure, digit: int) -> list[Figure]:
+        """Figures of a digit that may stand beside the first."""
+        if (first, digit) not in self._beside:
+            self._beside[first, digit] = [figure for figure in self.of_digit[digit] if _apart(figure, first)]
+        return self._beside[first, digit]
 
 
 @dataclass(frozen=True)
@@ -211,8 +218,7 @@ class MovingDigits:
         first = _pick(scenes.unseen if self.held_out and scenes.unseen and new < 0.5 else scenes.seen, which)
         if self.config.digits == 1:
             return (first,)
-        digit = (first.digit + 1 + int(other * 9)) % 10
-        second = _pick([figure for figure in scenes.of_digit[digit] if _apart(figure, first)], its)
+        second = _pick(scenes.beside(first, (first.digit + 1 + int(other * 9)) % 10), its)
         return (first, second) if swap < 0.5 else (second, first)
 
     def _draw_caption(self, scenes: Scenes, facts: Facts, new: float, which: float, join: float) -> str:
@@ -225,22 +231,17 @@ class MovingDigits:
     def paint(self, item: Item) -> np.ndarray:
         """T C H W, uint8; where digits cover each other the brighter wins."""
         channels = self.config.channels
-        painted = channels if channels % 2 else channels - 1  # without the alpha channel
-        patches = []
-        for figure, glyph in zip(item.facts, self._glyphs(item), strict=True):
-            colour = np.array(COLOURS[figure.colour] if figure.colour else (255,) * painted, dtype=np.uint16)
-            patches.append((glyph * colour[:, None, None] // 255).astype(np.uint8))  # C side side
+        white = (255,) * (channels if channels % 2 else channels - 1)  # without the alpha channel
+        patches = [
+            digit_glyphs.painted(glyph, item.scenes.stage.side, COLOURS[figure.colour] if figure.colour else white)
+            for figure, glyph in zip(item.facts, item.glyphs, strict=True)
+        ]
         return self._put(item, patches, channels)
 
     def sketch(self, item: Item) -> np.ndarray:
         """T 1 H W, uint8: 255 where the first digit has ink, 128 where the second has."""
-        inks = [(glyph > 127)[None] * np.uint8(ink) for glyph, ink in zip(self._glyphs(item), (255, 128))]
-        return self._put(item, inks, 1)
-
-    @staticmethod
-    def _glyphs(item: Item) -> list[np.ndarray]:
-        images, _ = digit_glyphs.load_glyphs()
-        return [digit_glyphs.enlarge(images[index], item.scenes.stage.side) for index in item.glyphs]
+        glyphs = [digit_glyphs.painted(index, item.scenes.stage.side, (255,)) for index in item.glyphs]
+        return self._put(item, [(glyph > 127) * np.uint8(ink) for glyph, ink in zip(glyphs, (255, 128))], 1)
 
     @staticmethod
     def _put(item: Item, patches: list[np.ndarray], channels: int) -> np.ndarray:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 1 << 27  # logits alive at a time: 256 MiB in bf16
+CHUNK_ELEMENTS = 1 << 26  # logits alive at a time: 128 MiB in bf16
+CHUNK_ROWS = 1 << 11  # but so many rows at least, however many classes: each chunk adds to the whole weight's gradient
 
 
 class HeadLoss(NamedTuple):
@@ -53,7 +54,7 @@ class Head(nn.Module):
 
 def chunk_rows(rows: int, vocabulary: int) -> int:
     """Rows a chunk: all chunks alike where the number of rows allows it, so that kernels see one shape."""
-    least = -(-rows * vocabulary // CHUNK_ELEMENTS)
+    least = -(-rows // max(CHUNK_ELEMENTS // vocabulary, CHUNK_ROWS))
     for count in range(least, 2 * least + 1):
         if count and rows % count == 0:
             return rows // count

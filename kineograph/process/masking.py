@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,28 +35,35 @@ class Masked(NamedTuple):
     weights: Tensor  # R, float: 1 = hidden and scored, 0 = padding
 
 
-def mask_ratios(noise: Noise) -> Tensor:
-    """γ = cos(r π / 2), one a sample, r uniform in [0, 1).
+def mask_ratios(noise: Noise, bias: float = 1.0) -> Tensor:
+    """γ = cos(r^bias π / 2), one a sample, r uniform in [0, 1).
 
     r = frac(u + slot · golden ratio) with u drawn for the step: uniform for each sample, and spread evenly over the samples of a step, so that
     the loss is less noisy and the number of hidden tokens in a batch is nearly known beforehand.
     """
     start = key_of(noise.seed, noise.step, "mask ratio") * 2.0**-64
     r = (noise.slots.double() * _TURN + start) % 1.0
-    return torch.cos(r * (math.pi / 2)).float()
+    return torch.cos(r**bias * (math.pi / 2)).float()
 
 
-def capacity(samples: int, tokens: int) -> int:
+@lru_cache
+def mean_ratio(bias: float) -> float:
+    """The mean of γ: 2/π for a bias of 1 (midpoint rule)."""
+    count = 10_000
+    return sum(math.cos(((i + 0.5) / count) ** bias * math.pi / 2) for i in range(count)) / count
+
+
+def capacity(samples: int, tokens: int, bias: float = 1.0) -> int:
     """Rows that hold all hidden tokens of a batch of samples in neighbouring slots.
 
-    Their mean number is 2/π of all. Koksma's inequality bounds the excess by tokens × discrepancy, and the golden ratio's discrepancy grows
-    with the logarithm of the number of samples only.
+    Their mean number is `mean_ratio` of all. γ falls from 1 to 0, so Koksma's inequality bounds the excess by tokens × discrepancy, and the
+    golden ratio's discrepancy grows with the logarithm of the number of samples only.
     """
-    bound = samples * tokens * 2 / math.pi + tokens * (1 + 0.4 * math.log(samples)) + samples
+    bound = samples * tokens * mean_ratio(bias) + tokens * (1 + 0.4 * math.log(samples)) + samples
     return min(samples * tokens, math.ceil(bound / 64) * 64)
 
 
-def hide(noise: Noise, tokens: int, keep: Tensor | None = None) -> Masked:
+def hide(noise: Noise, tokens: int, keep: Tensor | None = None, bias: float = 1.0) -> Masked:
     """Hide a share γ of each sample's tokens, at least one, at random places. All shapes are known without asking the device.
 
     `keep` (B N, None: all) marks real tokens: γ is a share of those, padding is never hidden, and what is hidden of a sample does not
@@ -63,14 +71,14 @@ def hide(noise: Noise, tokens: int, keep: Tensor | None = None) -> Masked:
     them is scored.
     """
     real = tokens if keep is None else keep.sum(dim=1)  # B
-    counts = (mask_ratios(noise) * real).ceil().clamp_(1, tokens)  # B
+    counts = (mask_ratios(noise, bias) * real).ceil().clamp_(1, tokens)  # B
     lots = noise.uniform("mask places", tokens)  # B N
     order = (lots if keep is None else torch.where(keep, lots, 2.0)).argsort(dim=1)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(tokens, device=order.device).expand_as(order))
     mask = ranks < counts[:, None]
     chance = torch.where(mask, noise.uniform("mask scored", tokens), 2.0).flatten()
     values, rows = chance.sort()
-    limit = capacity(noise.batch, tokens)
+    limit = capacity(noise.batch, tokens, bias)
     return Masked(mask, rows[:limit], (values[:limit] < 2.0).float())
 
 
@@ -159,6 +167,8 @@ class MaskedSample(Config):
     """Forward passes from all tokens hidden to none."""
     guidance: float = Field(3.0, ge=0)
     """Classifier-free guidance; 1 is none, and costs half as much."""
+    pace: float = Field(1.0, gt=0)
+    """Tokens hidden before step s of S: a share cos(π/2 · (s/S)^pace). Above 1, the first steps find fewer tokens, the last ones more."""
     guidance_schedule: Schedule = "constant"
     """linear: from 1 at the first step to `guidance` at the last."""
     temperature: float = Field(1.0, ge=0)
@@ -173,9 +183,12 @@ class MaskedSample(Config):
     """falling: to 0 by the last step. constant: as strong at every step."""
 
 
-def hidden_counts(tokens: int, steps: int) -> list[int]:
-    """Tokens still hidden before each step, and 0 after the last: N cos(π/2 · step / steps)."""
-    counts = [max(1, math.floor(tokens * math.cos(math.pi / 2 * step / steps))) for step in range(steps)]
+def hidden_counts(tokens: int, steps: int, pace: float = 1.0) -> list[int]:
+    """Tokens still hidden before each step, and 0 after the last: N cos(π/2 · (step / steps)^pace), and each step finds one at least."""
+    counts = [tokens]
+    for step in range(1, steps):
+        share = math.cos(math.pi / 2 * (step / steps) ** pace)
+        counts.append(max(1, min(counts[-1] - 1, math.floor(tokens * share))))
     return [*counts, 0]
 
 
@@ -189,6 +202,7 @@ def find_tokens(
     temperature: float = 1.0,
     top_k: int | None = None,
     confidence_noise: float = 4.5,
+    pace: float = 1.0,
     given: Tensor | None = None,
     critic: Critic | None = None,
     critic_noise: float = 1.0,
@@ -208,7 +222,7 @@ def find_tokens(
     places = free.to(tokens.device).expand(samples, -1)  # B m
     every = places
     tokens = tokens.scatter(1, places, mask_id)
-    counts = hidden_counts(places.shape[1], steps)
+    counts = hidden_counts(places.shape[1], steps, pace)
     uniforms = noise.uniform("tokens", steps, length)  # B S N
     ranking = noise.uniform("ranking", steps, length)
     for step in range(steps):
@@ -261,6 +275,7 @@ def find_guided(
         temperature=options.temperature,
         top_k=options.top_k,
         confidence_noise=options.noise,
+        pace=options.pace,
         given=given,
         critic=critic,
         critic_noise=options.critic_noise,

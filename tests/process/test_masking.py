@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from kineograph.process.masking import (
     hide,
     judge,
     mask_ratios,
+    mean_ratio,
     redraw,
 )
 
@@ -110,6 +112,24 @@ class Oracle:
 
 def truth(rows: int = 3, length: int = 20, vocabulary: int = 11) -> torch.Tensor:
     return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_pace_above_one_finds_fewer_tokens_at_first_and_all_in_the_end():
+    even, slow = hidden_counts(576, 18), hidden_counts(576, 18, pace=2.0)
+    assert all(later < before for before, later in itertools.pairwise(slow))
+    assert all(576 - a < 576 - b for a, b in zip(slow[1:18], even[1:18], strict=True) if a != b)
+    assert slow[9] == math.floor(576 * math.cos(math.pi / 2 * 0.25))
+    assert slow[-1] == 0
+
+
+def test_a_mask_bias_hides_more_and_its_rows_still_fit():
+    drawn = torch.cat([mask_ratios(noise(16, step), bias=2.0) for step in range(250)])
+    assert float(drawn.mean()) == pytest.approx(mean_ratio(2.0), abs=0.005)
+    assert mean_ratio(1.0) == pytest.approx(2 / math.pi, abs=1e-6)
+    assert mean_ratio(2.0) == pytest.approx(0.7799, abs=1e-3)  # the Fresnel integral C(1)
+    for step in range(40):
+        masked = hide(noise(24, step, first=step * 24), 30, bias=2.0)
+        assert int(masked.weights.sum()) == int(masked.mask.sum())
 
 
 def test_an_oracle_is_followed_and_only_hidden_places_are_asked():

@@ -78,11 +78,38 @@ def test_truncation_is_said_once_and_keeps_the_end():
     assert "text.length=12" in notes[0]
 
 
-def test_repeated_captions_are_tokenized_once():
+@pytest.mark.parametrize("tokenizer", ["bpe", "byte"])
+def test_word_by_word_gives_what_the_library_gives(tokenizer):
+    vocabulary = build(**{**SMALL, "length": 200}, tokenizer=tokenizer).vocabulary
+    odd = [
+        "a cat's  hat",
+        "tab\there",
+        "",
+        "  lead",
+        "trail ",
+        "naïve café — 12,5 €!",
+        "we'll don't x",
+        "e\u0301 \u0301x",
+    ]
+    for caption in [
+        *CAPTIONS,
+        *odd,
+        "👩‍👩‍👧 ok",
+        "3.14 a-b_c",
+        "nbsp\u00a0here",
+        "line\nbreak",
+        "İstanbul ǅ",
+        "a RED 3",
+    ]:
+        whole = vocabulary.tokenizer.encode(caption, add_special_tokens=False).ids
+        assert vocabulary.ids(caption)[: len(whole) + 2] == (BOS, *whole, EOS)
+
+
+def test_words_are_tokenized_once():
     text = build(**SMALL)
-    for _ in range(5):
-        text.encode(["a red 3", "a blue 7"])
-    assert text.vocabulary.ids.cache_info().misses == 2
+    for number in range(5):
+        text.encode([f"a red {number}", f"a blue {number}"])
+    assert text.vocabulary._pieces.cache_info().misses == 8  # a, red, blue and five numbers
 
 
 def test_the_vocabulary_travels_as_an_asset():

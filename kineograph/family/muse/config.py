@@ -27,6 +27,8 @@ class MuseConfig(StageConfig, TransformerConfig):
     """Position vectors added to the tokens."""
     rotary: bool = True
     """Rotate queries and keys by row and column too."""
+    mask_bias: float = Field(1.0, gt=0)
+    """Training hides a share cos(π/2 · r^mask_bias) of the tokens, r uniform. Above 1, more is hidden, and more of it can be known from the caption alone."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all tokens."""
     self_conditioning: bool = False

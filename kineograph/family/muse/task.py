@@ -141,7 +141,7 @@ class Muse(Task):
 
     def predict(self, tokens: Tensor, condition: Condition, noise: Noise) -> tuple[Masked, Tensor]:
         """Hide tokens and run the network: where the scored ones lie, and their hidden states, R D."""
-        masked = hide(noise, tokens.shape[1])
+        masked = hide(noise, tokens.shape[1], bias=self.config.mask_bias)
         inputs = tokens.masked_fill(masked.mask, self.mask_id)
         previous = None
         if self.config.self_conditioning and key_of(noise.seed, noise.step, "self-conditioning") % 2:

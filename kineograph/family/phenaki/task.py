@@ -161,7 +161,7 @@ class Phenaki(Task):
 
     def predict(self, clips: Clips, words: Words, noise: Noise) -> tuple[Masked, Tensor]:
         """Hide tokens and run the network: where the scored ones lie, and their hidden states, R D."""
-        masked = hide(noise, clips.tokens.shape[1], clips.keep)
+        masked = hide(noise, clips.tokens.shape[1], clips.keep, self.config.mask_bias)
         hidden = self.hidden(clips.of_tokens(clips.tokens.masked_fill(masked.mask, self.mask_id)), words)
         return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
 

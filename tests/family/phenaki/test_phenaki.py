@@ -25,12 +25,13 @@ def test_found_by_name():
     assert find_task("phenaki") is Phenaki
 
 
-def test_loss_is_that_of_all_logits_at_hidden_places(make, batch, noise):
-    task = make(label_smoothing=0.1).eval()
+@pytest.mark.parametrize("bias", [1.0, 3.0])
+def test_loss_is_that_of_all_logits_at_hidden_places(make, batch, noise, bias):
+    task = make(label_smoothing=0.1, mask_bias=bias).eval()
     found, words = task.clips(batch), task.words(batch, noise, drop=False)
     assert found.tokens.shape == (4, 12)
     assert found.keep is None
-    mask = hide(noise, 12).mask
+    mask = hide(noise, 12, bias=bias).mask
     logits = task.head.logits(task.hidden(found.of_tokens(found.tokens.masked_fill(mask, task.mask_id)), words))
     expected = F.cross_entropy(logits[mask], found.tokens[mask], label_smoothing=0.1)
     loss = task.loss("generator", task(batch, noise))
