@@ -29,6 +29,7 @@ from kineograph.train import checkpoint
 QUICK = [
     "train.steps=2", "train.batch_size=2", "train.log_every=1", "train.validation_samples=2", "train.samples=2", "train.save_every=2",
     "train.validate_every=2", "train.sample_every=2", "train.workers=0", "train.device=cpu", "train.trackers=[]", "train.warmup=1",
+    "train.evaluation_samples=2",
 ]  # fmt: skip
 
 TINY_TRANSFORMER = {"depth": 1, "heads": 2, "head_width": 16, "time_width": 16, "base_frames": 3}
@@ -52,13 +53,16 @@ SHRINK: dict[str, list[str]] = {
         "stages.prior.sample.steps=2", "stages.decoder.width=8", "stages.decoder.data.size=16", "stages.decoder.sample.steps=2",
         "stages.upsampler.low_res_size=16", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
     ],
-    "dalle2-decoder-64": ["train.accumulate=1", "data.size=16", "stages.decoder.width=8", "stages.decoder.sample.steps=2"],
+    "dalle2-decoder-64": [
+        "train.accumulate=1", "data.size=32", "stages.decoder.size=16", "stages.decoder.width=8", "stages.decoder.sample.steps=2",
+    ],
     "dalle2-64-256-1024": [
-        "train.accumulate=1", "data.size=16", "stages.prior.data.size=16", "stages.prior.width=64", "stages.prior.depth=1",
-        "stages.prior.sample.steps=2", "stages.decoder_64.width=8", "stages.decoder_64.sample.steps=2", "stages.decoder_256.data.size=32",
+        "train.accumulate=1", "data.size=32", "stages.prior.width=64", "stages.prior.depth=1",
+        "stages.prior.sample.steps=2", "stages.decoder_64.size=16", "stages.decoder_64.width=8", "stages.decoder_64.sample.steps=2",
+        "stages.decoder_256.data.size=32",
         "stages.decoder_256.low_res_size=16", "stages.decoder_256.width=8", "stages.decoder_256.crop=16", "stages.decoder_256.sample.steps=2",
         "stages.decoder_1024.data.size=64", "stages.decoder_1024.low_res_size=32", "stages.decoder_1024.width=8",
-        "stages.decoder_1024.crop=64", "stages.decoder_1024.sample.steps=2",
+        "stages.decoder_1024.crop=64", "stages.decoder_1024.sample.steps=2", "stages.decoder_256.train.grids=[]", "stages.decoder_1024.train.grids=[]",
     ],
     "dalle2-latent": [
         "data.size=32", "stages.tokenizer.width=8", "stages.decoder.width=8", "stages.decoder.sample.steps=2",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,10 @@ def _judgements(run: RunFolder, main: str, stages: list[str], tree: dict[str, An
             run, main, read, "caption_accuracy", _share, command if drawing and source == "moving_digits" else None
         )
     }
+    accuracy = facts["caption accuracy"]
+    if read is not None and accuracy.value is not None and _drawn_from(read[1].get("labels", {})):
+        told = _drawn_from(read[1]["labels"])[0]
+        facts["caption accuracy"] = replace(accuracy, text=f"{accuracy.text} ({told})")
     for name in ATTRIBUTES:
         facts[f"  {name} right"] = _judged(run, main, read, name, _share, None)
     codec = next(
@@ -138,8 +142,15 @@ def _judgements(run: RunFolder, main: str, stages: list[str], tree: dict[str, An
             facts[row] = Fact(None, command=f"{command} --metrics {metric}", wanted=False)
         else:  # two such numbers are comparable only if they rest on the same
             labels = found[1].get("labels", {})
-            facts[row] = Fact(cell.value, f"{cell.text} ({labels.get('extractor')}, {labels.get('count')})")
+            rests_on = [labels.get("extractor"), labels.get("count"), *_drawn_from(labels)]
+            facts[row] = Fact(cell.value, f"{cell.text} ({', '.join(map(str, rests_on))})")
     return facts
+
+
+def _drawn_from(labels: dict[str, Any]) -> list[str]:
+    """Where it was not captions: pictures of true embeddings are no text to image."""
+    told = labels.get("drawn from", "captions")
+    return [] if told.startswith("captions") else [f"of {told}"]
 
 
 def _judged(

@@ -18,6 +18,18 @@ Schedule = Literal["constant", "linear"]
 DiffusionSchedule = Literal["constant", "linear", "cosine", "oscillating"]
 
 
+def check_null(guidance: float, dropout: float, key: str, known: bool = False, off: float = 1) -> None:
+    """For configs that hold both: guidance leads away from what the network answers without a condition, which it must have learned.
+
+    `known`: it starts from weights that may have. `off`: the guidance that is none.
+    """
+    if guidance != off and dropout == 0 and not known:
+        raise ValueError(
+            f"{key}=0 never shows the network what sample.guidance={guidance:g} leads away from, so guided samples would be noise: "
+            f"set {key}=0.1, or sample.guidance={off:g} (weights that know it may be given with `init`)"
+        )
+
+
 def scale_at(scale: float, step: int, steps: int, schedule: Schedule = "constant") -> float:
     """The guidance scale of a step. `linear` rises from 1 (no guidance) at the first step to `scale` at the last: variety early, fidelity late."""
     if schedule == "constant" or steps == 1:

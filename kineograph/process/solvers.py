@@ -295,7 +295,12 @@ class DiffusionSample(Config):
     @property
     def guides(self) -> bool:
         """Whether guidance does anything, so that two rows a sample must run."""
-        return self.guidance != (0 if self.guidance_schedule in ("cosine", "oscillating") else 1)
+        return self.guidance != self.unguided
+
+    @property
+    def unguided(self) -> float:
+        """The guidance that is none."""
+        return 0.0 if self.guidance_schedule in ("cosine", "oscillating") else 1.0
 
 
 def solve(

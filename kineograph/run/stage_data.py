@@ -153,12 +153,6 @@ class StageData:
             found = (self.source.caption(index) for index in range(min(len(self.source), VOCABULARY_CAPTIONS)))
             return list(dict.fromkeys(caption for caption in found if caption))
 
-    def prompts(self, wanted: list[str] | str, count: int) -> list[str] | None:
-        """The prompts that training samples show; None where nothing has a caption."""
-        if isinstance(wanted, list):
-            return wanted[:count]
-        return self.pictures(count).captions
-
 
 def workers_for(train: TrainConfig) -> int:
     if train.workers != "auto":
@@ -252,7 +246,7 @@ def expect_tokens(task: Task, data: StageData) -> None:
     codec: Any = _codec_of(task)
     for source in (data.source, data.validation) if codec is not None else ():
         if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
-            source.expect_grid(codec.shape_for)
+            source.expect_grid(lambda frames, *size: codec.shape_for(frames, *(task.drawn_size or size)))
     if getattr(codec, "vocabulary", None) is None:
         return
     config = data.stage.spec.data

@@ -16,6 +16,7 @@ from kineograph.core.config import StageConfig
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.transfer import to_device
 from kineograph.nn.positions import LearnedPositions
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.text.config import TextConfig
@@ -134,7 +135,7 @@ class TrainedClip(Task):
             self.bound_temperature()
         images = self.embed_images(batch.video, batch.frame_mask)
         texts, _, _ = self.embed_texts(cast("list[str]", batch.captions))
-        keys = self.keys(cast("list[str]", batch.captions)).to(images.device, non_blocking=True)
+        keys = to_device(self.keys(cast("list[str]", batch.captions)), images.device)
         # Validation batches may differ in size between processes, so each is judged by itself.
         return contrast(images, texts, keys, self.scale(), over_ranks=self.training)
 

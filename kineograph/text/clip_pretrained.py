@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kineograph.core.errors import InputError
 from kineograph.core.task import freeze
 from kineograph.text.clip import mean, unit
-from kineograph.text.pretrained import fetched, located, token_ids
+from kineograph.text.pretrained import fetched, located, on_device, seen_by, token_ids
 
 KEY = "clip.name"
 # What OpenAI's models were trained with, for folders that do not say.
@@ -37,7 +37,9 @@ class Preprocessing:
         else:
             self.exact = (int(target["height"]), int(target["width"]))
         self.cropped = bool(found.get("do_center_crop", True))
-        self.mean, self.std = tuple(found.get("image_mean", MEAN)), tuple(found.get("image_std", STD))
+        self.normal = torch.tensor([found.get("image_mean", MEAN), found.get("image_std", STD)])[
+            ..., None, None
+        ]  # 2 C 1 1
         resample = found.get("resample", 3)
         if resample not in RESAMPLE:
             raise InputError(
@@ -67,7 +69,9 @@ class Preprocessing:
         if self.cropped:
             top, left = (size[0] - self.crop[0]) // 2, (size[1] - self.crop[1]) // 2
             x = x[:, :, top : top + self.crop[0], left : left + self.crop[1]]
-        mean, std = (x.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
+        if self.normal.device != x.device:
+            self.normal = self.normal.to(x.device)  # once: a copy at every call would wait for the device
+        mean, std = self.normal
         return (x - mean) / std
 
 
@@ -84,6 +88,7 @@ class PretrainedClip(nn.Module):
         self.options: dict[str, Any] = {"local_files_only": True} if self.local else {}
         config = self._fetch(lambda: CLIPConfig.from_pretrained(self.name, **self.options))
         self.width, self.text_width = int(config.projection_dim), int(config.text_config.hidden_size)
+        self.picture = int(config.vision_config.image_size)  # pixels on a side of what it looks at
         most = int(config.text_config.max_position_embeddings)
         if length is not None and length > most:
             raise InputError(f"clip.length={length} is more than {self.name} reads: at most {most}")
@@ -141,10 +146,7 @@ class PretrainedClip(nn.Module):
     def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
         """→ B D of length 1, encodings of the tokens B L E, mask B L."""
         model = self._model()
-        rows = [self.ids(caption) for caption in captions]
-        ids = torch.tensor([ids for ids, _ in rows]).to(self.here.device)  # B L
-        lengths = torch.tensor([count for _, count in rows]).to(self.here.device)
-        mask = torch.arange(self.length, device=ids.device) < lengths[:, None]  # B L
-        found = model.text_model(input_ids=ids, attention_mask=mask.long())
+        ids, mask = on_device([self.ids(caption) for caption in captions], self.length, self.here.device)
+        found = model.text_model(input_ids=ids, attention_mask=seen_by(model.text_model, mask, causal=True))
         encodings = found.last_hidden_state.float() * mask[..., None]
         return unit(model.text_projection(found.pooler_output)), encodings, mask

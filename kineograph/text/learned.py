@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.task import BuildContext
+from kineograph.core.transfer import to_device
 from kineograph.nn.positions import LearnedPositions
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.text.null import NullText
@@ -103,11 +104,7 @@ class LearnedText(nn.Module):
         self.null = NullText(self.width)
 
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        device = self.tokens.weight.device
-        ids = self.vocabulary.batch(captions)
-        if device.type == "cuda":
-            ids = ids.pin_memory()
-        ids = ids.to(device, non_blocking=True)  # B L
+        ids = to_device(self.vocabulary.batch(captions), self.tokens.weight.device)  # B L
         mask = ids != PAD
         x = self.tokens(ids) + self.positions()  # B L D
         return (self.transformer(x, mask) if self.transformer is not None else x), mask

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
 from kineograph.core.task import freeze
+from kineograph.core.transfer import to_device
 from kineograph.text.null import NullText
 
 if TYPE_CHECKING:
@@ -85,11 +86,11 @@ class PretrainedText(nn.Module):
         if not self._parts:
             self._load(device)
         model = self._parts["model"].to(device)
-        rows = [self.ids(caption) for caption in captions]
-        ids = torch.tensor([ids for ids, _ in rows], device=device)  # B L
-        lengths = torch.tensor([count for _, count in rows], device=device)
-        mask = (torch.arange(self.length, device=device) < lengths[:, None]) | self.reads_padding  # B L
-        embeddings = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state.float()
+        ids, mask = on_device([self.ids(caption) for caption in captions], self.length, device)
+        if self.reads_padding:
+            mask = torch.ones_like(mask)
+        seen = None if self.reads_padding else seen_by(model, mask, causal=self.kind == "clip")
+        embeddings = model(input_ids=ids, attention_mask=seen).last_hidden_state.float()
         return embeddings * mask[..., None], mask
 
     def release(self) -> None:
@@ -131,6 +132,30 @@ def token_ids(tokenizer: Any, caption: str, length: int) -> tuple[tuple[int, ...
         ids = tokenizer(caption, truncation=True, max_length=length)["input_ids"]  # keeps the end token
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     return tuple(ids) + (pad,) * (length - len(ids)), whole
+
+
+def on_device(rows: list[tuple[tuple[int, ...], int]], length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What `token_ids` found of each caption → ids B L, and which of them are real, B L."""
+    ids = to_device(torch.tensor([ids for ids, _ in rows]), device)
+    lengths = to_device(torch.tensor([count for _, count in rows]), device)
+    return ids, torch.arange(length, device=device) < lengths[:, None]
+
+
+def seen_by(model: Any, mask: Tensor, causal: bool) -> Tensor:
+    """Which tokens each one sees, B 1 L L, in the form that attention takes it in. Given the real tokens alone (B L), transformers would ask at every
+    call whether that is all of them, and wait for the device's answer."""
+    from transformers import __version__
+
+    if int(__version__.split(".")[0]) < 5:  # which knows no other form
+        return mask.long()
+    length = mask.shape[1]
+    seen = mask[:, None, None].expand(-1, 1, length, -1)
+    if causal:
+        seen = seen & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    if model.config._attn_implementation != "eager":
+        return seen.contiguous()
+    dtype = next(model.parameters()).dtype
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 _TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
+from kineograph.core.transfer import to_device
 from kineograph.text.config import Text, TextConfig
 
 
@@ -40,7 +41,7 @@ def read_captions(text: Text | None, captions: list[str] | None) -> Words:
     if captions is None:
         raise InputError("these samples have no captions: add them, or set text.kind=none to train without text")
     embeddings, mask = text.encode(captions)
-    empty = torch.tensor([not caption.strip() for caption in captions]).to(mask.device, non_blocking=True)
+    empty = to_device(torch.tensor([not caption.strip() for caption in captions]), mask.device)
     return Words(*text.drop(embeddings, mask, empty))
 
 

@@ -104,6 +104,19 @@ def test_a_judgement_of_an_older_checkpoint_says_so(full):
     assert compare([full.path]).rows()["caption accuracy"][0].text == "90.0 % @ step 20"
 
 
+def test_what_was_not_drawn_from_captions_says_so(full):
+    for told, text in (
+        ("image_embed of the data", "90.0 % (of image_embed of the data)"),
+        ("captions, through prior=x", "90.0 %"),
+    ):
+        labels = {"drawn from": told, "extractor": "inception-v3 abc", "count": 12}
+        results = {"caption_accuracy": Result({"caption_accuracy": 0.9}, labels), "fid": Result({"fid": 12.0}, labels)}
+        record.add(full, "validation", "generator", 20, results)
+        rows = compare([full.path]).rows()
+        assert rows["caption accuracy"][0].text == text
+        assert ("of image_embed of the data)" in rows["FID"][0].text) == told.startswith("image")
+
+
 def test_written_as_json_and_picture(full, tmp_path):
     other = make_run(tmp_path / "elsewhere" / "full")
     found = compare([full.path, other.path])

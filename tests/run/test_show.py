@@ -121,3 +121,21 @@ def test_what_pictures_took_is_given_back(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("kineograph.run.show.release_memory", asked.append)
     shown(tmp_path)
     assert asked == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("animates", [False, True])
+def test_prompts_of_ones_own_come_with_a_picture_only_where_one_is_animated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, animates: bool
+) -> None:
+    beside: list[Any] = []
+    inner = clip_tasks.LatentGenerator.sample
+
+    def heard(self: Any, prompts: Any, options: Any) -> torch.Tensor:
+        beside.append(prompts.batch)
+        return inner(self, prompts, options)
+
+    monkeypatch.setattr(clip_tasks.LatentGenerator, "sample", heard)
+    monkeypatch.setattr(clip_tasks.LatentGenerator, "animates", animates)
+    shown(tmp_path, prompts=["a red 3", "a blue 7"])
+    assert beside and all((batch.pixels is not None) == animates for batch in beside)
+    assert all(batch.captions == ["a red 3", "a blue 7"] for batch in beside)

@@ -14,6 +14,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.task import BuildContext, weights_of
 from kineograph.text.clip_pretrained import Preprocessing, PretrainedClip
 from kineograph.text.embedding import ClipReader, ClipSource
+from tests.text.waiting import NoWaiting
 
 CAPTIONS = ["a red 3", "a blue cat moves left up", "7"]
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
@@ -184,3 +185,28 @@ def test_sizes_in_other_words():
     assert Preprocessing({"size": {"height": 16, "width": 16}}, 16).resized(40, 80) == (16, 16)
     assert Preprocessing({"do_center_crop": False}, 16).resized(40, 80) == (16, 16)
     assert Preprocessing({"size": {"shortest_edge": 20}}, 16)(torch.rand(1, 3, 40, 80)).shape == (1, 3, 16, 16)
+
+
+def test_a_step_never_waits_for_the_device(folder):
+    clip = adapter(folder)
+    pictures = torch.rand(2, 3, 20, 16)
+    clip.embed_images(pictures), clip.embed_texts(CAPTIONS)  # loads it
+    made = []
+    with NoWaiting(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_tensor", lambda *values: made.append(values))  # a copy from the host each time
+        clip.embed_images(pictures)
+        clip.embed_texts(CAPTIONS)
+    assert made == []
+
+
+@pytest.mark.gpu
+def test_a_step_on_the_gpu_never_waits(folder):
+    clip = adapter(folder).cuda()
+    pictures = torch.rand(2, 3, 20, 16, device="cuda")
+    clip.embed_images(pictures), clip.embed_texts(CAPTIONS)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        clip.embed_images(pictures)
+        clip.embed_texts(CAPTIONS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

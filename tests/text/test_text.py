@@ -10,6 +10,8 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext, weights_of
 from kineograph.text import TextConfig, build_text
 from kineograph.text.learned import BOS, EOS, PAD
+from kineograph.text.reading import read_captions
+from tests.text.waiting import NoWaiting
 
 CAPTIONS = ["a red 3 moves left", "a blue 7 moves up", "a red 7 moves left", "the blue 3 goes up"] * 3
 
@@ -246,6 +248,45 @@ def test_pretrained_encoders_load_from_a_folder(folders, kind):
     text.train()
     assert not text._parts["model"].training
     assert [p.shape for p in text.parameters() if p.requires_grad] == [(24,)]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["t5", "clip"])
+def test_they_answer_what_transformers_does_with_its_own_mask(folders, kind, attention):
+    text = build(kind=kind, name=str(folders[kind]), length=6)
+    text.encode(["a"])
+    model = text._parts["model"]
+    model.set_attn_implementation(attention)
+    captions = ["a red 3", "a blue cat moves left up", ""]
+    found, mask = text.encode(captions)
+    ids = torch.tensor([text.ids(caption)[0] for caption in captions])
+    expected = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state * mask[..., None]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("captions", [["a red 3", "7"], ["a blue cat moves left up"] * 2], ids=["padded", "full"])
+@pytest.mark.parametrize("kind", ["t5", "clip"])
+def test_a_step_never_waits_for_the_device(folders, kind, captions):
+    text = build(kind=kind, name=str(folders[kind]), length=6)
+    text.encode(captions)  # loads it
+    with NoWaiting():
+        read_captions(text, captions)
+    with pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
+        text._parts["model"](input_ids=torch.ones(1, 6, dtype=torch.long), attention_mask=torch.ones(1, 6).long())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["t5", "clip"])
+def test_a_step_on_the_gpu_never_waits(folders, kind):
+    text = build(kind=kind, name=str(folders[kind]), length=6).cuda()
+    captions = ["a red 3", "7"]
+    expected, _ = read_captions(text, captions)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found, _ = read_captions(text, captions)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
 
 
 def test_padding_may_be_read_as_cogvideox_reads_it(folders):

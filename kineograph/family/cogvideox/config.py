@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from kineograph.core.config import Config, StageConfig
 from kineograph.family.cogvideox.shapes import Released, TransformerShape, filled
 from kineograph.process.diffusion import DiffusionConfig
+from kineograph.process.guidance import check_null
 from kineograph.process.solvers import DiffusionSample
 from kineograph.text import TextConfig
 
@@ -110,6 +111,9 @@ class CogVideoXConfig(StageConfig, TransformerShape):
             raise ValueError(
                 "diffusion.learned_variance=true does not fit cogvideox: its network has no channels for it"
             )
+        if self.text.kind != "none":
+            known = self.init is not None or self.weights is not None
+            check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known, self.sample.unguided)
         return self
 
     @property

@@ -10,6 +10,7 @@ from kineograph.core.config import StageConfig
 from kineograph.family.dalle2.low_res import AugmentConfig
 from kineograph.nn.unet import UnetConfig
 from kineograph.process.diffusion import DiffusionConfig
+from kineograph.process.guidance import check_null
 from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text import TextConfig
 from kineograph.text.embedding import ClipChoice
@@ -27,6 +28,8 @@ class DecoderSample(DiffusionSample):
 class DecoderConfig(StageConfig, UnetConfig):
     references: ClassVar[tuple[str, ...]] = ("clip", "codec")
     draws_with: ClassVar[tuple[str, ...]] = ("prior", "low_res")
+    size: tuple[int, int] | None = None
+    """Height and width of what is drawn: the data's pictures made smaller. Null: data.size, which is what the CLIP is shown in either case."""
     clip: ClipChoice | None = None
     """What embeds images and captions: a clip stage (or runs/x/stage), or {kind: transformers, name: …} or {kind: given, width: …}."""
     image_embeds: Literal["none", "time", "tokens", "both"] = "both"
@@ -62,7 +65,7 @@ class DecoderConfig(StageConfig, UnetConfig):
     sample: DecoderSample = DecoderSample()
     """How pictures are drawn."""
 
-    @field_validator("low_res_size", mode="before")
+    @field_validator("size", "low_res_size", mode="before")
     @classmethod
     def _square(cls, value: object) -> object:
         return (value, value) if isinstance(value, int) else value
@@ -101,6 +104,9 @@ class DecoderConfig(StageConfig, UnetConfig):
             raise ValueError("sample.clip=dynamic keeps pixels in range, and latents have none: leave it out")
         if self.crop is not None and self.crop % self.factor:
             raise ValueError(f"crop={self.crop} does not fit this U-Net: use a multiple of {self.factor}")
+        for key, read in (("image_dropout", self.reads_images), ("text_dropout", self.reads_text)):
+            if read:
+                check_null(self.sample.guidance, getattr(self, key), key, self.init is not None, self.sample.unguided)
         return self
 
     @property

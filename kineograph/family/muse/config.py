@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.config import StageConfig
 from kineograph.nn.transformer import TransformerConfig
+from kineograph.process.guidance import check_null
 from kineograph.process.masking import MaskedSample
 from kineograph.text import TextConfig
 
@@ -47,6 +48,12 @@ class MuseConfig(StageConfig, TransformerConfig):
     @classmethod
     def _square(cls, value: object) -> object:
         return (value, value) if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _knows_the_null_text(self) -> MuseConfig:
+        if self.text.kind != "none":
+            check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
+        return self
 
 
 class CriticConfig(StageConfig, TransformerConfig):

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.config import Config, StageConfig
 from kineograph.nn.transformer import TransformerConfig
+from kineograph.process.guidance import check_null
 from kineograph.text import TextConfig
 
 Triple = tuple[int, int, int]
@@ -79,4 +80,6 @@ class NuwaConfig(StageConfig, TransformerConfig):
             for name in ("sketch_window", "sketch_dropout"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is read with a sketch only: name the sketch's codec, or leave it out")
+        if self.text.kind != "none":
+            check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
         return self

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from kineograph.core.config import StageConfig
 from kineograph.nn.transformer import TransformerConfig
+from kineograph.process.guidance import check_null
 from kineograph.process.masking import MaskedSample
 from kineograph.text import TextConfig
 
@@ -59,6 +60,8 @@ class PhenakiConfig(StageConfig, TransformerConfig):
         if self.only == "critic" and self.init is None:
             raise ValueError("only=critic needs init: the trained generator whose samples are judged")
         self.critic_transformer()
+        if self.text.kind != "none":
+            check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
         return self
 
     def critic_transformer(self) -> TransformerConfig:

@@ -132,7 +132,7 @@ def test_a_batch_covers_all_levels_and_every_sample_all_of_them_in_time(make: Ma
 
 def test_the_loss_is_the_squared_error_of_v_in_float32(make: Make) -> None:
     """v-MSE is the error of x0 over 1 − ᾱ."""
-    task, batch = make(caption_dropout=0.0), clips()
+    task, batch = make(caption_dropout=0.0, sample={"steps": 2, "guidance": 1.0}), clips()
     x0 = task.space.read(batch, NOISE, True).x0
     t, eps = times(task, NOISE), NOISE.normal("noise", *x0.shape[1:])
     kept = torch.tensor(task.diffusion.alpha_bar)[t].view(-1, 1, 1, 1, 1).float()
@@ -198,7 +198,7 @@ def test_validation_gives_the_loss_of_every_range_of_noise(make: Make) -> None:
 
 
 def test_learns_one_clip(make: Make) -> None:
-    task, batch = make(lively=False, caption_dropout=0.0), clips(rows=2)
+    task, batch = make(lively=False, caption_dropout=0.0, sample={"steps": 2, "guidance": 1.0}), clips(rows=2)
     stepper = Stepper(task, TrainConfig(lr=3e-3, batch_size=2, warmup=0, steps=80, ema=EmaConfig(decay=0)))
     losses = [float(stepper.step(step, [batch])["loss"]) for step in range(80)]
     assert sum(losses[-10:]) < 0.4 * sum(losses[:10])
@@ -265,6 +265,7 @@ def test_the_first_frame_is_shown_at_the_beginning(make: Make) -> None:
     assert task.network.patch_in.in_features == 2 * 4 * 4
     other = replace(batch, pixels=torch.cat([255 - batch.pixels[:, :1], batch.pixels[:, 1:]], dim=1))
     assert not torch.equal(task.space.read(other, NOISE, True).first, found.first)
+    assert task.animates and not make().animates  # what stands beside a prompt is where it begins
 
 
 def test_padding_shows_the_first_frame_too(make: Make) -> None:

@@ -15,6 +15,7 @@ from kineograph.family.dalle2 import Decoder, DecoderConfig
 from kineograph.family.dalle2.low_res import blur, cut, shrink
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper, recompute
+from tests.text.waiting import NoWaiting
 
 from .conftest import PLAIN, ToyClip, batch_of, prompts_of
 
@@ -103,7 +104,7 @@ def test_a_row_of_zeros_is_no_embedding(make, noise):
 
 
 def test_text_reaches_the_network_and_is_dropped(make, noise):
-    task = make(**PLAIN, text=TEXT, text_dropout=0.0).eval()
+    task = make(**PLAIN, text=TEXT, text_dropout=0.0, sample={"steps": 4, "guidance": 1.0}).eval()
     a, b = batch_of(), batch_of()
     b.captions = ["something else"] * 4
     assert value(task, a, noise) != value(task, b, noise)
@@ -236,7 +237,7 @@ def test_crops_are_of_the_picture_and_its_smaller_one_alike(make):
 
 
 def test_self_conditioning_is_the_picture_in_training(make, batch):
-    task = make(self_conditioning=True, image_dropout=0.0).train()
+    task = make(self_conditioning=True, image_dropout=0.0, sample={"steps": 4, "guidance": 1.0}).train()
     seen = []
     task.network.register_forward_pre_hook(lambda module, args: seen.append(args[8]))
     step = next(step for step in range(9) if task.recalls(Noise.for_rows(1, step, 4)))
@@ -279,3 +280,31 @@ def test_overfits_one_picture(make):
     assert F.mse_loss(drawn, batch.video.expand_as(drawn)) < 0.01
     blank = F.mse_loss(torch.full_like(drawn, float(batch.video.mean())), batch.video.expand_as(drawn))
     assert blank > 0.03
+
+
+# On the device ---------------------------------------------------------------------------------------------------
+
+LEARNED = {"kind": "learned", "width": 16, "depth": 1, "heads": 2, "length": 16}
+
+
+def test_everything_that_runs_at_every_step_is_compiled(make):
+    task = make(text=LEARNED)
+    assert task.text.transformer in task.compiled() and task.network in task.compiled()
+    assert len(make(text={**LEARNED, "depth": 0}).compiled()) == len(make().compiled()) == 2
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"text": LEARNED},
+        {"clip_text": True, "diffusion": {"steps": 100, "learned_variance": True}},
+        {"low_res_size": 8, "augment": {"noise": 0.2}, "crop": 8},
+        {"self_conditioning": True},
+    ],
+    ids=["text", "clip", "low-res", "self-conditioning"],
+)
+def test_a_step_never_waits_for_the_device(make, batch, noise, keys):
+    task = make(**keys).train()
+    task(batch, noise)
+    with NoWaiting():
+        task.loss("model", task(batch, noise)).total.sum.backward()

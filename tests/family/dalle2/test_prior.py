@@ -17,6 +17,7 @@ from kineograph.family.dalle2.prior import Prior, most_alike
 from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
 from kineograph.text.embedding import Texts
 from tests.family.dalle2.conftest import CAPTIONS, ToyClip, batch_of, prompts_of
+from tests.text.waiting import NoWaiting
 
 GIVEN = {"kind": "given", "width": 12, "text_width": 6, "length": 5}
 
@@ -385,3 +386,20 @@ def test_more_steps_than_noise_levels_are_refused_before_training():
         parse(PriorConfig, {"task": "dalle2.prior", "clip": "clip", "diffusion": {"steps": 32}})
     with pytest.raises(ConfigError, match=r"sample.steps=50 .* diffusion.steps=32"):
         parse(DecoderConfig, {"task": "dalle2", "image_embeds": "none", "diffusion": {"steps": 32}})
+
+
+def test_text_embeddings_of_the_data_serve_where_no_clip_reads_captions():
+    """As metrics ask: with captions, and with the items that they belong to."""
+    task = make({"kind": "given", "width": 12}, text_encodings=False).eval()
+    batch = batch_of(2)
+    batch.extra["text_embed"] = ToyClip().embed_texts(batch.captions)[0]
+    found = task.embed(prompts_of(2, captions=batch.captions, batch=batch))
+    assert torch.equal(found, task.embed(prompts_of(2, batch=batch)))
+    with pytest.raises(InputError, match="nothing to make it with"):
+        task.embed(prompts_of(2, captions=batch.captions))
+
+
+def test_a_step_never_waits_for_the_device():
+    task, batch = make().train(), batch_of(4)
+    with NoWaiting():
+        task.loss("model", task(batch, Noise(0, 0, batch.slots))).total.sum.backward()

@@ -1,0 +1,14 @@
+"""From the host to the device, without waiting for what the device is still doing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Numbers that were made on the host. Out of pinned memory the copy is queued behind the work that is under way; out of other memory it is
+    waited for, and with it everything before it."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
