@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,9 +12,22 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 
+_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process counts as the only one: for what it does without the others, which must not wait for them."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
 
 def active() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return not _alone and dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
@@ -74,6 +89,16 @@ def gather_rows(value: Tensor) -> Tensor:
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def table(values: Sequence[float]) -> list[list[float]]:
+    """[rank][i] of a few numbers that every process has."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    if not active():
+        return [mine.tolist()]
+    parts = [torch.empty_like(mine) for _ in range(world())]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts).tolist()
 
 
 def device_of(name: str = "auto") -> torch.device:

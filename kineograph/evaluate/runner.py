@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 
+from kineograph.core import pulse
 from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError
 from kineograph.core.lookup import find_metric, metric_names
@@ -277,6 +278,7 @@ class Judge:
         batches = loader.fixed(self.count, self.batch)
         for real in _shown(batches, self.name, -(-self.count // self.batch)) if self.bar else batches:
             real = real.to(self.device)
+            pulse.beat()
             evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
             if real.pixels is not None:
                 evidence.real = real.video

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,16 @@ from kineograph.run.show import Show
 from kineograph.run.stage_data import StageData, open_data
 from kineograph.run.taking_up import take_up
 from kineograph.run.token_cache import cached_source
+from kineograph.run.work import work_of
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
 from kineograph.train.cadence import Cursor, finished, settle
+from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
 from kineograph.train.trainer import Surroundings, Trainer
+from kineograph.train.watchdog import Watchdog
 
 
 def train(
@@ -65,7 +68,11 @@ def train(
             data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
     begun = any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages)
     check_stages(plan, data, folder, building=not begun)
-    with folder.lock():
+    with folder.lock(), ExitStack() as stack:
+        rank_log = RankLog(folder.path)
+        stack.callback(rank_log.close)
+        stack.enter_context(rank_log.listening())
+        note = rank_log.beside(note)
         opened_trackers = open_trackers(wanted, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
         trackers = dict(zip(wanted, opened_trackers, strict=False))
         stop = StopRequest()
@@ -84,7 +91,9 @@ def train(
                         note(f"{stage.name}: skipped, as stages.{stage.name}.skip says")
                     else:
                         told = [tracker for name, tracker in trackers.items() if name in stage.train.trackers]
-                        _StageRun(plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note).train()
+                        _StageRun(
+                            plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note, rank_log
+                        ).train()
                         _release()
         except Stopped:
             write_atomic(folder.stopped_marker, "saved\n")
@@ -127,7 +136,9 @@ class _StageRun:
         on_log: Callable[[dict[str, Any]], None] | None,
         quiet: bool,
         note: Callable[[str], None],
+        rank_log: RankLog,
     ) -> None:
+        self.rank_log = rank_log
         self.plan, self.stage, self.folder, self.data = plan, stage, folder, data
         self.trackers, self.stop, self.on_log, self.quiet, self.note = trackers, stop, on_log, quiet, note
         self.metrics = MetricsFile(folder.metrics_file)
@@ -173,6 +184,8 @@ class _StageRun:
             },
             stop=self.stop,
             quiet=self.quiet,
+            rank_log=self.rank_log,
+            work=work_of(self.plan, stage, task, self.data, self.device, self.note),
         )
         loader = self.data.loader(source)
         if found is not None:
@@ -183,7 +196,8 @@ class _StageRun:
         self._take_up(start)
         self._describe(task, start)
         try:
-            trainer.fit(start)
+            with self._watched():
+                trainer.fit(start)
         except BaseException as error:
             with suppress(OSError):  # what went wrong first is what a person must hear
                 self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
@@ -199,6 +213,13 @@ class _StageRun:
             raise
         self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
         show.curves()
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Under the eyes of a watchdog, where one is asked for."""
+        seconds = self.stage.train.watchdog
+        if seconds is None:
+            return nullcontext()
+        return Watchdog(seconds, self.rank_log, self.stage.name).watching()
 
     def _take_up(self, start: Cursor) -> None:
         """Forget what was told beyond the checkpoint."""

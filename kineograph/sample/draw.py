@@ -14,7 +14,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import pulse, ranks
 from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
@@ -382,6 +382,7 @@ def draw(
     with as_judged(task, device):
         for start in range(0, rows, batch):
             stop = min(start + batch, rows)
+            pulse.beat()
             prompts = Prompts(
                 noise=noise_for(seed, start + first, stop + first, device),
                 captions=list(captions[start:stop]) if captions is not None else None,

@@ -23,6 +23,7 @@ from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
 from kineograph.train.optim import LossScale, Optimizer, rate_at
+from kineograph.train.step_times import StepTimes
 
 
 def precision_for(wanted: str, device: torch.device) -> str:
@@ -122,6 +123,7 @@ class Stepper:
             for name in task.players
             if self.players[name].ema.decay > 0
         }
+        self.times = StepTimes(self.device)
         self._awake = dict.fromkeys(task.players, True)  # whose parameters take gradients now
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
         self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
@@ -141,13 +143,18 @@ class Stepper:
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
         for name in joined:
-            count = ranks.sum_(joined[name].total_count())
+            with self.times.part("sync"):
+                count = ranks.sum_(joined[name].total_count())
             divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
-            norm, skipped = self.optimizers[name].step(rate_at(self.players[name], step, self.config.steps), divisor)
-            overflow = torch.maximum(overflow, skipped)
-            if name in self.averages:
-                self.averages[name].update(step + 1)
-            values |= joined[name].values("" if name == self.task.players[0] else f"{name}/")
+            with self.times.part("optimizer"):
+                norm, skipped = self.optimizers[name].step(
+                    rate_at(self.players[name], step, self.config.steps), divisor
+                )
+                overflow = torch.maximum(overflow, skipped)
+                if name in self.averages:
+                    self.averages[name].update(step + 1)
+            with self.times.part("sync"):
+                values |= joined[name].values("" if name == self.task.players[0] else f"{name}/")
             values["gradient_norm" if name == self.task.players[0] else f"{name}/gradient_norm"] = norm
         if self.scale:
             self.scale.update(overflow)
@@ -170,16 +177,17 @@ class Stepper:
     def _accumulate(self, playing: list[str], batch: Batch, noise: Noise, joined: dict[str, _Joined]) -> None:
         """Add one micro-batch's gradients to every playing player."""
         self._wake(playing)
-        with autocast(self.precision, self.device):
+        with self.times.part("forward"), autocast(self.precision, self.device):
             shared = self.task(batch, noise)
         # The first player goes last: it alone walks back through what is shared, and frees it on the way.
         for name in reversed(playing):
             self._wake([name])
-            with autocast(self.precision, self.device):
+            with self.times.part("forward"), autocast(self.precision, self.device):
                 loss = self.task.loss(name, shared)
             # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
             total = loss.total.sum / self.config.batch_size
-            (total * self.scale.value if self.scale else total).backward(retain_graph=name != playing[0])
+            with self.times.part("backward"):
+                (total * self.scale.value if self.scale else total).backward(retain_graph=name != playing[0])
             joined[name].add(loss)
         self._wake(playing)
 
