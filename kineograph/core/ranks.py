@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -99,6 +100,30 @@ def table(values: Sequence[float]) -> list[list[float]]:
     parts = [torch.empty_like(mine) for _ in range(world())]
     dist.all_gather(parts, mine)
     return torch.stack(parts).tolist()
+
+
+def tensors_to_first(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """[rank][i] of CPU tensors, however many each process has and of whatever shape: on the first one. Elsewhere its own alone."""
+    everyone = gather_json([[str(value.dtype).removeprefix("torch."), *value.shape] for value in tensors])
+    if not is_first():
+        for value in tensors:
+            dist.send(value.contiguous(), 0)
+        return [list(tensors) if other == rank() else [] for other in range(world())]
+    found = [list(tensors)]
+    for other, told in enumerate(everyone[1:], start=1):
+        found.append([torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, *shape in told])
+        for value in found[-1]:
+            dist.recv(value, other)
+    return found
+
+
+def gather_json(value: Any, device: torch.device | str = "cpu") -> list[Any]:
+    """What each process has to say, in the order of their ranks: anything that JSON can hold. Nothing is unpickled."""
+    if not active():
+        return [value]
+    line = torch.frombuffer(bytearray(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
+    told = gather_rows(line.to(device)).cpu().numpy().tobytes()
+    return [json.loads(part) for part in told.splitlines()]
 
 
 def device_of(name: str = "auto") -> torch.device:

@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 import torch
 
-from kineograph.core import pulse
-from kineograph.core.batch import Batch
+from kineograph.core import pulse, ranks
+from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.lookup import find_metric, metric_names
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.seams import Source
-from kineograph.core.task import Task
+from kineograph.core.task import Task, drawn_shape
 from kineograph.data.config import Split
 from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
@@ -204,6 +204,7 @@ class Judge:
         self.extractors, self.stages = extractors, stages
         self.draws = draws and task.can_sample
         self.count = min(samples, len(source))
+        self.drawn_from: str | None = None  # what generated pictures were drawn from, beside their captions
 
     def run(
         self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]
@@ -222,12 +223,27 @@ class Judge:
                     del metrics[name]
             pictures.add(evidence, [said for said in remarks if said])
         results: dict[str, Result] = {}
-        for name, metric in metrics.items():
+        for name, metric in self._judged_by_all(metrics, reasons).items():
             try:
-                results[name] = metric.compute()
+                results[name] = self._labelled(metric)
             except LeftOut as reason:
                 reasons[name].append(reason)
         return results, pictures
+
+    def _judged_by_all(self, metrics: dict[str, Metric], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
+        """Those that no process has left out: their answers join what all of them saw, so all must ask for them."""
+        missing = {name: [str(reason) for reason in found] for name, found in reasons.items() if name not in metrics}
+        for elsewhere in ranks.gather_json(missing, self.device):
+            for name, why in elsewhere.items():
+                if metrics.pop(name, None) is not None:
+                    reasons[name] += [LeftOut(reason) for reason in why]
+        return metrics
+
+    def _labelled(self, metric: Metric) -> Result:
+        result = metric.compute()
+        if "generated" not in metric.needs or self.drawn_from is None:
+            return result
+        return Result(result.values, {**result.labels, "drawn from": self.drawn_from})
 
     def open(self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
         """The metrics that can judge this stage."""
@@ -249,7 +265,7 @@ class Judge:
             self.name,
             self.task,
             self.spec.data,
-            self.spec.data.shape,
+            drawn_shape(self.task, self.spec.data.shape),
             self.device,
             known if len(known) == len(captions) else None,
             self.extractors,
@@ -273,7 +289,13 @@ class Judge:
 
     def _evidence(self, needed: frozenset[Kind]) -> Iterator[Evidence]:
         """The same items in the same order every time; those that training validates on come first."""
-        loader = Loader(self.source, seed=key_of(self.run_seed, "validation") >> 1, batch_size=self.batch)
+        loader = Loader(
+            self.source,
+            seed=key_of(self.run_seed, "validation") >> 1,
+            batch_size=ranks.world(),
+            rank=ranks.rank(),
+            world=ranks.world(),
+        )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
         batches = loader.fixed(self.count, self.batch)
         for real in _shown(batches, self.name, -(-self.count // self.batch)) if self.bar else batches:
@@ -281,7 +303,7 @@ class Judge:
             pulse.beat()
             evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
             if real.pixels is not None:
-                evidence.real = real.video
+                evidence.real = self.task.as_drawn(real.video) if "generated" in needed else real.video
             if "generated" in needed:
                 evidence.generated = self._draw(real)
             with as_judged(self.task, self.device):
@@ -297,17 +319,20 @@ class Judge:
 
     def _draw(self, real: Batch) -> torch.Tensor:
         options = getattr(self.spec.config, "sample", None)
+        if self.drawn_from is None:
+            noise = Noise(key_of(self.seed, "sample"), 0, real.slots)
+            self.drawn_from = self.task.drawn_from(Prompts(noise, real.captions, batch=real))
         pixels = draw(
             self.task,
             real.captions,
             rows=len(real),
             options=options,
-            shape=self.spec.data.shape,
+            shape=drawn_shape(self.task, self.spec.data.shape),
             seed=self.seed,
             device=self.device,
             real=real,
             batch=self.batch,
-            first=int(real.slots[0]),
+            slots=real.slots,
         )
         return pixels.to(self.device)
 

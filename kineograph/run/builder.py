@@ -77,6 +77,7 @@ class Builder:
             captions=self._captions(stage),
             assets=self._assets.get(name, {}),
             note=self._say,
+            name=name,
         )
         task = stage.spec.task.build(config or stage.spec.config, context)
         self._assets[name] = task.assets()
@@ -94,6 +95,7 @@ class Builder:
             stage=lambda name: self._earlier(name if "/" in name else f"{path.parent}/{name}", device),
             assets=assets,
             note=self._say,
+            name=path.name,
         )
         return _frozen(spec.task.build(spec.config, context), device)
 

@@ -169,7 +169,7 @@ class _StageRun:
         if evaluate is not None:
             with stepper.eval_mode() as judged:
                 evaluate.check(judged)
-        show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device)
+        show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device, self.note)
         around = Surroundings(
             checkpoints=self.checkpoints,
             log=self._log,

@@ -20,7 +20,7 @@ from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import Task
+from kineograph.core.task import Task, drawn_shape
 from kineograph.sample.mask import Mask, read_mask
 from kineograph.sample.prime import Prime, Takes, read_prime
 from kineograph.sample.sketch import Sketch, read_sketch
@@ -88,10 +88,10 @@ class Sampler:
         self.task_name = spec.config.task
         self.step = found.step
         self.ema = ema
-        self.shape: Shape = spec.data.shape
+        self.shape: Shape = drawn_shape(task, spec.data.shape)
         self.options = getattr(spec.config, "sample", None)
         self.device = stages.device
-        self.takes = Takes(task, spec.config.task, spec.data.shape)
+        self.takes = Takes(task, spec.config.task, self.shape)
         self._data = spec.data
         self._stages = stages
 
@@ -372,11 +372,14 @@ def draw(
     real: Batch | None = None,
     batch: int = BATCH,
     first: int = 0,
+    slots: Tensor | None = None,
     mask: Tensor | None = None,
     latents: bool = False,
 ) -> Tensor:
-    """Rows `first` … `first + rows − 1` of a call, `batch` at a time; row r's noise is keyed by (seed, "sample", r). → B T C H W, on the CPU."""
+    """Rows `first` … `first + rows − 1` (or `slots`) of a call, `batch` at a time; row r's noise is keyed by (seed, "sample", r).
+    → B T C H W, on the CPU."""
     device = torch.device(device)
+    slots = torch.arange(first, first + rows) if slots is None else slots
     height, width = size or (None, None)
     parts = []
     with as_judged(task, device):
@@ -384,7 +387,7 @@ def draw(
             stop = min(start + batch, rows)
             pulse.beat()
             prompts = Prompts(
-                noise=noise_for(seed, start + first, stop + first, device),
+                noise=Noise(key_of(seed, "sample"), 0, slots[start:stop].to(device)),
                 captions=list(captions[start:stop]) if captions is not None else None,
                 negative=[negative] * (stop - start) if negative is not None else None,
                 frames=frames,
@@ -409,11 +412,6 @@ def draw(
 def _rows(batch: Batch, start: int, stop: int) -> Batch:
     part = batch.map(lambda tensor: tensor[start:stop])
     return replace(part, captions=part.captions[start:stop] if part.captions is not None else None)
-
-
-def noise_for(seed: int, start: int, stop: int, device: torch.device | str) -> Noise:
-    """The draws of rows start … stop − 1 of a sampling call."""
-    return Noise.for_rows(key_of(seed, "sample"), 0, stop - start, device, first=start)
 
 
 @contextmanager
