@@ -37,6 +37,10 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _unheard(line: str) -> None:
+    """The first process says the same."""
+
+
 @dataclass(frozen=True)
 class Judged:
     """One stage at one checkpoint, and what the metrics found."""
@@ -109,13 +113,15 @@ def evaluate(
 
     `metrics` None takes all that apply; named ones must, unless they wait for weights that can be fetched and others ran.
     `extractors`: what metrics look through, each `NAME|FILE` (for fid, rfid, kid, is) or `METRIC=NAME|FILE`.
-    Writes RUN/evaluation.json and pictures under RUN/evaluation/.
+    Writes RUN/evaluation.json and pictures under RUN/evaluation/. Several processes judge a part of the items each; the first one
+    writes and speaks, and every one has the same numbers.
     """
     if split not in get_args(Split):
         raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
     if samples < 1 or batch < 1:
         raise InputError(f"samples={samples}, batch={batch}: both start at 1")
     folder = RunFolder.existing(run)
+    note = note if ranks.is_first() else _unheard
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     stages = Stages(folder, device_for(device))
     looking = Extractors(stages.device, read_choices(list(extractors)))
@@ -134,15 +140,17 @@ def evaluate(
                 f"{name}: the {split} split has {len(source)} items, so {len(source)} samples are judged instead of {samples}"
             )
         judge = Judge(
-            spec, task, source, stages.device, samples, run_seed, looking, stages, seed, batch, name == main, bar=True
+            spec, task, source, stages.device, samples, run_seed, looking, stages, seed, batch, name == main, bar=ranks.is_first()
         )
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
         where = f"{split}-{name}-step-{step:08d}"
-        found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
+        if ranks.is_first():
+            found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
         if judged.results:
             weights = stages.opened[f"{folder.path}/{name}"]
-            record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
+            if ranks.is_first():
+                record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
             found.judged.append(judged)
     _report(found, chosen, reasons, asked=metrics is not None)
     found.files.insert(0, folder.path / "evaluation.json")
@@ -213,7 +221,9 @@ class Judge:
         metrics = self.open(chosen, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
-        for evidence in self._evidence(needed) if metrics else ():
+        for number, evidence in enumerate(self._evidence(needed) if metrics else ()):
+            if ranks.rank() >= self.count:  # it was shown what another one judges, to be there in its reductions
+                continue
             remarks = []
             for name, metric in list(metrics.items()):
                 try:
@@ -221,7 +231,8 @@ class Judge:
                 except LeftOut as reason:
                     reasons[name].append(reason)
                     del metrics[name]
-            pictures.add(evidence, [said for said in remarks if said])
+            pictures.add(evidence, [said for said in remarks if said], number)
+        pictures = pictures.joined()
         results: dict[str, Result] = {}
         for name, metric in self._judged_by_all(metrics, reasons).items():
             try:
@@ -297,8 +308,9 @@ class Judge:
             world=ranks.world(),
         )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
-        batches = loader.fixed(self.count, self.batch)
-        for real in _shown(batches, self.name, -(-self.count // self.batch)) if self.bar else batches:
+        together = self.batch * ranks.world()
+        batches = loader.fixed(self.count, together)
+        for real in _shown(batches, self.name, -(-self.count // together)) if self.bar else batches:
             real = real.to(self.device)
             pulse.beat()
             evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
