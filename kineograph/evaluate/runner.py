@@ -140,7 +140,18 @@ def evaluate(
                 f"{name}: the {split} split has {len(source)} items, so {len(source)} samples are judged instead of {samples}"
             )
         judge = Judge(
-            spec, task, source, stages.device, samples, run_seed, looking, stages, seed, batch, name == main, bar=ranks.is_first()
+            spec,
+            task,
+            source,
+            stages.device,
+            samples,
+            run_seed,
+            looking,
+            stages,
+            seed,
+            batch,
+            name == main,
+            bar=ranks.is_first(),
         )
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
@@ -222,7 +233,7 @@ class Judge:
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
         for number, evidence in enumerate(self._evidence(needed) if metrics else ()):
-            if ranks.rank() >= self.count:  # it was shown what another one judges, to be there in its reductions
+            if ranks.data_rank() >= self.count:  # it was shown what another one judges, to be there in its reductions
                 continue
             remarks = []
             for name, metric in list(metrics.items()):
@@ -303,12 +314,12 @@ class Judge:
         loader = Loader(
             self.source,
             seed=key_of(self.run_seed, "validation") >> 1,
-            batch_size=ranks.world(),
-            rank=ranks.rank(),
-            world=ranks.world(),
+            batch_size=ranks.data_world(),
+            rank=ranks.data_rank(),
+            world=ranks.data_world(),
         )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
-        together = self.batch * ranks.world()
+        together = self.batch * ranks.data_world()
         batches = loader.fixed(self.count, together)
         for real in _shown(batches, self.name, -(-self.count // together)) if self.bar else batches:
             real = real.to(self.device)

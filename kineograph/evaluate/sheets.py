@@ -72,8 +72,11 @@ def _joined(mine: list[_Shown], most: int) -> list[_Shown]:
     """The first `most` by batch, process and row."""
     if not ranks.active():
         return mine
-    everyone = ranks.gather_json([[shown.batch, shown.caption] for shown in mine])
-    order = sorted((batch, rank, row) for rank, told in enumerate(everyone) for row, (batch, _) in enumerate(told))[:most]
+    mine = mine if ranks.leads() else []
+    everyone = ranks.all_told([[shown.batch, shown.caption] for shown in mine])
+    order = sorted((batch, rank, row) for rank, told in enumerate(everyone) for row, (batch, _) in enumerate(told))[
+        :most
+    ]
     sent = [mine[row] for _, rank, row in order if rank == ranks.rank()]
     rows = ranks.tensors_to_first([tensor for shown in sent for tensor in shown.rows])
     if not ranks.is_first():

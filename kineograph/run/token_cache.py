@@ -168,7 +168,7 @@ def fill(
         filling.run()
     finally:
         task.train(was_training)
-    told = ranks.gather_json([filling.made, filling.loader.skipped])
+    told = ranks.all_told([filling.made, filling.loader.skipped])
     made = sum(count for count, _ in told)
     if made:
         for _, skipped in told:
@@ -336,6 +336,7 @@ def _frame_mask(batch: Batch, frames: int) -> Tensor | None:
 
 def cache_run(arguments: Sequence[str], run: str | Path | None = None, note: Callable[[str], None] = say) -> list[Path]:
     """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
+    note = note if ranks.is_first() else lambda line: None
     first = RunFolder(arguments[0])
     if first.exists():
         if len(arguments) > 1:

@@ -445,7 +445,7 @@ def draw_together(
         **how,
     )
     mine = drawn[: max(0, min(rows - start, share))]
-    parts = ranks.tensors_to_first([mine])
+    parts = ranks.tensors_to_first([mine if ranks.leads() else mine[:0]])
     return torch.cat([part[0] for part in parts]) if ranks.is_first() else mine[:0]
 
 

@@ -13,13 +13,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from kineograph.core import pulse
+from kineograph.core import pulse, ranks
 from kineograph.train.cadence import logs
 from kineograph.train.config import TrainConfig
 
 PARTS = ("forward", "backward", "optimizer", "sync")
-SAMPLED = 8  # steps between two reports that are measured, at most
+SAMPLED = 2  # steps between two reports that are measured, at most
 
 
 def is_measured(config: TrainConfig, step: int) -> bool:
@@ -30,7 +31,8 @@ def is_measured(config: TrainConfig, step: int) -> bool:
 
 class StepTimes:
     def __init__(self, device: torch.device | str) -> None:
-        self._on_gpu = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
+        self._on_gpu = self._device.type == "cuda"
         self._steps: list[list[tuple[str | None, Any]]] = []  # of each measured step: what began when
         self._part: str | None = None
         self._measuring = False
@@ -42,6 +44,7 @@ class StepTimes:
         if measured:
             self._steps.append([])
             self._mark(None)
+            self.align()
         try:
             yield
         finally:
@@ -64,6 +67,13 @@ class StepTimes:
                 pulse.enter(before)
             if self._measuring:
                 self._mark(before)
+
+    def align(self) -> None:
+        """In a measured step, let all processes begin what follows at the same time: whoever comes early waits here, in `sync`, and not
+        inside the next part, where it could not be told from work. The step would wait for the last one later in any case."""
+        if self._measuring and ranks.active():
+            with self.part("sync"):
+                dist.all_reduce(torch.zeros((), device=self._device))
 
     def _mark(self, name: str | None) -> None:
         now: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()

@@ -32,6 +32,20 @@ from kineograph.train.stop import StopRequest
 Record = dict[str, Any]
 
 
+def agreed_latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> checkpoint.Checkpoint | None:
+    """The newest complete checkpoint as rank 0 finds it, for all: what one looked at again might have been pruned or damaged meanwhile."""
+    found = checkpoint.latest(folder, note) if ranks.is_first() else None
+    if not ranks.active():
+        return found
+    step = ranks.told(None if found is None else found.step)
+    if step is not None and not checkpoint.at(folder, step).path.is_dir():
+        raise InputError(
+            f"rank {ranks.rank()} does not see {checkpoint.at(folder, step).path}, which rank 0 does: the run folder must lie on a disk that "
+            "all machines share"
+        )
+    return None if step is None else checkpoint.at(folder, step)
+
+
 class Steps(Protocol):
     """Where batches come from: `steps(start, stop)` gives the micro-batches of each step, in order."""
 
@@ -75,8 +89,9 @@ class Trainer:
 
     def resume(self) -> Cursor:
         """Take up the newest complete checkpoint. → where the stage stands."""
-        checkpoint.clean(self.around.checkpoints)
-        found = checkpoint.latest(self.around.checkpoints, self.progress.note)
+        if ranks.is_first():
+            checkpoint.clean(self.around.checkpoints)
+        found = agreed_latest(self.around.checkpoints, self.progress.note)
         if found is None:
             return Cursor()
         if not found.has("optimizer"):
@@ -110,13 +125,14 @@ class Trainer:
                     with clock.paused():
                         improved = self._judge(cursor.phase, cursor.step)
                 done, cursor = cursor.phase, advance(config, cursor)
+                stopping = self.around.stop.agreed()
                 with clock.paused():
                     self.elapsed = clock.elapsed()
-                    if done == "save" or improved or self.around.stop:
+                    if done == "save" or improved or stopping:
                         self._save(cursor)
                     elif done != "train" and self.saved == cursor.step:
                         self._note_phase(cursor)
-                if self.around.stop and not finished(config, cursor):
+                if stopping and not finished(config, cursor):
                     raise self._stopped(cursor.step)
 
     def _train(self, step: int, batches: Iterator[list[Batch]], clock: Clock) -> None:
@@ -125,7 +141,7 @@ class Trainer:
         micro = self._next(batches, clock, step)
         with self.stepper.times.step(is_measured(self.config, step + 1)):
             values = self.stepper.step(step, micro)
-        clock.count(sum(map(len, micro)) * ranks.world())
+        clock.count(sum(map(len, micro)) * ranks.data_world())
         pulse.beat()
         self.progress.advance(step + 1)
         if logs(self.config, step + 1):
@@ -140,7 +156,7 @@ class Trainer:
             self._evaluate(step)
         elif phase == "sample" and self.around.show is not None:
             self.around.show(step, self.stepper)
-        elif phase == "publish" and self.around.publish is not None and self.saved == step:
+        elif phase == "publish" and self.around.publish is not None and self.saved == step and ranks.is_first():
             self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
         return False
 
@@ -150,7 +166,7 @@ class Trainer:
             with clock.waiting():
                 return next(batches)
         except RunFailed:
-            if not self.around.stop:
+            if not self.around.stop or ranks.active():  # the others are on their way into the step
                 raise
             self._save(Cursor(done))
             raise self._stopped(done) from None
@@ -257,14 +273,16 @@ class Trainer:
         """The run as it stands at `cursor`."""
         if self.saved == cursor.step:
             self._note_phase(cursor)
-        elif ranks.is_first():
-            state = {
-                "stage": self.stage,
-                "stepper": self.stepper.state(),
-                **self._position(cursor),
-                **self.around.saved,
-            }
-            checkpoint.save(self.around.checkpoints, cursor.step, self.stepper.tensors(), state)
+        else:
+            tensors = self.stepper.tensors()  # of all ranks together, where each has a part
+            if ranks.is_first():
+                state = {
+                    "stage": self.stage,
+                    "stepper": self.stepper.state(),
+                    **self._position(cursor),
+                    **self.around.saved,
+                }
+                checkpoint.save(self.around.checkpoints, cursor.step, tensors, state)
         self.saved = cursor.step
         if ranks.is_first():
             self._point_to_best()
