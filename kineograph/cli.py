@@ -453,6 +453,8 @@ def main(arguments: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    if words[:1] == ["--"]:  # what kept torchrun from taking --run for its own --run-path; some versions pass it on
+        words = words[1:]
     try:
         if not (_SHARED & set(words)) and not _speaks():  # the first process does it, and the others have nothing to do
             return
