@@ -15,6 +15,7 @@ from kineograph.run.probing import read_two
 from kineograph.run.stage_data import StageData
 from kineograph.run.tracing import READ, trace
 from kineograph.train.clock import Work
+from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import precision_for
 
 
@@ -32,7 +33,8 @@ def work_of(
     else:
         peak = peak_flops(torch.cuda.get_device_name(device), precision)
     rows = max(1, train.batch_size // train.accumulate)
-    plain = train.model_copy(update={"checkpointing": False})  # what is computed twice is no use
+    # What is computed twice is no use; and however many processes share the work, it is the same.
+    plain = train.model_copy(update={"checkpointing": False, "parallel": ParallelConfig()})
     try:
         with (
             torch.random.fork_rng(devices=[]),
