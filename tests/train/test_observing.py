@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,9 +204,16 @@ def _process(rank: int, run: str, what: str) -> None:
     dist.destroy_process_group()
 
 
+def _context() -> Any:
+    """Processes of a server that has torch at hand: they start at once."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["kineograph.run.train", "kineograph.family.cogvideox", "kineograph.codec.vqgan"])
+    return context
+
+
 def two(run: Path, what: str) -> list[int | None]:
     """Exit codes of two processes that do `what`."""
-    context = mp.get_context("spawn")
+    context = _context()
     processes = [context.Process(target=_process, args=(rank, str(run), what)) for rank in range(2)]
     for process in processes:
         process.start()
@@ -283,7 +291,7 @@ def _hold_the_interpreter(run: Path) -> None:
 
 
 def test_even_what_never_gives_the_interpreter_back_is_ended(tmp_path: Path) -> None:
-    process = mp.get_context("spawn").Process(target=_hold_the_interpreter, args=(tmp_path,))
+    process = _context().Process(target=_hold_the_interpreter, args=(tmp_path,))
     process.start()
     process.join(60)
     assert process.exitcode == 1
