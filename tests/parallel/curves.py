@@ -56,6 +56,8 @@ TASKS: dict[str, tuple[Callable[[], Task], tuple[int, ...]]] = {
     "duel": (duel, (1, 3, 2, 2)),
     "cogvideox": (cogvideox, (9, 1, 8, 8)),
     "gan": (gan, (1, 3, 16, 16)),
+    "cogvideox-3-heads": (lambda: cogvideox(heads=3), (9, 1, 8, 8)),
+    "cogvideox-lora": (lambda: cogvideox(tune="lora"), (9, 1, 8, 8)),
 }
 
 
