@@ -20,6 +20,7 @@ from kineograph.core.errors import InputError, KineoError
 
 PORT = 29400
 _START = timedelta(minutes=10)  # for all processes to come, until the config says how long one waits for another
+_A_MONTH = 30 * 24 * 3600.0  # seconds
 _FAULT = "kineograph/fault"  # in the group's store: who failed first, and with which exit code
 
 
@@ -106,6 +107,14 @@ def first_host(nodes: str) -> str:
 
 
 # The group ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """`together` for commands whose processes meet at the end: one with little to do waits for the others as long as they take."""
+    with together():
+        wait_at_most(_A_MONTH)
+        yield
 
 
 @contextmanager

@@ -155,12 +155,6 @@ class StageData:
             found = (self.source.caption(index) for index in range(min(len(self.source), VOCABULARY_CAPTIONS)))
             return list(dict.fromkeys(caption for caption in found if caption))
 
-    def prompts(self, wanted: list[str] | str, count: int) -> list[str] | None:
-        """The prompts that training samples show; None where nothing has a caption."""
-        if isinstance(wanted, list):
-            return wanted[:count]
-        return self.pictures(count).captions
-
 
 def workers_for(train: TrainConfig) -> int:
     if train.workers != "auto":
