@@ -57,6 +57,16 @@ class _Gather(torch.autograd.Function):
         return total.chunk(world())[rank()]
 
 
+def from_first(value: int) -> int:
+    """The first process's number, for all."""
+    if not active():
+        return value
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    told = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.broadcast(told, 0)
+    return int(told)
+
+
 def barrier() -> None:
     if active():
         dist.barrier()

@@ -24,6 +24,7 @@ from kineograph.train import checkpoint
 from kineograph.train.cadence import Cursor, Phase, advance, finished, is_snapshot, logs, settle
 from kineograph.train.clock import Clock
 from kineograph.train.progress import Progress
+from kineograph.train.saver import Saver
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 
@@ -67,11 +68,13 @@ class Trainer:
         self.best = math.inf
         self.best_step: int | None = None
         self.elapsed = 0.0  # seconds of training before this process took over
+        self.saver = Saver(around.checkpoints)
 
     def resume(self) -> Cursor:
         """Take up the newest complete checkpoint. → where the stage stands."""
-        checkpoint.clean(self.around.checkpoints)
-        found = checkpoint.latest(self.around.checkpoints, self.progress.note)
+        if ranks.is_first():
+            checkpoint.clean(self.around.checkpoints)
+        found = checkpoint.agreed(self.around.checkpoints, self.progress.note)
         if found is None:
             return Cursor()
         if not found.has("optimizer"):
@@ -84,12 +87,16 @@ class Trainer:
         self.saved = found.step
         self.best = math.inf if state["best"] is None else state["best"]
         self.best_step = state["best_step"]
-        self._point_to_best()  # a kill may have come between a save and its pointer
+        self._point_to_best(self.best_step, self.best)  # a kill may have come between a save and its pointer
         self.elapsed = state["elapsed"]
         return settle(self.config, Cursor(found.step, found.phase))
 
     def fit(self, cursor: Cursor) -> None:
         """Train from `cursor` to the end; every way out of here has saved what was made."""
+        with self.saver:
+            self._fit(cursor)
+
+    def _fit(self, cursor: Cursor) -> None:
         config = self.config
         self.stepper.task.train()
         if config.save_first and cursor == Cursor():
@@ -98,6 +105,7 @@ class Trainer:
         with self.progress.shown(cursor.step):
             batches = self.data.steps(cursor.step, config.steps)
             while not finished(config, cursor):
+                self.saver.check()
                 improved = False
                 if cursor.phase == "train":
                     self._train(cursor.step, batches, clock)
@@ -132,6 +140,7 @@ class Trainer:
         elif phase == "sample" and self.around.show is not None:
             self.around.show(step, self.stepper)
         elif phase == "publish" and self.around.publish is not None and self.saved == step:
+            self.saver.wait()
             self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
         return False
 
@@ -210,14 +219,15 @@ class Trainer:
         told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         self.progress.note(f"{self.stage}  step {done}  {told}")
 
-    def _point_to_best(self) -> None:
+    def _point_to_best(self, step: int | None, loss: float) -> None:
         """best.json says what the checkpoint knows."""
         pointer = checkpoint.best(self.around.checkpoints) or {}
-        if not ranks.is_first() or self.best_step is None or pointer.get("step") == self.best_step:
+        if not ranks.is_first() or step is None or pointer.get("step") == step:
             return
-        kept = checkpoint.steps(self.around.checkpoints)
-        if self.best_step in kept:  # a run that was taken up from elsewhere may have left its best there
-            checkpoint.set_best(self.around.checkpoints, self.best_step, self.best)
+        if step in checkpoint.steps(
+            self.around.checkpoints
+        ):  # a run that was taken up from elsewhere may have left its best there
+            checkpoint.set_best(self.around.checkpoints, step, loss)
 
     def _position(self, cursor: Cursor) -> dict[str, Any]:
         """What changes from phase to phase of one step."""
@@ -230,26 +240,28 @@ class Trainer:
         }
 
     def _note_phase(self, cursor: Cursor) -> None:
-        """The weights of this step are saved: only where the run stands is new."""
-        if ranks.is_first():
-            checkpoint.update(self.around.checkpoints, cursor.step, self._position(cursor))
+        """The weights of this step are saved, or being saved: only where the run stands is new."""
+        position = self._position(cursor)
+        self.saver.then(lambda: checkpoint.update(self.around.checkpoints, cursor.step, position))
 
     def _save(self, cursor: Cursor) -> None:
         """The run as it stands at `cursor`."""
         if self.saved == cursor.step:
             self._note_phase(cursor)
-        elif ranks.is_first():
+        else:
             state = {
                 "stage": self.stage,
                 "stepper": self.stepper.state(),
                 **self._position(cursor),
                 **self.around.saved,
             }
-            checkpoint.save(self.around.checkpoints, cursor.step, self.stepper.tensors(), state)
+            self.saver.save(cursor.step, self.stepper.tensors(), state)
         self.saved = cursor.step
-        if ranks.is_first():
-            self._point_to_best()
-            checkpoint.prune(
-                self.around.checkpoints, self.config.keep_last, cursor.step, lambda step: is_snapshot(self.config, step)
-            )
-        ranks.barrier()
+        best = self.best_step, self.best  # as they are now: training goes on
+        self.saver.then(lambda: self._tidy(cursor.step, *best))
+
+    def _tidy(self, step: int, best_step: int | None, best: float) -> None:
+        """Once step `step` lies on disk: which is the best, and which are no longer kept."""
+        self._point_to_best(best_step, best)
+        folder, config = self.around.checkpoints, self.config
+        checkpoint.prune(folder, config.keep_last, step, lambda other: is_snapshot(config, other))
