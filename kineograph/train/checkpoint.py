@@ -71,9 +71,18 @@ class Checkpoint:
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Of whole tensors, without reading them."""
-        from kineograph.train import sharded
+        file = self.path / f"{name}{_SUFFIX}"
+        if self.is_sharded:
+            from kineograph.train import sharded
 
-        return sharded.shapes(self._files(name))
+            return sharded.shapes(self.path / name)
+        with safe_open(file, framework="pt") as opened:
+            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118  not a dict
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several processes wrote it, each its part."""
+        return (self.path / "model").is_dir()
 
     def has(self, name: str) -> bool:
         return bool(self._files(name))

@@ -114,7 +114,7 @@ class Saver:
 
 def _whole(value: Tensor) -> Tensor:
     """A lone process holds everything, also where a mesh of one has wrapped it."""
-    return value.detach().to_local() if hasattr(value, "to_local") else value.detach()  # type: ignore[operator]
+    return value.to_local().detach() if hasattr(value, "to_local") else value.detach()
 
 
 # Many processes --------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
         needed = _agree(group, lambda: checkpoint.prepare(folder, step) if ranks.is_first() else True)[0]
         if not needed:
             return
-        own = {}
+        own: dict[str, Path] = {}
         for name, parts in staged.items():
             own |= {f"{name}/{path.name}": path for path in sharded.write(temporary / name, parts, group)}
         files = _agree(group, lambda: {name: checkpoint.fingerprint(path) for name, path in own.items()})
@@ -149,11 +149,7 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
 
 
 def _reason(error: Exception) -> str:
-    """DCP wraps what went wrong where, by ranks; gloo tells a lost process in its own words."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (cause, _) = next(iter(failures.items()))
-        return f"process {rank}: {cause}"
+    """A lost process is told in gloo's words."""
     return str(error) if isinstance(error, _Elsewhere | OSError) else f"{type(error).__name__}: {error}"
 
 

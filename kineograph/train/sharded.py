@@ -47,7 +47,7 @@ def part_of(value: Tensor) -> Part:
     if not isinstance(value, DTensor):
         return Part(value.detach(), (0,) * value.ndim, tuple(value.shape))
     _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return Part(value.detach().to_local(), tuple(offsets), tuple(value.shape))
+    return Part(value.to_local().detach(), tuple(offsets), tuple(value.shape))
 
 
 def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -111,23 +111,26 @@ def _item(name: str, part: Part) -> WriteItem:
 def write(folder: Path, parts: Mapping[str, Part], group: Any) -> list[Path]:
     """Write the parts of all processes of `group` (one that speaks on the host), flushed to disk. → the files that this process wrote."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(dict(parts), storage_writer=writer, planner=_Plan(), process_group=group)
+    try:
+        dcp.save(dict(parts), storage_writer=writer, planner=_Plan(), process_group=group)
+    except dcp.CheckpointException as error:  # on all processes, whichever failed; not an Exception
+        failed, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"process {failed}: {cause}") from None
     return sorted(folder.glob(f"shard-{ranks.rank() + 1:05d}-*{SUFFIX}"))
 
 
-def shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of whole tensors, from the headers alone."""
-    if len(files) == 1 and not files[0].name.startswith("shard-"):
-        with safe_open(files[0], framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
-    found = HuggingFaceStorageReader(str(files[0].parent)).read_metadata().state_dict_metadata
-    return {name: tuple(entry.size) for name, entry in found.items()}  # type: ignore[union-attr]
+    return {name: tuple(entry.size) for name, entry in _saved(folder).items()}
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    return dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
 
 
 def read(folder: Path) -> dict[str, Tensor]:
     """Whole tensors, put together from all parts."""
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    whole = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}  # type: ignore[union-attr]
+    whole = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in _saved(folder).items()}
     fill(folder, whole)
     return whole
 
