@@ -61,13 +61,16 @@ def die() -> None:
 def warm() -> None:
     """Import what a life needs, once."""
     import torch
+    import torch._dynamo
 
     import kineograph.cli
     import kineograph.run.train
     import kineograph.train.sharded
     import tests.torture.tiny  # noqa: F401
+    from kineograph.run.show import Show
 
     torch.set_num_threads(1)
+    Show.curves = lambda self: None  # type: ignore[method-assign]  # most of a tiny run's time would be its picture
 
 
 def start(
