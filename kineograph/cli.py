@@ -80,10 +80,12 @@ def train(
             )
         check(what or [], run, resume)  # type: ignore[arg-type]
         return
+    from kineograph.run.launch import speaks
     from kineograph.run.train import train as run_training
 
     folder = run_training(what or [], run=run, resume=resume, resume_from=resume_from or ())  # type: ignore[arg-type]
-    print(f"done: {folder}")
+    if speaks():
+        print(f"done: {folder}")
 
 
 @app.command()
@@ -448,7 +450,8 @@ def _report(error: Any) -> None:
     from kineograph.core.errors import KineoError
 
     if isinstance(error, KineoError):
-        print(error if error.exit_code == 75 else f"error: {error}", file=sys.stderr)
+        if str(error):  # else another process has said it
+            print(error if error.exit_code == 75 else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     if type(error).__name__ == "OutOfMemoryError":
         print(

@@ -50,14 +50,15 @@ class StageData:
     def loader(self, source: Source | None = None) -> Loader:
         """Batches of `source` (by default the training source) as training reads them."""
         train = self.stage.train
+        rank, world = train.parallel.data_place(ranks.rank(), ranks.world())
         return Loader(
             source if source is not None else self.source,
             seed=self.seed,
             batch_size=train.batch_size,
             accumulate=train.accumulate,
             workers=workers_for(train),
-            rank=ranks.rank(),
-            world=ranks.world(),
+            rank=rank,
+            world=world,
             pin=torch.cuda.is_available(),
             timeout=train.timeout,
             max_unreadable=self.stage.spec.data.max_unreadable,
@@ -65,13 +66,14 @@ class StageData:
 
     def validation_loader(self) -> Loader:
         train = self.stage.train
+        rank, world = train.parallel.data_place(ranks.rank(), ranks.world())
         return Loader(
             self.validation,
             seed=key_of(self.seed, "validation") >> 1,
             batch_size=train.batch_size,
             workers=0,
-            rank=ranks.rank(),
-            world=ranks.world(),
+            rank=rank,
+            world=world,
             timeout=train.timeout,
         )
 
@@ -164,7 +166,7 @@ def workers_for(train: TrainConfig) -> int:
     if train.workers != "auto":
         return train.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores // 2)
+    return min(8, cores // 2 // ranks.local_world())
 
 
 def open_data(

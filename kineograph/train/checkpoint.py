@@ -289,12 +289,16 @@ def agreed(folder: Path, note: Callable[[str], None] = lambda line: None) -> Che
     found = latest(folder, note) if ranks.is_first() else None
     if not ranks.active():
         return found
-    step = ranks.from_first(-1 if found is None else found.step)
-    for other in steps(folder):
-        if not ranks.is_first() and other >= step:
+    step = ranks.told(None if found is None else found.step)
+    if step is not None and not at(folder, step).path.is_dir():
+        raise InputError(
+            f"rank {ranks.rank()} does not see {at(folder, step).path}, which rank 0 does: the run folder must lie on a disk that all machines share"
+        )
+    for other in steps(folder) if not ranks.is_first() else ():
+        if step is None or other >= step:
             path = at(folder, other).path
             _judged[path.resolve(), _signature(path)] = None if other == step else "the first process found it damaged"
-    return at(folder, step) if step >= 0 else None
+    return None if step is None else at(folder, step)
 
 
 def choose(folder: Path, which: str | int = "last") -> Checkpoint:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from kineograph.core.config import Config
+from kineograph.train.parallel import ParallelConfig
 
 
 class EmaConfig(Config):
@@ -101,6 +102,8 @@ class TrainConfig(PlayerConfig):
     """Data worker processes; 0 reads in the training process; auto: half the cores, at most 8."""
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for data (or another process) before giving up."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How processes share the work: replicate, shard, hybrid, or a mapping."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     wandb: WandbConfig = WandbConfig()
     log_checkpoints: bool = False

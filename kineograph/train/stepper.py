@@ -23,6 +23,8 @@ from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
 from kineograph.train.optim import LossScale, Optimizer, rate_at
+from kineograph.train.parallel import Layout
+from kineograph.train.reduction import Reduction, Replicated
 
 
 def precision_for(wanted: str, device: torch.device) -> str:
@@ -108,6 +110,7 @@ class Stepper:
             torch.backends.cudnn.benchmark = (
                 True  # shapes repeat step after step: let cuDNN find its fastest kernels once
             )
+        self.layout = Layout(config.parallel, self.device, config.timeout)
         self.task = task.to(self.device)
         self.config = config
         self.seed = seed
@@ -134,6 +137,20 @@ class Stepper:
             compile_parts(task, self.graphs)
             for stage in task.stages.values():  # frozen, but asked in every step
                 compile_parts(stage, graphs=False)
+        self._join()
+
+    def _join(self) -> None:
+        """Choose how gradients of several processes come together."""
+        self.replicated: Replicated | None = None
+        self.reductions: dict[str, list[Reduction]] = {name: [] for name in self.task.players}
+        parallel = self.config.parallel
+        if not self.layout:
+            return
+        if len(self.task.players) == 1:
+            self.replicated = Replicated(self.task, parallel.bucket_mb, parallel.find_unused)
+            return
+        for name, parameters in self.parameters.items():
+            self.reductions[name].append(Reduction(parameters.values(), parallel.bucket_mb))
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
@@ -141,14 +158,16 @@ class Stepper:
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
         for name in joined:
-            count = ranks.sum_(joined[name].total_count())
+            found, count = joined[name].everywhere()
             divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
+            if self.layout:  # gradients of several processes are means over them
+                divisor = divisor / self.layout.data_world
             norm, skipped = self.optimizers[name].step(rate_at(self.players[name], step, self.config.steps), divisor)
             overflow = torch.maximum(overflow, skipped)
             if name in self.averages:
                 self.averages[name].update(step + 1)
-            values |= joined[name].values("" if name == self.task.players[0] else f"{name}/")
-            values["gradient_norm" if name == self.task.players[0] else f"{name}/gradient_norm"] = norm
+            prefix = "" if name == self.task.players[0] else f"{name}/"
+            values |= {prefix + term: value for term, value in found.items()} | {f"{prefix}gradient_norm": norm}
         if self.scale:
             self.scale.update(overflow)
         self.skipped = self.skipped + overflow
@@ -157,15 +176,33 @@ class Stepper:
 
     def gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _Joined]:
         """Add the gradients of these micro-batches to the parameters of every player that plays. → each one's losses."""
-        torch.manual_seed(key_of(self.seed, step, "torch") >> 1)  # dropout, revival of dead codes
+        # Dropout, revival of dead codes. Each data rank has its own; those who hold one model together have the same.
+        apart = (ranks.data_rank(),) if ranks.data_rank() else ()
+        torch.manual_seed(key_of(self.seed, step, "torch", *apart) >> 1)
         if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
         playing = [name for name in self.task.players if self.task.plays(name, step)]
         joined: dict[str, _Joined] = {name: _Joined() for name in playing}
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             batch = batch.to(self.device)
-            self._accumulate(playing, batch, Noise(self.seed, step, batch.slots), joined)
+            noise = Noise(self.seed, step, batch.slots)
+            if self.replicated is not None and playing:
+                with self.replicated.unless(number == len(batches)):
+                    with autocast(self.precision, self.device):
+                        loss = self.replicated.loss(batch, noise)
+                    self._backward(loss)
+                joined[playing[0]].add(loss)
+            else:
+                self._accumulate(playing, batch, noise, joined)
+        for name in playing:
+            for reduction in self.reductions[name]:
+                reduction()
         return joined
+
+    def _backward(self, loss: Loss, retain_graph: bool = False) -> None:
+        # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
+        total = loss.total.sum / self.config.batch_size
+        (total * self.scale.value if self.scale else total).backward(retain_graph=retain_graph)
 
     def _accumulate(self, playing: list[str], batch: Batch, noise: Noise, joined: dict[str, _Joined]) -> None:
         """Add one micro-batch's gradients to every playing player."""
@@ -177,9 +214,7 @@ class Stepper:
             self._wake([name])
             with autocast(self.precision, self.device):
                 loss = self.task.loss(name, shared)
-            # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
-            total = loss.total.sum / self.config.batch_size
-            (total * self.scale.value if self.scale else total).backward(retain_graph=name != playing[0])
+            self._backward(loss, retain_graph=name != playing[0])
             joined[name].add(loss)
         self._wake(playing)
 
@@ -273,13 +308,9 @@ class _Joined:
             self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.counts[name] = self.counts[name] + count if name in self.counts else count
 
-    def total_count(self) -> Tensor:
-        return self.counts["loss"].clone()
-
-    def values(self, prefix: str) -> dict[str, Tensor]:
-        """Global means: of all micro-batches and ranks."""
-        if ranks.active():
-            names = list(self.sums)
-            both = ranks.sum_(torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names]))
-            return {prefix + name: both[i] / both[len(names) + i] for i, name in enumerate(names)}
-        return {prefix + name: self.sums[name] / self.counts[name] for name in self.sums}
+    def everywhere(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Means over all micro-batches and ranks, and the count of the loss."""
+        names = list(self.sums)
+        both = ranks.sum_(torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names]))
+        found = {name: both[i] / both[len(names) + i] for i, name in enumerate(names)}
+        return found, both[len(names) + names.index("loss")]

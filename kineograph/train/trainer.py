@@ -113,20 +113,21 @@ class Trainer:
                     with clock.paused():
                         improved = self._judge(cursor.phase, cursor.step)
                 done, cursor = cursor.phase, advance(config, cursor)
+                stopping = self.around.stop.agreed()
                 with clock.paused():
                     self.elapsed = clock.elapsed()
-                    if done == "save" or improved or self.around.stop:
+                    if done == "save" or improved or stopping:
                         self._save(cursor)
                     elif done != "train" and self.saved == cursor.step:
                         self._note_phase(cursor)
-                if self.around.stop and not finished(config, cursor):
+                if stopping and not finished(config, cursor):
                     raise self._stopped(cursor.step)
 
     def _train(self, step: int, batches: Iterator[list[Batch]], clock: Clock) -> None:
         """Make the update from `step` to `step` + 1."""
         micro = self._next(batches, clock, step)
         values = self.stepper.step(step, micro)
-        clock.count(sum(map(len, micro)) * ranks.world())
+        clock.count(sum(map(len, micro)) * ranks.data_world())
         self.progress.advance(step + 1)
         if logs(self.config, step + 1):
             self._log(step + 1, values, clock)
@@ -139,7 +140,7 @@ class Trainer:
             self._evaluate(step)
         elif phase == "sample" and self.around.show is not None:
             self.around.show(step, self.stepper)
-        elif phase == "publish" and self.around.publish is not None and self.saved == step:
+        elif phase == "publish" and self.around.publish is not None and self.saved == step and ranks.is_first():
             self.saver.wait()
             self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
         return False
@@ -150,7 +151,7 @@ class Trainer:
             with clock.waiting():
                 return next(batches)
         except RunFailed:
-            if not self.around.stop:
+            if not self.around.stop or ranks.active():  # the others are on their way into the step
                 raise
             self._save(Cursor(done))
             raise self._stopped(done) from None
