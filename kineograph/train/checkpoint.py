@@ -133,35 +133,35 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], s
 
 def write(folder: Path, step: int, tensors: Mapping[str, dict[str, Tensor]], state: str) -> None:
     """The same from tensors on the host that share no memory."""
+    temporary = None
     try:
-        if prepare(folder, step):
-            temporary = temporary_for(folder, step)
+        temporary = prepare(folder, step)
+        if temporary is not None:
             for name, group in tensors.items():
                 save_file(group, temporary / f"{name}{_SUFFIX}")
-            commit(folder, step, state, {path.name: fingerprint(path) for path in sorted(temporary.iterdir())})
+            commit(temporary, step, state, {path.name: fingerprint(path) for path in sorted(temporary.iterdir())})
     except (OSError, SafetensorError) as error:
-        raise cannot_save(folder, step, error) from error
+        raise cannot_save(folder, step, temporary, error) from error
 
 
-def temporary_for(folder: Path, step: int) -> Path:
-    """Where a checkpoint lies until it is complete."""
-    return folder / f".writing-step-{step:08d}"
+def prepare(folder: Path, step: int) -> Path | None:
+    """An empty place to write to, until the checkpoint is complete; None where it is there already: the same step gives the same state.
 
-
-def prepare(folder: Path, step: int) -> bool:
-    """An empty place to write to. → False where the checkpoint is there already: the same step gives the same state."""
-    target, temporary = at(folder, step).path, temporary_for(folder, step)
+    The place bears this process's number: one that outlived its killed fellows may still write to theirs.
+    """
+    target = at(folder, step).path
+    temporary = folder / f".writing-{target.name}-{os.getpid()}"
     if target.exists() and problem(target) is None:
-        return False
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    return True
+    return temporary
 
 
-def commit(folder: Path, step: int, state: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+def commit(temporary: Path, step: int, state: str, files: Mapping[str, Mapping[str, Any]]) -> None:
     """All tensors lie in the temporary place, with these fingerprints: add the state and the manifest, then the name."""
-    target, temporary = at(folder, step).path, temporary_for(folder, step)
+    folder, target = temporary.parent, at(temporary.parent, step).path
     (temporary / "state.json").write_text(state, encoding="utf-8")
     listed = {**files, "state.json": fingerprint(temporary / "state.json")}
     nested = {str(Path(name).parent) for name in files} - {"."}
@@ -178,9 +178,9 @@ def commit(folder: Path, step: int, state: str, files: Mapping[str, Mapping[str,
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def cannot_save(folder: Path, step: int, error: BaseException | str) -> RunFailed:
-    if ranks.is_first():
-        shutil.rmtree(temporary_for(folder, step), ignore_errors=True)
+def cannot_save(folder: Path, step: int, temporary: Path | None, error: BaseException | str) -> RunFailed:
+    if temporary is not None and ranks.is_first():
+        shutil.rmtree(temporary, ignore_errors=True)
     return RunFailed(
         f"cannot save {at(folder, step).path}: {error}; make room or permission and run the same command to go on from the last checkpoint"
     )

@@ -124,11 +124,12 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
     """All processes of `group`: each its parts, the first one the rest, after all."""
     from kineograph.train import sharded
 
-    temporary = checkpoint.temporary_for(folder, step)
+    temporary: Path | None = None
     try:
-        needed = _agree(group, lambda: checkpoint.prepare(folder, step) if ranks.is_first() else True)[0]
-        if not needed:
+        place = _agree(group, lambda: str(checkpoint.prepare(folder, step) or "") if ranks.is_first() else "")[0]
+        if not place:
             return
+        temporary = Path(place)
         own: dict[str, Path] = {}
         for name, parts in staged.items():
             own |= {f"{name}/{path.name}": path for path in sharded.write(temporary / name, parts, group)}
@@ -141,11 +142,11 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
                 if position[0]:  # of a stream, the process that is furthest behind decides: rather twice than never
                     state["data"] = {key: min(found[key] for found in position) for key in position[0]}
                 listed = {name: entry for part in files for name, entry in part.items()}
-                checkpoint.commit(folder, step, json.dumps(state, ensure_ascii=False), listed)
+                checkpoint.commit(Path(place), step, json.dumps(state, ensure_ascii=False), listed)
 
         _agree(group, commit)
     except Exception as error:
-        raise checkpoint.cannot_save(folder, step, _reason(error)) from error
+        raise checkpoint.cannot_save(folder, step, temporary, _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

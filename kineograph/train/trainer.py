@@ -101,6 +101,7 @@ class Trainer:
         self.stepper.task.train()
         if config.save_first and cursor == Cursor():
             self._save(cursor)
+            self.saver.wait()  # data workers may be forked next: no thread should be in the middle of something
         clock = Clock(self.elapsed)
         with self.progress.shown(cursor.step):
             batches = self.data.steps(cursor.step, config.steps)

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from tests.torture import judging, lives
-from tests.torture.tiny import write_config
+from tests.torture.tiny import CONFIG, write_config
 
-STAGES = ["duel", "toy"]
+STAGES = list(CONFIG["stages"])
+STEPS = CONFIG["train"]["steps"]
 LIVES = 6  # of one run that are killed, before one that is not
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layout:
     """How many processes train, and how they share the work."""
 
     name: str
     world: int
-    words: list[str] = field(default_factory=list)
+    words: tuple[str, ...] = ()
 
     def environment(self) -> list[dict[str, str]]:
         if self.world == 1:
@@ -64,7 +65,12 @@ class Tally:
 
 
 def train_once(
-    config: Path, run: Path, layout: Layout, log: Path, death: lives.Death | None = None, rng: random.Random | None = None
+    config: Path,
+    run: Path,
+    layout: Layout,
+    log: Path,
+    death: lives.Death | None = None,
+    rng: random.Random | None = None,
 ) -> lives.Life:
     """One life of the run: all processes of the layout. A death meets one of them, or at a moment perhaps all."""
     log.unlink(missing_ok=True)
@@ -129,7 +135,9 @@ def torture(
         else:  # kept, to be looked at
             tell(f"{tally.name}: {tally.wrong[-1]} ({run})")
         tally.seconds = time.monotonic() - began
-        tell(f"{tally.name}: {tally.kills} kills, {tally.continuations} continuations, {len(tally.wrong)} wrong, {tally.seconds:.0f} s")
+        tell(
+            f"{tally.name}: {tally.kills} kills, {tally.continuations} continuations, {len(tally.wrong)} wrong, {tally.seconds:.0f} s"
+        )
     return tally
 
 
@@ -142,9 +150,12 @@ def _one_run(
     killed = 0
     for number in range(LIVES + 1):
         layout = rng.choice(layouts)
-        death = lives.random_death(rng, seconds, touches, layout.world) if number < LIVES else None
+        left = 1 - sum(saved.values()) / (len(STAGES) * STEPS)
+        death = lives.random_death(rng, seconds, touches, left, layout.world) if number < LIVES else None
         life = train_once(config, run, layout, log, death, rng)
-        text = f"life {number + 1} of {run.name}, {layout.name}, killed {death}" if death else f"last life of {run.name}"
+        text = (
+            f"life {number + 1} of {run.name}, {layout.name}, killed {death}" if death else f"last life of {run.name}"
+        )
         found, wrong = judging.curve(run)
         wrong += judging.differences(found, expected, tally.tolerance)
         now = judging.saved_steps(run, STAGES)

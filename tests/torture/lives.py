@@ -65,7 +65,7 @@ def warm() -> None:
 
     import kineograph.cli
     import kineograph.run.train
-    import kineograph.train.sharded
+    import kineograph.train.sharded  # noqa: F401
     import tests.torture.tiny  # noqa: F401
     from kineograph.run.show import Show
 
@@ -189,11 +189,12 @@ def wait(children: list[int], log: Path, kill_at: float | None = None, victims: 
                 time.monotonic() - began, hung)  # fmt: skip
 
 
-def random_death(rng: random.Random, seconds: float, touches: int, world: int = 1) -> Death:
+def random_death(rng: random.Random, seconds: float, touches: int, left: float = 1.0, world: int = 1) -> Death:
+    """Somewhere in a life that takes `seconds` and `touches` files when the whole run is still to be made; `left` of it is."""
     way = rng.choice(["moment", "touch", "save"])
     if way == "moment":
-        return Death("moment", seconds=rng.uniform(0, seconds))
+        return Death("moment", seconds=rng.uniform(0, seconds * max(0.4, left)))
     if way == "touch":
-        return Death("touch", nth=rng.randint(1, touches))
-    place = rng.choice(ALONE if world == 1 else TOGETHER)
-    return Death("save", seconds=rng.choice([0.0, rng.uniform(0, 0.004)]), nth=rng.randint(1, 6), place=place)
+        return Death("touch", nth=rng.randint(1, max(20, round(touches * left))))
+    nth = rng.randint(1, max(2, round(10 * left)))
+    return Death("save", rng.choice([0.0, rng.uniform(0, 0.004)]), nth, rng.choice(ALONE if world == 1 else TOGETHER))
