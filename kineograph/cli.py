@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -435,6 +436,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; an error for a person is one plain message on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    if not debug and "WORLD_SIZE" in os.environ:  # before torch is imported: every process would repeat its advice
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = [word for word in words if word != "--debug"]
     try:
         app(args=words, prog_name="kineo", standalone_mode=True)

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kineograph.train.config import EmaConfig
+from kineograph.train.pieces import local
 
 
 class Ema:
@@ -17,17 +19,19 @@ class Ema:
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: EmaConfig) -> None:
         self.config = config
         self.parameters = dict(parameters)
-        self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
+        # What lies here of each: all of it, or this process's part.
+        self.parts = {name: local(p.detach()) if isinstance(p, DTensor) else p for name, p in self.parameters.items()}
+        self.average = {name: part.detach().clone() for name, part in self.parts.items()}
         self.updates = 0
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """After the optimizer made step `step`."""
         if step <= self.config.start:
-            torch._foreach_copy_(list(self.average.values()), list(self.parameters.values()))
+            torch._foreach_copy_(list(self.average.values()), list(self.parts.values()))
         elif step % self.config.every == 0:
             self.updates += 1
-            torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), 1 - self.decay)
+            torch._foreach_lerp_(list(self.average.values()), list(self.parts.values()), 1 - self.decay)
 
     @property
     def decay(self) -> float:
@@ -38,6 +42,7 @@ class Ema:
         return dict(self.average)
 
     def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
+        """Parts, as `state` gives them."""
         for name, value in self.average.items():
             value.copy_(weights[name])
         self.updates = updates
@@ -45,7 +50,7 @@ class Ema:
 
 @contextmanager
 def averaged(averages: list[Ema]) -> Iterator[None]:
-    """Inside, the parameters hold their averages. Storage is swapped, not copied."""
+    """Inside, the parameters hold their averages. Storage is swapped, not copied, where a parameter lies in one process."""
     _swap(averages)
     try:
         yield
@@ -56,4 +61,9 @@ def averaged(averages: list[Ema]) -> Iterator[None]:
 def _swap(averages: list[Ema]) -> None:
     for ema in averages:
         for name, p in ema.parameters.items():
-            p.data, ema.average[name] = ema.average[name], p.data
+            if isinstance(p, DTensor):  # FSDP2 gathers from the memory that it gave the part
+                held = ema.parts[name].clone()
+                ema.parts[name].copy_(ema.average[name])
+                ema.average[name].copy_(held)
+            else:
+                p.data, ema.average[name] = ema.average[name], p.data

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
 from kineograph.train.config import PlayerConfig
+from kineograph.train.pieces import WHOLE, Piece, local, local_parameter, total_norm
 
 
 def rate_at(config: PlayerConfig, step: int, steps: int) -> float:
@@ -30,11 +31,20 @@ class Optimizer:
     non-finite gradient turns the update into nothing there too, so the host never waits for the device.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: PlayerConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: PlayerConfig, pieces: Mapping[str, Piece] | None = None
+    ) -> None:
+        """`pieces` says of which parameters this process holds a part only; those parts are what is moved here."""
         self.config = config
         self.parameters = dict(parameters)
-        decays = {name: p for name, p in self.parameters.items() if p.ndim >= 2 and not getattr(p, "no_decay", False)}
-        vectors = {name: p for name, p in self.parameters.items() if name not in decays}
+        self.pieces = {name: (pieces or {}).get(name, WHOLE) for name in self.parameters}
+        self.parts = {name: local_parameter(p) for name, p in self.parameters.items()}
+        decays = {
+            name: self.parts[name]
+            for name, p in self.parameters.items()
+            if p.ndim >= 2 and not getattr(p, "no_decay", False)
+        }
+        vectors = {name: p for name, p in self.parts.items() if name not in decays}
         groups = [
             {"params": list(decays.values()), "weight_decay": config.weight_decay},
             {"params": list(vectors.values()), "weight_decay": 0.0},
@@ -45,8 +55,11 @@ class Optimizer:
 
     def step(self, rate: float, divisor: Tensor) -> tuple[Tensor, Tensor]:
         """Update with gradients / divisor, clipped. → gradient norm, and 1.0 where the update was skipped (0-d, on device)."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) / divisor
+        found = {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        for name, gradient in found.items():
+            if self.parts[name] is not self.parameters[name]:
+                self.parts[name].grad = gradient
+        norm = total_norm(list(found.values()), [self.pieces[name] for name in found]) / divisor
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         if self.config.clip is not None:
             divisor = divisor * torch.clamp(norm / self.config.clip, min=1.0)
@@ -57,29 +70,32 @@ class Optimizer:
         self.adamw.found_inf = skipped  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
+        for p in self.parameters.values():
+            p.grad = None
         return norm, skipped
 
     @property
     def moment_bytes(self) -> int:
         """Of the moments that the first step makes: two for each parameter, of its own type."""
-        return 2 * sum(p.numel() * p.element_size() for p in self.parameters.values())
+        return 2 * sum(p.numel() * p.element_size() for p in self.parts.values())
 
     def state(self) -> dict[str, Tensor]:
-        """`exp_avg.<parameter>` and so on."""
+        """`exp_avg.<parameter>` and so on, as parts."""
         return {
             f"{kind}.{name}": value
-            for name, p in self.parameters.items()
+            for name, p in self.parts.items()
             for kind, value in self.adamw.state.get(p, {}).items()
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """Parts, as `state` gives them."""
         names = {key.partition(".")[2] for key in state}
         if not names <= self.parameters.keys():
             raise InputError(
                 f"the saved optimizer has moments of {sorted(names - self.parameters.keys())[:3]}, which this task does not train"
             )
         for name in names:
-            p = self.parameters[name]
+            p = self.parts[name]
             kinds = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
             # `step` is a float32 scalar on the parameter's device, as the fused kernel wants it.
             self.adamw.state[p] = {kind: value.to(p.device) for kind, value in kinds.items()}

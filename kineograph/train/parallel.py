@@ -48,8 +48,8 @@ class ParallelConfig(Config):
     """Processes over which the tokens of a clip are cut; they see the same batch, and attention is exchanged over heads."""
     bucket_mb: float = Field(25.0, gt=0)
     """MiB of gradients that are reduced at once, while the backward pass goes on (replicate)."""
-    find_unused: bool = False
-    """replicate: look in each step for parameters that took no part; for a Task of your own in which that happens."""
+    find_unused: bool = True
+    """replicate: look in each step for parameters that took no part (a null caption where none was dropped). false: faster where all do."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,6 +79,11 @@ class ParallelConfig(Config):
     def together(self) -> int:
         """Processes that hold one model and see one batch."""
         return self.tensor * self.sequence
+
+    @property
+    def speaks_inside(self) -> bool:
+        """Whether processes exchange something inside the forward pass."""
+        return self.layout != "replicate" or self.together > 1
 
     def sizes(self, world: int, local_world: int = 0) -> Sizes:
         """The mesh for so many processes."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kineograph.core.batch import Batch
+from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Task
 
@@ -46,10 +47,18 @@ class Replicated:
             )
 
     def loss(self, batch: Batch, noise: Noise) -> Loss:
-        return self.module(batch, noise)
+        try:
+            return self.module(batch, noise)
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise ConfigError(
+                "train.parallel.find_unused=false: some parameters took no part in the last step, and the others wait for their gradients; "
+                "set it to true"
+            ) from None
 
-    def unless(self, last: bool) -> AbstractContextManager[Any]:
-        """Around each micro-batch: only the last one reduces."""
+    def last_of(self, last: bool) -> AbstractContextManager[Any]:
+        """Around each micro-batch: only the last of a step reduces."""
         return nullcontext() if last else self.module.no_sync()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from kineograph.core import ranks
@@ -24,7 +25,11 @@ from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
 from kineograph.train.optim import LossScale, Optimizer, rate_at
 from kineograph.train.parallel import Layout
+from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded, local
 from kineograph.train.reduction import Reduction, Replicated
+from kineograph.train.sequence import spread_sequence
+from kineograph.train.sharding import ShardedTask
+from kineograph.train.tensor import cut_blocks
 
 
 def precision_for(wanted: str, device: torch.device) -> str:
@@ -44,11 +49,15 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 def graphs_for(config: TrainConfig, device: torch.device) -> bool:
     """Whether compiled modules run as CUDA graphs. A graph has one set of buffers, so gradients that are accumulated over
-    micro-batches rule it out."""
+    micro-batches rule it out; so do processes that speak to one another inside. Beside other processes it is done only when asked for."""
     if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
         raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
+    if config.compile == "graphs" and ranks.active() and config.parallel.speaks_inside:
+        raise ConfigError(
+            "train.compile=graphs needs train.parallel=replicate, without tensor and sequence: weights or tokens are exchanged inside; use true or auto"
+        )
     return device.type == "cuda" and (
-        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1)
+        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1 and not ranks.active())
     )
 
 
@@ -118,8 +127,13 @@ class Stepper:
         task.check_precision(self.precision)
         task.precision = config.precision
         self.players = {name: (players or {}).get(name, config) for name in task.players}
+        self.sharded: ShardedTask | None = None
+        self.pieces: dict[str, Piece] = {}  # parameters of which this process holds a part
+        self._prepare()
         self.parameters = {name: parameters_of(task, name) for name in task.players}
-        self.optimizers = {name: Optimizer(self.parameters[name], self.players[name]) for name in task.players}
+        self.optimizers = {
+            name: Optimizer(self.parameters[name], self.players[name], self.pieces) for name in task.players
+        }
         self.averages = {
             name: Ema(self.parameters[name], self.players[name].ema)
             for name in task.players
@@ -129,28 +143,43 @@ class Stepper:
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
         self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
         self.skipped_in_a_row = torch.zeros((), device=self.device)
+        self._join()
+
+    def _prepare(self) -> None:
+        """What is done to the task's blocks: cut, recomputed, compiled, sharded, in this order."""
+        config, task, parallel = self.config, self.task, self.config.parallel
+        if self.layout and parallel.tensor > 1:
+            self.pieces |= cut_blocks(task, self.layout.group("tensor"))
+        if self.layout and parallel.sequence > 1:
+            spread_sequence(task, self.layout.group("sequence"))
         if config.checkpointing:
             for block in task.blocks():
                 recompute(block, selective=config.checkpointing == "selective")
         self.graphs = graphs_for(config, self.device)
         if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
-            compile_parts(task, self.graphs)
+            compile_parts(task, self.graphs, by_block=bool(self.layout) and parallel.speaks_inside)
             for stage in task.stages.values():  # frozen, but asked in every step
                 compile_parts(stage, graphs=False)
-        self._join()
+        if self.layout.shards:
+            self.sharded = ShardedTask(task, self.layout, self.precision)
+            self.pieces |= {name: Sharded(p) for name, p in task.named_parameters() if isinstance(p, DTensor)}
 
     def _join(self) -> None:
         """Choose how gradients of several processes come together."""
-        self.replicated: Replicated | None = None
+        self.whole_way: Replicated | ShardedTask | None = self.sharded
         self.reductions: dict[str, list[Reduction]] = {name: [] for name in self.task.players}
         parallel = self.config.parallel
         if not self.layout:
             return
-        if len(self.task.players) == 1:
-            self.replicated = Replicated(self.task, parallel.bucket_mb, parallel.find_unused)
+        if len(self.task.players) == 1 and not self.pieces:
+            self.whole_way = Replicated(self.task, parallel.bucket_mb, parallel.find_unused)
             return
         for name, parameters in self.parameters.items():
-            self.reductions[name].append(Reduction(parameters.values(), parallel.bucket_mb))
+            whole = [p for key, p in parameters.items() if key not in self.pieces]
+            self.reductions[name].append(Reduction(whole, parallel.bucket_mb))
+            cut = [p for key, p in parameters.items() if isinstance(self.pieces.get(key), Cut)]
+            if parallel.tensor > 1:
+                self.reductions[name].append(Reduction(cut, parallel.bucket_mb, self.layout.across_tensor()))
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
@@ -186,10 +215,10 @@ class Stepper:
         for number, batch in enumerate(batches, 1):
             batch = batch.to(self.device)
             noise = Noise(self.seed, step, batch.slots)
-            if self.replicated is not None and playing:
-                with self.replicated.unless(number == len(batches)):
+            if self.whole_way is not None and playing:
+                with self.whole_way.last_of(number == len(batches)):
                     with autocast(self.precision, self.device):
-                        loss = self.replicated.loss(batch, noise)
+                        loss = self.whole_way.loss(batch, noise)
                     self._backward(loss)
                 joined[playing[0]].add(loss)
             else:
@@ -242,6 +271,7 @@ class Stepper:
         try:
             with (
                 averaged(list(self.averages.values()) if ema else []),
+                self.sharded.gathered() if self.sharded else nullcontext(),
                 torch.no_grad(),
                 # Judging comes in many shapes, each seldom: compiling them would take longer than it saves.
                 torch.compiler.set_stance("force_eager"),
@@ -254,9 +284,14 @@ class Stepper:
     # saved state -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything with a tensor that the next step depends on."""
+        """Everything with a tensor that the next step depends on, whole. All processes must ask; where they hold parts, only the first gets
+        an answer."""
+        return {kind: dict(self._wholes(found)) for kind, found in self.parts().items()}
+
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """The same, as far as it lies in this process: `piece_of` says of what it is a part."""
         saved = {
-            "model": weights_of(self.task),
+            "model": self._weights(),
             "optimizer": {
                 f"{name}/{key}": value
                 for name, optimizer in self.optimizers.items()
@@ -265,8 +300,25 @@ class Stepper:
         }
         if self.averages:
             with averaged(list(self.averages.values())):  # weights under two names are averaged under both
-                saved["ema"] = weights_of(self.task)
+                saved["ema"] = {
+                    name: value.clone() if name in self.pieces else value for name, value in self._weights().items()
+                }
         return saved
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: local(value) for name, value in weights_of(self.task).items()}
+
+    def piece_of(self, name: str, value: Tensor) -> Piece:
+        """By its name in `parts`: that of a parameter, behind `player/exp_avg.` for a moment."""
+        return self.pieces.get(parameter_name(name), WHOLE) if value.ndim else WHOLE
+
+    def _wholes(self, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, value in found.items():
+            whole = self.piece_of(name, value).whole(value.detach())
+            if not self.pieces:
+                yield name, whole
+            elif ranks.is_first():  # one at a time leaves the device
+                yield name, whole.cpu()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -277,21 +329,37 @@ class Stepper:
         }
 
     def load(self, saved: Checkpoint) -> None:
-        load_weights(self.task, saved.tensors("model"))
+        load_weights(self.task, self._as_held(saved.tensors("model")))
         state = saved.state()["stepper"]
-        moments = saved.tensors("optimizer")
+        moments = self._own(saved.tensors("optimizer"))
         for name, optimizer in self.optimizers.items():
             optimizer.load(
                 {key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name}
             )
         if self.averages:
-            average = saved.tensors("ema")
+            average = self._own(saved.tensors("ema"))
             for name, ema in self.averages.items():
                 ema.load(average, state["ema_updates"].get(name, 0))
         if self.scale and state["scale"]:
             self.scale.load(state["scale"])
         self.skipped.fill_(state["skipped"])
         self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
+
+    def _own(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.piece_of(name, value).part(value) for name, value in wholes.items()}
+
+    def _as_held(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As the task's own state is: distributed where a parameter is."""
+        held = {}
+        for name, part in self._own(wholes).items():
+            piece = self.pieces.get(name)
+            held[name] = piece.distributed(part.to(self.device)) if isinstance(piece, Sharded) else part
+        return held
+
+
+def parameter_name(key: str) -> str:
+    """`generator/exp_avg.head.weight` → head.weight"""
+    return key.partition("/")[2].partition(".")[2] if "/" in key else key
 
 
 class _Joined:
