@@ -25,6 +25,7 @@ from torch import Tensor
 from kineograph.core import ranks
 from kineograph.core.errors import KineoError, RunFailed, Stopped
 from kineograph.train import checkpoint
+from kineograph.train.holding import Held
 from kineograph.train.staging import Staging
 
 PATIENCE = timedelta(hours=1)  # for the slowest process's part
@@ -42,7 +43,7 @@ class Saver:
         # A group of its own: its messages must not mix with those of training, and it speaks on the host.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if ranks.world() > 1 else None
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Mapping[str, Held]], state: Mapping[str, Any]) -> None:
         """Checkpoint `step`, as everything is now. Returns once it is copied."""
         started = time.monotonic()
         self.wait()
@@ -93,14 +94,14 @@ class Saver:
     def _ask(self, work: Callable[[], None]) -> None:
         self._asked.append(self._thread.submit(work))
 
-    def _copied(self, kind: str, group: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _copied(self, kind: str, group: Mapping[str, Held]) -> dict[str, Any]:
         if ranks.world() == 1:
             return {name: self._staging.copy(f"{kind}/{name}", _whole(value)) for name, value in group.items()}
         from kineograph.train.sharded import Part, own_parts
 
         return {
             name: Part(self._staging.copy(f"{kind}/{name}", part.local), part.offsets, part.whole)
-            for name, part in own_parts(group).items()
+            for name, part in own_parts(group)
         }
 
     def _write(self, step: int, staged: dict[str, dict[str, Any]], text: str) -> None:
@@ -112,8 +113,9 @@ class Saver:
             _write_together(self.folder, step, staged, text, self._group)
 
 
-def _whole(value: Tensor) -> Tensor:
+def _whole(value: Held) -> Tensor:
     """A lone process holds everything, also where a mesh of one has wrapped it."""
+    value = value if isinstance(value, Tensor) else value()
     return value.to_local().detach() if hasattr(value, "to_local") else value.detach()
 
 

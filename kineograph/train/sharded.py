@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,26 +50,23 @@ def part_of(value: Tensor) -> Part:
     return Part(value.to_local().detach(), tuple(offsets), tuple(value.shape))
 
 
-def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """What this process shall write, so that all processes together write every box once.
+def own_parts(tensors: Mapping[str, Tensor | Callable[[], Tensor]]) -> Iterator[tuple[str, Part]]:
+    """What this process shall write, one by one, so that all processes together write every box once.
 
     Of copies one process writes: replicas of a mesh take turns from tensor to tensor, and plain tensors, which all processes have, go to
-    whoever has the least to write so far. Every process comes to the same answer by itself.
+    whoever has the least to write so far. Every process comes to the same answer by itself. What is a function is called by all.
     """
-    if ranks.world() == 1:
-        return {name: part_of(value) for name, value in tensors.items()}
     burden = [0] * ranks.world()
-    own = {}
-    for index, (name, value) in enumerate(tensors.items()):
+    for index, (name, given) in enumerate(tensors.items()):
+        value = given if isinstance(given, Tensor) else given()
         if isinstance(value, DTensor):
-            if _speaks(value, index):
-                own[name] = part_of(value)
+            mine = _speaks(value, index)
         else:
             writer = min(range(len(burden)), key=burden.__getitem__)
             burden[writer] += 1 + value.numel() * value.element_size()
-            if writer == ranks.rank():
-                own[name] = part_of(value)
-    return own
+            mine = writer == ranks.rank()
+        if mine:
+            yield name, part_of(value)
 
 
 def _speaks(value: DTensor, index: int) -> bool:
@@ -147,6 +144,8 @@ def fill_from_file(path: Path, targets: Mapping[str, Tensor]) -> None:
     with safe_open(path, framework="pt") as file, torch.no_grad():
         for name, target in targets.items():
             part = part_of(target)
-            if math.prod(part.local.shape) or not part.local.ndim:
+            if tuple(part.local.shape) == part.whole:
+                part.local.copy_(file.get_tensor(name))
+            elif math.prod(part.local.shape):
                 box = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.local.shape, strict=True))
-                part.local.copy_(file.get_slice(name)[box] if box else file.get_tensor(name))
+                part.local.copy_(file.get_slice(name)[box])

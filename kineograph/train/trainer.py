@@ -257,7 +257,7 @@ class Trainer:
                 **self._position(cursor),
                 **self.around.saved,
             }
-            self.saver.save(cursor.step, self.stepper.tensors(), state)
+            self.saver.save(cursor.step, self.stepper.held(), state)
         self.saved = cursor.step
         best = self.best_step, self.best  # as they are now: training goes on
         self.saver.then(lambda: self._tidy(cursor.step, *best))
