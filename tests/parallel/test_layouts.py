@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from kineograph.core.errors import ConfigError
+from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import graphs_for
@@ -130,7 +130,7 @@ def check(name: str, case: dict[str, Any], one: Any, many: Any) -> None:
         assert found["validation"] == pytest.approx(reference["validation"], rel=1e-4)
     for kind in ("model", "ema", "optimizer"):
         wanted, got = (
-            load_file(out / f"{stem}-{kind}.safetensors") for out, stem in ((one[1], alone(case)), (many[1], name))
+            checkpoint.at(out / stem, STEPS).tensors(kind) for out, stem in ((one[1], alone(case)), (many[1], name))
         )
         assert wanted.keys() == got.keys()
         for key, value in wanted.items():
