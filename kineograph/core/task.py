@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -255,11 +255,16 @@ def weights_of(task: nn.Module) -> dict[str, Tensor]:
 
 def load_weights(task: nn.Module, weights: dict[str, Tensor]) -> None:
     """Strict: every name of `weights_of` must be there, and nothing else."""
-    expected = weights_of(task).keys()
-    missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    check_weights(task, weights)
+    task.load_state_dict(weights, strict=False)
+
+
+def check_weights(task: nn.Module, names: Collection[str]) -> None:
+    """Refuse weights that lack a name of `weights_of` or have one too many."""
+    expected, found = weights_of(task).keys(), set(names)
+    missing, unexpected = sorted(expected - found), sorted(found - expected)
     if missing or unexpected:
         raise InputError(
             f"the saved weights do not fit {type(task).__name__}: missing {missing[:3] or 'none'}, unexpected {unexpected[:3] or 'none'} "
             f"({len(missing)} and {len(unexpected)} names); load them with the config they were trained with"
         )
-    task.load_state_dict(weights, strict=False)

@@ -273,6 +273,8 @@ class Loader:
                 if "DataLoader worker" in text and "Traceback" not in text:
                     raise worker_died(text) from None
                 raise
+            except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while a batch was handed over
+                raise worker_died(f"its connection broke: {error or type(error).__name__}") from None
 
     def _accept(self, read: Read) -> Batch:
         if read.error is not None:

@@ -35,7 +35,7 @@ from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
-from kineograph.train.trainer import Surroundings, Trainer, agreed_latest
+from kineograph.train.trainer import Surroundings, Trainer
 from kineograph.train.watchdog import Watchdog
 
 
@@ -197,7 +197,7 @@ class _StageRun:
 
     def train(self) -> None:
         stage = self.stage
-        found = agreed_latest(self.checkpoints)
+        found = checkpoint.agreed(self.checkpoints)
         if found is not None:
             self.stages.check_references(self.folder, stage.name, found)
         if found is not None and finished(stage.train, settle(stage.train, Cursor(found.step, found.phase))):

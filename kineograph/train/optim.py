@@ -87,6 +87,14 @@ class Optimizer:
             for kind, value in self.adamw.state.get(p, {}).items()
         }
 
+    def room_for(self, key: str) -> Tensor:
+        """What a saved `exp_avg.<parameter>` is read into: this process's part. `step` is a float32 scalar, as the fused kernel wants it."""
+        kind, _, name = key.partition(".")
+        if name not in self.parts:
+            raise InputError(f"the saved optimizer has moments of {name}, which this task does not train")
+        part = self.parts[name]
+        return torch.zeros((), device=part.device) if kind == "step" else torch.zeros_like(part, requires_grad=False)
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Parts, as `state` gives them."""
         names = {key.partition(".")[2] for key in state}

@@ -19,10 +19,11 @@ from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import Loss, Task, compile_parts, load_weights, parameters_of, weights_of
+from kineograph.core.task import Loss, Task, check_weights, compile_parts, parameters_of, weights_of
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
+from kineograph.train.holding import Held, held, read_into
 from kineograph.train.optim import LossScale, Optimizer, rate_at
 from kineograph.train.parallel import Layout
 from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded, local
@@ -302,11 +303,7 @@ class Stepper:
         """The same, as far as it lies in this process: `piece_of` says of what it is a part."""
         saved = {
             "model": self._weights(),
-            "optimizer": {
-                f"{name}/{key}": value
-                for name, optimizer in self.optimizers.items()
-                for key, value in optimizer.state().items()
-            },
+            "optimizer": self._moments(),
         }
         if self.averages:
             with averaged(list(self.averages.values())):  # weights under two names are averaged under both
@@ -317,6 +314,13 @@ class Stepper:
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: local(value) for name, value in weights_of(self.task).items()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        return {
+            f"{name}/{key}": value
+            for name, optimizer in self.optimizers.items()
+            for key, value in optimizer.state().items()
+        }
 
     def piece_of(self, name: str, value: Tensor) -> Piece:
         """By its name in `parts`: that of a parameter, behind `player/exp_avg.` for a moment."""
@@ -338,33 +342,46 @@ class Stepper:
             "skipped_in_a_row": float(self.skipped_in_a_row),
         }
 
+    def held(self) -> dict[str, dict[str, Held]]:
+        """The same for saving, where each process writes what it holds."""
+        saved: dict[str, dict[str, Held]] = {
+            "model": {name: held(value, self.piece_of(name, value)) for name, value in weights_of(self.task).items()},
+            "optimizer": {name: held(value, self.piece_of(name, value)) for name, value in self._moments().items()},
+        }
+        if self.averages:
+            with averaged(list(self.averages.values())):  # weights under two names are averaged under both
+                saved["ema"] = {
+                    name: held(
+                        value.detach().clone() if isinstance(value, DTensor) else value, self.piece_of(name, value)
+                    )
+                    for name, value in weights_of(self.task).items()
+                }
+        return saved
+
     def load(self, saved: Checkpoint) -> None:
-        load_weights(self.task, self._as_held(saved.tensors("model")))
+        check_weights(self.task, saved.shapes("model"))
+        self._read(saved, "model", weights_of(self.task))
         state = saved.state()["stepper"]
-        moments = self._own(saved.tensors("optimizer"))
+        moments: dict[str, Tensor] = {}
+        for key in saved.shapes("optimizer"):
+            name, _, rest = key.partition("/")
+            if name in self.optimizers:
+                moments[key] = self.optimizers[name].room_for(rest)
+        self._read(saved, "optimizer", moments)
         for name, optimizer in self.optimizers.items():
             optimizer.load(
                 {key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name}
             )
-        if self.averages:
-            average = self._own(saved.tensors("ema"))
-            for name, ema in self.averages.items():
-                ema.load(average, state["ema_updates"].get(name, 0))
+        for name, ema in self.averages.items():
+            self._read(saved, "ema", ema.average)
+            ema.updates = state["ema_updates"].get(name, 0)
         if self.scale and state["scale"]:
             self.scale.load(state["scale"])
         self.skipped.fill_(state["skipped"])
         self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
 
-    def _own(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self.piece_of(name, value).part(value) for name, value in wholes.items()}
-
-    def _as_held(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As the task's own state is: distributed where a parameter is."""
-        held = {}
-        for name, part in self._own(wholes).items():
-            piece = self.pieces.get(name)
-            held[name] = piece.distributed(part.to(self.device)) if isinstance(piece, Sharded) else part
-        return held
+    def _read(self, saved: Checkpoint, kind: str, into: Mapping[str, Tensor]) -> None:
+        read_into(saved, kind, {name: (value, self.piece_of(name, value)) for name, value in into.items()})
 
 
 def parameter_name(key: str) -> str:

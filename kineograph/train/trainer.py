@@ -25,25 +25,12 @@ from kineograph.train.cadence import Cursor, Phase, advance, finished, is_snapsh
 from kineograph.train.clock import Clock, Work
 from kineograph.train.progress import Progress
 from kineograph.train.rank_log import RankLog
+from kineograph.train.saver import Saver
 from kineograph.train.step_times import is_measured
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 
 Record = dict[str, Any]
-
-
-def agreed_latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> checkpoint.Checkpoint | None:
-    """The newest complete checkpoint as rank 0 finds it, for all: what one looked at again might have been pruned or damaged meanwhile."""
-    found = checkpoint.latest(folder, note) if ranks.is_first() else None
-    if not ranks.active():
-        return found
-    step = ranks.told(None if found is None else found.step)
-    if step is not None and not checkpoint.at(folder, step).path.is_dir():
-        raise InputError(
-            f"rank {ranks.rank()} does not see {checkpoint.at(folder, step).path}, which rank 0 does: the run folder must lie on a disk that "
-            "all machines share"
-        )
-    return None if step is None else checkpoint.at(folder, step)
 
 
 class Steps(Protocol):
@@ -86,12 +73,13 @@ class Trainer:
         self.best = math.inf
         self.best_step: int | None = None
         self.elapsed = 0.0  # seconds of training before this process took over
+        self.saver = Saver(around.checkpoints)
 
     def resume(self) -> Cursor:
         """Take up the newest complete checkpoint. → where the stage stands."""
         if ranks.is_first():
             checkpoint.clean(self.around.checkpoints)
-        found = agreed_latest(self.around.checkpoints, self.progress.note)
+        found = checkpoint.agreed(self.around.checkpoints, self.progress.note)
         if found is None:
             return Cursor()
         if not found.has("optimizer"):
@@ -104,20 +92,26 @@ class Trainer:
         self.saved = found.step
         self.best = math.inf if state["best"] is None else state["best"]
         self.best_step = state["best_step"]
-        self._point_to_best()  # a kill may have come between a save and its pointer
+        self._point_to_best(self.best_step, self.best)  # a kill may have come between a save and its pointer
         self.elapsed = state["elapsed"]
         return settle(self.config, Cursor(found.step, found.phase))
 
     def fit(self, cursor: Cursor) -> None:
         """Train from `cursor` to the end; every way out of here has saved what was made."""
+        with self.saver:
+            self._fit(cursor)
+
+    def _fit(self, cursor: Cursor) -> None:
         config = self.config
         self.stepper.task.train()
         if config.save_first and cursor == Cursor():
             self._save(cursor)
+            self.saver.wait()  # data workers may be forked next: no thread should be in the middle of something
         clock = Clock(self.elapsed, self.stepper.device, self.stepper.times, self.around.work)
         with self.progress.shown(cursor.step):
             batches = self.data.steps(cursor.step, config.steps)
             while not finished(config, cursor):
+                self.saver.check()
                 improved = False
                 if cursor.phase == "train":
                     self._train(cursor.step, batches, clock)
@@ -157,6 +151,7 @@ class Trainer:
         elif phase == "sample" and self.around.show is not None:
             self.around.show(step, self.stepper)
         elif phase == "publish" and self.around.publish is not None and self.saved == step and ranks.is_first():
+            self.saver.wait()
             self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
         return False
 
@@ -245,14 +240,15 @@ class Trainer:
         told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         self.progress.note(f"{self.stage}  step {done}  {told}")
 
-    def _point_to_best(self) -> None:
+    def _point_to_best(self, step: int | None, loss: float) -> None:
         """best.json says what the checkpoint knows."""
         pointer = checkpoint.best(self.around.checkpoints) or {}
-        if not ranks.is_first() or self.best_step is None or pointer.get("step") == self.best_step:
+        if not ranks.is_first() or step is None or pointer.get("step") == step:
             return
-        kept = checkpoint.steps(self.around.checkpoints)
-        if self.best_step in kept:  # a run that was taken up from elsewhere may have left its best there
-            checkpoint.set_best(self.around.checkpoints, self.best_step, self.best)
+        if step in checkpoint.steps(
+            self.around.checkpoints
+        ):  # a run that was taken up from elsewhere may have left its best there
+            checkpoint.set_best(self.around.checkpoints, step, loss)
 
     def _position(self, cursor: Cursor) -> dict[str, Any]:
         """What changes from phase to phase of one step."""
@@ -265,28 +261,28 @@ class Trainer:
         }
 
     def _note_phase(self, cursor: Cursor) -> None:
-        """The weights of this step are saved: only where the run stands is new."""
-        if ranks.is_first():
-            checkpoint.update(self.around.checkpoints, cursor.step, self._position(cursor))
+        """The weights of this step are saved, or being saved: only where the run stands is new."""
+        position = self._position(cursor)
+        self.saver.then(lambda: checkpoint.update(self.around.checkpoints, cursor.step, position))
 
     def _save(self, cursor: Cursor) -> None:
         """The run as it stands at `cursor`."""
         if self.saved == cursor.step:
             self._note_phase(cursor)
         else:
-            tensors = self.stepper.tensors()  # of all ranks together, where each has a part
-            if ranks.is_first():
-                state = {
-                    "stage": self.stage,
-                    "stepper": self.stepper.state(),
-                    **self._position(cursor),
-                    **self.around.saved,
-                }
-                checkpoint.save(self.around.checkpoints, cursor.step, tensors, state)
+            state = {
+                "stage": self.stage,
+                "stepper": self.stepper.state(),
+                **self._position(cursor),
+                **self.around.saved,
+            }
+            self.saver.save(cursor.step, self.stepper.held(), state)
         self.saved = cursor.step
-        if ranks.is_first():
-            self._point_to_best()
-            checkpoint.prune(
-                self.around.checkpoints, self.config.keep_last, cursor.step, lambda step: is_snapshot(self.config, step)
-            )
-        ranks.barrier()
+        best = self.best_step, self.best  # as they are now: training goes on
+        self.saver.then(lambda: self._tidy(cursor.step, *best))
+
+    def _tidy(self, step: int, best_step: int | None, best: float) -> None:
+        """Once step `step` lies on disk: which is the best, and which are no longer kept."""
+        self._point_to_best(best_step, best)
+        folder, config = self.around.checkpoints, self.config
+        checkpoint.prune(folder, config.keep_last, step, lambda other: is_snapshot(config, other))

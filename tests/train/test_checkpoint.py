@@ -74,7 +74,7 @@ def test_tied_weights_and_views_are_saved(tmp_path: Path) -> None:
 # Failures while saving -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["save_file", "write_json", "_fingerprint", "os.replace"])
+@pytest.mark.parametrize("place", ["save_file", "write_json", "fingerprint", "os.replace"])
 def test_a_failure_while_saving_changes_nothing(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     before = files(tmp_path)
