@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+GRACE = 5.0  # between a launcher's SIGTERM and its SIGKILL
 PATIENCE = 120.0  # seconds after which a life counts as hanging
 _BOTH = (("checkpoint", "fingerprint"), ("checkpoint", "commit"), ("checkpoint", "prune"), ("checkpoint", "update"),
          ("staging", "Staging.copy"))  # fmt: skip
@@ -163,10 +164,13 @@ def _at_call(death: Death) -> None:
 
 def wait(children: list[int], log: Path, kill_at: float | None = None, victims: list[int] | None = None,
          number: int = signal.SIGKILL) -> Life:  # fmt: skip
-    """Until all have ended; `victims` get the signal after `kill_at` seconds. Of a group whose member was killed, the others must end by themselves."""
+    """Until all have ended; `victims` get the signal after `kill_at` seconds. Of a group whose member has ended badly the others are
+    ended as launchers do: SIGTERM, and SIGKILL after a grace period."""
     began = time.monotonic()
     codes: dict[int, int] = {}
     hung = False
+    failed: float | None = None
+    warned = False
     while len(codes) < len(children):
         for child in children:
             if child not in codes:
@@ -179,6 +183,12 @@ def wait(children: list[int], log: Path, kill_at: float | None = None, victims: 
             for child in victims if victims is not None else children:
                 if child not in codes:
                     os.kill(child, number)
+        failed = passed if failed is None and any(codes.values()) else failed
+        if failed is not None and passed - failed > (1 + GRACE if warned else 1):
+            for child in children:
+                if child not in codes:
+                    os.kill(child, signal.SIGKILL if warned else signal.SIGTERM)
+            warned = True
         if passed > PATIENCE and not hung:
             hung = True
             for child in children:
