@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from kineograph.core.errors import InputError, KineoError
+from kineograph.core.errors import InputError, KineoError, Stopped
 
 PORT = 29400
 _START = timedelta(minutes=10)  # for all processes to come, until the config says how long one waits for another
@@ -136,7 +136,9 @@ def together() -> Iterator[None]:
         yield
     except BaseException as error:
         code = error.exit_code if isinstance(error, KineoError) else 1
-        if isinstance(error, Exception) and not _is_first_fault(place, code):
+        if isinstance(error, Stopped) and place.rank:  # all of them stop, and the first one says so
+            raise Echo(code) from error
+        if isinstance(error, Exception) and not isinstance(error, Stopped) and not _is_first_fault(place, code):
             raise Echo(_fault_code(code)) from error
         raise
     else:
