@@ -139,13 +139,15 @@ def sample(
     device: Device = "auto",
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
+    from kineograph.run.launch import sharing
     from kineograph.sample.command import draw_and_write
 
-    written = draw_and_write(
-        run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
-        sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
-        ema=ema,
-    )  # fmt: skip
+    with sharing():
+        written = draw_and_write(
+            run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
+            sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
+            ema=ema,
+        )  # fmt: skip
     for path in written:
         print(path)
 
@@ -231,13 +233,16 @@ def evaluate(
 ) -> None:
     """Judge a run: a table, evaluation.json and a sheet of samples."""
     from kineograph.evaluate.runner import evaluate as judge
+    from kineograph.run.launch import sharing, speaks
 
     names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
-    found = judge(
-        run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
-        extractors=extractor or [],
-    )  # fmt: skip
-    found.show()
+    with sharing():
+        found = judge(
+            run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
+            extractors=extractor or [],
+        )  # fmt: skip
+    if speaks():
+        found.show()
 
 
 @app.command()
@@ -265,9 +270,12 @@ def cache(
     ] = None,
 ) -> None:
     """Encode the data once with the trained codecs (and frozen text encoders), to disk; training then reads that."""
+    from kineograph.run.launch import sharing, speaks
     from kineograph.run.token_cache import cache_run
 
-    for path in cache_run(what, run):
+    with sharing():
+        made = cache_run(what, run)
+    for path in made if speaks() else ():
         print(path)
 
 
@@ -432,6 +440,15 @@ def runs(folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path(
     show_runs(folder)
 
 
+_SHARED = {"train", "cache", "evaluate", "sample"}  # commands whose work the processes of a launcher divide
+
+
+def _speaks() -> bool:
+    from kineograph.run.launch import speaks
+
+    return speaks()
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; an error for a person is one plain message on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -439,7 +456,11 @@ def main(arguments: list[str] | None = None) -> None:
     if not debug and "WORLD_SIZE" in os.environ:  # before torch is imported: every process would repeat its advice
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = [word for word in words if word != "--debug"]
+    if words[:1] == ["--"]:  # what kept torchrun from taking --run for its own --run-path; some versions pass it on
+        words = words[1:]
     try:
+        if not (_SHARED & set(words)) and not _speaks():  # the first process does it, and the others have nothing to do
+            return
         app(args=words, prog_name="kineo", standalone_mode=True)
     except KeyboardInterrupt:
         sys.exit(130)

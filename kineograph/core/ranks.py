@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,22 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 
+_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process counts as the only one: for what it does without the others, which must not wait for them."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
 
 def active() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return not _alone and dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
@@ -77,6 +92,11 @@ def data_rank() -> int:
 
 def data_world() -> int:
     return _data.world if _data is not None and active() else world()
+
+
+def leads() -> bool:
+    """Whether this process is the first of those that see its data: what it sends counts for all of them."""
+    return rank() % (world() // data_world()) == 0
 
 
 def _group() -> dist.ProcessGroup | None:
@@ -169,6 +189,40 @@ def all_told(value: Any) -> list[Any]:
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+
+
+def table(values: Sequence[float]) -> list[list[float]]:
+    """[rank][i] of a few numbers that every process has."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    if not active():
+        return [mine.tolist()]
+    parts = [torch.empty_like(mine) for _ in range(world())]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts).tolist()
+
+
+def tensors_to_first(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """[rank][i] of CPU tensors, however many each process has and of whatever shape: on the first one. Elsewhere its own alone."""
+    everyone = all_told([[str(value.dtype).removeprefix("torch."), *value.shape] for value in tensors])
+    if not is_first():
+        for value in tensors:
+            dist.send(value.contiguous(), 0)
+        return [list(tensors) if other == rank() else [] for other in range(world())]
+    found = [list(tensors)]
+    for other, told in enumerate(everyone[1:], start=1):
+        found.append([torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, *shape in told])
+        for value in found[-1]:
+            dist.recv(value, other)
+    return found
+
+
+def gather_json(value: Any, device: torch.device | str = "cpu") -> list[Any]:
+    """What each process has to say, in the order of their ranks: anything that JSON can hold. Nothing is unpickled."""
+    if not active():
+        return [value]
+    line = torch.frombuffer(bytearray(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
+    told = gather_rows(line.to(device)).cpu().numpy().tobytes()
+    return [json.loads(part) for part in told.splitlines()]
 
 
 def device_of(name: str = "auto") -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +44,7 @@ class BuildContext:
     captions: Callable[[], list[str]] = list  # training captions, to learn a vocabulary from
     assets: dict[str, str] = field(default_factory=dict)
     note: Callable[[str], None] = print  # a line for the log ("perceptual loss is off: …")
+    name: str = ""  # of the stage: what its draws are keyed by, where several stages draw for one picture
 
 
 def _no_stage(name: str) -> Task:
@@ -63,6 +64,7 @@ class Task(nn.Module):
     reads: ClassVar[frozenset[str]] = frozenset({"pixels"})  # of "pixels", "captions"; what training needs
     continues: ClassVar[bool] = False  # `sample` takes `prompts.prime` as the first frames of the clip that it gives
     enlarges: bool = False  # `sample` takes `prompts.prime` as the picture that it makes larger
+    animates: bool = False  # `sample` begins with the first frame of a real sample that stands beside the prompt
     inpaints: bool = (
         False  # `sample` takes `prompts.prime` as a picture of which it draws anew what `prompts.mask` says
     )
@@ -71,6 +73,7 @@ class Task(nn.Module):
         super().__init__()
         self.stages: dict[str, Task] = {}
         self.precision = "auto"  # what it is trained in, and so judged in
+        self.drawn_size: tuple[int, int] | None = None  # of what `sample` gives; None: that of the data
 
     @classmethod
     def build(cls, config: Any, context: BuildContext) -> Task:
@@ -115,6 +118,18 @@ class Task(nn.Module):
     def sample(self, prompts: Prompts, options: Any) -> Tensor:
         """Pixels for prompts, B T C H W, float in [0, 1]; `options` is the stage's `sample` config."""
         raise NotImplementedError
+
+    def as_drawn(self, pixels: Tensor) -> Tensor:
+        """Real pixels, B T C H W, in the size that `sample` draws, to be held against what it gives."""
+        return pixels
+
+    def prime_size(self, options: Any) -> tuple[int, int] | None:
+        """Of a picture that is to be enlarged: the size in which it is given; None: in that of what is drawn."""
+        return None
+
+    def drawn_from(self, prompts: Prompts) -> str | None:
+        """What `sample` would draw from with these prompts, in words for a label, where captions alone do not say it."""
+        return None
 
     def takes_captions(self) -> bool:
         """Whether `sample` draws after captions: by itself, or through a stage that draws for it."""
@@ -178,6 +193,12 @@ def parameters_of(task: Task, player: str) -> dict[str, nn.Parameter]:
     """A player's trainable parameters by their names in the task, in a fixed order, each once."""
     owned = {id(p) for module in task.trainable(player) for p in module.parameters() if p.requires_grad}
     return {name: p for name, p in task.named_parameters() if id(p) in owned}
+
+
+def drawn_shape(task: Task, shape: Shape) -> Shape:
+    """The shape of what a task draws, where its data have `shape`."""
+    height, width = task.drawn_size or (shape.height, shape.width)
+    return replace(shape, height=height, width=width)
 
 
 def compile_parts(task: Task, graphs: bool, by_block: bool = False) -> None:

@@ -82,6 +82,7 @@ def _opened(shard: Shard, timeout: float) -> Iterator[tuple[Any, Callable[[], st
         except OSError as error:
             raise Unreadable(shard.name, f"{command[0]} cannot be started ({error.strerror}): {shown}") from None
         stream = _Watched(process.stdout, shown, timeout)  # type: ignore[arg-type]
+        release = _end_with_us(process.pid)
 
         def end() -> str:
             if stream.silent:
@@ -104,6 +105,30 @@ def _opened(shard: Shard, timeout: float) -> Iterator[tuple[Any, Callable[[], st
             with suppress(ProcessLookupError):  # with all that a shell has started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            release()
+
+
+def _end_with_us(group: int) -> Callable[[], None]:
+    """See that a process group ends even if this process is killed, and so cannot end it: a command that waits for a server writes nothing, and
+    would never notice that nobody reads it. A watcher reads a pipe that this process alone holds open, and so outlives it by a moment.
+    → a function that lets the watcher go."""
+    theirs, ours = os.pipe()
+    script = 'read -r _; kill -s KILL -- "-$1"'
+    watcher = subprocess.Popen(
+        ["sh", "-c", script, "sh", str(group)],
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(theirs)
+
+    def release() -> None:
+        watcher.kill()
+        watcher.wait()
+        os.close(ours)
+
+    return release
 
 
 class _Watched:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import permutations
 
 import torch
 from torch import Tensor
 
+from kineograph.core import ranks
 from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import Facts, Figure, parse_caption
 from kineograph.data.moving_digits import MovingDigits
@@ -55,27 +56,66 @@ def facts_of(caption: str) -> Facts:
     return facts
 
 
-def compare(wanted: Sequence[Facts], found: Sequence[Facts]) -> CaptionScore:
-    """Figures are matched so that most attributes agree, whatever their order."""
-    hits = dict.fromkeys(ATTRIBUTES, 0)
-    asked = dict.fromkeys(ATTRIBUTES, 0)
-    right = []
-    same_number = 0
-    for facts, reading in zip(wanted, found, strict=True):
-        matched = _match(facts, reading)
-        everything = len(facts) == len(reading)
-        same_number += everything
-        for figure, seen in zip(facts, matched, strict=True):
+@dataclass
+class Tally:
+    """What scores are made of: numbers that can be added up, over batches and processes."""
+
+    count: int = 0
+    right: int = 0  # clips in which everything is right
+    same_number: int = 0
+    asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ATTRIBUTES, 0))  # prompted digits, by attribute
+    hits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ATTRIBUTES, 0))
+
+    def add(self, wanted: Sequence[Facts], found: Sequence[Facts]) -> list[bool]:
+        """→ clip by clip, whether everything is right. Figures are matched so that most attributes agree, whatever their order."""
+        right = []
+        for facts, reading in zip(wanted, found, strict=True):
+            matched = _match(facts, reading)
+            everything = len(facts) == len(reading)
+            self.same_number += everything
+            for figure, seen in zip(facts, matched, strict=True):
+                for name in ATTRIBUTES:
+                    value = getattr(figure, name)
+                    if value is not None:
+                        agrees = seen is not None and getattr(seen, name) == value
+                        self.asked[name] += 1
+                        self.hits[name] += agrees
+                        everything = everything and agrees
+            right.append(everything)
+        self.count += len(right)
+        self.right += sum(right)
+        return right
+
+    def joined(self, device: torch.device | str) -> Tally:
+        """Over all processes."""
+        whole = Tally()
+        for told in ranks.gather_json(asdict(self), device):
+            other = Tally(**told)
+            whole.count += other.count
+            whole.right += other.right
+            whole.same_number += other.same_number
             for name in ATTRIBUTES:
-                value = getattr(figure, name)
-                if value is not None:
-                    agrees = seen is not None and getattr(seen, name) == value
-                    asked[name] += 1
-                    hits[name] += agrees
-                    everything = everything and agrees
-        right.append(everything)
-    rates = {name: hits[name] / asked[name] for name in ATTRIBUTES if asked[name]}
-    return CaptionScore(sum(right) / len(right), rates, same_number / len(right), len(right), tuple(right))
+                whole.asked[name] += other.asked[name]
+                whole.hits[name] += other.hits[name]
+        return whole
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.count
+
+    @property
+    def number(self) -> float:
+        return self.same_number / self.count
+
+    @property
+    def rates(self) -> dict[str, float]:
+        return {name: self.hits[name] / self.asked[name] for name in ATTRIBUTES if self.asked[name]}
+
+
+def compare(wanted: Sequence[Facts], found: Sequence[Facts]) -> CaptionScore:
+    tally = Tally()
+    right = tally.add(wanted, found)
+    return CaptionScore(tally.accuracy, tally.rates, tally.number, tally.count, tuple(right))
 
 
 def _match(facts: Facts, reading: Facts) -> tuple[Figure | None, ...]:

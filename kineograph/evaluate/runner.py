@@ -10,13 +10,14 @@ from typing import Any, get_args
 
 import torch
 
-from kineograph.core.batch import Batch
+from kineograph.core import pulse, ranks
+from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.lookup import find_metric, metric_names
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.seams import Source
-from kineograph.core.task import Task
+from kineograph.core.task import Task, drawn_shape
 from kineograph.data.config import Split
 from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
@@ -34,6 +35,10 @@ FIRST_LOOK = 64  # captions that metrics see before anything is drawn
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _unheard(line: str) -> None:
+    """The first process says the same."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +113,15 @@ def evaluate(
 
     `metrics` None takes all that apply; named ones must, unless they wait for weights that can be fetched and others ran.
     `extractors`: what metrics look through, each `NAME|FILE` (for fid, rfid, kid, is) or `METRIC=NAME|FILE`.
-    Writes RUN/evaluation.json and pictures under RUN/evaluation/.
+    Writes RUN/evaluation.json and pictures under RUN/evaluation/. Several processes judge a part of the items each; the first one
+    writes and speaks, and every one has the same numbers.
     """
     if split not in get_args(Split):
         raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
     if samples < 1 or batch < 1:
         raise InputError(f"samples={samples}, batch={batch}: both start at 1")
     folder = RunFolder.existing(run)
+    note = note if ranks.is_first() else _unheard
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     stages = Stages(folder, device_for(device))
     looking = Extractors(stages.device, read_choices(list(extractors)))
@@ -133,15 +140,28 @@ def evaluate(
                 f"{name}: the {split} split has {len(source)} items, so {len(source)} samples are judged instead of {samples}"
             )
         judge = Judge(
-            spec, task, source, stages.device, samples, run_seed, looking, stages, seed, batch, name == main, bar=True
+            spec,
+            task,
+            source,
+            stages.device,
+            samples,
+            run_seed,
+            looking,
+            stages,
+            seed,
+            batch,
+            name == main,
+            bar=ranks.is_first(),
         )
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
         where = f"{split}-{name}-step-{step:08d}"
-        found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
+        if ranks.is_first():
+            found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
         if judged.results:
             weights = stages.opened[f"{folder.path}/{name}"]
-            record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
+            if ranks.is_first():
+                record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
             found.judged.append(judged)
     _report(found, chosen, reasons, asked=metrics is not None)
     found.files.insert(0, folder.path / "evaluation.json")
@@ -203,6 +223,7 @@ class Judge:
         self.extractors, self.stages = extractors, stages
         self.draws = draws and task.can_sample
         self.count = min(samples, len(source))
+        self.drawn_from: str | None = None  # what generated pictures were drawn from, beside their captions
 
     def run(
         self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]
@@ -211,7 +232,9 @@ class Judge:
         metrics = self.open(chosen, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
-        for evidence in self._evidence(needed) if metrics else ():
+        for number, evidence in enumerate(self._evidence(needed) if metrics else ()):
+            if ranks.data_rank() >= self.count:  # it was shown what another one judges, to be there in its reductions
+                continue
             remarks = []
             for name, metric in list(metrics.items()):
                 try:
@@ -219,14 +242,30 @@ class Judge:
                 except LeftOut as reason:
                     reasons[name].append(reason)
                     del metrics[name]
-            pictures.add(evidence, [said for said in remarks if said])
+            pictures.add(evidence, [said for said in remarks if said], number)
+        pictures = pictures.joined()
         results: dict[str, Result] = {}
-        for name, metric in metrics.items():
+        for name, metric in self._judged_by_all(metrics, reasons).items():
             try:
-                results[name] = metric.compute()
+                results[name] = self._labelled(metric)
             except LeftOut as reason:
                 reasons[name].append(reason)
         return results, pictures
+
+    def _judged_by_all(self, metrics: dict[str, Metric], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
+        """Those that no process has left out: their answers join what all of them saw, so all must ask for them."""
+        missing = {name: [str(reason) for reason in found] for name, found in reasons.items() if name not in metrics}
+        for elsewhere in ranks.gather_json(missing, self.device):
+            for name, why in elsewhere.items():
+                if metrics.pop(name, None) is not None:
+                    reasons[name] += [LeftOut(reason) for reason in why]
+        return metrics
+
+    def _labelled(self, metric: Metric) -> Result:
+        result = metric.compute()
+        if "generated" not in metric.needs or self.drawn_from is None:
+            return result
+        return Result(result.values, {**result.labels, "drawn from": self.drawn_from})
 
     def open(self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
         """The metrics that can judge this stage."""
@@ -248,7 +287,7 @@ class Judge:
             self.name,
             self.task,
             self.spec.data,
-            self.spec.data.shape,
+            drawn_shape(self.task, self.spec.data.shape),
             self.device,
             known if len(known) == len(captions) else None,
             self.extractors,
@@ -272,14 +311,22 @@ class Judge:
 
     def _evidence(self, needed: frozenset[Kind]) -> Iterator[Evidence]:
         """The same items in the same order every time; those that training validates on come first."""
-        loader = Loader(self.source, seed=key_of(self.run_seed, "validation") >> 1, batch_size=self.batch)
+        loader = Loader(
+            self.source,
+            seed=key_of(self.run_seed, "validation") >> 1,
+            batch_size=ranks.data_world(),
+            rank=ranks.data_rank(),
+            world=ranks.data_world(),
+        )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
-        batches = loader.fixed(self.count, self.batch)
-        for real in _shown(batches, self.name, -(-self.count // self.batch)) if self.bar else batches:
+        together = self.batch * ranks.data_world()
+        batches = loader.fixed(self.count, together)
+        for real in _shown(batches, self.name, -(-self.count // together)) if self.bar else batches:
             real = real.to(self.device)
+            pulse.beat()
             evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
             if real.pixels is not None:
-                evidence.real = real.video
+                evidence.real = self.task.as_drawn(real.video) if "generated" in needed else real.video
             if "generated" in needed:
                 evidence.generated = self._draw(real)
             with as_judged(self.task, self.device):
@@ -295,17 +342,20 @@ class Judge:
 
     def _draw(self, real: Batch) -> torch.Tensor:
         options = getattr(self.spec.config, "sample", None)
+        if self.drawn_from is None:
+            noise = Noise(key_of(self.seed, "sample"), 0, real.slots)
+            self.drawn_from = self.task.drawn_from(Prompts(noise, real.captions, batch=real))
         pixels = draw(
             self.task,
             real.captions,
             rows=len(real),
             options=options,
-            shape=self.spec.data.shape,
+            shape=drawn_shape(self.task, self.spec.data.shape),
             seed=self.seed,
             device=self.device,
             real=real,
             batch=self.batch,
-            first=int(real.slots[0]),
+            slots=real.slots,
         )
         return pixels.to(self.device)
 

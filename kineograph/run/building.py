@@ -53,6 +53,7 @@ def build_task(
         captions=data.captions,
         assets=found.state().get("assets", {}) if found else {},
         note=note,
+        name=stage.name,
     )
     return stage.spec.task.build(stage.spec.config, context)
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from kineograph.core.errors import InputError, KineoError
+from kineograph.core.errors import InputError, KineoError, Stopped
 
 PORT = 29400
 _START = timedelta(minutes=10)  # for all processes to come, until the config says how long one waits for another
+_A_MONTH = 30 * 24 * 3600.0  # seconds
 _FAULT = "kineograph/fault"  # in the group's store: who failed first, and with which exit code
 
 
@@ -109,6 +110,14 @@ def first_host(nodes: str) -> str:
 
 
 @contextmanager
+def sharing() -> Iterator[None]:
+    """`together` for commands whose processes meet at the end: one with little to do waits for the others as long as they take."""
+    with together():
+        wait_at_most(_A_MONTH)
+        yield
+
+
+@contextmanager
 def together() -> Iterator[None]:
     """Inside, the processes of this job are one group; with a single process, or in a group that is there already, nothing happens.
 
@@ -127,7 +136,9 @@ def together() -> Iterator[None]:
         yield
     except BaseException as error:
         code = error.exit_code if isinstance(error, KineoError) else 1
-        if isinstance(error, Exception) and not _is_first_fault(place, code):
+        if isinstance(error, Stopped) and place.rank:  # all of them stop, and the first one says so
+            raise Echo(code) from error
+        if isinstance(error, Exception) and not isinstance(error, Stopped) and not _is_first_fault(place, code):
             raise Echo(_fault_code(code)) from error
         raise
     else:

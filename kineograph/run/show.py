@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
+from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
@@ -27,8 +29,17 @@ from kineograph.media.names import free_name, slug
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
 from kineograph.sample.draw import BATCH, draw_for_training
+from kineograph.text.embedding import IMAGE
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import Tracker
+
+
+@dataclass(frozen=True)
+class _Asked:
+    prompts: list[str] | None  # None: the task reads no captions
+    captions: list[str]  # what each sample is called
+    beside: Batch  # the real items that it may draw from
+    own: bool = False  # a person's prompts, not those of the items
 
 
 class Show:
@@ -42,20 +53,15 @@ class Show:
         data: StageData,
         trackers: list[Tracker],
         device: torch.device,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.plan, self.stage, self.folder, self.data, self.trackers, self.device = (
-            plan,
-            stage,
-            folder,
-            data,
-            trackers,
-            device,
-        )
+        self.plan, self.stage, self.folder, self.data = plan, stage, folder, data
+        self.trackers, self.device, self.note = trackers, device, note
         self.shape = stage.spec.data.shape
+        self._alone = True  # whether prompts of a person's own can be drawn, as far as is known
 
     def __call__(self, step: int, stepper: Stepper) -> None:
-        if not ranks.is_first():
-            return
+        """All processes draw; the first one writes."""
         if self.stage.train.show == "latents":
             self._latents(step, stepper)
         else:
@@ -72,12 +78,16 @@ class Show:
             draw_curves(self.folder.metrics_file, self.folder.path / "curves.png")
 
     def _samples(self, step: int, stepper: Stepper) -> None:
-        prompts, captions = self._prompts(stepper.task)
-        rows = len(captions)
+        with stepper.eval_mode() as task:
+            asked, pixels = self._drawn(task)
+        if stepper.averages:
+            with stepper.eval_mode(ema=False) as task:
+                online = self._draw(task, asked.prompts, asked.beside)
+        if not ranks.is_first():
+            return
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
-        with stepper.eval_mode() as task:
-            pixels = self._draw(task, prompts, self.data.pictures(rows))
+        captions = asked.captions
         suffix = self._suffix(pixels)
         listed = []
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
@@ -91,8 +101,6 @@ class Show:
         captions = self._logged(captions)
         grid(list(pixels), captions=captions).save(sheet)
         if stepper.averages:
-            with stepper.eval_mode(ema=False) as task:
-                online = self._draw(task, prompts, self.data.pictures(rows))
             write_clip(
                 out / f"online-beside-ema.{_moving(online)}",
                 side_by_side([("online", list(online)), ("EMA", list(pixels))]),
@@ -109,20 +117,23 @@ class Show:
 
     def _latents(self, step: int, stepper: Stepper) -> None:
         """What would be decoded, undecoded: a large codec costs more memory than the model."""
-        out = self.folder.samples(self.stage.name, step)
-        shutil.rmtree(out, ignore_errors=True)
-        prompts, captions = self._prompts(stepper.task)
-        real = self.data.pictures(len(captions))
+        asked = self._asked(stepper.task)
+        real = self.data.pictures(len(asked.captions))
         tensors: dict[str, Tensor] = {}
         with stepper.eval_mode() as task:
             if task.can_sample_latents:
-                tensors["samples"] = self._draw(task, prompts, real, latents=True)
+                asked, tensors["samples"] = self._drawn(task, latents=True)
             if real.pixels is not None and type(task).caches(self.stage.spec.config):
                 tensors["inputs"] = self._in_parts(real, lambda part: _encoded(task, part))
+        if not ranks.is_first():
+            return
+        out = self.folder.samples(self.stage.name, step)
+        shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         save_file({name: value.contiguous() for name, value in tensors.items()}, out / "latents.safetensors")
-        write_json(out / "prompts.json", [{"row": row, "prompt": caption} for row, caption in enumerate(captions)])
-        write_atomic(out / "latents.txt", "".join(f"{caption}\n" for caption in captions))
+        listed = [{"row": row, "prompt": caption} for row, caption in enumerate(asked.captions)]
+        write_json(out / "prompts.json", listed)
+        write_atomic(out / "latents.txt", "".join(f"{caption}\n" for caption in asked.captions))
 
     @property
     def _micro(self) -> int:
@@ -130,7 +141,10 @@ class Show:
         return max(1, self.stage.train.batch_size // self.stage.train.accumulate)
 
     def _in_parts(self, batch: Batch, make: Callable[[Batch], Tensor | None]) -> Tensor:
-        """A few rows at a time, on the CPU afterwards; empty where nothing is made."""
+        """A few rows at a time, on the CPU afterwards; empty where nothing is made. They are too few to be shared out: the first process
+        makes them, and those that hold its model with it."""
+        if ranks.data_rank():
+            return torch.empty(0)
         places = range(len(batch))
         parts = [make(batch.rows(places[at : at + self._micro]).to(self.device)) for at in places[:: self._micro]]
         return (
@@ -139,14 +153,29 @@ class Show:
             else torch.empty(0)
         )
 
-    def _prompts(self, task: Task) -> tuple[list[str] | None, list[str]]:
-        """What is asked for, None where the task reads no captions; and what each sample is called."""
+    def _asked(self, task: Task) -> _Asked:
         count = self.stage.train.samples
         real = self.data.pictures(count)
-        prompts = self.data.prompts(self.plan.prompts, count) if self._is_told(task, real) else None
-        if prompts is not None:
-            return prompts, prompts
-        return None, (real.captions if real.text_embeds is not None else None) or [""] * count
+        told = self._is_told(task, real)
+        if told and self._alone and isinstance(self.plan.prompts, list):
+            own = self.plan.prompts[:count]
+            return _Asked(own, own, _strangers(self.data.pictures(len(own)), own, task.animates), own=True)
+        prompts = real.captions if told else None
+        given = real.text_embeds is not None or IMAGE in real.extra
+        return _Asked(prompts, prompts or (real.captions if given else None) or [""] * count, real)
+
+    def _drawn(self, task: Task, latents: bool = False) -> tuple[_Asked, Tensor]:
+        """Samples, and what they are of. A stage that needs a real picture (its lower stage is not trained yet) draws validation's own captions."""
+        asked = self._asked(task)
+        try:
+            return asked, self._draw(task, asked.prompts, asked.beside, latents)
+        except InputError as error:
+            if not asked.own:
+                raise
+            self._alone = False
+            self.note(f"{self.stage.name}: captions of validation items are drawn in place of `prompts`: {error}")
+            asked = self._asked(task)
+            return asked, self._draw(task, asked.prompts, asked.beside, latents)
 
     def _is_told(self, task: Task, real: Batch) -> bool:
         """Whether the task draws after captions, and not after the text that comes with the data."""
@@ -160,8 +189,10 @@ class Show:
             return
         with stepper.eval_mode() as task:
             drawn = self._draw(task, real.captions if self._is_told(task, real) else None, real)
+        if not ranks.is_first():
+            return
         captions = self._logged(real.captions or [""] * len(real))
-        rows = [("real", _real(real.video, real)), ("generated", list(drawn))]
+        rows = [("real", _real(stepper.task.as_drawn(real.video), real)), ("generated", list(drawn))]
         path = self.folder.samples(self.stage.name, step) / f"{split}-grid.png"
         beside(rows, captions).save(path)
         write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in captions))
@@ -194,14 +225,17 @@ class Show:
             return
         with stepper.eval_mode() as task:
             shown = self._in_parts(batch, task.reconstruct)
-        if not len(shown):
+        if not ranks.told(len(shown)):
+            return
+        if stepper.averages:
+            with stepper.eval_mode(ema=False) as task:
+                online = self._in_parts(batch, task.reconstruct)
+        if not ranks.is_first():
             return
         inputs = _real(batch.video, batch)
         kind = "EMA" if stepper.averages else "reconstruction"
         rows = [("input", inputs), (kind, _real(shown, batch))]
         if stepper.averages:
-            with stepper.eval_mode(ema=False) as task:
-                online = self._in_parts(batch, task.reconstruct)
             rows.insert(1, ("online", _real(online, batch)))
         path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_moving(batch.pixels)}"
         fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps
@@ -225,6 +259,22 @@ class Show:
     def _track(self, step: int, name: str, path: Any, caption: str) -> None:
         for tracker in self.trackers:
             tracker.media(step, f"{self.stage.name}/{name}", path, caption)
+
+
+def _strangers(real: Batch, prompts: list[str], animated: bool) -> Batch:
+    """Items that have nothing to do with the prompts: what would say what is to be seen is taken out. What prompts are drawn together with
+    stays: a sketch, and the picture that is `animated`."""
+    extra = {name: value for name, value in real.extra.items() if not name.endswith("_embed")}
+    return replace(
+        real,
+        pixels=real.pixels if animated else None,
+        tokens=None,
+        latents=None,
+        text_embeds=None,
+        text_mask=None,
+        captions=prompts,
+        extra=extra,
+    )
 
 
 def _real(pixels: Tensor, batch: Batch) -> list[Tensor]:

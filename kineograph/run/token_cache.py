@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import pulse, ranks
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import ConfigError, InputError, Stopped
 from kineograph.core.run_folder import RunFolder
@@ -168,9 +168,13 @@ def fill(
         filling.run()
     finally:
         task.train(was_training)
-    if filling.made:
+    told = ranks.all_told([filling.made, filling.loader.skipped])
+    made = sum(count for count, _ in told)
+    if made:
+        for _, skipped in told:
+            filling.loader.skipped.update(skipped)
         data.write_skipped(folder.path / "skipped.jsonl", filling.loader)
-        note(f"{data.stage.name}: {filling.made} items encoded into {path}")
+        note(f"{data.stage.name}: {made} items encoded into {path}")
 
 
 class _Filling:
@@ -239,6 +243,7 @@ class _Filling:
                     text_embed=made.get("text_embed"),
                 )
                 self.made += len(batch)
+                pulse.beat()
                 self._progress.show(self._seen + writer.done)
                 if self.stop:
                     raise self._stopped()
@@ -331,6 +336,7 @@ def _frame_mask(batch: Batch, frames: int) -> Tensor | None:
 
 def cache_run(arguments: Sequence[str], run: str | Path | None = None, note: Callable[[str], None] = say) -> list[Path]:
     """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
+    note = note if ranks.is_first() else lambda line: None
     first = RunFolder(arguments[0])
     if first.exists():
         if len(arguments) > 1:
@@ -377,6 +383,8 @@ class _Progress:
         self.stage, self.count, self.told = stage, count, -1
 
     def show(self, done: int) -> None:
+        if not ranks.is_first():
+            return
         percent = 100 * done // self.count
         terminal = sys.stderr.isatty()
         if percent == self.told or (not terminal and percent // 10 == self.told // 10):

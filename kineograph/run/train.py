@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,16 @@ from kineograph.run.show import Show
 from kineograph.run.stage_data import StageData, open_data
 from kineograph.run.taking_up import take_up
 from kineograph.run.token_cache import cached_source
+from kineograph.run.work import work_of
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
 from kineograph.train.cadence import Cursor, finished, settle
+from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
 from kineograph.train.trainer import Surroundings, Trainer
+from kineograph.train.watchdog import Watchdog
 
 
 def train(
@@ -91,7 +94,11 @@ def _train(
             data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
     begun = ranks.told(any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages))
     check_stages(plan, data, folder, building=not begun)
-    with _held(folder):
+    with _held(folder), ExitStack() as stack:
+        rank_log = RankLog(folder.path)
+        stack.callback(rank_log.close)
+        stack.enter_context(rank_log.listening())
+        note = rank_log.beside(note)
         trackers: dict[str, Tracker] = {}
         if ranks.is_first():
             opened_trackers = open_trackers(wanted, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
@@ -107,7 +114,9 @@ def _train(
                         note(f"{stage.name}: skipped, as stages.{stage.name}.skip says")
                     else:
                         told = [tracker for name, tracker in trackers.items() if name in stage.train.trackers]
-                        _StageRun(plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note).train()
+                        _StageRun(
+                            plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note, rank_log
+                        ).train()
                         _release()
         except Stopped:
             if ranks.is_first():
@@ -176,7 +185,9 @@ class _StageRun:
         on_log: Callable[[dict[str, Any]], None] | None,
         quiet: bool,
         note: Callable[[str], None],
+        rank_log: RankLog,
     ) -> None:
+        self.rank_log = rank_log
         self.plan, self.stage, self.folder, self.data = plan, stage, folder, data
         self.trackers, self.stop, self.on_log, self.quiet, self.note = trackers, stop, on_log, quiet, note
         self.metrics = MetricsFile(folder.metrics_file)
@@ -207,7 +218,7 @@ class _StageRun:
         if evaluate is not None:
             with stepper.eval_mode() as judged:
                 evaluate.check(judged)
-        show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device)
+        show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device, self.note)
         around = Surroundings(
             checkpoints=self.checkpoints,
             log=self._log,
@@ -222,6 +233,8 @@ class _StageRun:
             },
             stop=self.stop,
             quiet=self.quiet,
+            rank_log=self.rank_log,
+            work=work_of(self.plan, stage, task, self.data, self.device, self.note),
         )
         loader = self.data.loader(source)
         if found is not None:
@@ -232,7 +245,8 @@ class _StageRun:
         self._take_up(start)
         self._describe(task, start)
         try:
-            trainer.fit(start)
+            with self._watched():
+                trainer.fit(start)
         except BaseException as error:
             with suppress(OSError):  # what went wrong first is what a person must hear
                 self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
@@ -250,6 +264,13 @@ class _StageRun:
             loader.skipped.update(skipped)
         self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
         show.curves()
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Under the eyes of a watchdog, where one is asked for."""
+        seconds = self.stage.train.watchdog
+        if seconds is None:
+            return nullcontext()
+        return Watchdog(seconds, self.rank_log, self.stage.name).watching()
 
     def _take_up(self, start: Cursor) -> None:
         """Forget what was told beyond the checkpoint."""

@@ -100,6 +100,11 @@ class Takes:
         drawing = (self.task, *self.task.stages.values())
         return not self.task.continues and any(part.enlarges or "low_res" in part.stages for part in drawing)
 
+    def prime_size(self, options: Any) -> tuple[int, int] | None:
+        """In which size a picture that is enlarged is given; None: as large as what is drawn."""
+        found = (part.prime_size(options) for part in (self.task, *self.task.stages.values()))
+        return next((size for size in found if size is not None), None)
+
 
 def _listed(numbers: list[int]) -> str:
     shown = numbers if len(numbers) <= 8 else [*numbers[:7], "…", numbers[-1]]
@@ -123,6 +128,8 @@ def read_prime(
         takes.check_continues("--prime")
     height_width = size or (takes.shape.height, takes.shape.width)
     if takes.enlarges or masked:
+        if not masked:
+            height_width = takes.prime_size(options) or height_width
         return _first_picture(prime, data, height_width, note, masked)
     fitting = takes.fitting(takes.longest(frames), size)
     if not fitting:

@@ -122,7 +122,7 @@ def build(
 ) -> Task:
     """A stage's Task as its saved config says, with fresh weights."""
     spec = read_stage(run.config(), name)
-    context = BuildContext(shape=spec.data.shape, stage=stage, assets=assets, note=note)
+    context = BuildContext(shape=spec.data.shape, stage=stage, assets=assets, note=note, name=name)
     return spec.task.build(spec.config, context)
 
 

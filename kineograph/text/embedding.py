@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from kineograph.core.batch import Batch
+from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext, Task
@@ -97,12 +97,14 @@ class ClipReader(nn.Module):
                 raise ConfigError(f"clip={choice} gives no embeddings: name a stage whose task is clip")
             stages["clip"] = stage
             self._take(stage)
+            _tell_blur(choice, _sides(getattr(stage, "shape", None)), context)
         elif choice.kind == "transformers":
             from kineograph.text.clip_pretrained import PretrainedClip
 
             assert choice.name is not None
             self.adapter = PretrainedClip(choice.name, choice.length, context.note)
             self._take(self.adapter)
+            _tell_blur(choice.name, (self.adapter.picture, self.adapter.picture), context)
         else:
             assert choice.width is not None
             self.width, self.text_width, self.length = choice.width, choice.text_width, choice.length
@@ -182,3 +184,17 @@ class ClipReader(nn.Module):
         if captions is None:
             return torch.zeros(len(like), dtype=torch.bool, device=like.device)
         return torch.tensor([not caption.strip() for caption in captions]).to(like.device, non_blocking=True)
+
+
+def _sides(shape: Shape | None) -> tuple[int, int] | None:
+    return None if shape is None else (shape.height, shape.width)
+
+
+def _tell_blur(name: str, looks_at: tuple[int, int] | None, context: BuildContext) -> None:
+    """A picture that is enlarged is another picture to a CLIP than the sharp one that it learned from."""
+    given = (context.shape.height, context.shape.width)
+    if looks_at is not None and min(given) < min(looks_at):
+        context.note(
+            f"clip={name} looks at pictures of {looks_at[0]}×{looks_at[1]} and is shown ones of data.size={given[0]}×{given[1]}, enlarged, which "
+            "look blurred to it: raise data.size (a decoder's `size` says what it draws), or give embeddings with the data"
+        )

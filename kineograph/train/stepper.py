@@ -30,6 +30,7 @@ from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded, local
 from kineograph.train.reduction import Reduction, Replicated
 from kineograph.train.sequence import spread_sequence
 from kineograph.train.sharding import ShardedTask
+from kineograph.train.step_times import StepTimes
 from kineograph.train.tensor import cut_blocks
 
 
@@ -140,6 +141,7 @@ class Stepper:
             for name in task.players
             if self.players[name].ema.decay > 0
         }
+        self.times = StepTimes(self.device)
         self._awake = dict.fromkeys(task.players, True)  # whose parameters take gradients now
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
         self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
@@ -188,14 +190,18 @@ class Stepper:
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
         for name in joined:
-            found, count = joined[name].everywhere()
+            with self.times.part("sync"):
+                found, count = joined[name].everywhere()
             divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
             if self.layout:  # gradients of several processes are means over them
                 divisor = divisor / self.layout.data_world
-            norm, skipped = self.optimizers[name].step(rate_at(self.players[name], step, self.config.steps), divisor)
-            overflow = torch.maximum(overflow, skipped)
-            if name in self.averages:
-                self.averages[name].update(step + 1)
+            with self.times.part("optimizer"):
+                norm, skipped = self.optimizers[name].step(
+                    rate_at(self.players[name], step, self.config.steps), divisor
+                )
+                overflow = torch.maximum(overflow, skipped)
+                if name in self.averages:
+                    self.averages[name].update(step + 1)
             prefix = "" if name == self.task.players[0] else f"{name}/"
             values |= {prefix + term: value for term, value in found.items()} | {f"{prefix}gradient_norm": norm}
         if self.scale:
@@ -218,31 +224,35 @@ class Stepper:
             noise = Noise(self.seed, step, batch.slots)
             if self.whole_way is not None and playing:
                 with self.whole_way.last_of(number == len(batches)):
-                    with autocast(self.precision, self.device):
+                    with self.times.part("forward"), autocast(self.precision, self.device):
                         loss = self.whole_way.loss(batch, noise)
+                    if number == len(batches):
+                        self.times.align()  # the backward pass waits for the others
                     self._backward(loss)
                 joined[playing[0]].add(loss)
             else:
                 self._accumulate(playing, batch, noise, joined)
         for name in playing:
             for reduction in self.reductions[name]:
-                reduction()
+                with self.times.part("sync"):
+                    reduction()
         return joined
 
     def _backward(self, loss: Loss, retain_graph: bool = False) -> None:
         # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
         total = loss.total.sum / self.config.batch_size
-        (total * self.scale.value if self.scale else total).backward(retain_graph=retain_graph)
+        with self.times.part("backward"):
+            (total * self.scale.value if self.scale else total).backward(retain_graph=retain_graph)
 
     def _accumulate(self, playing: list[str], batch: Batch, noise: Noise, joined: dict[str, _Joined]) -> None:
         """Add one micro-batch's gradients to every playing player."""
         self._wake(playing)
-        with autocast(self.precision, self.device):
+        with self.times.part("forward"), autocast(self.precision, self.device):
             shared = self.task(batch, noise)
         # The first player goes last: it alone walks back through what is shared, and frees it on the way.
         for name in reversed(playing):
             self._wake([name])
-            with autocast(self.precision, self.device):
+            with self.times.part("forward"), autocast(self.precision, self.device):
                 loss = self.task.loss(name, shared)
             self._backward(loss, retain_graph=name != playing[0])
             joined[name].add(loss)

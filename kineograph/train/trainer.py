@@ -15,16 +15,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import pulse, ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
 from kineograph.train.cadence import Cursor, Phase, advance, finished, is_snapshot, logs, settle
-from kineograph.train.clock import Clock
+from kineograph.train.clock import Clock, Work
 from kineograph.train.progress import Progress
+from kineograph.train.rank_log import RankLog
 from kineograph.train.saver import Saver
+from kineograph.train.step_times import is_measured
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 
@@ -52,6 +54,8 @@ class Surroundings:
     )  # what else belongs into each checkpoint: assets, resolved config
     stop: StopRequest = field(default_factory=StopRequest)
     quiet: bool = False
+    rank_log: RankLog | None = None  # what this process alone hears
+    work: Work | None = None  # arithmetic of a step, where it was counted
 
 
 class Trainer:
@@ -63,7 +67,8 @@ class Trainer:
         self.config = stepper.config
         self.data = data
         self.around = around
-        self.progress = Progress(stage, self.config.steps, around.quiet)
+        heard = around.rank_log.write if around.rank_log is not None else None
+        self.progress = Progress(stage, self.config.steps, around.quiet or not ranks.is_first(), heard)
         self.saved: int | None = None  # the step whose checkpoint this run last wrote or took up
         self.best = math.inf
         self.best_step: int | None = None
@@ -102,7 +107,7 @@ class Trainer:
         if config.save_first and cursor == Cursor():
             self._save(cursor)
             self.saver.wait()  # data workers may be forked next: no thread should be in the middle of something
-        clock = Clock(self.elapsed)
+        clock = Clock(self.elapsed, self.stepper.device, self.stepper.times, self.around.work)
         with self.progress.shown(cursor.step):
             batches = self.data.steps(cursor.step, config.steps)
             while not finished(config, cursor):
@@ -126,15 +131,19 @@ class Trainer:
 
     def _train(self, step: int, batches: Iterator[list[Batch]], clock: Clock) -> None:
         """Make the update from `step` to `step` + 1."""
+        pulse.enter("data")
         micro = self._next(batches, clock, step)
-        values = self.stepper.step(step, micro)
+        with self.stepper.times.step(is_measured(self.config, step + 1)):
+            values = self.stepper.step(step, micro)
         clock.count(sum(map(len, micro)) * ranks.data_world())
+        pulse.beat()
         self.progress.advance(step + 1)
         if logs(self.config, step + 1):
             self._log(step + 1, values, clock)
 
     def _judge(self, phase: Phase, step: int) -> bool:
         """Go through a phase that looks at the weights of `step`. → whether they are the best so far, which only validation can find."""
+        pulse.enter(phase)
         if phase == "validate":
             return self._validate(step)
         if phase == "evaluate":
@@ -176,9 +185,18 @@ class Trainer:
         first = stepper.averages.get(stepper.task.players[0])
         if first is not None:
             record["ema_decay"] = first.decay
-        record |= clock.report(stepper.device)
+        record |= self._timings(done, clock)
         self.around.log(record)
         self.progress.numbers(done, numbers.get("loss", math.nan), record["time/samples_per_second"])
+
+    def _timings(self, done: int, clock: Clock) -> Record:
+        """Each process's own go to its log; a process that the others wait for is told of."""
+        timings, slowest = clock.report()
+        if self.around.rank_log is not None:
+            self.around.rank_log.timings(self.stage, done, clock.mine, slowest)
+        if slowest is not None and clock.is_worth_a_word(slowest):
+            self.progress.note(f"{self.stage}  step {done}  {slowest}")
+        return timings
 
     @torch.no_grad()
     def _validate(self, done: int) -> bool:
@@ -191,6 +209,7 @@ class Trainer:
         with self.stepper.eval_mode() as task:
             for batch in self.around.validation():
                 batch = batch.to(self.stepper.device)
+                pulse.beat()
                 for name, mean in task.validate(batch, Noise(seed, 0, batch.slots)).items():
                     count = torch.as_tensor(mean.count, dtype=torch.float64, device=mean.sum.device)
                     before = joined.get(name, Mean(torch.zeros_like(count), torch.zeros_like(count)))

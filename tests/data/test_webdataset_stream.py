@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
+import multiprocessing as mp
 import os
+import signal
+import threading
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -14,6 +19,8 @@ import torch
 
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.data.loader import Loader, streams
+from kineograph.data.shards import Shard
+from kineograph.data.tar_stream import samples
 from tests.data.tar_shards import item, npy, opened, three_shards, write
 
 
@@ -152,6 +159,56 @@ def test_a_silent_pipe_is_given_up_and_its_processes_end(tmp_path: Path) -> None
     assert "no byte for 0.3 s" in source.skipped["00009.tar"]
     assert not os.path.exists(f"/proc/{mark.read_text().strip()}")
     assert len(texts(Loader(source, 1, 2), 0, 3)) == 3
+
+
+def _read_a_silent_pipe(command: str, begun: str) -> None:
+    """A worker that waits for a server."""
+    for _ in samples(Shard(command, "x/0.tar"), timeout=300, wanted=lambda ending: True):
+        Path(begun).touch()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_the_commands_of_a_killed_worker_end(tmp_path: Path) -> None:
+    """SIGKILL, as the kernel sends it where memory is short: nothing can be cleaned up, and a silent command gets no SIGPIPE."""
+    three_shards(tmp_path, (3,))
+    marks = tmp_path / "shell", tmp_path / "child"
+    command = f"pipe:echo $$ > {marks[0]}; sleep 300 & echo $! > {marks[1]}.part; mv {marks[1]}.part {marks[1]}; wait; cat x/0.tar"
+    worker = mp.get_context("spawn").Process(target=_read_a_silent_pipe, args=(command, str(tmp_path / "begun")))
+    worker.start()
+    _until(marks[1].exists)
+    pids = [int(mark.read_text()) for mark in marks]
+    time.sleep(0.2)  # it now waits for the first byte
+    assert all(map(_alive, pids))
+    worker.kill()
+    worker.join()
+    try:
+        _until(lambda: not any(map(_alive, pids)))
+    finally:
+        for pid in filter(_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_watchers_go_with_their_shards(tmp_path: Path) -> None:
+    source = opened(pipes(tmp_path, (2,) * 5), shuffle_buffer=1)
+    texts(Loader(source, 1, 2), 0, 8)
+    gc.collect()
+    own = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    shells = [pid for pid in own if b"kill -s KILL" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert shells == []
+
+
+def _until(done: Callable[[], bool], seconds: float = 30.0) -> None:
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.05)
 
 
 def test_a_pipe_that_breaks_and_does_not_end_is_not_waited_for(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 
 from kineograph.codec.vqgan import VQGAN, VQGANConfig
 from kineograph.core import ranks
@@ -17,6 +16,7 @@ from kineograph.core.config import merge, parse
 from kineograph.core.task import BuildContext, Task, freeze
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 from kineograph.run.launch import together
+from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper
 from tests.family.cogvideox.conftest import CAPTIONS, TINY, ToyCodec, enlivened
@@ -56,6 +56,8 @@ TASKS: dict[str, tuple[Callable[[], Task], tuple[int, ...]]] = {
     "duel": (duel, (1, 3, 2, 2)),
     "cogvideox": (cogvideox, (9, 1, 8, 8)),
     "gan": (gan, (1, 3, 16, 16)),
+    "cogvideox-3-heads": (lambda: cogvideox(heads=3), (9, 1, 8, 8)),
+    "cogvideox-lora": (lambda: cogvideox(tune="lora"), (9, 1, 8, 8)),
 }
 
 
@@ -119,40 +121,20 @@ def validated(stepper: Stepper, case: dict[str, Any]) -> float:
 
 
 def curve(case: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Steps, their losses, what validation says; the state is left in `out`."""
+    """Steps, their losses, what validation says; a checkpoint is left in `out`."""
     stepper = stepper_for(case)
     steps = descend(stepper, case, 0, case.get("steps", 4))
-    tensors = stepper.tensors()
+    tensors, state = stepper.tensors(), stepper.state()
     if ranks.is_first():
-        for kind, group in tensors.items():
-            save_file(
-                {name: value.contiguous().clone() for name, value in group.items()},
-                out / f"{case['name']}-{kind}.safetensors",
-            )
+        checkpoint.save(out / case["name"], len(steps), tensors, {"stepper": state})
     parts = sum(p.numel() for optimizer in stepper.optimizers.values() for p in optimizer.parts.values())
     return {"steps": steps, "validation": validated(stepper, case), "parts": parts, "skipped": float(stepper.skipped)}
 
 
-class Saved:
-    """A checkpoint as far as a Stepper reads it, from the files that `curve` left."""
-
-    def __init__(self, out: Path, name: str, state: dict[str, Any]) -> None:
-        self.out, self.name, self._state = out, name, state
-
-    def tensors(self, kind: str) -> dict[str, torch.Tensor]:
-        return load_file(self.out / f"{self.name}-{kind}.safetensors")
-
-    def state(self) -> dict[str, Any]:
-        return {"stepper": self._state}
-
-
-def go_on(case: dict[str, Any], out: Path, before: Path) -> dict[str, Any]:
+def go_on(case: dict[str, Any], before: Path) -> dict[str, Any]:
     """Steps from where another world left off: `before` has what `curve` of `case["after"]` left."""
     stepper = stepper_for(case)
-    updates = dict.fromkeys(stepper.averages, case["from"])
-    stepper.load(
-        Saved(before, case["after"], {"ema_updates": updates, "scale": None, "skipped": 0, "skipped_in_a_row": 0})
-    )  # type: ignore[arg-type]
+    stepper.load(checkpoint.at(before / case["after"], case["from"]))
     return {"steps": descend(stepper, case, case["from"], case["steps"])}
 
 
@@ -160,6 +142,5 @@ def curves(cases: list[dict[str, Any]], out: str, before: str = "") -> dict[str,
     """All cases one after another in this world."""
     with together():
         return {
-            case["name"]: go_on(case, Path(out), Path(before)) if "after" in case else curve(case, Path(out))
-            for case in cases
+            case["name"]: go_on(case, Path(before)) if "after" in case else curve(case, Path(out)) for case in cases
         }

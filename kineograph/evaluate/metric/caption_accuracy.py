@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from typing import ClassVar
 
+import torch
+
 from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import Facts
-from kineograph.evaluate.caption_accuracy import ATTRIBUTES, compare, facts_of
+from kineograph.evaluate.caption_accuracy import ATTRIBUTES, Tally, facts_of
 from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Result, Subject
 from kineograph.evaluate.reader import WEIGHTS, Reader
 
@@ -16,16 +18,14 @@ class CaptionAccuracy:
     name: ClassVar[str] = "caption_accuracy"
     needs: ClassVar[frozenset[Kind]] = frozenset({"captions", "generated", "real"})
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-        self.wanted: list[Facts] = []
-        self.drawn: list[Facts] = []
-        self.real: list[Facts] = []
+    def __init__(self, reader: Reader, device: torch.device | str = "cpu") -> None:
+        self.reader, self.device = reader, device
+        self.drawn, self.real = Tally(), Tally()
 
     @classmethod
     def open(cls, subject: Subject) -> CaptionAccuracy:
         _wanted(subject.captions or [])
-        return cls(Reader.load(WEIGHTS, subject.device))
+        return cls(Reader.load(WEIGHTS, subject.device), subject.device)
 
     def update(self, evidence: Evidence) -> list[str]:
         assert evidence.captions is not None
@@ -33,14 +33,12 @@ class CaptionAccuracy:
         assert evidence.real is not None
         wanted = _wanted(evidence.captions)
         drawn = self.reader.read(evidence.generated)
-        self.wanted += wanted
-        self.drawn += drawn
-        self.real += self.reader.read(evidence.real)
-        right = compare(wanted, drawn).right
+        right = self.drawn.add(wanted, drawn)
+        self.real.add(wanted, self.reader.read(evidence.real))
         return ["✓" if ok else f"✗ {_told(facts)}" for ok, facts in zip(right, drawn, strict=True)]
 
     def compute(self) -> Result:
-        found, ceiling = compare(self.wanted, self.drawn), compare(self.wanted, self.real)
+        found, ceiling = self.drawn.joined(self.device), self.real.joined(self.device)
         values = {"caption_accuracy": found.accuracy, "number": found.number}
         values |= {name: found.rates[name] for name in ATTRIBUTES if name in found.rates}
         labels = {"ceiling": ceiling.accuracy, "count": found.count, "extractor": f"reader {_digest()[:12]}"}

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kineograph.core import ranks
 from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
 from kineograph.nn.quantizers import codebook_histogram, usage
 
@@ -15,22 +16,23 @@ class Codebook:
     name: ClassVar[str] = "codebook"
     needs: ClassVar[frozenset[Kind]] = frozenset({"tokens"})
 
-    def __init__(self, codes: int) -> None:
-        self.histogram = torch.zeros(codes, dtype=torch.int64)
+    def __init__(self, codes: int, device: torch.device | str = "cpu") -> None:
+        self.histogram = torch.zeros(codes, dtype=torch.int64, device=device)
 
     @classmethod
     def open(cls, subject: Subject) -> Codebook:
-        return cls(int(subject.task.vocabulary))  # type: ignore[arg-type]
+        return cls(int(subject.task.vocabulary), subject.device)  # type: ignore[arg-type]
 
     def update(self, evidence: Evidence) -> None:
         tokens = evidence.tokens
         assert isinstance(tokens, Tensor)
-        self.histogram += codebook_histogram(tokens, len(self.histogram)).cpu()
+        self.histogram += codebook_histogram(tokens, len(self.histogram))
 
     def compute(self) -> Result:
-        found = usage(self.histogram)
+        histogram = ranks.sum_(self.histogram.clone())
+        found = usage(histogram)
         values = {"codebook_use": float(found["use"]), "codebook_perplexity": float(found["perplexity"])}
-        return Result(values, {"codes": len(self.histogram), "tokens": int(self.histogram.sum())})
+        return Result(values, {"codes": len(histogram), "tokens": int(histogram.sum())})
 
 
 METRIC = Codebook

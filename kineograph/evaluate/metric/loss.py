@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
+from kineograph.core import ranks
 from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
 
 
@@ -11,29 +14,34 @@ class HeldOutLoss:
     name: ClassVar[str] = "loss"
     needs: ClassVar[frozenset[Kind]] = frozenset({"losses"})
 
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.counts: dict[str, float] = {}
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
+        self.sums: dict[str, tuple[float, float]] = {}  # name → sum, count
 
     @classmethod
     def open(cls, subject: Subject) -> HeldOutLoss:
-        return cls()
+        return cls(subject.device)
 
     def update(self, evidence: Evidence) -> None:
         assert evidence.losses is not None
         for name, mean in evidence.losses.items():
-            if (
-                "/" in name
-            ):  # about the batch as such, such as the codes that it uses: its mean says little about the set
-                continue
-            self.sums[name] = self.sums.get(name, 0.0) + float(mean.sum)
-            self.counts[name] = self.counts.get(name, 0.0) + float(mean.count)
+            # About the batch as such, such as the codes that it uses: its mean says little about the set.
+            if "/" not in name:
+                total, count = self.sums.get(name, (0.0, 0.0))
+                self.sums[name] = total + float(mean.sum), count + float(mean.count)
 
     def compute(self) -> Result:
-        names = sorted(self.sums, key=lambda name: name != "loss")  # the loss before its parts
-        return Result(
-            {name: self.sums[name] / self.counts[name] if self.counts[name] else float("nan") for name in names}
-        )
+        joined: dict[str, tuple[float, float]] = {}
+        for told in ranks.gather_json(self.sums, self.device):
+            for name, (total, count) in told.items():
+                before = joined.get(name, (0.0, 0.0))
+                joined[name] = before[0] + total, before[1] + count
+        names = sorted(joined, key=lambda name: name != "loss")  # the loss before its parts
+        return Result({name: _mean(*joined[name]) for name in names})
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else float("nan")
 
 
 METRIC = HeldOutLoss

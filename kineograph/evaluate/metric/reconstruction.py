@@ -8,6 +8,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from kineograph.core import ranks
 from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
 
 SMALLEST = 1e-10  # MSE of a perfect copy: 100 dB
@@ -17,12 +18,13 @@ class Reconstruction:
     name: ClassVar[str] = "reconstruction"
     needs: ClassVar[frozenset[Kind]] = frozenset({"real", "reconstruction"})
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
         self.psnr: list[Tensor] = []
 
     @classmethod
     def open(cls, subject: Subject) -> Reconstruction:
-        return cls()
+        return cls(subject.device)
 
     def update(self, evidence: Evidence) -> None:
         assert evidence.real is not None
@@ -33,7 +35,8 @@ class Reconstruction:
         self.psnr.append(psnr[keep].double().cpu())
 
     def compute(self) -> Result:
-        every = torch.cat(self.psnr)
+        mine = torch.cat(self.psnr) if self.psnr else torch.zeros(0, dtype=torch.float64)
+        every = ranks.gather_rows(mine.to(self.device)).cpu()  # a decile cannot be joined from deciles
         values = {"psnr": float(every.mean()), "psnr_worst_decile": float(every.quantile(0.1))}
         return Result(values, {"frames": len(every), "unit": "dB"})
 

@@ -48,6 +48,7 @@ class CogVideoX(Task):
     def __init__(self, config: CogVideoXConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.shape = config, context.shape
+        self.animates = config.first_frame
         if config.codec is not None:
             codec = context.stage(config.codec)
         else:

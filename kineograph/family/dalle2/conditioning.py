@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, NotTrained
 from kineograph.core.task import BuildContext, Task
 from kineograph.family.dalle2.config import DecoderConfig
 from kineograph.family.dalle2.network import Condition
@@ -23,6 +24,12 @@ class Prior(Protocol):
 
     def embed(self, prompts: Prompts) -> Tensor:
         """B D, of length 1."""
+
+
+FindPrior = Callable[[], Prior | None]
+"""None: there is none. Raises NotTrained while there is only its name."""
+ImageSource = Literal["prior", "embedding", "caption", "picture", "nothing"]
+"""Made of the caption by the prior; given with the data; the CLIP's embedding of the caption, or of the real picture; none."""
 
 
 class ClipText(nn.Module):
@@ -91,7 +98,7 @@ class Conditioner(nn.Module):
             missing = missing | (image == 0).all(dim=1)
         return Condition(image, missing, *read_batch(self.reader, batch, no_text))
 
-    def of_prompts(self, prompts: Prompts, prior: Prior | None) -> tuple[Condition, Condition | None]:
+    def of_prompts(self, prompts: Prompts, prior: FindPrior) -> tuple[Condition, Condition | None]:
         """What is asked for, and what to be guided away from (None: nothing was asked for)."""
         words, other_words = read_prompts(self.reader, prompts)
         image, other_image = self._images(prompts, prior)
@@ -110,23 +117,48 @@ class Conditioner(nn.Module):
         missing = torch.full((len(prompts),), absent, dtype=torch.bool, device=prompts.noise.device)
         return Condition(image, missing | (image == 0).all(dim=1), *words)
 
-    def _images(self, prompts: Prompts, prior: Prior | None) -> tuple[Tensor | None, Tensor | None]:
-        """The image embedding that is asked for, and that of the negative prompt (or the first again, to say that there is one)."""
+    def image_source(self, prompts: Prompts, find_prior: FindPrior) -> tuple[ImageSource, Prior | None]:
+        """Where the image embedding comes from. A caption says it where a prior can make one of it, whatever lies beside the prompt;
+        while the prior is not trained, what lies beside it must do."""
         if not self.config.reads_images or self.clip is None:
-            return None, None
+            return "nothing", None
         batch = prompts.batch
-        if batch is not None and IMAGE in batch.extra:
-            image = self.clip.images(batch)
-        elif prompts.captions is not None:
-            image = self._of_captions(prompts, prior)
-        elif batch is not None and batch.pixels is not None:
-            image = self.clip.images(batch)
-        else:
+        given = batch is not None and IMAGE in batch.extra
+        pictured = batch is not None and batch.pixels is not None and self.clip.reads_captions
+        untrained = False
+        if prompts.captions is not None:
+            try:
+                prior = find_prior()
+            except NotTrained:
+                if not given and not pictured:
+                    raise
+                prior, untrained = None, True
+            if prior is not None:
+                return "prior", prior
+        if given:
+            return "embedding", None
+        told = self.reader is not None and self.reader.reads_captions
+        if prompts.captions is not None and not untrained:
+            # Embeddings of the data alone: captions are still read as text, where an encoder does that.
+            return ("nothing" if told and not self.clip.reads_captions else "caption"), None
+        return ("picture" if pictured else "nothing"), None
+
+    def _images(self, prompts: Prompts, find_prior: FindPrior) -> tuple[Tensor | None, Tensor | None]:
+        """The image embedding that is asked for, and that of the negative prompt (or the first again, to say that there is one)."""
+        source, prior = self.image_source(prompts, find_prior)
+        if source == "nothing":
             return None, None
+        assert self.clip is not None
+        if source in ("embedding", "picture"):
+            assert prompts.batch is not None
+            image = self.clip.images(prompts.batch)
+        else:
+            image = self._of_captions(prompts, prior)
         if prompts.negative is None:
             return image, image
-        negative = Prompts(prompts.noise, prompts.negative)
-        return image, self._of_captions(negative, prior)
+        if not self.clip.reads_captions:
+            return image, None
+        return image, self._of_captions(Prompts(prompts.noise, prompts.negative), prior)
 
     def _of_captions(self, prompts: Prompts, prior: Prior | None) -> Tensor:
         assert self.clip is not None and prompts.captions is not None

@@ -27,6 +27,8 @@ class DecoderSample(DiffusionSample):
 class DecoderConfig(StageConfig, UnetConfig):
     references: ClassVar[tuple[str, ...]] = ("clip", "codec")
     draws_with: ClassVar[tuple[str, ...]] = ("prior", "low_res")
+    size: tuple[int, int] | None = None
+    """Height and width of what is drawn: the data's pictures made smaller. Null: data.size, which is what the CLIP is shown in either case."""
     clip: ClipChoice | None = None
     """What embeds images and captions: a clip stage (or runs/x/stage), or {kind: transformers, name: …} or {kind: given, width: …}."""
     image_embeds: Literal["none", "time", "tokens", "both"] = "both"
@@ -62,7 +64,7 @@ class DecoderConfig(StageConfig, UnetConfig):
     sample: DecoderSample = DecoderSample()
     """How pictures are drawn."""
 
-    @field_validator("low_res_size", mode="before")
+    @field_validator("size", "low_res_size", mode="before")
     @classmethod
     def _square(cls, value: object) -> object:
         return (value, value) if isinstance(value, int) else value

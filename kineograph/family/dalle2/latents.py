@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.family.dalle2.low_res import shrink
 
 Grid = tuple[int, int]
 
@@ -21,7 +22,7 @@ class Pixels:
 
     def read(self, batch: Batch) -> Tensor:
         """B C H W in [−1, 1]."""
-        return inward(batch.video[:, 0])
+        return self.encode(shrink(batch.video[:, 0], self.grid))
 
     def encode(self, pixels: Tensor) -> Tensor:
         """B C H W in [0, 1]."""
@@ -43,6 +44,7 @@ class Latents:
         )
         if not all(hasattr(codec, part) for part in wanted):
             raise ConfigError(f"codec={name} gives no latents of pictures: name a stage such as one of vqgan")
+        self.size: Grid = (shape.height, shape.width)  # of the pictures
         self.channels = int(self.codec.latent_channels)
         _, height, width = self.codec.shape_for(1, shape.height, shape.width)
         self.grid: Grid = (height, width)
@@ -51,7 +53,7 @@ class Latents:
     def read(self, batch: Batch) -> Tensor:
         """B c h w: from a cache, or from the codec."""
         if batch.latents is None:
-            return self.encode(batch.video[:, 0])
+            return self.encode(shrink(batch.video[:, 0], self.size))
         found = batch.latents[:, 0].float()  # B c h w
         if tuple(found.shape[1:]) != (self.channels, *self.grid):
             raise InputError(

@@ -26,6 +26,8 @@ class AugmentConfig(Config):
 
 def shrink(pixels: Tensor, size: Size) -> Tensor:
     """B C H W in [0, 1] → B C h w. Antialiased: nearest pixels would be a sharper picture than any that is drawn."""
+    if tuple(pixels.shape[-2:]) == size:
+        return pixels
     return F.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
 
 

@@ -106,9 +106,10 @@ class Prior(Task):
     def embed(self, prompts: Prompts, options: PriorSample | None = None) -> Tensor:
         """Image embeddings for prompts, B D: of their captions, or of text embeddings in `prompts.batch`, or of no text at all."""
         batch = prompts.batch
-        if prompts.captions is not None:
+        given = batch is not None and TEXT in batch.extra
+        if prompts.captions is not None and (self.clip.reads_captions or not given):
             texts = self.clip.captions(prompts.captions, self.config.text_encodings)
-        elif batch is not None and (TEXT in batch.extra or batch.captions is not None):
+        elif batch is not None and (given or batch.captions is not None):
             texts = self.texts(batch)
         else:
             texts = self.silence(prompts.noise)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kineograph.core.batch import Prompts
 from kineograph.core.errors import InputError, NotTrained
-from kineograph.family.dalle2.conditioning import Prior
+from kineograph.core.noise import Noise, key_of
 from kineograph.family.dalle2.config import DecoderSample
 from kineograph.family.dalle2.latents import inward
 from kineograph.family.dalle2.low_res import add_noise, enlarge, shrink
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def draw(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
     """B C H W in [0, 1]."""
     _check(task, prompts, options)
-    wanted, other = task.conditioner.of_prompts(prompts, _prior(task, prompts))
+    wanted, other = task.conditioner.of_prompts(prompts, task.prior)
     low_res, level = _low_res(task, prompts, options)
     guide = other is not None and options.guides
     both = wanted.join(other) if guide and other is not None else wanted
@@ -36,8 +36,8 @@ def draw(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
 
     low_res = rows(low_res) if low_res is not None else None
     given = task.network.prepare(both, rows(level) if level is not None else None)
-    noise, shape = prompts.noise, (task.space.channels, *task.space.grid)
-    start = noise.normal(f"start {shape}", *shape)
+    noise, shape = _own_noise(task, prompts), (task.space.channels, *task.space.grid)
+    start = noise.normal("start", *shape)
     recalled = [torch.zeros_like(start) if task.config.self_conditioning else None]
 
     def denoise(x: Tensor, t: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def draw(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
         denoise,
         start,
         options,
-        noise=lambda number: noise.normal(f"step {number} {shape}", *shape),
+        noise=lambda number: noise.normal(f"step {number}", *shape),
         guide=guide,
         clip=clip,
         inpaint=_inpaint(task, prompts, options),
@@ -68,6 +68,12 @@ def draw(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
     if prompts.mask is not None and prompts.prime is not None:  # a codec changes what it only passes on
         pixels = torch.where(prompts.mask[:, None], pixels, prompts.prime[:, 0])
     return pixels
+
+
+def _own_noise(task: Decoder, prompts: Prompts) -> Noise:
+    """The draws of this U-Net: those of a cascade's others are independent of them, and the same whichever of them is asked."""
+    noise = prompts.noise
+    return Noise(key_of(noise.seed, task.name), noise.step, noise.slots)
 
 
 def _check(task: Decoder, prompts: Prompts, options: DecoderSample) -> None:
@@ -102,10 +108,25 @@ def _limit(task: Decoder, options: DecoderSample) -> Any:
     return static_clip() if options.clip == "static" else dynamic_clip(options.clip_quantile)
 
 
-def _prior(task: Decoder, prompts: Prompts) -> Prior | None:
-    """Loaded only where an embedding is to be made."""
-    given = prompts.batch is not None and IMAGE in prompts.batch.extra
-    return task.prior() if prompts.captions is not None and (not given or prompts.negative is not None) else None
+def drawn_from(task: Decoder, prompts: Prompts) -> str | None:
+    """What a label says; None where a caption is read as text, and nothing else is."""
+    source, _ = task.conditioner.image_source(prompts, task.prior)
+    name = task.config.prior
+    untrained = f" (prior={name} is not trained)" if name is not None and prompts.captions is not None else ""
+    told: list[str | None] = [
+        {
+            "prior": f"captions, through prior={name}",
+            "embedding": f"{IMAGE} of the data{untrained}",
+            "caption": "captions, their CLIP embeddings taken for images'",
+            "picture": f"the real pictures' CLIP embeddings{untrained}",
+            "nothing": None,
+        }[source]
+    ]
+    if task.enlarges and prompts.prime is None:
+        below = _below(task, prompts)
+        size = " × ".join(map(str, task.config.low_res_size or ()))
+        told.insert(0, f"real pictures made smaller, {size}" if below is None else below.drawn_from(prompts))
+    return "; ".join(part for part in dict.fromkeys(told) if part is not None) or None
 
 
 # The smaller picture ---------------------------------------------------------------------------------------------
@@ -118,7 +139,7 @@ def _low_res(task: Decoder, prompts: Prompts, options: DecoderSample) -> tuple[T
     small = inward(_small_picture(task, prompts, options))
     level = torch.full((len(small),), options.low_res_noise, device=small.device)
     if options.low_res_noise:
-        small = add_noise(small, level, prompts.noise)
+        small = add_noise(small, level, _own_noise(task, prompts))
     return enlarge(small, task.space.grid), level
 
 
@@ -129,14 +150,9 @@ def _small_picture(task: Decoder, prompts: Prompts, options: DecoderSample) -> T
     enlarged = prompts.prime is not None and prompts.mask is None
     if enlarged and options.start is None:
         assert prompts.prime is not None
-        return shrink(prompts.prime[:, 0], size)
+        return shrink(prompts.prime[:, 0], size)  # as `prime_size` asks for it, it is that size
     real = prompts.batch.pixels if prompts.batch is not None else None
-    try:
-        below = task.drawing_stage("low_res")
-    except NotTrained:  # pictures while this stage trains are made of real ones
-        if real is None or prompts.prime is not None:
-            raise
-        below = None
+    below = _below(task, prompts)
     if below is not None:
         return _drawn_below(task, below, prompts, options, size)
     if real is None or prompts.prime is not None:
@@ -148,7 +164,17 @@ def _small_picture(task: Decoder, prompts: Prompts, options: DecoderSample) -> T
                 else "give a picture to enlarge with --prime"
             )
         )
-    return shrink(real[:, 0].float() / 255, size)
+    return shrink(task.as_drawn(real.float() / 255)[:, 0], size)
+
+
+def _below(task: Decoder, prompts: Prompts) -> Any:
+    """The stage that draws the smaller picture; None: there is none, or it is not trained and a real picture is at hand."""
+    try:
+        return task.drawing_stage("low_res")
+    except NotTrained:  # pictures while this stage trains are made of real ones
+        if prompts.batch is None or prompts.batch.pixels is None or prompts.prime is not None:
+            raise
+        return None
 
 
 def _drawn_below(task: Decoder, below: Any, prompts: Prompts, options: DecoderSample, size: tuple[int, int]) -> Tensor:
@@ -164,18 +190,37 @@ def _drawn_below(task: Decoder, below: Any, prompts: Prompts, options: DecoderSa
         chosen = chosen.model_copy(
             update={"guidance": options.guidance}
         )  # asked for here, where there is nothing to guide
-    if prime is not None and mask is None:  # enlarged first by this stage, or by one below it
-        if not below.enlarges:
-            raise InputError(
-                f"sample.start={options.start} is no super-resolution stage of this cascade: leave it out to start at the last"
-            )
-        chosen = chosen.model_copy(update={"start": None if options.start == name else options.start})
-    if prime is not None:
-        prime = shrink(prime[:, 0], size)[:, None]
-    if mask is not None:
-        mask = _coarser(mask, size)
+    if (
+        prime is not None and mask is None
+    ):  # enlarged first by the stage below, or by one below that: in the size that it has
+        chosen = chosen.model_copy(update={"start": _start_below(task, below, options)})
+    if prime is not None and mask is not None:
+        prime, mask = shrink(prime[:, 0], size)[:, None], _coarser(mask, size)
     inner = replace(prompts, prime=prime, mask=mask, height=None, width=None)
     return below.sample(inner, chosen)[:, 0]
+
+
+def prime_size(task: Decoder, options: DecoderSample) -> tuple[int, int] | None:
+    """A given picture comes in the size of what the U-Net that enlarges it first reads: more pixels would be made up, and lost again."""
+    if options.start is None or not task.enlarges:
+        return task.config.low_res_size
+    below: Any = task.drawing_stage("low_res")
+    if below is None:
+        raise _no_start(options)
+    return below.prime_size(below.config.sample.model_copy(update={"start": _start_below(task, below, options)}))
+
+
+def _start_below(task: Decoder, below: Any, options: DecoderSample) -> str | None:
+    """`sample.start` as the stage below is told it."""
+    if not below.enlarges:
+        raise _no_start(options)
+    return None if options.start == task.config.low_res else options.start
+
+
+def _no_start(options: DecoderSample) -> InputError:
+    return InputError(
+        f"sample.start={options.start} is no super-resolution stage of this cascade: leave it out to start at the last"
+    )
 
 
 # Inpainting ------------------------------------------------------------------------------------------------------

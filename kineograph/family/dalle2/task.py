@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from kineograph.core.batch import Batch, Prompts
+from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import BuildContext, Loss, Mean, Task
@@ -47,6 +47,19 @@ class Scores(nn.Module):
         return error, self.diffusion.bound(output, x0, x_t, t) if learned else None
 
 
+def _drawn(config: DecoderConfig, data: Shape) -> Shape:
+    """What is drawn, of data of this shape."""
+    if config.size is None:
+        return data
+    height, width = config.size
+    if height > data.height or width > data.width or height * data.width != width * data.height:
+        raise ConfigError(
+            f"size={height}×{width} does not fit data.size={data.height}×{data.width}: what is drawn is learned from pictures that are made "
+            "smaller, in the same proportions; raise data.size, or leave size out"
+        )
+    return replace(data, height=height, width=width)
+
+
 class Decoder(Task):
     Config = DecoderConfig
     inpaints = True
@@ -62,19 +75,25 @@ class Decoder(Task):
     def caches(cls, config: DecoderConfig) -> bool:
         return config.codec is not None and config.low_res_size is None and not config.reads_images
 
+    @classmethod
+    def cache_facts(cls, config: DecoderConfig) -> dict[str, Any]:
+        return {} if config.size is None else {"size": list(config.size)}
+
     def __init__(self, config: DecoderConfig, context: BuildContext) -> None:
         super().__init__()
         shape = context.shape
         if shape.frames != 1:
             raise ConfigError(f"data.frames={shape.frames} does not fit dalle2, which draws images: set data.frames=1")
-        self.config, self.shape = config, shape
+        self.config, self.name = config, context.name
+        self.shape = shape = _drawn(config, shape)
+        self.drawn_size = (shape.height, shape.width)
         self._stage = context.stage  # for stages that only drawing needs
         if config.codec is not None:
             codec = self.stages["codec"] = context.stage(config.codec)
             self.space: Pixels | Latents = Latents(codec, config.codec, config.latent_scale, shape)
         else:
             self.space = Pixels(shape)
-        config.check_size(*self.space.grid, key="data.size" if config.codec is None else "the latents' size")
+        config.check_size(*self.space.grid, key=self._size_key if config.codec is None else "the latents' size")
         self._check_low_res(config)
         self.enlarges = config.low_res_size is not None
         self.conditioner = Conditioner(config, context, self.stages)
@@ -95,11 +114,16 @@ class Decoder(Task):
     def build(cls, config: DecoderConfig, context: BuildContext) -> Decoder:
         return cls(config, context)
 
+    @property
+    def _size_key(self) -> str:
+        """Which key says what is drawn."""
+        return "data.size" if self.config.size is None else "size"
+
     def _check_low_res(self, config: DecoderConfig) -> None:
         small, shape = config.low_res_size, self.shape
         if small is not None and (small[0] >= shape.height or small[1] >= shape.width):
             raise ConfigError(
-                f"low_res_size={small[0]}×{small[1]} is not smaller than data.size={shape.height}×{shape.width}: super-resolution enlarges"
+                f"low_res_size={small[0]}×{small[1]} is not smaller than {self._size_key}={shape.height}×{shape.width}: super-resolution enlarges"
             )
         if config.crop is not None and config.crop > min(self.space.grid):
             raise ConfigError(
@@ -142,7 +166,7 @@ class Decoder(Task):
         )
 
     def smaller(self, pixels: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-        """B C H W in [0, 1] → the smaller picture laid over the grid, B C h w in [−1, 1], and the noise in it, B."""
+        """B C H W in [0, 1], as drawn → the smaller picture laid over the grid, B C h w in [−1, 1], and the noise in it, B."""
         assert self.config.low_res_size is not None
         small = inward(shrink(pixels, self.config.low_res_size))
         level = torch.zeros(len(small), device=small.device)
@@ -199,7 +223,7 @@ class Decoder(Task):
                 raise InputError(
                     "super-resolution reads pixels to make them smaller: train from pixels, not from a cache"
                 )
-            low_res, level = self.smaller(batch.video[:, 0], noise)
+            low_res, level = self.smaller(self.as_drawn(batch.video)[:, 0], noise)
             x0, low_res = self.cropped(x0, low_res, noise)
         condition = self.condition(batch, noise)
         t, eps = self.times(noise), noise.normal("noise", *x0.shape[1:])
@@ -229,6 +253,15 @@ class Decoder(Task):
         if name is not None and key not in self.stages:
             self.stages[key] = self._stage(name)
         return self.stages.get(key)
+
+    def as_drawn(self, pixels: Tensor) -> Tensor:
+        return shrink(pixels[:, 0], (self.shape.height, self.shape.width))[:, None]
+
+    def drawn_from(self, prompts: Prompts) -> str | None:
+        return sampling.drawn_from(self, prompts)
+
+    def prime_size(self, options: DecoderSample) -> tuple[int, int] | None:
+        return sampling.prime_size(self, options)
 
     def takes_captions(self) -> bool:
         """An upsampler may know nothing of text itself: the picture that it enlarges is drawn after the caption."""

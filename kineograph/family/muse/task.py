@@ -120,8 +120,10 @@ class Muse(Task):
     @torch.no_grad()
     def shrink(self, pixels: Tensor) -> Tensor:
         """B 1 C H W → tokens of the smaller image, B M."""
-        small = F.interpolate(pixels[:, 0], self.low_res_size, mode="bicubic", antialias=True).clamp(0, 1)
-        return cast(Any, self.stages["low_res"]).encode(small[:, None]).flatten(1)
+        if tuple(pixels.shape[-2:]) != self.low_res_size:
+            small = F.interpolate(pixels[:, 0], self.low_res_size, mode="bicubic", antialias=True).clamp(0, 1)
+            pixels = small[:, None]
+        return cast(Any, self.stages["low_res"]).encode(pixels).flatten(1)
 
     def condition(self, batch: Batch, dropped: Tensor | None = None) -> Condition:
         return Condition(*read_batch(self.reader, batch, dropped), self.read_low_res(batch))
@@ -201,6 +203,14 @@ class Muse(Task):
                 "this super-resolution stage has a codec as low_res and nothing to enlarge: give a picture with --prime"
             )
         return self.read_low_res(prompts.batch)
+
+    def drawn_from(self, prompts: Prompts) -> str | None:
+        if "low_res" not in self.stages or "base" in self.stages or prompts.prime is not None:
+            return None
+        return f"real pictures made smaller, {self.low_res_size[0]} × {self.low_res_size[1]}"
+
+    def prime_size(self, options: Any) -> tuple[int, int] | None:
+        return self.low_res_size if "low_res" in self.stages else None
 
     @torch.no_grad()
     def draw(

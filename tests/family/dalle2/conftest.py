@@ -52,7 +52,16 @@ class ToyPrior(Task):
 def make() -> Callable[..., Decoder]:
     """A tiny decoder; keys are its config's. `task.loaded` lists the stages that it asked for."""
 
-    def make(stages: dict | None = None, size: int = 16, frames: int = 1, silent: bool = False, **keys) -> Decoder:
+    def make(
+        stages: dict | None = None,
+        size: int = 16,  # of the data
+        frames: int = 1,
+        silent: bool = False,
+        draws: int | None = None,
+        name: str = "decoder",
+        notes: list[str] | None = None,
+        **keys,
+    ) -> Decoder:
         torch.manual_seed(0)
         keys = {
             "width": 8,
@@ -62,6 +71,7 @@ def make() -> Callable[..., Decoder]:
             "clip": "clip",
             "diffusion": {"steps": 100},
             "sample": {"steps": 4},
+            **({} if draws is None else {"size": draws}),
             **keys,
         }
         found = {"clip": freeze(ToyClip()), **(stages or {})}
@@ -72,7 +82,11 @@ def make() -> Callable[..., Decoder]:
             return found[name]
 
         context = BuildContext(
-            shape=Shape(frames, size, size, 3, 8.0), stage=stage, captions=lambda: CAPTIONS, note=lambda line: None
+            shape=Shape(frames, size, size, 3, 8.0),
+            stage=stage,
+            captions=lambda: CAPTIONS,
+            note=(notes if notes is not None else []).append,
+            name=name,
         )
         task = Decoder.build(parse(DecoderConfig, {"task": "dalle2", **keys}), context)
         task.loaded = loaded  # type: ignore[assignment]

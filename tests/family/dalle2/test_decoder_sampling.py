@@ -10,6 +10,7 @@ from kineograph.codec.vqgan import VQGAN, VQGANConfig
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError, InputError, NotTrained
+from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Task, freeze
 
 from .conftest import PLAIN, ToyClip, ToyPrior, batch_of, prompts_of
@@ -52,13 +53,56 @@ def test_encodings_that_come_with_the_data_serve_where_no_clip_reads_captions(ma
     torch.testing.assert_close(beside, judged)
 
 
+def embedded(rows: int = 2) -> Batch:
+    embed = F.normalize(torch.randn(rows, 12, generator=torch.Generator().manual_seed(1)), dim=-1)
+    return Batch(slots=torch.arange(rows), extra={"image_embed": embed})
+
+
 def test_a_given_embedding_needs_no_prior(make):
     task = make(prior="prior")  # which is not there
-    embed = F.normalize(torch.randn(2, 12), dim=-1)
-    batch = Batch(slots=torch.arange(2), extra={"image_embed": embed})
-    a = draw(task, prompts_of(2, captions=["a", "b"], batch=batch))
-    b = draw(task, prompts_of(2, batch=batch))
-    assert torch.equal(a, b) and (a[0] - a[1]).abs().max() > 1e-4
+    drawn = draw(task, prompts_of(2, batch=embedded()))
+    assert task.loaded == ["clip"] and (drawn[0] - drawn[1]).abs().max() > 1e-4
+
+
+def test_a_caption_goes_through_the_prior_whatever_lies_beside_it(make):
+    """Otherwise metrics of text to image, on data with embeddings, would be those of the true pictures' embeddings."""
+    prior = ToyPrior()
+    task = make(stages={"prior": prior}, prior="prior")
+    alone = draw(task, prompts_of(2, captions=["a red one", "three"]))
+    beside = prompts_of(2, captions=["a red one", "three"], batch=embedded())
+    assert torch.equal(draw(task, beside), alone) and len(prior.calls) == 2
+    assert task.drawn_from(beside) == "captions, through prior=prior"
+    without = make()
+    from_data = draw(without, beside)
+    assert torch.equal(from_data, draw(without, prompts_of(2, batch=embedded())))
+    assert without.drawn_from(beside) == "image_embed of the data"
+    assert "CLIP embeddings taken for" in without.drawn_from(prompts_of(2, captions=["a", "b"]))
+
+
+def untrained(name):
+    raise NotTrained("that stage has no checkpoint")
+
+
+def test_while_the_prior_is_not_trained_the_true_pictures_serve_and_it_is_told(make):
+    task = make(prior="prior")
+    task._stage = untrained
+    real = batch_of(2)
+    a, b = (draw(task, prompts_of(2, captions=["a", "b"], batch=batch_of(2, seed=seed))) for seed in (0, 1))
+    assert (a - b).abs().max() > 1e-3  # what is seen is that of the pictures
+    beside = prompts_of(2, captions=["a", "b"], batch=real)
+    assert task.drawn_from(beside) == "the real pictures' CLIP embeddings (prior=prior is not trained)"
+    with pytest.raises(NotTrained):
+        draw(task, prompts_of(2, captions=["a", "b"]))
+
+
+def test_prompts_of_ones_own_with_embeddings_of_the_data_alone(make):
+    """There is nothing to embed a caption with, but an encoder still reads it."""
+    text = {"kind": "learned", "width": 16, "depth": 0, "heads": 2, "length": 16}
+    task = make(clip={"kind": "given", "width": 12}, text=text)
+    a, b = (draw(task, prompts_of(2, captions=captions)) for captions in (["a red one"] * 2, ["three"] * 2))
+    assert (a - b).abs().max() > 1e-4
+    with pytest.raises(InputError, match=r"clip\.kind=given has nothing to make it with"):
+        draw(make(clip={"kind": "given", "width": 12}), prompts_of(2, captions=["a", "b"]))
 
 
 def test_guidance_runs_both_rows_in_one_pass_and_matters(make):
@@ -135,7 +179,7 @@ def test_self_conditioning_reads_the_last_prediction(make):
     assert [len(part) for part in seen] == [4] * 4
     assert not seen[0].any()
     assert all(part.abs().max() <= 1 and torch.equal(*part.chunk(2)) for part in seen)
-    x = prompts.noise.normal("start (3, 16, 16)", 3, 16, 16)
+    x = Noise(key_of(7, "decoder"), 0, prompts.noise.slots).normal("start", 3, 16, 16)
     x0 = task.diffusion.to_x0(x, torch.full((2,), 99), predicted[0]).clamp(-1, 1)
     torch.testing.assert_close(seen[1][:2], x0, rtol=1e-3, atol=1e-3)
 
@@ -223,9 +267,6 @@ def test_the_cascade_starts_where_it_is_told(make):
 
 
 def test_while_training_pictures_may_come_from_real_ones(make):
-    def untrained(name):
-        raise NotTrained("that stage has no checkpoint")
-
     def damaged(name):
         raise InputError("every checkpoint is damaged")
 
@@ -238,6 +279,29 @@ def test_while_training_pictures_may_come_from_real_ones(make):
         draw(task, prompts_of(4))
     a, b = (draw(task, prompts_of(4, batch=batch_of(seed=seed))) for seed in (0, 1))
     assert (a - b).abs().max() > 1e-3
+    assert task.drawn_from(prompts_of(4, batch=batch_of())) == "real pictures made smaller, 8 × 8"
+
+
+def test_each_stage_has_noise_of_its_own(make):
+    """Two U-Nets of one shape (the second diffuses smaller latents, say) would else start from the same noise."""
+    first, second, again = (make(name=name, **PLAIN) for name in ("first", "second", "first"))
+    a, b, c = (draw(task, prompts_of(2)) for task in (first, second, again))  # the same weights
+    assert torch.equal(a, c) and (a - b).abs().max() > 1e-2
+    levels = []
+    for name in ("first", "second"):
+        task = make(name=name, low_res_size=8, augment={"noise": 0.5}, **PLAIN)
+        task.network.register_forward_pre_hook(lambda m, a, k: levels.append(k["low_res"]), with_kwargs=True)
+        draw(task, prompts_of(2, prime=torch.zeros(2, 1, 3, 8, 8)), low_res_noise=0.3)
+    assert (levels[0] - levels[-1]).abs().max() > 1e-2
+
+
+def test_the_stage_below_draws_the_same_picture_alone_and_in_the_cascade(make):
+    small, middle, _ = cascade(make)
+    alone = draw(small, prompts_of(2))[:, 0]
+    seen = []
+    middle.network.register_forward_pre_hook(lambda m, a, k: seen.append(k["low_res"]), with_kwargs=True)
+    draw(middle, prompts_of(2))
+    torch.testing.assert_close(seen[0], F.interpolate(alone * 2 - 1, (16, 16), mode="bicubic", antialias=True))
 
 
 def test_nothing_to_enlarge_is_said(make):

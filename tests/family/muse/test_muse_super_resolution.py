@@ -105,3 +105,15 @@ def test_cached_tokens_without_pixels_say_what_is_missing(large):
     batch = Batch(slots=torch.arange(2), tokens=torch.zeros(2, 1, 8, 8, dtype=torch.int64), captions=CAPTIONS[:2])
     with pytest.raises(InputError, match="low_res_tokens"):
         large()(batch, Noise(0, 0, batch.slots))
+
+
+def test_a_given_small_picture_is_taken_as_it_is(large, codec):
+    task = large()
+    assert task.prime_size(task.config.sample) == (16, 16)
+    small = torch.rand(2, 1, 3, 16, 16)
+    prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2], prime=small)
+    assert torch.equal(task.prompted_low_res(prompts), codec.encode(small).flatten(1))
+    assert task.drawn_from(Prompts(prompts.noise, CAPTIONS[:2])) is None
+    assert (
+        large(low_res="small").drawn_from(Prompts(prompts.noise, CAPTIONS[:2])) == "real pictures made smaller, 16 × 16"
+    )
