@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.torture import lives
 from tests.torture.faults import Outcome, Place
 
-_RUNNER = "from tests.torture import lives; lives.warm(); from kineograph.cli import main; main()"
+_RUNNER = "from tests.torture import lives; lives.lighten(); from kineograph.cli import main; main()"
 
 
 def elastic(place: Place, kills: int, rng: random.Random) -> Outcome:

@@ -61,17 +61,22 @@ def die() -> None:
 
 def warm() -> None:
     """Import what a life needs, once."""
-    import torch
     import torch._dynamo
 
     import kineograph.cli
     import kineograph.run.train
-    import kineograph.train.sharded  # noqa: F401
+    import kineograph.train.sharded
     import tests.torture.tiny  # noqa: F401
+
+
+def lighten() -> None:
+    """Inside a life: one thread, and no curves drawn, which would be most of a tiny run's time."""
+    import torch
+
     from kineograph.run.show import Show
 
     torch.set_num_threads(1)
-    Show.curves = lambda self: None  # type: ignore[method-assign]  # most of a tiny run's time would be its picture
+    Show.curves = lambda self: None  # type: ignore[method-assign]
 
 
 def start(
@@ -89,6 +94,7 @@ def start(
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.environ.update(env or {})
+        lighten()
         if death is not None:
             arm(death, run)
         if before is not None:
