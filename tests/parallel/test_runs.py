@@ -109,7 +109,7 @@ def test_a_signal_to_one_process_stops_all_and_they_go_on(alone: Path, tmp_path:
     found = run(2, "tests.parallel.test_runs:train", out, [str(file), "--run", str(folder)], "stop")
     assert codes(found) == [75, 75], said_by(out, 0)
     assert (folder / "stopped").read_text() == "saved\n"
-    assert "stopped by SIGTERM at step 3 of generator" in said_by(out, 0)
+    assert "stopped by SIGTERM at step 2 of generator" in said_by(out, 0)
     assert said_by(out, 1) == ""
     from kineograph.run.train import train as train_here
 
