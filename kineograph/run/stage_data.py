@@ -90,7 +90,7 @@ class StageData:
 
     def pictures(self, count: int, split: Split = "validation") -> Batch:
         """A few items, always the same, to show; from the first again where there are fewer."""
-        loader = self._validation if split == "validation" else self._shown(split)
+        loader = self._validation if split == "validation" and ranks.world() == 1 else self._shown(split)
         there = min(count, len(loader.source))
         batch = next(iter(loader.fixed(there, there, alike=True)))
         return batch if len(batch) == count else batch.rows([place % len(batch) for place in range(count)])
@@ -98,9 +98,11 @@ class StageData:
     def _shown(self, split: Split) -> Loader:
         """Of a split that nothing else reads item by item."""
         if split not in self._loaders:
-            source = self.source if split == "train" else self.test
+            source = {"train": self.source, "validation": self.validation, "test": self.test}[split]
             assert source is not None
-            self._loaders[split] = Loader(source, seed=key_of(self.seed, "shown", split) >> 1, batch_size=1)
+            # Validation's own items, which several processes have shared out among them.
+            keys = ("validation",) if split == "validation" else ("shown", split)
+            self._loaders[split] = Loader(source, seed=key_of(self.seed, *keys) >> 1, batch_size=1)
         return self._loaders[split]
 
     @cached_property

@@ -345,11 +345,12 @@ def draw_for_training(
     latents: bool = False,
 ) -> Tensor:
     """What `Sampler.sample(captions, seed=seed, frames=frames)` would draw with the weights that `task` has now. → B T C H W, on the CPU.
+    Several processes each draw a part; the first one has all rows, the others none.
 
     `real` holds a sample beside each prompt, for tasks that draw from one (super-resolution, given text embeddings). `latents`: undecoded.
     """
     rows = len(captions) if captions is not None else count
-    return draw(
+    return draw_together(
         task,
         captions,
         rows=rows,

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 240.0  # seconds for a whole world; a hang ends here
+PATIENCE = 540.0  # seconds for a whole world; a hang ends here
 
 
 def free_port() -> int:
@@ -55,8 +55,10 @@ def run(world: int, function: str, out: Path, *arguments: Any) -> list[Any]:
 
 
 def said_by(out: Path, rank: int) -> str:
+    """What a process printed, without torch's own warnings, which `kineo` turns off before torch is imported."""
     file = out / f"rank-{rank}.txt"
-    return file.read_text() if file.exists() else ""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return "".join(line for line in lines if not line.startswith(f"[rank{rank}]:[W"))
 
 
 def _rank(rank: int, world: int, port: int, function: str, out: str, arguments: str) -> None:
