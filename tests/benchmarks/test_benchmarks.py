@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from datetime import date
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,5 +249,5 @@ def test_the_cost_of_a_save_is_measured(tmp_path: Path) -> None:
 
     found = measure(torch.device("cpu"), 1.0, 0.05, 1, tmp_path)
     assert found["checkpoint_mb"] == pytest.approx(16 * found["millions"], rel=0.05)  # weights, average, two moments
-    assert 0 < found["copy_s"] and 0 < found["write_s"]
+    assert found["copy_s"] > 0 and found["write_s"] > 0
     assert list(tmp_path.iterdir()) == []
