@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kineograph.core.errors import ConfigError
-from kineograph.run import layers, launch
+from kineograph.run import launch, layers
 from kineograph.run.builder import Builder
 from kineograph.run.plan import make_plan
 from kineograph.run.stage_data import open_data
