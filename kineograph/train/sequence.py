@@ -78,6 +78,7 @@ def _into(run: _Run, rules: Splits, first: bool) -> Callable[..., Any]:
 def _heads_apart(run: _Run, stacked: int) -> Callable[..., Any]:
     """B n (s h d) → B N (s h/r d)"""
 
+    @torch.compiler.disable  # the compiler would reorder what processes say to one another
     def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         sent = rearrange(output, "b n (s r c) -> (r n) b s c", s=stacked, r=run.count)
         here = run.sizes[run.rank]
@@ -90,6 +91,7 @@ def _heads_apart(run: _Run, stacked: int) -> Callable[..., Any]:
 def _tokens_apart(run: _Run) -> Callable[..., Any]:
     """B N (h/r d) → B n (h d)"""
 
+    @torch.compiler.disable
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         sent = rearrange(inputs[0], "b n c -> n b c")
         here = run.sizes[run.rank]

@@ -23,12 +23,12 @@ def check_sharding(task: Task) -> None:
     """Refuse what could not be sharded."""
     if len(task.players) > 1:
         raise ConfigError(
-            f"train.parallel.layout=shard: the players of {type(task).__name__} ({', '.join(task.players)}) walk back over one forward pass, "
-            "which FSDP2 does not take; use replicate"
+            f"train.parallel: the players of {type(task).__name__} ({', '.join(task.players)}) walk back over one forward pass, "
+            "which FSDP2 does not take; use layout=replicate"
         )
     if not task.blocks():
         raise ConfigError(
-            f"train.parallel.layout=shard: {type(task).__name__} names no blocks, the units of sharding; use replicate"
+            f"train.parallel: {type(task).__name__} names no blocks, the units of sharding; use layout=replicate"
         )
 
 

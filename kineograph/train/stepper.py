@@ -25,13 +25,13 @@ from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
 from kineograph.train.holding import Held, held, read_into
 from kineograph.train.optim import LossScale, Optimizer, rate_at
-from kineograph.train.parallel import Layout
+from kineograph.train.parallel import Layout, ParallelConfig
 from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded, local
 from kineograph.train.reduction import Reduction, Replicated
 from kineograph.train.sequence import spread_sequence
-from kineograph.train.sharding import ShardedTask
+from kineograph.train.sharding import ShardedTask, check_sharding
 from kineograph.train.step_times import StepTimes
-from kineograph.train.tensor import cut_blocks
+from kineograph.train.tensor import check_splits, cut_blocks
 
 
 def precision_for(wanted: str, device: torch.device) -> str:
@@ -61,6 +61,15 @@ def graphs_for(config: TrainConfig, device: torch.device) -> bool:
     return device.type == "cuda" and (
         config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1 and not ranks.active())
     )
+
+
+def check_layout(task: Task, parallel: ParallelConfig) -> None:
+    """Refuse, with a ConfigError, a layout that the task cannot have."""
+    if parallel.layout != "replicate":
+        check_sharding(task)
+    for key, count in (("tensor", parallel.tensor), ("sequence", parallel.sequence)):
+        if count > 1:
+            check_splits(task, key, count)
 
 
 _ATTENTION = {  # every kernel that scaled_dot_product_attention may choose

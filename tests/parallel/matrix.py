@@ -1,6 +1,6 @@
 """Every family under every layout: the largest relative difference of a loss from that of one process. Writes the table of docs/parallel.md.
 
-    python -m tests.parallel.matrix
+python -m tests.parallel.matrix
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kineograph.core.errors import ConfigError
-from kineograph.run import layers, launch
+from kineograph.run import launch, layers
 from kineograph.run.builder import Builder
 from kineograph.run.plan import make_plan
 from kineograph.run.stage_data import open_data
@@ -22,9 +22,7 @@ from kineograph.train.stepper import Stepper
 from tests.parallel.worlds import run
 
 STEPS = 5
-SHARED = (
-    "train.batch_size=8 train.workers=0 train.warmup=0 train.clip=0.1 train.timeout=100 data.count=64 data.validation=0.1"
-)
+SHARED = "train.batch_size=8 train.workers=0 train.warmup=0 train.clip=0.1 train.timeout=100 data.count=64 data.validation=0.1"
 NARROW = "depth=2 width=32 text.depth=1 text.width=32 text.dropout=0"
 GAME = "adversarial={width: 8, levels: 2, start: 1, adaptive: true}"
 FAMILIES: dict[str, tuple[str, str, str]] = {  # what it is called → preset, stage, keys of the stage

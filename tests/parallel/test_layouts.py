@@ -241,7 +241,7 @@ def test_tasks_that_cannot(tmp_path: Path) -> None:
         {"task": "cogvideox-lora", "train": SEQUENCE},
     ]
     for said in run(2, "tests.parallel.test_layouts:all_refused", tmp_path, cases):
-        assert "players of Duel (generator, critic)" in said[0] and "use replicate" in said[0]
+        assert "players of Duel (generator, critic)" in said[0] and "use layout=replicate" in said[0]
         assert "blocks of VQGAN do not say how they are cut" in said[1]
         assert "blocks of Toy do not say how they are cut" in said[2]
         assert "train.parallel.tensor=2 does not divide the 3 heads" in said[3]
@@ -255,3 +255,42 @@ def test_graphs_are_refused_where_processes_speak_inside(monkeypatch: pytest.Mon
         graphs_for(TrainConfig.model_validate({"compile": "graphs", "parallel": "shard"}), gpu)
     assert graphs_for(TrainConfig(compile="graphs"), gpu)
     assert not graphs_for(TrainConfig(compile="auto"), gpu)
+
+
+# The rest of the way -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_family_under_every_layout(tmp_path: Path) -> None:
+    """What docs/parallel.md says, and which layouts each family has."""
+    from tests.parallel.matrix import FAMILIES, LAYOUTS, matrix
+
+    found = matrix(list(FAMILIES), tmp_path)
+    for family, row in found.items():
+        players = "two players" in family
+        for name, worst in row.items():
+            cut = "tensor" in LAYOUTS[name][1] or "sequence" in LAYOUTS[name][1]
+            refused = (players and not name.startswith("replicate")) or (
+                cut and family in ("NUWA", "DALL-E 2, decoder")
+            )
+            assert (worst is None) == refused, (family, name)
+            assert worst is None or worst < (1e-2 if players else 1e-5), (family, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, SHARD, TENSOR, SEQUENCE], ids=["replicate", "shard", "tensor", "sequence"])
+def test_compiled_blocks_learn_the_same(keys: dict[str, Any], one: Any, tmp_path: Path) -> None:
+    case = {"task": "cogvideox", "name": "compiled", "train": {**keys, "compile": True}, "steps": 3}
+    found = run(2, "tests.parallel.curves:curves", tmp_path, [case], str(tmp_path))[0]["compiled"]
+    assert apart(one[0]["cogvideox"]["steps"][:3], found["steps"]) < 1e-4
+
+
+@pytest.mark.slow
+def test_half_precision_is_gathered_in_half(one: Any, tmp_path: Path) -> None:
+    """bf16 weights on their way, gradients joined in float32: near the curve of one process in bf16."""
+    case = {"task": "cogvideox", "train": {"precision": "bf16"}}
+    alone_in_half = curves([{**case, "name": "half"}], str(tmp_path))["half"]
+    sharded = {**case, "name": "sharded", "train": {**case["train"], **SHARD}}  # type: ignore[dict-item]
+    found = run(2, "tests.parallel.curves:curves", tmp_path / "two", [sharded], str(tmp_path / "two"))[0]["sharded"]
+    assert apart(alone_in_half["steps"], found["steps"]) < 3e-2
+    assert apart(alone_in_half["steps"], one[0]["cogvideox"]["steps"]) > 1e-5  # it is another precision

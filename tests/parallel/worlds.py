@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 540.0  # seconds for a whole world; a hang ends here
+PATIENCE = 280.0  # seconds for a whole world; a hang ends here
 
 
 def free_port() -> int:

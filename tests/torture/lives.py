@@ -61,11 +61,11 @@ def die() -> None:
 
 def warm() -> None:
     """Import what a life needs, once."""
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     import kineograph.cli
     import kineograph.run.train
-    import kineograph.train.sharded
+    import kineograph.train.sharded  # noqa: F401
     import tests.torture.tiny  # noqa: F401
 
 
@@ -93,6 +93,8 @@ def start(
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        sys.stdout = os.fdopen(1, "w", closefd=False)  # whatever the parent has put in their place
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.environ.update(env or {})
         lighten()
         if death is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kineograph.train import checkpoint
 from tests.torture import faults, judging, kills, lives
 from tests.torture.__main__ import DDP, FSDP, HYBRID, ONE, ROUNDING, WITHOUT_DROPOUT
 from tests.torture.elastic import elastic
@@ -26,6 +27,26 @@ def test_a_lone_process_killed_again_and_again(tmp_path: Path) -> None:
     assert tally.wrong == []
 
 
+def test_a_run_goes_on_with_other_processes_and_another_layout(tmp_path: Path) -> None:
+    """FSDP2 on 2, then 1, then hybrid on 4, then DDP on 2: the curve and every tensor are those of one process, within rounding."""
+    config = write_config(tmp_path / "tiny.yaml", train__validate_every=6, train__save_every=3, **WITHOUT_DROPOUT)
+    kills.measure(config, tmp_path / "undisturbed", kills.ALONE)
+    expected, _ = judging.curve(tmp_path / "undisturbed")
+    run = tmp_path / "run"
+    for steps, layout in zip((3, 6, 9, 12), (FSDP, ONE, HYBRID, DDP), strict=True):
+        chosen = kills.Layout(layout.name, layout.world, (*layout.words, f"train.steps={steps}"))
+        life = kills.train_once(config, run, chosen, tmp_path / "log")
+        assert set(life.codes) == {0}, life.text
+        assert checkpoint.latest(run / "toy/checkpoints").is_sharded == (layout.world > 1)
+        assert judging.saved_steps(run, kills.STAGES) == {"duel": steps, "toy": steps}
+    found, wrong = judging.curve(run)
+    extra = {("duel", "validation", 3), ("toy", "validation", 3), ("duel", "validation", 9), ("toy", "validation", 9)}
+    assert wrong == [] and found.keys() - extra == expected.keys()  # the last step of each life is judged too
+    assert judging.differences({key: found[key] for key in expected}, expected, ROUNDING) == []
+    assert judging.weights_differ(run, tmp_path / "undisturbed", kills.STAGES, ROUNDING) == []
+
+
+@pytest.mark.slow
 def test_processes_killed_again_and_again_each_life_in_another_layout(tmp_path: Path) -> None:
     said: list[str] = []
     layouts = [ONE, FSDP, DDP, HYBRID]
