@@ -233,7 +233,7 @@ class Judge:
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
         for number, evidence in enumerate(self._evidence(needed) if metrics else ()):
-            if ranks.data_rank() >= self.count:  # it was shown what another one judges, to be there in its reductions
+            if evidence.spare:
                 continue
             remarks = []
             for name, metric in list(metrics.items()):
@@ -328,7 +328,7 @@ class Judge:
         ):
             real = real.to(self.device)
             pulse.beat()
-            evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
+            evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
             if real.pixels is not None:
                 evidence.real = self.task.as_drawn(real.video) if "generated" in needed else real.video
             if "generated" in needed:

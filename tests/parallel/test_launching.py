@@ -133,9 +133,11 @@ def start(words: list[str], **more: str) -> subprocess.Popen[str]:
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.kill()
+        out, err = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun takes its processes with it
+        process.communicate(timeout=60)
+        raise
     return process.returncode, out, err
 
 
