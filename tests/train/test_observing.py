@@ -83,6 +83,24 @@ def test_few_steps_are_measured_and_every_reported_one_is(log_every: int) -> Non
     assert window[-1] in measured
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_events_tell_the_time_and_nothing_waits_for_them() -> None:
+    times = StepTimes("cuda")
+    matrix = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with times.step(measured=True):
+        with times.part("forward"):
+            for _ in range(50):
+                matrix = (matrix @ matrix).tanh()
+        with times.part("optimizer"):
+            matrix = matrix + 1
+    assert times.read() == {}, "not read before the device has come to its end"
+    torch.cuda.synchronize()
+    found = times.read()
+    assert found["forward"] > 5 * found["optimizer"] > 0
+    assert found["backward"] == 0
+
+
 class Batches:
     """The data of a test: steps of noise, with something that happens before each."""
 
