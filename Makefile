@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt bench venv
+.PHONY: help demo test test-slow check fmt bench matrix venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ fmt: .venv/.dev ## format, and repair what can be repaired
 
 bench: .venv/.dev ## time optimizer steps and sampling calls: make bench ARGS="--help"
 	$(BIN)/python -m benchmarks $(ARGS)
+
+matrix: .venv/.dev ## hold every family under every layout of processes against one process; writes the table in docs/parallel.md
+	$(ONE_THREAD) $(BIN)/python -m tests.parallel.matrix
 
 venv: .venv/.dev ## only set up .venv, with everything that the other targets need
 
