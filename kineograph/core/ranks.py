@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,17 @@ def local_rank() -> int:
 def local_world() -> int:
     """Processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if active() else 1
+
+
+def lost(error: BaseException) -> str | None:
+    """What to tell of an error that means that another process is gone, or does not answer; None of any other."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not re.search(
+        r"gloo|Gloo|NCCL|nccl|TCPStore|Connection (reset|closed)", text
+    ):
+        return None
+    plain = re.sub(r"\[/[^]]*\]\s*", "", text.splitlines()[0]).partition(". ")[0]
+    return f"another process of the job is gone or does not answer ({plain})"
 
 
 # Who sees which data -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from kineograph.core.errors import InputError, KineoError, Stopped
+from kineograph.core.errors import InputError, KineoError, RunFailed, Stopped
 
 PORT = 29400
 _START = timedelta(minutes=10)  # for all processes to come, until the config says how long one waits for another
@@ -135,12 +135,15 @@ def together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        told = ranks.lost(error)
+        if told is not None:  # a process that was killed says nothing itself
+            error = RunFailed(f"rank {place.rank}: {told}; run the same command to go on from the last checkpoint")
         code = error.exit_code if isinstance(error, KineoError) else 1
         if isinstance(error, Stopped) and place.rank:  # all of them stop, and the first one says so
             raise Echo(code) from error
         if isinstance(error, Exception) and not isinstance(error, Stopped) and not _is_first_fault(place, code):
             raise Echo(_fault_code(code)) from error
-        raise
+        raise error
     else:
         dist.barrier()  # rank 0 may hold the store that the others still speak through
         dist.destroy_process_group()
@@ -156,7 +159,6 @@ def _started() -> bool:
 
 def _start(place: Place) -> None:
     import torch
-    import torch.distributed as dist
 
     os.environ.update(
         {
@@ -177,12 +179,25 @@ def _start(place: Place) -> None:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"  # what processes say to one another stays on the host
     try:
-        dist.init_process_group(backend, timeout=_START)
+        _join(backend, place)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"rank {place.rank} of {place.world} did not reach the others at {place.address}:{place.port} ({error}): "
             "check MASTER_ADDR and MASTER_PORT, and that as many processes were started"
         ) from None
+
+
+def _join(backend: str, place: Place) -> None:
+    import torch.distributed as dist
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=_START)
+        return
+    # torchrun's own store outlives the processes that it starts again, with the addresses of those that are gone in it. So each attempt
+    # gets a shelf of its own there.
+    shared = dist.TCPStore(place.address, place.port, place.world, is_master=False, timeout=_START)
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", shared)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=_START)
 
 
 def wait_at_most(seconds: float) -> None:

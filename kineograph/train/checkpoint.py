@@ -178,11 +178,13 @@ def commit(temporary: Path, step: int, state: str, files: Mapping[str, Mapping[s
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def cannot_save(folder: Path, step: int, temporary: Path | None, error: BaseException | str) -> RunFailed:
+def cannot_save(
+    folder: Path, step: int, temporary: Path | None, error: BaseException | str, remedy: str = "make room or permission"
+) -> RunFailed:
     if temporary is not None and ranks.is_first():
         shutil.rmtree(temporary, ignore_errors=True)
     return RunFailed(
-        f"cannot save {at(folder, step).path}: {error}; make room or permission and run the same command to go on from the last checkpoint"
+        f"cannot save {at(folder, step).path}: {error}; {remedy} and run the same command to go on from the last checkpoint"
     )
 
 

@@ -40,6 +40,7 @@ class Saver:
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._asked: list[Future[None]] = []
+        self._failed = False
         # A group of its own: its messages must not mix with those of training, and it speaks on the host.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if ranks.world() > 1 else None
 
@@ -92,7 +93,17 @@ class Saver:
             ) from error
 
     def _ask(self, work: Callable[[], None]) -> None:
-        self._asked.append(self._thread.submit(work))
+        self._asked.append(self._thread.submit(self._unless_failed, work))
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        """After a failure nothing more is touched: what was asked next rests on what was not written."""
+        if self._failed:
+            return
+        try:
+            work()
+        except BaseException:
+            self._failed = True
+            raise
 
     def _copied(self, kind: str, group: Mapping[str, Held]) -> dict[str, Any]:
         if ranks.world() == 1:
@@ -147,13 +158,11 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
                 checkpoint.commit(Path(place), step, json.dumps(state, ensure_ascii=False), listed)
 
         _agree(group, commit)
-    except Exception as error:
-        raise checkpoint.cannot_save(folder, step, temporary, _reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    """A lost process is told in gloo's words."""
-    return str(error) if isinstance(error, _Elsewhere | OSError) else f"{type(error).__name__}: {error}"
+    except (_Elsewhere, OSError) as error:
+        raise checkpoint.cannot_save(folder, step, temporary, error) from error
+    except Exception as error:  # gloo's, mostly
+        told = ranks.lost(error) or f"{type(error).__name__}: {error}"
+        raise checkpoint.cannot_save(folder, step, temporary, told, "see to that") from error
 
 
 class _Elsewhere(Exception):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+GRACE = 5.0  # between a launcher's SIGTERM and its SIGKILL
 PATIENCE = 120.0  # seconds after which a life counts as hanging
 _BOTH = (("checkpoint", "fingerprint"), ("checkpoint", "commit"), ("checkpoint", "prune"), ("checkpoint", "update"),
          ("staging", "Staging.copy"))  # fmt: skip
@@ -60,17 +61,22 @@ def die() -> None:
 
 def warm() -> None:
     """Import what a life needs, once."""
-    import torch
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     import kineograph.cli
     import kineograph.run.train
     import kineograph.train.sharded  # noqa: F401
     import tests.torture.tiny  # noqa: F401
+
+
+def lighten() -> None:
+    """Inside a life: one thread, and no curves drawn, which would be most of a tiny run's time."""
+    import torch
+
     from kineograph.run.show import Show
 
     torch.set_num_threads(1)
-    Show.curves = lambda self: None  # type: ignore[method-assign]  # most of a tiny run's time would be its picture
+    Show.curves = lambda self: None  # type: ignore[method-assign]
 
 
 def start(
@@ -87,7 +93,10 @@ def start(
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        sys.stdout = os.fdopen(1, "w", closefd=False)  # whatever the parent has put in their place
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.environ.update(env or {})
+        lighten()
         if death is not None:
             arm(death, run)
         if before is not None:
@@ -163,10 +172,13 @@ def _at_call(death: Death) -> None:
 
 def wait(children: list[int], log: Path, kill_at: float | None = None, victims: list[int] | None = None,
          number: int = signal.SIGKILL) -> Life:  # fmt: skip
-    """Until all have ended; `victims` get the signal after `kill_at` seconds. Of a group whose member was killed, the others must end by themselves."""
+    """Until all have ended; `victims` get the signal after `kill_at` seconds. Of a group whose member has ended badly the others are
+    ended as launchers do: SIGTERM, and SIGKILL after a grace period."""
     began = time.monotonic()
     codes: dict[int, int] = {}
     hung = False
+    failed: float | None = None
+    warned = False
     while len(codes) < len(children):
         for child in children:
             if child not in codes:
@@ -179,6 +191,12 @@ def wait(children: list[int], log: Path, kill_at: float | None = None, victims: 
             for child in victims if victims is not None else children:
                 if child not in codes:
                     os.kill(child, number)
+        failed = passed if failed is None and any(codes.values()) else failed
+        if failed is not None and passed - failed > (1 + GRACE if warned else 1):
+            for child in children:
+                if child not in codes:
+                    os.kill(child, signal.SIGKILL if warned else signal.SIGTERM)
+            warned = True
         if passed > PATIENCE and not hung:
             hung = True
             for child in children:

@@ -16,7 +16,7 @@ from tests.train.toy_tasks import Toy, ToyConfig
 
 CONFIG: dict[str, Any] = {
     "seed": 5,
-    "data": {"source": "tests.torture.tiny.Squares", "size": 4, "frames": 1, "channels": 1},
+    "data": {"source": "tests.torture.tiny.Squares", "size": 4, "frames": 1, "channels": 1, "validation": 0.15},
     "train": {
         "steps": 12, "batch_size": 8, "log_every": 1, "save_every": 2, "validate_every": 3, "validation_samples": 8, "keep_last": 2,
         "save_every_samples": 40, "sample_every": 0, "workers": 0, "warmup": 2, "accumulate": 2, "ema": {"decay": 0.9},

@@ -113,3 +113,13 @@ def test_what_follows_a_save_fails_in_words(tmp_path: Path) -> None:
         Saver(tmp_path) as saver,
     ):
         saver.then(note)
+
+
+def test_after_a_failure_nothing_more_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a save rests on it: a finished phase must not be noted in a checkpoint that is not there."""
+    full_disk(monkeypatch)
+    touched: list[str] = []
+    with pytest.raises(RunFailed, match="cannot save"), Saver(tmp_path) as saver:
+        saver.save(1, {"model": {"w": torch.ones(2)}}, {})
+        saver._ask(lambda: touched.append("then"))
+    assert touched == []

@@ -15,11 +15,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from kineograph.core.errors import RunFailed
+from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import RunFolder
 from kineograph.evaluate.facts import _size
 from kineograph.interop.portable import export_safetensors
 from kineograph.train import checkpoint
+from kineograph.train.holding import held, read_into
+from kineograph.train.pieces import WHOLE as WHOLE_PIECE
+from kineograph.train.pieces import Cut
 from kineograph.train.saver import Saver
 from tests.train.test_checkpoint import flip
 from tests.train.together import together
@@ -146,6 +149,30 @@ def test_the_digest_tells_weights_apart(tmp_path: Path) -> None:
     third, fourth = checkpoint.at(tmp_path, 3), checkpoint.at(tmp_path, 4)
     assert third.digest() == third.digest() != third.digest(ema=False)
     assert third.digest(ema=False) != fourth.digest(ema=False)
+
+
+def test_matrices_that_are_cut_are_saved_whole_and_cut_again(tmp_path: Path) -> None:
+    """Queries, keys and values of two heads stand in one matrix: the piece of a process is three boxes of it."""
+    whole = torch.arange(24.0).view(12, 2)
+
+    def write(rank: int) -> None:
+        piece = Cut(dist.group.WORLD, 0, stacked=3)
+        part = piece.part(whole)
+        assert part.tolist() == torch.cat([whole[4 * i + 2 * rank : 4 * i + 2 * rank + 2] for i in range(3)]).tolist()
+        with Saver(tmp_path) as saver:
+            saver.save(1, {"model": {"qkv": held(part, piece), "norm": held(torch.ones(2), WHOLE_PIECE)}}, {})
+
+    def read(rank: int) -> None:
+        piece = Cut(dist.group.WORLD, 0, stacked=3)
+        part, norm = torch.zeros(6, 2), torch.zeros(2)
+        read_into(checkpoint.at(tmp_path, 1), "model", {"qkv": (part, piece), "norm": (norm, WHOLE_PIECE)})
+        assert torch.equal(part, piece.part(whole)) and torch.equal(norm, torch.ones(2))
+
+    together(2, write)
+    assert torch.equal(checkpoint.at(tmp_path, 1).tensors("model")["qkv"], whole)
+    together(2, read)
+    with pytest.raises(InputError, match=r"qkv has shape \[12, 2\], and this task needs \[5\]"):
+        read_into(checkpoint.at(tmp_path, 1), "model", {"qkv": (torch.zeros(5), WHOLE_PIECE)})
 
 
 # Faults ----------------------------------------------------------------------------------------------------------
