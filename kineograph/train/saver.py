@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import pulse, ranks
 from kineograph.core.errors import KineoError, RunFailed, Stopped
 from kineograph.train import checkpoint
 from kineograph.train.holding import Held
@@ -66,6 +66,8 @@ class Saver:
 
     def wait(self) -> None:
         """Until everything is written."""
+        if self._asked:
+            pulse.enter("waiting for a checkpoint to be written")
         while self._asked:
             self._asked.pop(0).result()
 
@@ -101,6 +103,7 @@ class Saver:
             return
         try:
             work()
+            pulse.beat()
         except BaseException:
             self._failed = True
             raise
@@ -146,6 +149,7 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
         own: dict[str, Path] = {}
         for name, parts in staged.items():
             own |= {f"{name}/{path.name}": path for path in sharded.write(temporary / name, parts, group)}
+            pulse.beat()
         files = _agree(group, lambda: {name: checkpoint.fingerprint(path) for name, path in own.items()})
         position = _agree(group, lambda: json.loads(text).get("data") or {})
 
