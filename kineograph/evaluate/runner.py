@@ -151,7 +151,7 @@ def evaluate(
             seed,
             batch,
             name == main,
-            bar=ranks.is_first(),
+            shows=True,
         )
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
@@ -216,10 +216,10 @@ class Judge:
         seed: int = 0,
         batch: int = 32,
         draws: bool = True,
-        bar: bool = False,
+        shows: bool = False,
     ) -> None:
         self.name, self.spec, self.task, self.source, self.device = spec.name, spec, task, source, device
-        self.run_seed, self.seed, self.batch, self.bar = run_seed, seed, batch, bar
+        self.run_seed, self.seed, self.batch, self.shows = run_seed, seed, batch, shows
         self.extractors, self.stages = extractors, stages
         self.draws = draws and task.can_sample
         self.count = min(samples, len(source))
@@ -228,12 +228,12 @@ class Judge:
     def run(
         self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]
     ) -> tuple[dict[str, Result], sheets.Pictures]:
-        """What the metrics found, and pictures of what they saw; `reasons` hears why one of them judged nothing."""
+        """What the metrics found, and pictures of what they saw if it `shows` any; `reasons` hears why one of them judged nothing."""
         metrics = self.open(chosen, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
         for number, evidence in enumerate(self._evidence(needed) if metrics else ()):
-            if ranks.data_rank() >= self.count:  # it was shown what another one judges, to be there in its reductions
+            if evidence.spare:
                 continue
             remarks = []
             for name, metric in list(metrics.items()):
@@ -242,8 +242,10 @@ class Judge:
                 except LeftOut as reason:
                     reasons[name].append(reason)
                     del metrics[name]
-            pictures.add(evidence, [said for said in remarks if said], number)
-        pictures = pictures.joined()
+            if self.shows:
+                pictures.add(evidence, [said for said in remarks if said], number)
+        if self.shows:
+            pictures = pictures.joined()
         results: dict[str, Result] = {}
         for name, metric in self._judged_by_all(metrics, reasons).items():
             try:
@@ -321,10 +323,12 @@ class Judge:
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
         together = self.batch * ranks.data_world()
         batches = loader.fixed(self.count, together)
-        for real in _shown(batches, self.name, -(-self.count // together)) if self.bar else batches:
+        for real in (
+            _shown(batches, self.name, -(-self.count // together)) if self.shows and ranks.is_first() else batches
+        ):
             real = real.to(self.device)
             pulse.beat()
-            evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
+            evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
             if real.pixels is not None:
                 evidence.real = self.task.as_drawn(real.video) if "generated" in needed else real.video
             if "generated" in needed:

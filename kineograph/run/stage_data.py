@@ -141,7 +141,8 @@ class StageData:
 
     def write_skipped(self, path: Path, loader: Loader) -> None:
         """List what could not be read, found at the start or met on the way."""
-        skipped = self._left_out() | loader.skipped | self._validation.skipped
+        validation: Loader | None = vars(self).get("_validation")  # where anything was validated
+        skipped = self._left_out() | loader.skipped | (validation.skipped if validation is not None else {})
         if skipped and ranks.is_first():
             write_skipped(path, skipped)
 

@@ -185,7 +185,8 @@ class _Filling:
     ) -> None:
         self.path, self.task, self.data, self.device, self.stop, self.layout = path, task, data, device, stop, layout
         self.stage = data.stage
-        self.loader = data.loader(data.source)
+        with ranks.alone():  # items are divided by shards, not by batches: those need not divide into the processes
+            self.loader = data.loader(data.source)
         self.precision = precision_for(self.stage.train.precision, device)
         self.made = 0  # items, by this process
         self._seen = 0  # items of shards that are done
@@ -262,7 +263,7 @@ class _Filling:
         train, rows = self.stage.train, self.stage.train.batch_size
         if shape is not None and self.loader.buckets is not None:
             rows = dict(zip(self.loader.buckets.shapes, self.loader.buckets.rows(rows), strict=True))[shape]
-        return max(1, rows // train.accumulate)
+        return max(1, rows // (train.accumulate * ranks.data_world()))
 
     def _check_room(self, made: dict[str, Tensor], rows: int, clip: Bucket) -> None:
         """Refuse, once, what the disk has no room for: by the first batch, and what is still to come in proportion."""

@@ -213,6 +213,9 @@ class Trainer:
                 for name, mean in task.validate(batch, Noise(seed, 0, batch.slots)).items():
                     count = torch.as_tensor(mean.count, dtype=torch.float64, device=mean.sum.device)
                     before = joined.get(name, Mean(torch.zeros_like(count), torch.zeros_like(count)))
+                    if batch.spare:
+                        joined[name] = before
+                        continue
                     joined[name] = Mean(before.sum + mean.sum.to(torch.float64), before.count + count)
         means = {name: float(ranks.sum_(mean.sum) / ranks.sum_(mean.count)) for name, mean in joined.items()}  # type: ignore[arg-type]
         seconds = time.monotonic() - started

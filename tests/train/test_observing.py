@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,24 @@ def test_few_steps_are_measured_and_every_reported_one_is(log_every: int) -> Non
     measured = [step for step in window if is_measured(config, step)]
     assert 1 <= len(measured) <= SAMPLED
     assert window[-1] in measured
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_events_tell_the_time_and_nothing_waits_for_them() -> None:
+    times = StepTimes("cuda")
+    matrix = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with times.step(measured=True):
+        with times.part("forward"):
+            for _ in range(50):
+                matrix = (matrix @ matrix).tanh()
+        with times.part("optimizer"):
+            matrix = matrix + 1
+    assert times.read() == {}, "not read before the device has come to its end"
+    torch.cuda.synchronize()
+    found = times.read()
+    assert found["forward"] > 5 * found["optimizer"] > 0
+    assert found["backward"] == 0
 
 
 class Batches:
@@ -203,9 +222,16 @@ def _process(rank: int, run: str, what: str) -> None:
     dist.destroy_process_group()
 
 
+def _context() -> Any:
+    """Processes of a server that has torch at hand: they start at once."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["kineograph.run.train", "kineograph.family.cogvideox", "kineograph.codec.vqgan"])
+    return context
+
+
 def two(run: Path, what: str) -> list[int | None]:
     """Exit codes of two processes that do `what`."""
-    context = mp.get_context("spawn")
+    context = _context()
     processes = [context.Process(target=_process, args=(rank, str(run), what)) for rank in range(2)]
     for process in processes:
         process.start()
@@ -283,7 +309,7 @@ def _hold_the_interpreter(run: Path) -> None:
 
 
 def test_even_what_never_gives_the_interpreter_back_is_ended(tmp_path: Path) -> None:
-    process = mp.get_context("spawn").Process(target=_hold_the_interpreter, args=(tmp_path,))
+    process = _context().Process(target=_hold_the_interpreter, args=(tmp_path,))
     process.start()
     process.join(60)
     assert process.exitcode == 1
