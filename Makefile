@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt bench torture venv
+.PHONY: help demo test test-slow check fmt bench matrix venv torture
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,8 @@ fmt: .venv/.dev ## format, and repair what can be repaired
 bench: .venv/.dev ## time optimizer steps and sampling calls: make bench ARGS="--help"
 	$(BIN)/python -m benchmarks $(ARGS)
 
+matrix: .venv/.dev ## hold every family under every layout of processes against one process; writes the table in docs/parallel.md
+	$(ONE_THREAD) $(BIN)/python -m tests.parallel.matrix
 torture: .venv/.dev ## kill runs at random and meet every other fault: make torture KILLS=200 MINUTES=25 ARGS="--help"
 	$(ONE_THREAD) $(BIN)/python -m tests.torture --kills $(KILLS) --minutes $(MINUTES) $(ARGS)
 
