@@ -3,6 +3,8 @@
 PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
+KILLS ?= 200
+MINUTES ?= 25
 PROMPTS := "a 3 moves left" "a seven moves up" "the digit 5 goes right" "a zero slides to the bottom" \
 	"a handwritten two drifts leftwards" "to the top moves a nine" "a four that moves down" "the number 6 slides to the right"
 
@@ -12,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt bench venv
+.PHONY: help demo test test-slow check fmt bench matrix venv torture
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +50,12 @@ fmt: .venv/.dev ## format, and repair what can be repaired
 
 bench: .venv/.dev ## time optimizer steps and sampling calls: make bench ARGS="--help"
 	$(BIN)/python -m benchmarks $(ARGS)
+
+matrix: .venv/.dev ## hold every family under every layout of processes against one process; writes the table in docs/parallel.md
+	$(ONE_THREAD) $(BIN)/python -m tests.parallel.matrix
+
+torture: .venv/.dev ## kill runs at random and meet every other fault: make torture KILLS=200 MINUTES=25 ARGS="--help"
+	$(ONE_THREAD) $(BIN)/python -m tests.torture --kills $(KILLS) --minutes $(MINUTES) $(ARGS)
 
 venv: .venv/.dev ## only set up .venv, with everything that the other targets need
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,10 +81,12 @@ def train(
             )
         check(what or [], run, resume)  # type: ignore[arg-type]
         return
+    from kineograph.run.launch import speaks
     from kineograph.run.train import train as run_training
 
     folder = run_training(what or [], run=run, resume=resume, resume_from=resume_from or ())  # type: ignore[arg-type]
-    print(f"done: {folder}")
+    if speaks():
+        print(f"done: {folder}")
 
 
 @app.command()
@@ -136,13 +139,15 @@ def sample(
     device: Device = "auto",
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
+    from kineograph.run.launch import sharing
     from kineograph.sample.command import draw_and_write
 
-    written = draw_and_write(
-        run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
-        sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
-        ema=ema,
-    )  # fmt: skip
+    with sharing():
+        written = draw_and_write(
+            run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
+            sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
+            ema=ema,
+        )  # fmt: skip
     for path in written:
         print(path)
 
@@ -228,13 +233,16 @@ def evaluate(
 ) -> None:
     """Judge a run: a table, evaluation.json and a sheet of samples."""
     from kineograph.evaluate.runner import evaluate as judge
+    from kineograph.run.launch import sharing, speaks
 
     names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
-    found = judge(
-        run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
-        extractors=extractor or [],
-    )  # fmt: skip
-    found.show()
+    with sharing():
+        found = judge(
+            run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
+            extractors=extractor or [],
+        )  # fmt: skip
+    if speaks():
+        found.show()
 
 
 @app.command()
@@ -262,9 +270,12 @@ def cache(
     ] = None,
 ) -> None:
     """Encode the data once with the trained codecs (and frozen text encoders), to disk; training then reads that."""
+    from kineograph.run.launch import sharing, speaks
     from kineograph.run.token_cache import cache_run
 
-    for path in cache_run(what, run):
+    with sharing():
+        made = cache_run(what, run)
+    for path in made if speaks() else ():
         print(path)
 
 
@@ -429,12 +440,31 @@ def runs(folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path(
     show_runs(folder)
 
 
+_SHARED = {"train", "cache", "evaluate", "sample"}  # commands whose work the processes of a launcher divide
+
+
+def _speaks() -> bool:
+    from kineograph.core.errors import InputError
+    from kineograph.run.launch import speaks
+
+    try:
+        return speaks()
+    except InputError:  # half of a launcher's variables: that is for those to mind who divide their work
+        return True
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; an error for a person is one plain message on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    if not debug and "WORLD_SIZE" in os.environ:  # before torch is imported: every process would repeat its advice
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = [word for word in words if word != "--debug"]
+    if words[:1] == ["--"]:  # what kept torchrun from taking --run for its own --run-path; some versions pass it on
+        words = words[1:]
     try:
+        if not (_SHARED & set(words)) and not _speaks():  # the first process does it, and the others have nothing to do
+            return
         app(args=words, prog_name="kineo", standalone_mode=True)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -448,7 +478,8 @@ def _report(error: Any) -> None:
     from kineograph.core.errors import KineoError
 
     if isinstance(error, KineoError):
-        print(error if error.exit_code == 75 else f"error: {error}", file=sys.stderr)
+        if str(error):  # else another process has said it
+            print(error if error.exit_code == 75 else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     if type(error).__name__ == "OutOfMemoryError":
         print(

@@ -44,6 +44,7 @@ from kineograph.text import TextConfig
 from kineograph.text.clip import ClipConfig
 from kineograph.text.embedding import ClipSource
 from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig, WandbConfig
+from kineograph.train.parallel import ParallelConfig
 
 ROOT = Path(__file__).parents[1]
 DATA, CONFIG = (ROOT / "docs" / name for name in ("data.md", "config.md"))
@@ -68,6 +69,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "train.*", PlayerConfig, "train.", None),
     (CONFIG, "train.*", EmaConfig, "train.ema.", None),
     (CONFIG, "train.*", WandbConfig, "train.wandb.", None),
+    (CONFIG, "train.*", ParallelConfig, "train.parallel.", None),
     (CONFIG, "task: vqgan", VQGANConfig, "", StageConfig),
     (CONFIG, "task: vqgan", VQConfig, "quantizer.", None),
     (CONFIG, "task: vqgan", LFQConfig, "quantizer.", None),

@@ -56,6 +56,7 @@ class Batch:
     text_embeds: Tensor | None = None  # B L D
     text_mask: Tensor | None = None  # B L
     extra: dict[str, Tensor] = field(default_factory=dict)
+    spare: bool = False  # another process has these rows too, and counts them: here they only keep it company
 
     def __len__(self) -> int:
         return self.slots.shape[0]

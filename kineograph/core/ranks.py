@@ -1,8 +1,17 @@
-"""Which process this is, and reductions over all of them. With one process every function is the identity."""
+"""Which process this is, and reductions over all of them. With one process every function is the identity.
+
+Processes that hold one model together (tensor and sequence parallel) see the same batch: they are one *data rank*. Reductions here are
+over data ranks, so that nothing is counted twice.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +20,22 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 
+_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process counts as the only one: for what it does without the others, which must not wait for them."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
 
 def active() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return not _alone and dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
@@ -28,15 +50,90 @@ def is_first() -> bool:
     return rank() == 0
 
 
+def local_rank() -> int:
+    """This process's number on its machine, as its launcher says."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
+
+
+def local_world() -> int:
+    """Processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if active() else 1
+
+
+def lost(error: BaseException) -> str | None:
+    """What to tell of an error that means that another process is gone, or does not answer; None of any other."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not re.search(
+        r"gloo|Gloo|NCCL|nccl|TCPStore|Connection (reset|closed)", text
+    ):
+        return None
+    plain = re.sub(r"\[/[^]]*\]\s*", "", text.splitlines()[0]).partition(". ")[0]
+    return f"another process of the job is gone or does not answer ({plain})"
+
+
+# Who sees which data -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Data:
+    """This process among those with data of their own, and their process group; None: all processes."""
+
+    rank: int
+    world: int
+    group: dist.ProcessGroup | None
+
+
+_data: _Data | None = None  # like torch's own default group: one layout at a time
+
+
+def share_data(rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+    """From now on this process is data rank `rank` of `world`, which `group` joins."""
+    global _data
+    _data = _Data(rank, world, group)
+
+
+def each_has_data() -> None:
+    """From now on every process has data of its own."""
+    global _data
+    _data = None
+
+
+def data_rank() -> int:
+    return _data.rank if _data is not None and active() else rank()
+
+
+def data_world() -> int:
+    return _data.world if _data is not None and active() else world()
+
+
+def leads() -> bool:
+    """Whether this process is the first of those that see its data: what it sends counts for all of them."""
+    return rank() % (world() // data_world()) == 0
+
+
+def _group() -> dist.ProcessGroup | None:
+    return _data.group if _data is not None else None
+
+
+# Numbers of all data ranks -----------------------------------------------------------------------------------------
+
+
 def sum_(value: Tensor) -> Tensor:
-    """Sum over processes, in place; without gradient."""
+    """Sum over data ranks, in place; without gradient."""
     if active():
-        dist.all_reduce(value)
+        dist.all_reduce(value, group=_group())
+    return value
+
+
+def same(value: Tensor) -> Tensor:
+    """What the first data rank has, in place, for random numbers that all must share: their own are for dropout."""
+    if active():
+        dist.broadcast(value, group=_group(), group_src=0)
     return value
 
 
 def gather(value: Tensor) -> Tensor:
-    """The rows of all processes in the order of their ranks, each having equally many: B … → world · B ….
+    """The rows of all data ranks in their order, each having equally many: B … → world · B ….
 
     Every process's loss depends on every row, so a row's gradient is the sum of what all of them send back. With gradients of
     parameters summed over processes, the result is the gradient that one process with all rows would have.
@@ -47,15 +144,32 @@ def gather(value: Tensor) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        parts = [torch.empty_like(value) for _ in range(world())]
-        dist.all_gather(parts, value.contiguous())
+        parts = [torch.empty_like(value) for _ in range(data_world())]
+        dist.all_gather(parts, value.contiguous(), group=_group())
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total.chunk(world())[rank()]
+        dist.all_reduce(total, group=_group())
+        return total.chunk(data_world())[data_rank()]
+
+
+def gather_rows(value: Tensor) -> Tensor:
+    """The rows of all data ranks in their order, however many each has (also none); without gradient."""
+    if not active():
+        return value
+    counts = torch.zeros(data_world(), dtype=torch.int64, device=value.device)
+    counts[data_rank()] = len(value)
+    sizes = sum_(counts).tolist()
+    padded = value.new_zeros(max(sizes), *value.shape[1:])
+    padded[: len(value)] = value
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=_group())
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+# Words of all processes --------------------------------------------------------------------------------------------
 
 
 def barrier() -> None:
@@ -63,18 +177,55 @@ def barrier() -> None:
         dist.barrier()
 
 
-def gather_rows(value: Tensor) -> Tensor:
-    """The rows of all processes in the order of their ranks, however many each has (also none); without gradient."""
+def told(value: Any) -> Any:
+    """What rank 0 says, on every rank: anything that JSON can hold (nothing is pickled)."""
     if not active():
         return value
-    counts = torch.zeros(world(), dtype=torch.int64, device=value.device)
-    counts[rank()] = len(value)
-    sizes = sum_(counts).tolist()
-    padded = value.new_zeros(max(sizes), *value.shape[1:])
-    padded[: len(value)] = value
+    text = torch.tensor(list(json.dumps(value).encode() if is_first() else b""), dtype=torch.uint8)
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, 0)
+    text = text if is_first() else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, 0)
+    return json.loads(bytes(text.tolist()))
+
+
+def all_told(value: Any) -> list[Any]:
+    """What every rank says, by rank."""
+    if not active():
+        return [value]
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
+    dist.all_gather(sizes, torch.tensor([len(text)]))
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    padded[: len(text)] = text
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+
+
+def table(values: Sequence[float]) -> list[list[float]]:
+    """[rank][i] of a few numbers that every process has."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    if not active():
+        return [mine.tolist()]
+    parts = [torch.empty_like(mine) for _ in range(world())]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts).tolist()
+
+
+def tensors_to_first(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """[rank][i] of CPU tensors, however many each process has and of whatever shape: on the first one. Elsewhere its own alone."""
+    everyone = all_told([[str(value.dtype).removeprefix("torch."), *value.shape] for value in tensors])
+    if not is_first():
+        for value in tensors:
+            dist.send(value.contiguous(), 0)
+        return [list(tensors) if other == rank() else [] for other in range(world())]
+    found = [list(tensors)]
+    for other, told in enumerate(everyone[1:], start=1):
+        found.append([torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, *shape in told])
+        for value in found[-1]:
+            dist.recv(value, other)
+    return found
 
 
 def gather_json(value: Any, device: torch.device | str = "cpu") -> list[Any]:
@@ -91,7 +242,7 @@ def device_of(name: str = "auto") -> torch.device:
     if name != "auto":
         return _checked(name)
     if torch.cuda.is_available():
-        return torch.device("cuda", rank() % torch.cuda.device_count())
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("cpu")
 
 

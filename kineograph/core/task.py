@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -209,13 +209,19 @@ def drawn_shape(task: Task, shape: Shape) -> Shape:
     return replace(shape, height=height, width=width)
 
 
-def compile_parts(task: Task, graphs: bool) -> None:
+def compile_parts(task: Task, graphs: bool, by_block: bool = False) -> None:
     """torch.compile on the parts that the task names, in place; `graphs` runs them as CUDA graphs, so that the host launches
-    one graph instead of hundreds of kernels."""
+    one graph instead of hundreds of kernels. `by_block` takes blocks, and their forward passes alone, in place of a part that holds them:
+    what processes do with a block before and after it is not compiled."""
     if task.any_shape:  # every bucket is a compilation of its own, and dynamo gives up after a few
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_SHAPES)
+    blocks = {id(block) for block in task.blocks()} if by_block else set()
+    for block in task.blocks() if by_block else []:
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
     for module in task.compiled():
+        if any(id(part) in blocks for part in module.modules()):
+            continue
         # A module without weights is a kernel or two: copying its inputs into a graph would cost more than it saves.
         graphed = graphs and any(True for _ in module.parameters())
         module.compile(dynamic=False, mode="reduce-overhead" if graphed else "default")
@@ -260,11 +266,16 @@ def weights_of(task: nn.Module) -> dict[str, Tensor]:
 
 def load_weights(task: nn.Module, weights: dict[str, Tensor]) -> None:
     """Strict: every name of `weights_of` must be there, and nothing else."""
-    expected = weights_of(task).keys()
-    missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    check_weights(task, weights)
+    task.load_state_dict(weights, strict=False)
+
+
+def check_weights(task: nn.Module, names: Collection[str]) -> None:
+    """Refuse weights that lack a name of `weights_of` or have one too many."""
+    expected, found = weights_of(task).keys(), set(names)
+    missing, unexpected = sorted(expected - found), sorted(found - expected)
     if missing or unexpected:
         raise InputError(
             f"the saved weights do not fit {type(task).__name__}: missing {missing[:3] or 'none'}, unexpected {unexpected[:3] or 'none'} "
             f"({len(missing)} and {len(unexpected)} names); load them with the config they were trained with"
         )
-    task.load_state_dict(weights, strict=False)

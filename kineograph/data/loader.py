@@ -156,7 +156,8 @@ class Loader:
     def fixed(self, count: int, batch_size: int, alike: bool = False) -> Iterator[Batch]:
         """The same `count` items (or all there are) with the same crops and starts at every call: for validation.
 
-        Over all ranks each comes once, and every rank gets equally many batches. Slots are places among the `count`. With buckets, batches
+        Over all ranks each comes once, and every rank gets equally many batches; where there are fewer items than ranks, some get a `spare`
+        one, which another rank counts. Slots are places among the `count`. With buckets, batches
         are of one bucket each, and of `batch_size` or as many as have that many tokens; `alike` reads all items in the usual shape instead.
         """
         count = min(count, len(self.source))
@@ -186,7 +187,8 @@ class Loader:
 
         kept: list[Batch] | None = []
         size = 0
-        for batch in self._run(work, len(parts)):
+        for (group, _), batch in zip(parts, self._run(work, len(parts)), strict=True):
+            batch.spare = self.rank >= len(group.places)
             yield batch
             if kept is not None:
                 kept.append(batch)
@@ -273,6 +275,8 @@ class Loader:
                 if "DataLoader worker" in text and "Traceback" not in text:
                     raise worker_died(text) from None
                 raise
+            except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while a batch was handed over
+                raise worker_died(f"its connection broke: {error or type(error).__name__}") from None
 
     def _accept(self, read: Read) -> Batch:
         if read.error is not None:

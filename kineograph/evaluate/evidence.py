@@ -31,6 +31,7 @@ class Evidence:
     generated: Tensor | None = None  # B T C H W: drawn for `captions`
     reconstruction: Tensor | None = None  # B T C H W: `real` through the codec
     tokens: Tensor | None = None  # B t h w: its codes
+    spare: bool = False  # another process judges the same: metrics are not shown it
     losses: dict[str, Mean] | None = None  # what Task.validate tells about this batch
     seen: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # features by what was looked at and extractor
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from kineograph.core.config import merge
 from kineograph.core.errors import InputError
@@ -182,16 +182,13 @@ def _best_loss(run: RunFolder, main: str, records: list[dict[str, Any]]) -> Fact
 
 
 def _size(run: RunFolder, stage: str) -> int | None:
-    """Numbers in a stage's weights, read from the file's header."""
+    """Numbers in a stage's weights, read from the files' headers."""
     steps = checkpoint.steps(run.checkpoints(stage))
     if not steps:
         return None
     try:
-        with safe_open(
-            checkpoint.at(run.checkpoints(stage), steps[-1]).path / "model.safetensors", framework="pt"
-        ) as file:
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError):
+        return sum(map(math.prod, checkpoint.at(run.checkpoints(stage), steps[-1]).shapes("model").values()))
+    except (OSError, ValueError, SafetensorError):
         return None
 
 

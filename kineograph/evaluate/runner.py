@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from kineograph.core import ranks
+from kineograph.core import pulse, ranks
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.lookup import find_metric, metric_names
@@ -35,6 +35,10 @@ FIRST_LOOK = 64  # captions that metrics see before anything is drawn
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _unheard(line: str) -> None:
+    """The first process says the same."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,15 @@ def evaluate(
 
     `metrics` None takes all that apply; named ones must, unless they wait for weights that can be fetched and others ran.
     `extractors`: what metrics look through, each `NAME|FILE` (for fid, rfid, kid, is) or `METRIC=NAME|FILE`.
-    Writes RUN/evaluation.json and pictures under RUN/evaluation/.
+    Writes RUN/evaluation.json and pictures under RUN/evaluation/. Several processes judge a part of the items each; the first one
+    writes and speaks, and every one has the same numbers.
     """
     if split not in get_args(Split):
         raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
     if samples < 1 or batch < 1:
         raise InputError(f"samples={samples}, batch={batch}: both start at 1")
     folder = RunFolder.existing(run)
+    note = note if ranks.is_first() else _unheard
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     stages = Stages(folder, device_for(device))
     looking = Extractors(stages.device, read_choices(list(extractors)))
@@ -134,15 +140,28 @@ def evaluate(
                 f"{name}: the {split} split has {len(source)} items, so {len(source)} samples are judged instead of {samples}"
             )
         judge = Judge(
-            spec, task, source, stages.device, samples, run_seed, looking, stages, seed, batch, name == main, bar=True
+            spec,
+            task,
+            source,
+            stages.device,
+            samples,
+            run_seed,
+            looking,
+            stages,
+            seed,
+            batch,
+            name == main,
+            shows=True,
         )
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
         where = f"{split}-{name}-step-{step:08d}"
-        found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
+        if ranks.is_first():
+            found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
         if judged.results:
             weights = stages.opened[f"{folder.path}/{name}"]
-            record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
+            if ranks.is_first():
+                record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
             found.judged.append(judged)
     _report(found, chosen, reasons, asked=metrics is not None)
     found.files.insert(0, folder.path / "evaluation.json")
@@ -197,10 +216,10 @@ class Judge:
         seed: int = 0,
         batch: int = 32,
         draws: bool = True,
-        bar: bool = False,
+        shows: bool = False,
     ) -> None:
         self.name, self.spec, self.task, self.source, self.device = spec.name, spec, task, source, device
-        self.run_seed, self.seed, self.batch, self.bar = run_seed, seed, batch, bar
+        self.run_seed, self.seed, self.batch, self.shows = run_seed, seed, batch, shows
         self.extractors, self.stages = extractors, stages
         self.draws = draws and task.can_sample
         self.count = min(samples, len(source))
@@ -209,11 +228,13 @@ class Judge:
     def run(
         self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]
     ) -> tuple[dict[str, Result], sheets.Pictures]:
-        """What the metrics found, and pictures of what they saw; `reasons` hears why one of them judged nothing."""
+        """What the metrics found, and pictures of what they saw if it `shows` any; `reasons` hears why one of them judged nothing."""
         metrics = self.open(chosen, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
-        for evidence in self._evidence(needed) if metrics else ():
+        for number, evidence in enumerate(self._evidence(needed) if metrics else ()):
+            if evidence.spare:
+                continue
             remarks = []
             for name, metric in list(metrics.items()):
                 try:
@@ -221,7 +242,10 @@ class Judge:
                 except LeftOut as reason:
                     reasons[name].append(reason)
                     del metrics[name]
-            pictures.add(evidence, [said for said in remarks if said])
+            if self.shows:
+                pictures.add(evidence, [said for said in remarks if said], number)
+        if self.shows:
+            pictures = pictures.joined()
         results: dict[str, Result] = {}
         for name, metric in self._judged_by_all(metrics, reasons).items():
             try:
@@ -292,15 +316,19 @@ class Judge:
         loader = Loader(
             self.source,
             seed=key_of(self.run_seed, "validation") >> 1,
-            batch_size=ranks.world(),
-            rank=ranks.rank(),
-            world=ranks.world(),
+            batch_size=ranks.data_world(),
+            rank=ranks.data_rank(),
+            world=ranks.data_world(),
         )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
-        batches = loader.fixed(self.count, self.batch)
-        for real in _shown(batches, self.name, -(-self.count // self.batch)) if self.bar else batches:
+        together = self.batch * ranks.data_world()
+        batches = loader.fixed(self.count, together)
+        for real in (
+            _shown(batches, self.name, -(-self.count // together)) if self.shows and ranks.is_first() else batches
+        ):
             real = real.to(self.device)
-            evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask)
+            pulse.beat()
+            evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
             if real.pixels is not None:
                 evidence.real = self.task.as_drawn(real.video) if "generated" in needed else real.video
             if "generated" in needed:

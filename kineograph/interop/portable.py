@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder, write_json
 from kineograph.interop.placing import new_folder, refuse_occupied
@@ -38,14 +40,16 @@ def export_safetensors(
         shutil.copyfile(run.config_file, folder / "config.yaml")
         for name, found in chosen.items():
             averaged = not online and found.has("ema")
-            shutil.copyfile(
-                found.path / f"{'ema' if averaged else 'model'}.safetensors", folder / f"{name}.safetensors"
-            )
+            file = folder / f"{name}.safetensors"
+            if found.is_sharded:
+                save_file(found.weights(ema=averaged), file)
+            else:
+                shutil.copyfile(found.path / f"{'ema' if averaged else 'model'}.safetensors", file)
             described = {
                 "task": tree["stages"][name]["task"],
                 "step": found.step,
                 "weights": "ema" if averaged else "online",
-                "sha256": found.digest(ema=averaged),
+                "sha256": checkpoint.fingerprint(file)["sha256"],
                 "assets": found.state().get("assets", {}),
             }
             write_json(folder / f"{name}.json", described)

@@ -138,7 +138,7 @@ class VQ(nn.Module):
     @torch.no_grad()
     def _start(self, tokens: Tensor) -> None:
         """Spherical k-means from distinct random tokens (repeated ones where there are fewer tokens than codes)."""
-        everywhere = tokens.shape[0] * ranks.world()
+        everywhere = tokens.shape[0] * ranks.data_world()
         order = torch.randperm(everywhere, device=tokens.device)
         self.codebook.copy_(self._draw(tokens, order[torch.arange(self.codes, device=tokens.device) % everywhere]))
         for _ in range(self.config.kmeans):
@@ -161,7 +161,7 @@ class VQ(nn.Module):
         if self.config.revive:
             fair = count.sum() / self.codes
             dead = sound & (self.mass < self.config.revive * fair)
-            everywhere = tokens.shape[0] * ranks.world()
+            everywhere = tokens.shape[0] * ranks.data_world()
             fresh = self._draw(tokens, torch.randint(everywhere, (self.codes,), device=tokens.device))
             self.codebook.copy_(torch.where(dead[:, None], fresh, self.codebook))
             self.mass.copy_(torch.where(dead, fair, self.mass))
@@ -177,10 +177,12 @@ class VQ(nn.Module):
         return both[:, 0], both[:, 1:]
 
     def _draw(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """The tokens at these places of all ranks' tokens laid end to end. `places` must be the same on every rank."""
-        local = places - ranks.rank() * tokens.shape[0]
-        mine = (local >= 0) & (local < tokens.shape[0])
-        return ranks.sum_(tokens[local.clamp(0, tokens.shape[0] - 1)] * mine[:, None])
+        """The tokens at these places of all data ranks' tokens laid end to end, as the first of them drew the places and counts tokens."""
+        count = places.new_full((1,), tokens.shape[0])
+        drawn = ranks.same(torch.cat([places, count]))
+        places, count = drawn[:-1], drawn[-1]
+        mine = places // count == ranks.data_rank()
+        return ranks.sum_(tokens[places % count % tokens.shape[0]] * mine[:, None])
 
 
 # Lookup-free quantization ------------------------------------------------------------------------------------------

@@ -56,9 +56,15 @@ def _replaced(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bo
 class Builder:
     """Builds the stages of a plan with fresh weights; an earlier stage that one refers to stands in untrained and frozen."""
 
-    def __init__(self, plan: Plan, data: dict[str, StageData], note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        data: dict[str, StageData],
+        note: Callable[[str], None],
+        assets: dict[str, dict[str, str]] | None = None,
+    ) -> None:
         self.plan, self.data, self.note = plan, data, note
-        self._assets: dict[str, dict[str, str]] = {}  # a vocabulary is learned once a stage
+        self._assets: dict[str, dict[str, str]] = dict(assets or {})  # a vocabulary is learned once a stage
         self._said: set[str] = set()
 
     def build(self, name: str, device: torch.device, config: StageConfig | None = None) -> Task:

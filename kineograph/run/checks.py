@@ -18,7 +18,7 @@ from kineograph.run.stage_data import StageData, expect_shapes, expect_tokens
 from kineograph.run.token_cache import check_cachable
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
-from kineograph.train.stepper import graphs_for, precision_for
+from kineograph.train.stepper import check_layout, graphs_for, precision_for
 
 
 def check_stages(
@@ -35,6 +35,7 @@ def check_stages(
         device = ranks.device_of(stage.train.device)
         precision = precision_for(stage.train.precision, device)
         graphs_for(stage.train, device)
+        stage.train.parallel.sizes(ranks.world(), ranks.local_world())
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
@@ -51,6 +52,8 @@ def check_stages(
             except Exception:  # a Task that looks at numbers while it is built: training will tell
                 continue
             task.check_precision(precision)
+            if ranks.active():
+                check_layout(task, stage.train.parallel, stage.players)
             expect_tokens(task, data[stage.name])
             expect_shapes(task, data[stage.name])
             _check_show(stage, task)

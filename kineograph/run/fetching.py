@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -135,7 +135,8 @@ def _download_folder(url: str, folder: Path) -> Path:
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{url}/manifest.json is not the manifest of a checkpoint") from None
     for name in names:
-        if Path(name).name != name or name in ("", ".", ".."):
+        parts = PurePosixPath(name).parts  # a file, or one of a folder of shards
+        if not 1 <= len(parts) <= 2 or any(part in ("..", "/") for part in parts) or "/".join(parts) != name:
             raise InputError(f"{url}/manifest.json names {name!r}, which is no file's name")
         _download(f"{url}/{name}", folder / name, url)
     try:

@@ -111,6 +111,37 @@ def system() -> str:
     return f"{platform.system()} {platform.release()}, {platform.machine()}"
 
 
+# Dense 16-bit matrix products of the tensor cores, 10¹² operations a second, as their makers state them; the first name that fits counts.
+_PEAKS = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("B200", 2250.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("A40", 150.0),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("L4", 121.0),
+    ("V100", 125.0),
+    ("T4", 65.0),
+)
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Of a GPU of this name in 16 bits; None where it is not known, or for fp32, which has several speeds."""
+    if precision not in ("bf16", "fp16"):
+        return None
+    words = name.split()
+    for known, peak in _PEAKS:
+        if all(any(word == part or word.startswith(f"{part}-") for word in words) for part in known.split()):
+            return peak * 1e12
+    return None
+
+
 @lru_cache(maxsize=1)
 def matmul_rate() -> float:
     """Floating-point operations a second of this CPU, on a plain float32 matrix product."""

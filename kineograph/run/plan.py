@@ -14,7 +14,13 @@ from kineograph.run.layers import changed_keys
 from kineograph.sample.stages import StageSpec, read_stage
 from kineograph.train.config import PlayerConfig, TrainConfig
 
-MAY_CHANGE = ("steps", "keep_last", "workers")  # of train.*, beside *_every, when a run is taken up again
+MAY_CHANGE = (
+    "steps",
+    "keep_last",
+    "workers",
+    "watchdog",
+    "parallel",
+)  # of train.*, beside *_every, when a run is taken up again
 
 
 class RunConfig(Config):
@@ -163,7 +169,8 @@ def refuse_changes(saved: Tree, wanted: Tree) -> None:
         if not allowed:
             raise ConfigError(
                 f"{key} differs from the saved run ({_at(saved, parts)!r} there, {_at(wanted, parts)!r} now): a run that goes on may change only "
-                f"train.steps, train.*_every, train.keep_last, train.workers and prompts; use --run with another folder for a new run"
+                "train.steps, train.*_every, train.keep_last, train.workers, train.watchdog, train.parallel and prompts; "
+                "use --run with another folder for a new run"
             )
 
 

@@ -61,8 +61,7 @@ class Show:
         self._alone = True  # whether prompts of a person's own can be drawn, as far as is known
 
     def __call__(self, step: int, stepper: Stepper) -> None:
-        if not ranks.is_first():
-            return
+        """All processes draw; the first one writes."""
         if self.stage.train.show == "latents":
             self._latents(step, stepper)
         else:
@@ -79,10 +78,15 @@ class Show:
             draw_curves(self.folder.metrics_file, self.folder.path / "curves.png")
 
     def _samples(self, step: int, stepper: Stepper) -> None:
-        out = self.folder.samples(self.stage.name, step)
-        shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
         with stepper.eval_mode() as task:
             asked, pixels = self._drawn(task)
+        if stepper.averages:
+            with stepper.eval_mode(ema=False) as task:
+                online = self._draw(task, asked.prompts, asked.beside)
+        if not ranks.is_first():
+            return
+        out = self.folder.samples(self.stage.name, step)
+        shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
         captions = asked.captions
         suffix = self._suffix(pixels)
         listed = []
@@ -97,8 +101,6 @@ class Show:
         captions = self._logged(captions)
         grid(list(pixels), captions=captions).save(sheet)
         if stepper.averages:
-            with stepper.eval_mode(ema=False) as task:
-                online = self._draw(task, asked.prompts, asked.beside)
             write_clip(
                 out / f"online-beside-ema.{_moving(online)}",
                 side_by_side([("online", list(online)), ("EMA", list(pixels))]),
@@ -115,8 +117,6 @@ class Show:
 
     def _latents(self, step: int, stepper: Stepper) -> None:
         """What would be decoded, undecoded: a large codec costs more memory than the model."""
-        out = self.folder.samples(self.stage.name, step)
-        shutil.rmtree(out, ignore_errors=True)
         asked = self._asked(stepper.task)
         tensors: dict[str, Tensor] = {}
         with stepper.eval_mode() as task:
@@ -125,6 +125,10 @@ class Show:
             real = self.data.pictures(len(asked.captions))
             if real.pixels is not None and type(task).caches(self.stage.spec.config):
                 tensors["inputs"] = self._in_parts(real, lambda part: _encoded(task, part))
+        if not ranks.is_first():
+            return
+        out = self.folder.samples(self.stage.name, step)
+        shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         save_file({name: value.contiguous() for name, value in tensors.items()}, out / "latents.safetensors")
         listed = [{"row": row, "prompt": caption} for row, caption in enumerate(asked.captions)]
@@ -137,7 +141,10 @@ class Show:
         return max(1, self.stage.train.batch_size // self.stage.train.accumulate)
 
     def _in_parts(self, batch: Batch, make: Callable[[Batch], Tensor | None]) -> Tensor:
-        """A few rows at a time, on the CPU afterwards; empty where nothing is made."""
+        """A few rows at a time, on the CPU afterwards; empty where nothing is made. They are too few to be shared out: the first process
+        makes them, and those that hold its model with it."""
+        if ranks.data_rank():
+            return torch.empty(0)
         places = range(len(batch))
         parts = [make(batch.rows(places[at : at + self._micro]).to(self.device)) for at in places[:: self._micro]]
         return (
@@ -182,6 +189,8 @@ class Show:
             return
         with stepper.eval_mode() as task:
             drawn = self._draw(task, real.captions if self._is_told(task, real) else None, real)
+        if not ranks.is_first():
+            return
         captions = self._logged(real.captions or [""] * len(real))
         rows = [("real", _real(stepper.task.as_drawn(real.video), real)), ("generated", list(drawn))]
         path = self.folder.samples(self.stage.name, step) / f"{split}-grid.png"
@@ -216,14 +225,17 @@ class Show:
             return
         with stepper.eval_mode() as task:
             shown = self._in_parts(batch, task.reconstruct)
-        if not len(shown):
+        if not ranks.told(len(shown)):
+            return
+        if stepper.averages:
+            with stepper.eval_mode(ema=False) as task:
+                online = self._in_parts(batch, task.reconstruct)
+        if not ranks.is_first():
             return
         inputs = _real(batch.video, batch)
         kind = "EMA" if stepper.averages else "reconstruction"
         rows = [("input", inputs), (kind, _real(shown, batch))]
         if stepper.averages:
-            with stepper.eval_mode(ema=False) as task:
-                online = self._in_parts(batch, task.reconstruct)
             rows.insert(1, ("online", _real(online, batch)))
         path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_moving(batch.pixels)}"
         fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps

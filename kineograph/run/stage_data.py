@@ -50,14 +50,15 @@ class StageData:
     def loader(self, source: Source | None = None) -> Loader:
         """Batches of `source` (by default the training source) as training reads them."""
         train = self.stage.train
+        rank, world = train.parallel.data_place(ranks.rank(), ranks.world())
         return Loader(
             source if source is not None else self.source,
             seed=self.seed,
             batch_size=train.batch_size,
             accumulate=train.accumulate,
             workers=workers_for(train),
-            rank=ranks.rank(),
-            world=ranks.world(),
+            rank=rank,
+            world=world,
             pin=torch.cuda.is_available(),
             timeout=train.timeout,
             max_unreadable=self.stage.spec.data.max_unreadable,
@@ -65,13 +66,14 @@ class StageData:
 
     def validation_loader(self) -> Loader:
         train = self.stage.train
+        rank, world = train.parallel.data_place(ranks.rank(), ranks.world())
         return Loader(
             self.validation,
             seed=key_of(self.seed, "validation") >> 1,
             batch_size=train.batch_size,
             workers=0,
-            rank=ranks.rank(),
-            world=ranks.world(),
+            rank=rank,
+            world=world,
             timeout=train.timeout,
         )
 
@@ -88,7 +90,7 @@ class StageData:
 
     def pictures(self, count: int, split: Split = "validation") -> Batch:
         """A few items, always the same, to show; from the first again where there are fewer."""
-        loader = self._validation if split == "validation" else self._shown(split)
+        loader = self._validation if split == "validation" and ranks.world() == 1 else self._shown(split)
         there = min(count, len(loader.source))
         batch = next(iter(loader.fixed(there, there, alike=True)))
         return batch if len(batch) == count else batch.rows([place % len(batch) for place in range(count)])
@@ -96,9 +98,11 @@ class StageData:
     def _shown(self, split: Split) -> Loader:
         """Of a split that nothing else reads item by item."""
         if split not in self._loaders:
-            source = self.source if split == "train" else self.test
+            source = {"train": self.source, "validation": self.validation, "test": self.test}[split]
             assert source is not None
-            self._loaders[split] = Loader(source, seed=key_of(self.seed, "shown", split) >> 1, batch_size=1)
+            # Validation's own items, which several processes have shared out among them.
+            keys = ("validation",) if split == "validation" else ("shown", split)
+            self._loaders[split] = Loader(source, seed=key_of(self.seed, *keys) >> 1, batch_size=1)
         return self._loaders[split]
 
     @cached_property
@@ -137,7 +141,8 @@ class StageData:
 
     def write_skipped(self, path: Path, loader: Loader) -> None:
         """List what could not be read, found at the start or met on the way."""
-        skipped = self._left_out() | loader.skipped | self._validation.skipped
+        validation: Loader | None = vars(self).get("_validation")  # where anything was validated
+        skipped = self._left_out() | loader.skipped | (validation.skipped if validation is not None else {})
         if skipped and ranks.is_first():
             write_skipped(path, skipped)
 
@@ -158,7 +163,7 @@ def workers_for(train: TrainConfig) -> int:
     if train.workers != "auto":
         return train.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores // 2)
+    return min(8, cores // 2 // ranks.local_world())
 
 
 def open_data(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import pulse, ranks
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import dump_yaml
 from kineograph.core.errors import ConfigError, InputError, Stopped
@@ -169,9 +169,13 @@ def fill(
         filling.run()
     finally:
         task.train(was_training)
-    if filling.made:
+    told = ranks.all_told([filling.made, filling.loader.skipped])
+    made = sum(count for count, _ in told)
+    if made:
+        for _, skipped in told:
+            filling.loader.skipped.update(skipped)
         data.write_skipped(folder.path / "skipped.jsonl", filling.loader)
-        note(f"{data.stage.name}: {filling.made} items encoded into {path}")
+        note(f"{data.stage.name}: {made} items encoded into {path}")
 
 
 class _Filling:
@@ -182,7 +186,8 @@ class _Filling:
     ) -> None:
         self.path, self.task, self.data, self.device, self.stop, self.layout = path, task, data, device, stop, layout
         self.stage = data.stage
-        self.loader = data.loader(data.source)
+        with ranks.alone():  # items are divided by shards, not by batches: those need not divide into the processes
+            self.loader = data.loader(data.source)
         self.precision = precision_for(self.stage.train.precision, device)
         self.made = 0  # items, by this process
         self._seen = 0  # items of shards that are done
@@ -240,6 +245,7 @@ class _Filling:
                     text_embed=made.get("text_embed"),
                 )
                 self.made += len(batch)
+                pulse.beat()
                 self._progress.show(self._seen + writer.done)
                 if self.stop:
                     raise self._stopped()
@@ -258,7 +264,7 @@ class _Filling:
         train, rows = self.stage.train, self.stage.train.batch_size
         if shape is not None and self.loader.buckets is not None:
             rows = dict(zip(self.loader.buckets.shapes, self.loader.buckets.rows(rows), strict=True))[shape]
-        return max(1, rows // train.accumulate)
+        return max(1, rows // (train.accumulate * ranks.data_world()))
 
     def _check_room(self, made: dict[str, Tensor], rows: int, clip: Bucket) -> None:
         """Refuse, once, what the disk has no room for: by the first batch, and what is still to come in proportion."""
@@ -332,6 +338,7 @@ def _frame_mask(batch: Batch, frames: int) -> Tensor | None:
 
 def cache_run(arguments: Sequence[str], run: str | Path | None = None, note: Callable[[str], None] = say) -> list[Path]:
     """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
+    note = note if ranks.is_first() else lambda line: None
     first = RunFolder(arguments[0])
     if first.exists():
         if len(arguments) > 1:
@@ -392,6 +399,8 @@ class _Progress:
         self.stage, self.count, self.told = stage, count, -1
 
     def show(self, done: int) -> None:
+        if not ranks.is_first():
+            return
         percent = 100 * done // self.count
         terminal = sys.stderr.isatty()
         if percent == self.told or (not terminal and percent // 10 == self.told // 10):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,30 @@ import torch
 
 from kineograph.core import ranks
 from kineograph.core.config import Tree, dump_yaml
-from kineograph.core.errors import InputError, Stopped
+from kineograph.core.errors import Stopped
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.data.loader import worker_died
 from kineograph.run.building import brought_init, build_task, stage_seed, warm_start
 from kineograph.run.checks import check_stages
+from kineograph.run.launch import once, speaks, together, wait_at_most
 from kineograph.run.metrics import Evaluate
-from kineograph.run.plan import Plan, StagePlan
+from kineograph.run.plan import Plan, StagePlan, make_plan
 from kineograph.run.resolve import Resume, resolve, say
 from kineograph.run.show import Show
 from kineograph.run.stage_data import StageData, open_data
 from kineograph.run.taking_up import take_up
 from kineograph.run.token_cache import cached_source
+from kineograph.run.work import work_of
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
 from kineograph.train.cadence import Cursor, finished, settle
+from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
 from kineograph.train.trainer import Surroundings, Trainer
+from kineograph.train.watchdog import Watchdog
 
 
 def train(
@@ -52,47 +55,111 @@ def train(
 
     `resume_from` names checkpoints that lie elsewhere, to go on from (run/fetching.py says where that may be).
     """
-    note = (lambda line: None) if quiet else note
-    if resume_from:
+    quiet = quiet or not speaks()
+    with together():
+        return _train(
+            arguments,
+            run,
+            resume,
+            dataset,
+            on_log,
+            extra,
+            quiet,
+            (lambda line: None) if quiet else once(note),
+            resume_from,
+        )
+
+
+def _train(
+    arguments: Sequence[str],
+    run: str | Path | None,
+    resume: Resume,
+    dataset: Any,
+    on_log: Callable[[dict[str, Any]], None] | None,
+    extra: Tree | None,
+    quiet: bool,
+    note: Callable[[str], None],
+    resume_from: Sequence[str],
+) -> Path:
+    """What every process of the group does. The first one decides, writes and speaks."""
+    if resume_from and ranks.is_first():
         take_up(resume_from, run, note)
-    plan, folder = resolve(arguments, run, resume, extra)
-    _refuse_many_processes()
+    plan, folder = _agreed(arguments, run, resume, extra)
+    wait_at_most(max(stage.train.timeout for stage in plan.stages))
     wanted = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
     check_trackers(wanted)
     data: dict[str, StageData] = {}
     for stage in plan.stages:
         if not stage.spec.config.skip:
             data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
-    begun = any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages)
+    begun = ranks.told(any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages))
     check_stages(plan, data, folder, building=not begun)
-    with folder.lock():
-        opened_trackers = open_trackers(wanted, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
-        trackers = dict(zip(wanted, opened_trackers, strict=False))
+    with _held(folder), ExitStack() as stack:
+        rank_log = RankLog(folder.path)
+        stack.callback(rank_log.close)
+        stack.enter_context(rank_log.listening())
+        note = rank_log.beside(note)
+        trackers: dict[str, Tracker] = {}
+        if ranks.is_first():
+            opened_trackers = open_trackers(wanted, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
+            trackers = dict(zip(wanted, opened_trackers, strict=False))
         stop = StopRequest()
         try:
-            write_atomic(folder.config_file, dump_yaml(plan.tree()))
-            for opened in {
-                id(found.source): found for found in data.values()
-            }.values():  # stages share what they read alike
-                opened.remember(folder.path)
-            for name, opened in data.items():
-                opened.write_buckets(folder.stage(name) / "buckets.json")
-            folder.stopped_marker.unlink(missing_ok=True)
+            if ranks.is_first():
+                _begin(plan, folder, data)
+            ranks.barrier()
             with stop.listening():
                 for stage in plan.stages:
                     if stage.spec.config.skip:
                         note(f"{stage.name}: skipped, as stages.{stage.name}.skip says")
                     else:
                         told = [tracker for name, tracker in trackers.items() if name in stage.train.trackers]
-                        _StageRun(plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note).train()
+                        _StageRun(
+                            plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note, rank_log
+                        ).train()
                         _release()
         except Stopped:
-            write_atomic(folder.stopped_marker, "saved\n")
+            if ranks.is_first():
+                write_atomic(folder.stopped_marker, "saved\n")
             raise
         finally:
             for tracker in trackers.values():
                 tracker.close()
     return folder.path
+
+
+def _agreed(
+    arguments: Sequence[str], run: str | Path | None, resume: Resume, extra: Tree | None
+) -> tuple[Plan, RunFolder]:
+    """The plan as the first process makes it, on all of them."""
+    found = resolve(arguments, run, resume, extra) if ranks.is_first() else None
+    if not ranks.active():
+        assert found is not None
+        return found
+    said = ranks.told([found[0].tree(), str(found[1].path)] if found is not None else None)
+    return found or (make_plan(said[0]), RunFolder(said[1]))
+
+
+@contextmanager
+def _held(folder: RunFolder) -> Iterator[None]:
+    """The run's lock, which the first process holds for all."""
+    if not ranks.is_first():
+        ranks.barrier()
+        yield
+        return
+    with folder.lock():
+        ranks.barrier()
+        yield
+
+
+def _begin(plan: Plan, folder: RunFolder, data: dict[str, StageData]) -> None:
+    """What a run folder holds before its first stage trains."""
+    write_atomic(folder.config_file, dump_yaml(plan.tree()))
+    for opened in {id(found.source): found for found in data.values()}.values():  # stages share what they read alike
+        opened.remember(folder.path)
+    for name, opened in data.items():
+        opened.write_buckets(folder.stage(name) / "buckets.json")
+    folder.stopped_marker.unlink(missing_ok=True)
 
 
 def _release() -> None:
@@ -102,15 +169,6 @@ def _release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _refuse_many_processes() -> None:
-    """Launchers start every process of a job with the same command; each would train a run of its own."""
-    for variable in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
-        if int(os.environ.get(variable, 1)) > 1:
-            raise InputError(
-                f"{variable}={os.environ[variable]}: this version trains in one process; start kineo train once, without a launcher"
-            )
 
 
 class _StageRun:
@@ -127,7 +185,9 @@ class _StageRun:
         on_log: Callable[[dict[str, Any]], None] | None,
         quiet: bool,
         note: Callable[[str], None],
+        rank_log: RankLog,
     ) -> None:
+        self.rank_log = rank_log
         self.plan, self.stage, self.folder, self.data = plan, stage, folder, data
         self.trackers, self.stop, self.on_log, self.quiet, self.note = trackers, stop, on_log, quiet, note
         self.metrics = MetricsFile(folder.metrics_file)
@@ -137,7 +197,7 @@ class _StageRun:
 
     def train(self) -> None:
         stage = self.stage
-        found = checkpoint.latest(self.checkpoints)
+        found = checkpoint.agreed(self.checkpoints)
         if found is not None:
             self.stages.check_references(self.folder, stage.name, found)
         if found is not None and finished(stage.train, settle(stage.train, Cursor(found.step, found.phase))):
@@ -173,6 +233,8 @@ class _StageRun:
             },
             stop=self.stop,
             quiet=self.quiet,
+            rank_log=self.rank_log,
+            work=work_of(self.plan, stage, task, self.data, self.device, self.note),
         )
         loader = self.data.loader(source)
         if found is not None:
@@ -183,7 +245,8 @@ class _StageRun:
         self._take_up(start)
         self._describe(task, start)
         try:
-            trainer.fit(start)
+            with self._watched():
+                trainer.fit(start)
         except BaseException as error:
             with suppress(OSError):  # what went wrong first is what a person must hear
                 self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
@@ -197,11 +260,22 @@ class _StageRun:
                     str(error)
                 ) from None  # torch tells of a worker's death wherever the process is just then
             raise
+        for skipped in ranks.all_told(loader.skipped):
+            loader.skipped.update(skipped)
         self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
         show.curves()
 
+    def _watched(self) -> AbstractContextManager[None]:
+        """Under the eyes of a watchdog, where one is asked for."""
+        seconds = self.stage.train.watchdog
+        if seconds is None:
+            return nullcontext()
+        return Watchdog(seconds, self.rank_log, self.stage.name).watching()
+
     def _take_up(self, start: Cursor) -> None:
         """Forget what was told beyond the checkpoint."""
+        if not ranks.is_first():
+            return
         told = self.metrics.truncate(self.stage.name, start.step, [s.name for s in self.plan.stages], start.phase)
         inside = start.phase in ("validate", "evaluate", "sample")
         for tracker in self.trackers:
@@ -225,6 +299,8 @@ class _StageRun:
         )
 
     def _log(self, record: dict[str, Any]) -> None:
+        if not ranks.is_first():
+            return
         self.metrics.write(record)
         for tracker in self.trackers:
             tracker.log(record)

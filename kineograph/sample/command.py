@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kineograph.core import ranks
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
@@ -35,7 +36,10 @@ def draw_and_write(
     device: str = "auto",
     ema: bool = True,
 ) -> list[Path]:
-    """→ the files, media first. Nothing is written when anything about the call is wrong."""
+    """→ the files, media first. Nothing is written when anything about the call is wrong.
+
+    Several processes draw a part of the rows each; the first one writes them, under the names that one process would give them.
+    """
     check_format(format)
     folder = RunFolder.existing(run)
     height_width = _size(size)
@@ -54,7 +58,10 @@ def draw_and_write(
         mask=mask,
         negative=negative,
         options=options,
+        together=True,
     )
+    if not ranks.is_first():
+        return []
     return write(drawn, out if out is not None else folder.path / "drawn", format)
 
 

@@ -14,7 +14,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import pulse, ranks
 from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
@@ -77,6 +77,11 @@ class Drawn:
         return write(self, folder, format)
 
 
+def _say(line: str) -> None:
+    if ranks.is_first():
+        print(line, file=sys.stderr)
+
+
 class Sampler:
     """A trained stage that draws. `kineograph.load("runs/x")` gives one."""
 
@@ -106,7 +111,7 @@ class Sampler:
     ) -> Sampler:
         """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
-        stages = Stages(folder, device_for(device), lambda line: print(line, file=sys.stderr), compiled=compile)
+        stages = Stages(folder, device_for(device), _say, compiled=compile)
         name = sampling_stage(folder, stage)
         found = checkpoints.choose(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)
@@ -132,6 +137,7 @@ class Sampler:
         negative: str | None = None,
         options: Mapping[str, Any] | None = None,
         batch: int = BATCH,
+        together: bool = False,
     ) -> Drawn:
         """`count` samples of each caption (of nothing in particular for None). The same arguments give the same pictures.
 
@@ -139,6 +145,7 @@ class Sampler:
         `sketch`: what to draw after, as a file or T C H W (sample/sketch.py).
         `mask`: which part of the picture in `prime` is drawn anew, as a file or H W bool (sample/mask.py).
         Row `caption index × count + number` has its own noise, whatever `batch` is. `options` are keys of the stage's `sample` section.
+        `together`: every process of a group calls, draws its part, and the first one has all rows; the others have none.
         """
         texts = self._captions(captions, negative)
         if count < 1:
@@ -151,7 +158,7 @@ class Sampler:
         masked = self._mask(mask, prime, height_width)
         start = self._prime(prime, frames, height_width, chosen, masked is not None)
         drawn_after = self._sketch(sketch, frames, height_width)
-        pixels = draw(
+        pixels = (draw_together if together else draw)(
             self.task,
             rows,
             rows=total,
@@ -168,7 +175,8 @@ class Sampler:
             mask=masked.anew if masked is not None else None,
         )
         origin = self._origin(texts, count, seed, negative, frames, height_width, start, chosen, drawn_after, masked)
-        return Drawn(pixels, self.shape.fps, list(rows) if rows is not None else [None] * total, chosen, origin)
+        named: list[str | None] = list(rows) if rows is not None else [None] * total
+        return Drawn(pixels, self.shape.fps, named[: len(pixels)], chosen, origin)
 
     def story(
         self,
@@ -340,11 +348,12 @@ def draw_for_training(
     latents: bool = False,
 ) -> Tensor:
     """What `Sampler.sample(captions, seed=seed, frames=frames)` would draw with the weights that `task` has now. → B T C H W, on the CPU.
+    Several processes each draw a part; the first one has all rows, the others none.
 
     `real` holds a sample beside each prompt, for tasks that draw from one (super-resolution, given text embeddings). `latents`: undecoded.
     """
     rows = len(captions) if captions is not None else count
-    return draw(
+    return draw_together(
         task,
         captions,
         rows=rows,
@@ -388,6 +397,7 @@ def draw(
     with as_judged(task, device):
         for start in range(0, rows, batch):
             stop = min(start + batch, rows)
+            pulse.beat()
             prompts = Prompts(
                 noise=Noise(key_of(seed, "sample"), 0, slots[start:stop].to(device)),
                 captions=list(captions[start:stop]) if captions is not None else None,
@@ -409,6 +419,38 @@ def draw(
                 )
             parts.append(pixels.float().clamp(0, 1).cpu())
     return torch.cat(parts)
+
+
+def draw_together(
+    task: Task,
+    captions: Sequence[str] | None,
+    *,
+    rows: int,
+    real: Batch | None = None,
+    slots: Tensor | None = None,
+    **how: Any,
+) -> Tensor:
+    """As `draw`, by all processes of a group, each its part of the rows. → all of them in the first process, none elsewhere.
+
+    Every process runs the model equally often, so that one whose weights lie in parts can be drawn with: what is over is drawn and dropped.
+    """
+    if not ranks.active():
+        return draw(task, captions, rows=rows, real=real, slots=slots, **how)
+    slots = torch.arange(rows) if slots is None else slots
+    share = -(-rows // ranks.data_world())
+    start = share * ranks.data_rank()
+    places = [min(place, rows - 1) for place in range(start, start + share)]
+    drawn = draw(
+        task,
+        [captions[place] for place in places] if captions is not None else None,
+        rows=share,
+        real=real.rows(places) if real is not None else None,
+        slots=slots[places],
+        **how,
+    )
+    mine = drawn[: max(0, min(rows - start, share))]
+    parts = ranks.tensors_to_first([mine if ranks.leads() else mine[:0]])
+    return torch.cat([part[0] for part in parts]) if ranks.is_first() else mine[:0]
 
 
 def _rows(batch: Batch, start: int, stop: int) -> Batch:

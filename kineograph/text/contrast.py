@@ -36,7 +36,7 @@ def contrast(images: Tensor, texts: Tensor, keys: Tensor, scale: Tensor, over_ra
         images, texts = images.float(), texts.float()
         everyone = ranks.gather if over_ranks else lambda value: value
         all_images, all_texts, all_keys = everyone(images), everyone(texts), everyone(keys)
-        rows, first = len(keys), len(keys) * ranks.rank() if over_ranks else 0
+        rows, first = len(keys), len(keys) * ranks.data_rank() if over_ranks else 0
         own = torch.arange(first, first + rows, device=keys.device)
         same = keys[:, None] == all_keys[None]  # B N
         alike = same & (own[:, None] != torch.arange(len(all_keys), device=keys.device))

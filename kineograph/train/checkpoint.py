@@ -8,9 +8,12 @@
         manifest.json          size and sha256 of each file, written last
         phase.json             what a finished phase changed of the state: phase, best score
 
+Where several processes train, `model`, `ema` and `optimizer` are folders of safetensors instead, to which each process wrote its part
+(sharded.py); `tensors`, `fill` and whatever else reads a checkpoint here takes both forms, on any number of processes.
+
 A checkpoint is written beside its place, flushed, then renamed, so that whatever has the name is complete. The manifest
-catches what went wrong later (a full disk, a flipped bit); `latest` then says so and falls back to the one before. Only phase.json
-comes later, and is replaced as a whole: the weights of a step are saved before they are judged.
+catches what went wrong later (a full disk, a flipped bit, a lost shard); `latest` then says so and falls back to the one before. Only
+phase.json comes later, and is replaced as a whole: the weights of a step are saved before they are judged.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +33,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kineograph.core import ranks
 from kineograph.core.errors import InputError, NotTrained, RunFailed
 from kineograph.core.run_folder import sync_folder, write_json
 
 _NAME = re.compile(r"step-(\d{8,})")
-FORMAT = 1
+ONE_FILE, SHARDED = 1, 2  # formats: a file a kind of tensors, or a folder of what each process wrote
+_SUFFIX = ".safetensors"
+Signature = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,45 @@ class Checkpoint:
     step: int
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        return load_file(self.path / f"{name}.safetensors")
+        """Whole tensors, in whatever parts they were written."""
+        file = self.path / f"{name}{_SUFFIX}"
+        if file.is_file():
+            return load_file(file)
+        from kineograph.train import sharded
+
+        return sharded.read(self.path / name)
+
+    def fill(self, name: str, targets: Mapping[str, Tensor]) -> None:
+        """Copy saved values into these tensors. Of one that lies in parts on many processes, each reads its own part alone."""
+        from kineograph.train import sharded
+
+        file = self.path / f"{name}{_SUFFIX}"
+        if file.is_file():
+            sharded.fill_from_file(file, targets)
+        else:
+            sharded.fill(self.path / name, targets)
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Of whole tensors, without reading them."""
+        file = self.path / f"{name}{_SUFFIX}"
+        if self.is_sharded:
+            from kineograph.train import sharded
+
+            return sharded.shapes(self.path / name)
+        with safe_open(file, framework="pt") as opened:
+            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118  not a dict
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several processes wrote it, each its part."""
+        return (self.path / "model").is_dir()
 
     def has(self, name: str) -> bool:
-        return (self.path / f"{name}.safetensors").is_file()
+        return bool(self._files(name))
+
+    def _files(self, name: str) -> list[Path]:
+        file = self.path / f"{name}{_SUFFIX}"
+        return [file] if file.is_file() else sorted((self.path / name).glob(f"*{_SUFFIX}"))
 
     def state(self) -> dict[str, Any]:
         return json.loads((self.path / "state.json").read_text(encoding="utf-8")) | self._later()
@@ -72,48 +114,83 @@ class Checkpoint:
     def digest(self, ema: bool = True) -> str:
         """Identifies the weights, for caches made with them."""
         name = "ema" if ema and self.has("ema") else "model"
-        return _manifest(self.path)["files"][f"{name}.safetensors"]["sha256"]
+        files = _manifest(self.path)["files"]
+        if f"{name}{_SUFFIX}" in files:
+            return files[f"{name}{_SUFFIX}"]["sha256"]
+        parts = [f"{file} {files[file]['sha256']}" for file in sorted(files) if file.startswith(f"{name}/")]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+# Writing ---------------------------------------------------------------------------------------------------------
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Checkpoint:
-    """Write checkpoint `step` of a stage. Either all of it is there afterwards, or nothing is changed."""
-    target = folder / f"step-{step:08d}"
-    temporary = folder / f".writing-{target.name}"
-    if target.exists() and problem(target) is None:  # the same step gives the same state
-        return Checkpoint(target, step)
+    """Write checkpoint `step` of a stage here and now. Either all of it is there afterwards, or nothing is changed."""
+    separate = {name: _separate(group) for name, group in tensors.items()}
+    write(folder, step, separate, json.dumps({"step": step, **state}, ensure_ascii=False))
+    return at(folder, step)
+
+
+def write(folder: Path, step: int, tensors: Mapping[str, dict[str, Tensor]], state: str) -> None:
+    """The same from tensors on the host that share no memory."""
+    temporary = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        for name, group in tensors.items():
-            save_file(_separate(group), temporary / f"{name}.safetensors")
-        with open(temporary / "state.json", "w", encoding="utf-8") as file:
-            json.dump({"step": step, **state}, file, ensure_ascii=False)
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-        write_json(temporary / "manifest.json", {"format": FORMAT, "step": step, "files": files})
-        if target.exists():  # a damaged one that the run was taken up before
-            aside = folder / f".replaced-{target.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(target, aside)
-        os.replace(temporary, target)
-        sync_folder(folder)
+        temporary = prepare(folder, step)
+        if temporary is not None:
+            for name, group in tensors.items():
+                save_file(group, temporary / f"{name}{_SUFFIX}")
+            commit(temporary, step, state, {path.name: fingerprint(path) for path in sorted(temporary.iterdir())})
     except (OSError, SafetensorError) as error:
+        raise cannot_save(folder, step, temporary, error) from error
+
+
+def prepare(folder: Path, step: int) -> Path | None:
+    """An empty place to write to, until the checkpoint is complete; None where it is there already: the same step gives the same state.
+
+    The place bears this process's number: one that outlived its killed fellows may still write to theirs.
+    """
+    target = at(folder, step).path
+    temporary = folder / f".writing-{target.name}-{os.getpid()}"
+    if target.exists() and problem(target) is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, step: int, state: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """All tensors lie in the temporary place, with these fingerprints: add the state and the manifest, then the name."""
+    folder, target = temporary.parent, at(temporary.parent, step).path
+    (temporary / "state.json").write_text(state, encoding="utf-8")
+    listed = {**files, "state.json": fingerprint(temporary / "state.json")}
+    nested = {str(Path(name).parent) for name in files} - {"."}
+    for name in nested:
+        sync_folder(temporary / name)
+    manifest = {"format": SHARDED if nested else ONE_FILE, "step": step, "files": dict(sorted(listed.items()))}
+    write_json(temporary / "manifest.json", manifest)
+    aside = folder / f".replaced-{target.name}"
+    if target.exists():  # a damaged one that the run was taken up before
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(target, aside)
+    os.replace(temporary, target)
+    sync_folder(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def cannot_save(
+    folder: Path, step: int, temporary: Path | None, error: BaseException | str, remedy: str = "make room or permission"
+) -> RunFailed:
+    if temporary is not None and ranks.is_first():
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunFailed(
-            f"cannot save {target}: {error}; make room or permission and run the same command to go on from the last checkpoint"
-        ) from error
-    shutil.rmtree(folder / f".replaced-{target.name}", ignore_errors=True)
-    return Checkpoint(target, step)
+    return RunFailed(
+        f"cannot save {at(folder, step).path}: {error}; {remedy} and run the same command to go on from the last checkpoint"
+    )
 
 
 def update(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     """Change these keys of a saved step's state: the old ones or the new ones are there, never a mixture."""
-    try:
-        write_json(at(folder, step).path / "phase.json", state)
-    except OSError as error:
-        raise RunFailed(
-            f"cannot write to {at(folder, step).path}: {error}; make room or permission and run the same command to go on"
-        ) from error
+    write_json(at(folder, step).path / "phase.json", state)
 
 
 def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -129,7 +206,7 @@ def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def fingerprint(path: Path) -> dict[str, Any]:
     """Flush a file to disk and tell its size and checksum."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -142,11 +219,35 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint; None when every byte is as it was written."""
+    """What is wrong with a checkpoint; None when every byte is as it was written. A run that is taken up asks several times: what has not been
+    touched since is not read again."""
+    key = (path.resolve(), _signature(path))
+    if key not in _judged:
+        _judged[key] = _problem(path)
+    return _judged[key]
+
+
+_judged: dict[tuple[Path, Signature], str | None] = {}  # what `problem` found in this process
+
+
+def _signature(path: Path) -> Signature:
+    """Names, sizes and times of change of all files."""
+    found = []
+    for file in path.rglob("*"):
+        with suppress(OSError):
+            stat = file.stat()
+            found.append((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(sorted(found))
+
+
+def _problem(path: Path) -> str | None:
     try:
-        files = _manifest(path)["files"]
+        manifest = _manifest(path)
+        files, version = manifest["files"], manifest.get("format", ONE_FILE)
     except (OSError, ValueError, KeyError, TypeError):
         return "manifest.json is missing or damaged"
+    if version not in (ONE_FILE, SHARDED):
+        return f"its format {version} is newer than this version of Kineograph reads"
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
@@ -183,6 +284,23 @@ def latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> Che
             return found
         note(f"{found.path} is damaged ({fault}): falling back to the checkpoint before it")
     return None
+
+
+def agreed(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+    """What `latest` finds in the first process, for all: others take its word, so that none goes on from another step."""
+    found = latest(folder, note) if ranks.is_first() else None
+    if not ranks.active():
+        return found
+    step = ranks.told(None if found is None else found.step)
+    if step is not None and not at(folder, step).path.is_dir():
+        raise InputError(
+            f"rank {ranks.rank()} does not see {at(folder, step).path}, which rank 0 does: the run folder must lie on a disk that all machines share"
+        )
+    for other in steps(folder) if not ranks.is_first() else ():
+        if step is None or other >= step:
+            path = at(folder, other).path
+            _judged[path.resolve(), _signature(path)] = None if other == step else "the first process found it damaged"
+    return None if step is None else at(folder, step)
 
 
 def choose(folder: Path, which: str | int = "last") -> Checkpoint:

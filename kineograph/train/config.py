@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from kineograph.core.config import Config
+from kineograph.train.parallel import ParallelConfig
 
 
 class EmaConfig(Config):
@@ -104,6 +105,12 @@ class TrainConfig(PlayerConfig):
     """Data worker processes; 0 reads in the training process; auto: half the cores, at most 8."""
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for data (or another process) before giving up."""
+    watchdog: float | None = Field(None, gt=0)
+    """Seconds without a step (or a batch judged, drawn or validated) in any process after which all write their stacks to RUN/logs and end; null: never."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """What one device could do at most, in 10¹² operations a second, for `time/mfu`; null: as known of the GPU."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How processes share the work: replicate, shard, hybrid, or a mapping."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     wandb: WandbConfig = WandbConfig()
     log_checkpoints: bool = False

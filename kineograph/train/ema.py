@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kineograph.train.config import EmaConfig
+from kineograph.train.pieces import local
 
 
 class Ema:
@@ -18,22 +20,24 @@ class Ema:
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: EmaConfig) -> None:
         self.config = config
         self.parameters = dict(parameters)
-        self.average = {name: p.detach().to(_wide(p.dtype), copy=True) for name, p in self.parameters.items()}
+        # What lies here of each: all of it, or this process's part.
+        self.parts = {name: local(p.detach()) if isinstance(p, DTensor) else p for name, p in self.parameters.items()}
+        self.average = {name: part.detach().to(_wide(part.dtype), copy=True) for name, part in self.parts.items()}
         self.updates = 0
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """After the optimizer made step `step`."""
         if step <= self.config.start:
-            torch._foreach_copy_(list(self.average.values()), list(self.parameters.values()))
+            torch._foreach_copy_(list(self.average.values()), list(self.parts.values()))
         elif step % self.config.every == 0:
             self.updates += 1
-            alike = [(self.average[name], p) for name, p in self.parameters.items() if p.dtype == _wide(p.dtype)]
+            alike = [(self.average[name], part) for name, part in self.parts.items() if part.dtype == _wide(part.dtype)]
             if alike:
-                torch._foreach_lerp_([a for a, _ in alike], [p for _, p in alike], 1 - self.decay)
-            for name, p in self.parameters.items():
-                if p.dtype != _wide(p.dtype):
-                    self.average[name].lerp_(p.float(), 1 - self.decay)
+                torch._foreach_lerp_([a for a, _ in alike], [part for _, part in alike], 1 - self.decay)
+            for name, part in self.parts.items():
+                if part.dtype != _wide(part.dtype):
+                    self.average[name].lerp_(part.float(), 1 - self.decay)
 
     @property
     def decay(self) -> float:
@@ -44,6 +48,7 @@ class Ema:
         return dict(self.average)
 
     def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
+        """Parts, as `state` gives them."""
         for name, value in self.average.items():
             value.copy_(weights[name])
         self.updates = updates
@@ -56,13 +61,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 @contextmanager
 def averaged(averages: list[Ema], exact: bool = False) -> Iterator[None]:
     """Inside, the parameters hold their averages, in their own type or with `exact` as they are. Storage is swapped, and copied only where
-    the type differs."""
-    own = [(p, p.data) for ema in averages for p in ema.parameters.values()]
+    the type differs, or where FSDP2 gathers from the memory that it gave the part."""
+    own: list[tuple[Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for ema in averages:
         for name, p in ema.parameters.items():
-            p.data = ema.average[name] if exact else ema.average[name].to(p.dtype)
+            if isinstance(p, DTensor):
+                parts.append((ema.parts[name], ema.parts[name].clone()))
+                ema.parts[name].copy_(ema.average[name])
+            else:
+                own.append((p, p.data))
+                p.data = ema.average[name] if exact else ema.average[name].to(p.dtype)
     try:
         yield
     finally:
-        for p, value in own:
-            p.data = value
+        for parameter, before in own:
+            parameter.data = before
+        for part, before in parts:
+            part.copy_(before)

@@ -20,6 +20,7 @@ Everything happens where the parameter lies, and an update that is to be skipped
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -50,39 +51,41 @@ class Rule(NamedTuple):
 class Lean:
     """The optimizer's part for one parameter: its state, made at the first step, and its update."""
 
-    def __init__(self, parameter: nn.Parameter, eight_bits: bool) -> None:
+    def __init__(self, parameter: nn.Parameter, eight_bits: bool, numbers: int | None = None) -> None:
+        """`parameter` may be a process's part of one with so many `numbers`: all parts are kept alike."""
         self.parameter = parameter
         self.split = parameter.dtype == torch.bfloat16
-        self.eight_bits = eight_bits and parameter.ndim >= 2 and parameter.numel() >= SMALLEST
+        self.eight_bits = eight_bits and parameter.ndim >= 2 and (numbers or parameter.numel()) >= SMALLEST
         self.state: dict[str, Tensor] = {}
 
     @property
     def bytes(self) -> int:
         numbers = self.parameter.numel()
-        moments = 2 * numbers + 8 * self._blocks() if self.eight_bits else 8 * numbers
+        moments = 2 * numbers + 8 * math.prod(self._scales()) if self.eight_bits else 8 * numbers
         return moments + (2 * numbers if self.split else 0)
 
-    def _blocks(self) -> int:
-        rows = self.parameter.shape[0]
-        return rows * -(-self.parameter.numel() // rows // BLOCK)
+    def _scales(self) -> tuple[int, int]:
+        """Rows, and blocks in each."""
+        rows, *rest = self.parameter.shape
+        return rows, -(-math.prod(rest) // BLOCK)
 
-    def _begin(self) -> None:
+    def fresh(self) -> dict[str, Tensor]:
+        """The state before the first step."""
         p = self.parameter.detach()
-        scales = (p.shape[0], self._blocks() // p.shape[0])
-        self.state = {"step": torch.zeros((), device=p.device)}
+        state = {"step": torch.zeros((), device=p.device)}
         if self.split:
-            self.state["low"] = torch.zeros_like(p, dtype=torch.int16)
+            state["low"] = torch.zeros_like(p, dtype=torch.int16)
         for name, kind in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
-            self.state[name] = torch.zeros_like(p, dtype=kind if self.eight_bits else torch.float32)
+            state[name] = torch.zeros_like(p, dtype=kind if self.eight_bits else torch.float32)
             if self.eight_bits:
-                self.state[f"{name}_scale"] = torch.zeros(scales, device=p.device)
+                state[f"{name}_scale"] = torch.zeros(self._scales(), device=p.device)
+        return state
 
     def load(self, state: Mapping[str, Tensor]) -> bool:
         """Whether what was saved is of this kind."""
-        self._begin()
-        alike = state.keys() == self.state.keys() and all(
-            value.shape == self.state[name].shape and value.dtype == self.state[name].dtype
-            for name, value in state.items()
+        own = self.fresh()
+        alike = state.keys() == own.keys() and all(
+            value.shape == own[name].shape and value.dtype == own[name].dtype for name, value in state.items()
         )
         if alike:
             self.state = {name: value.to(self.parameter.device) for name, value in state.items()}
@@ -92,8 +95,7 @@ class Lean:
     def update(self, rule: Rule) -> None:
         if self.parameter.grad is None:
             return
-        if not self.state:
-            self._begin()
+        self.state = self.state or self.fresh()
         state, p = self.state, self.parameter.detach()
         run = _compiled() if p.is_cuda else _update
         run(

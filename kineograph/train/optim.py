@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kineograph.core.errors import InputError
 from kineograph.train.config import PlayerConfig
 from kineograph.train.lean import Lean, Rule
+from kineograph.train.pieces import WHOLE, Piece, local, local_parameter, total_norm
 
 
 def rate_at(config: PlayerConfig, step: int, steps: int) -> float:
@@ -31,15 +32,25 @@ class Optimizer:
     non-finite gradient turns the update into nothing there too, so the host never waits for the device.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: PlayerConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: PlayerConfig, pieces: Mapping[str, Piece] | None = None
+    ) -> None:
+        """`pieces` says of which parameters this process holds a part only; those parts are what is moved here."""
         self.config = config
         self.parameters = dict(parameters)
-        decays = {name: p for name, p in self.parameters.items() if p.ndim >= 2 and not getattr(p, "no_decay", False)}
-        vectors = {name: p for name, p in self.parameters.items() if name not in decays}
-        self.lean = {}
+        self.pieces = {name: (pieces or {}).get(name, WHOLE) for name in self.parameters}
+        self.parts = {name: local_parameter(p) for name, p in self.parameters.items()}
+        decays = {
+            name: self.parts[name]
+            for name, p in self.parameters.items()
+            if p.ndim >= 2 and not getattr(p, "no_decay", False)
+        }
+        vectors = {name: p for name, p in self.parts.items() if name not in decays}
+        self.lean: dict[str, Lean] = {}
         if config.optimizer != "adamw":
             self.decays = set(decays)
-            self.lean = {name: Lean(p, config.optimizer == "adamw_8bit") for name, p in self.parameters.items()}
+            eight = config.optimizer == "adamw_8bit"
+            self.lean = {name: Lean(self.parts[name], eight, p.numel()) for name, p in self.parameters.items()}
             return
         groups = [
             {"params": list(decays.values()), "weight_decay": config.weight_decay},
@@ -51,21 +62,25 @@ class Optimizer:
 
     def step(self, rate: float, divisor: Tensor) -> tuple[Tensor, Tensor]:
         """Update with gradients / divisor, clipped. → gradient norm, and 1.0 where the update was skipped (0-d, on device)."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) / divisor
+        found = {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        for name, gradient in found.items():
+            if self.parts[name] is not self.parameters[name]:
+                self.parts[name].grad = gradient
+        norm = total_norm(list(found.values()), [self.pieces[name] for name in found]) / divisor
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         if self.config.clip is not None:
             divisor = divisor * torch.clamp(norm / self.config.clip, min=1.0)
         if self.lean:
             self._lean_step(rate, divisor.to(torch.float32), skipped)
-            return norm, skipped
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        # The attributes that torch's GradScaler sets: the fused kernel divides by grad_scale and obeys found_inf.
-        self.adamw.grad_scale = divisor.to(torch.float32)  # type: ignore[attr-defined]
-        self.adamw.found_inf = skipped  # type: ignore[attr-defined]
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        else:
+            for group in self.adamw.param_groups:
+                group["lr"] = rate
+            # The attributes that torch's GradScaler sets: the fused kernel divides by grad_scale and obeys found_inf.
+            self.adamw.grad_scale = divisor.to(torch.float32)  # type: ignore[attr-defined]
+            self.adamw.found_inf = skipped  # type: ignore[attr-defined]
+            self.adamw.step()
+        for name, p in self.parameters.items():
+            p.grad = self.parts[name].grad = None
         return norm, skipped
 
     def _lean_step(self, rate: float, divisor: Tensor, skipped: Tensor) -> None:
@@ -76,40 +91,58 @@ class Optimizer:
         rate_, decay, beta1, beta2, eps, zero = host.to(divisor.device, non_blocking=True)
         for name, lean in self.lean.items():
             lean.update(Rule(rate_, decay if name in self.decays else zero, beta1, beta2, eps, divisor, skipped))
-            lean.parameter.grad = None
 
     @property
     def moment_bytes(self) -> int:
         """Of the state that the first step makes: two moments for each parameter, of its own type, or what a leaner optimizer keeps."""
         if self.lean:
             return sum(lean.bytes for lean in self.lean.values())
-        return 2 * sum(p.numel() * p.element_size() for p in self.parameters.values())
+        return 2 * sum(p.numel() * p.element_size() for p in self.parts.values())
 
     def state(self) -> dict[str, Tensor]:
-        """`exp_avg.<parameter>` and so on."""
+        """`exp_avg.<parameter>` and so on, as parts."""
         if self.lean:
             return {f"{kind}.{name}": value for name, lean in self.lean.items() for kind, value in lean.state.items()}
         return {
             f"{kind}.{name}": value
-            for name, p in self.parameters.items()
+            for name, p in self.parts.items()
             for kind, value in self.adamw.state.get(p, {}).items()
         }
 
+    def room_for(self, key: str) -> Tensor:
+        """What a saved `exp_avg.<parameter>` is read into: this process's part. `step` is a float32 scalar, as the fused kernel wants it."""
+        kind, _, name = key.partition(".")
+        if name not in self.parts:
+            raise InputError(f"the saved optimizer has moments of {name}, which this task does not train")
+        part = self.parts[name]
+        if self.lean:
+            rooms = self.lean[name].fresh()
+        else:
+            moments = {moment: torch.zeros_like(part, requires_grad=False) for moment in ("exp_avg", "exp_avg_sq")}
+            rooms = {"step": torch.zeros((), device=part.device), **moments}
+        if kind not in rooms:
+            raise self._kept_otherwise(name, [kind])
+        return rooms[kind]
+
+    def _kept_otherwise(self, name: str, kinds: Iterable[str]) -> InputError:
+        return InputError(
+            f"the saved optimizer kept {name} as {', '.join(sorted(kinds))}, and optimizer={self.config.optimizer} does not: "
+            "resume with the value that the run began with"
+        )
+
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """Parts, as `state` gives them."""
         names = {key.partition(".")[2] for key in state}
         if not names <= self.parameters.keys():
             raise InputError(
                 f"the saved optimizer has moments of {sorted(names - self.parameters.keys())[:3]}, which this task does not train"
             )
         for name in names:
-            p = self.parameters[name]
+            p = self.parts[name]
             kinds = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
             fits = self.lean[name].load(kinds) if self.lean else kinds.keys() <= {"step", "exp_avg", "exp_avg_sq"}
             if not fits:
-                raise InputError(
-                    f"the saved optimizer kept {name} as {', '.join(sorted(kinds))}, and optimizer={self.config.optimizer} does not: "
-                    "resume with the value that the run began with"
-                )
+                raise self._kept_otherwise(name, kinds)
             if self.lean:
                 continue
             # `step` is a float32 scalar on the parameter's device, as the fused kernel wants it.

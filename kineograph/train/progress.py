@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,12 @@ LINE_EVERY = 15.0  # seconds between lines when there is no terminal
 class Progress:
     """Loss, samples a second and time left of one stage."""
 
-    def __init__(self, stage: str, steps: int, quiet: bool = False) -> None:
+    def __init__(self, stage: str, steps: int, quiet: bool = False, heard: Callable[[str], None] | None = None) -> None:
+        """`heard` gets every note, whether it is shown or not."""
         self.stage = stage
         self.steps = steps
         self.quiet = quiet
+        self.heard = heard
         self._bar: Any = None
         self._started = time.monotonic()
         self._first: int | None = None
@@ -62,6 +64,8 @@ class Progress:
 
     def note(self, line: str) -> None:
         """A line that stays."""
+        if self.heard is not None:
+            self.heard(line)
         if self.quiet:
             return
         if self._bar is not None:

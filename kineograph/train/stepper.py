@@ -12,17 +12,26 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import Loss, Task, compile_parts, load_weights, parameters_of, weights_of
+from kineograph.core.task import Loss, Task, check_weights, compile_parts, parameters_of, weights_of
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
+from kineograph.train.holding import Held, held, read_into, whole
 from kineograph.train.optim import LossScale, Optimizer, rate_at
+from kineograph.train.parallel import Layout, ParallelConfig
+from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded
+from kineograph.train.reduction import Reduction, Replicated
+from kineograph.train.sequence import spread_sequence
+from kineograph.train.sharding import ShardedTask, check_sharding
+from kineograph.train.step_times import StepTimes
+from kineograph.train.tensor import check_splits, cut_blocks
 
 
 def precision_for(wanted: str, device: torch.device) -> str:
@@ -42,12 +51,31 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 def graphs_for(config: TrainConfig, device: torch.device) -> bool:
     """Whether compiled modules run as CUDA graphs. A graph has one set of buffers, so gradients that are accumulated over
-    micro-batches rule it out."""
+    micro-batches rule it out; so do processes that speak to one another inside. Beside other processes it is done only when asked for."""
     if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
         raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
+    if config.compile == "graphs" and ranks.active() and config.parallel.speaks_inside:
+        raise ConfigError(
+            "train.compile=graphs needs train.parallel=replicate, without tensor and sequence: weights or tokens are exchanged inside; use true or auto"
+        )
     return device.type == "cuda" and (
-        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1)
+        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1 and not ranks.active())
     )
+
+
+def check_layout(task: Task, parallel: ParallelConfig, players: Mapping[str, PlayerConfig]) -> None:
+    """Refuse, with a ConfigError, a layout that the task or its players' optimizers cannot have."""
+    for name, player in players.items():
+        if parallel.tensor > 1 and player.optimizer == "adamw_8bit":
+            raise ConfigError(
+                f"train.parallel.tensor={parallel.tensor} cuts rows in which {name}'s optimizer=adamw_8bit keeps blocks of numbers together: "
+                "use adamw_split, or train.parallel=shard"
+            )
+    if parallel.layout != "replicate":
+        check_sharding(task)
+    for key, count in (("tensor", parallel.tensor), ("sequence", parallel.sequence)):
+        if count > 1:
+            check_splits(task, key, count)
 
 
 _ATTENTION = {  # every kernel that scaled_dot_product_attention may choose
@@ -108,6 +136,7 @@ class Stepper:
             torch.backends.cudnn.benchmark = (
                 True  # shapes repeat step after step: let cuDNN find its fastest kernels once
             )
+        self.layout = Layout(config.parallel, self.device, config.timeout)
         self.task = task.to(self.device)
         self.config = config
         self.seed = seed
@@ -115,25 +144,60 @@ class Stepper:
         task.check_precision(self.precision)
         task.precision = config.precision
         self.players = {name: (players or {}).get(name, config) for name in task.players}
+        self.sharded: ShardedTask | None = None
+        self.pieces: dict[str, Piece] = {}  # parameters of which this process holds a part
+        self._prepare()
         self.parameters = {name: parameters_of(task, name) for name in task.players}
-        self.optimizers = {name: Optimizer(self.parameters[name], self.players[name]) for name in task.players}
+        self.optimizers = {
+            name: Optimizer(self.parameters[name], self.players[name], self.pieces) for name in task.players
+        }
         self.averages = {
             name: Ema(self.parameters[name], self.players[name].ema)
             for name in task.players
             if self.players[name].ema.decay > 0
         }
+        self.times = StepTimes(self.device)
         self._awake = dict.fromkeys(task.players, True)  # whose parameters take gradients now
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
         self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
         self.skipped_in_a_row = torch.zeros((), device=self.device)
+        self._join()
+
+    def _prepare(self) -> None:
+        """What is done to the task's blocks: cut, recomputed, compiled, sharded, in this order."""
+        config, task, parallel = self.config, self.task, self.config.parallel
+        if self.layout and parallel.tensor > 1:
+            self.pieces |= cut_blocks(task, self.layout.group("tensor"))
+        if self.layout and parallel.sequence > 1:
+            spread_sequence(task, self.layout.group("sequence"))
         if config.checkpointing:
             for block in task.blocks():
                 recompute(block, selective=config.checkpointing == "selective")
         self.graphs = graphs_for(config, self.device)
         if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
-            compile_parts(task, self.graphs)
+            compile_parts(task, self.graphs, by_block=bool(self.layout) and parallel.speaks_inside)
             for stage in task.stages.values():  # frozen, but asked in every step
                 compile_parts(stage, graphs=False)
+        if self.layout.shards:
+            self.sharded = ShardedTask(task, self.layout, self.precision)
+            self.pieces |= {name: Sharded(p) for name, p in task.named_parameters() if isinstance(p, DTensor)}
+
+    def _join(self) -> None:
+        """Choose how gradients of several processes come together."""
+        self.whole_way: Replicated | ShardedTask | None = self.sharded
+        self.reductions: dict[str, list[Reduction]] = {name: [] for name in self.task.players}
+        parallel = self.config.parallel
+        if not self.layout:
+            return
+        if len(self.task.players) == 1 and not self.pieces:
+            self.whole_way = Replicated(self.task, parallel.bucket_mb, parallel.find_unused)
+            return
+        for name, parameters in self.parameters.items():
+            whole = [p for key, p in parameters.items() if key not in self.pieces]
+            self.reductions[name].append(Reduction(whole, parallel.bucket_mb))
+            cut = [p for key, p in parameters.items() if isinstance(self.pieces.get(key), Cut)]
+            if parallel.tensor > 1:
+                self.reductions[name].append(Reduction(cut, parallel.bucket_mb, self.layout.across_tensor()))
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
@@ -141,14 +205,20 @@ class Stepper:
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
         for name in joined:
-            count = ranks.sum_(joined[name].total_count())
+            with self.times.part("sync"):
+                found, count = joined[name].everywhere()
             divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
-            norm, skipped = self.optimizers[name].step(rate_at(self.players[name], step, self.config.steps), divisor)
-            overflow = torch.maximum(overflow, skipped)
-            if name in self.averages:
-                self.averages[name].update(step + 1)
-            values |= joined[name].values("" if name == self.task.players[0] else f"{name}/")
-            values["gradient_norm" if name == self.task.players[0] else f"{name}/gradient_norm"] = norm
+            if self.layout:  # gradients of several processes are means over them
+                divisor = divisor / self.layout.data_world
+            with self.times.part("optimizer"):
+                norm, skipped = self.optimizers[name].step(
+                    rate_at(self.players[name], step, self.config.steps), divisor
+                )
+                overflow = torch.maximum(overflow, skipped)
+                if name in self.averages:
+                    self.averages[name].update(step + 1)
+            prefix = "" if name == self.task.players[0] else f"{name}/"
+            values |= {prefix + term: value for term, value in found.items()} | {f"{prefix}gradient_norm": norm}
         if self.scale:
             self.scale.update(overflow)
         self.skipped = self.skipped + overflow
@@ -157,29 +227,49 @@ class Stepper:
 
     def gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _Joined]:
         """Add the gradients of these micro-batches to the parameters of every player that plays. → each one's losses."""
-        torch.manual_seed(key_of(self.seed, step, "torch") >> 1)  # dropout, revival of dead codes
+        # Dropout, revival of dead codes. Each data rank has its own; those who hold one model together have the same.
+        apart = (ranks.data_rank(),) if ranks.data_rank() else ()
+        torch.manual_seed(key_of(self.seed, step, "torch", *apart) >> 1)
         if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
         playing = [name for name in self.task.players if self.task.plays(name, step)]
         joined: dict[str, _Joined] = {name: _Joined() for name in playing}
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             batch = batch.to(self.device)
-            self._accumulate(playing, batch, Noise(self.seed, step, batch.slots), joined)
+            noise = Noise(self.seed, step, batch.slots)
+            if self.whole_way is not None and playing:
+                with self.whole_way.last_of(number == len(batches)):
+                    with self.times.part("forward"), autocast(self.precision, self.device):
+                        loss = self.whole_way.loss(batch, noise)
+                    if number == len(batches):
+                        self.times.align()  # the backward pass waits for the others
+                    self._backward(loss)
+                joined[playing[0]].add(loss)
+            else:
+                self._accumulate(playing, batch, noise, joined)
+        for name in playing:
+            for reduction in self.reductions[name]:
+                with self.times.part("sync"):
+                    reduction()
         return joined
+
+    def _backward(self, loss: Loss, retain_graph: bool = False) -> None:
+        # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
+        total = loss.total.sum / self.config.batch_size
+        with self.times.part("backward"):
+            (total * self.scale.value if self.scale else total).backward(retain_graph=retain_graph)
 
     def _accumulate(self, playing: list[str], batch: Batch, noise: Noise, joined: dict[str, _Joined]) -> None:
         """Add one micro-batch's gradients to every playing player."""
         self._wake(playing)
-        with autocast(self.precision, self.device):
+        with self.times.part("forward"), autocast(self.precision, self.device):
             shared = self.task(batch, noise)
         # The first player goes last: it alone walks back through what is shared, and frees it on the way.
         for name in reversed(playing):
             self._wake([name])
-            with autocast(self.precision, self.device):
+            with self.times.part("forward"), autocast(self.precision, self.device):
                 loss = self.task.loss(name, shared)
-            # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
-            total = loss.total.sum / self.config.batch_size
-            (total * self.scale.value if self.scale else total).backward(retain_graph=name != playing[0])
+            self._backward(loss, retain_graph=name != playing[0])
             joined[name].add(loss)
         self._wake(playing)
 
@@ -207,6 +297,7 @@ class Stepper:
         try:
             with (
                 averaged(list(self.averages.values()) if ema else []),
+                self.sharded.gathered() if self.sharded else nullcontext(),
                 torch.no_grad(),
                 # Judging comes in many shapes, each seldom: compiling them would take longer than it saves.
                 torch.compiler.set_stance("force_eager"),
@@ -219,19 +310,19 @@ class Stepper:
     # saved state -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything with a tensor that the next step depends on."""
-        saved = {
-            "model": weights_of(self.task),
-            "optimizer": {
-                f"{name}/{key}": value
-                for name, optimizer in self.optimizers.items()
-                for key, value in optimizer.state().items()
-            },
+        """Everything with a tensor that the next step depends on, whole. Where processes hold parts, all must ask."""
+        return {kind: {name: whole(value) for name, value in found.items()} for kind, found in self.held().items()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        return {
+            f"{name}/{key}": value
+            for name, optimizer in self.optimizers.items()
+            for key, value in optimizer.state().items()
         }
-        if self.averages:
-            with averaged(list(self.averages.values()), exact=True):  # weights under two names are averaged under both
-                saved["ema"] = weights_of(self.task)
-        return saved
+
+    def piece_of(self, name: str, value: Tensor) -> Piece:
+        """By its name in `held`: that of a parameter, behind `player/exp_avg.` for a moment."""
+        return self.pieces.get(parameter_name(name), WHOLE) if value.ndim else WHOLE
 
     def state(self) -> dict[str, Any]:
         return {
@@ -241,22 +332,55 @@ class Stepper:
             "skipped_in_a_row": float(self.skipped_in_a_row),
         }
 
+    def held(self) -> dict[str, dict[str, Held]]:
+        """The same as it is saved: each process writes what it holds."""
+        saved: dict[str, dict[str, Held]] = {
+            "model": {name: held(value, self.piece_of(name, value)) for name, value in weights_of(self.task).items()},
+            "optimizer": {name: held(value, self.piece_of(name, value)) for name, value in self._moments().items()},
+        }
+        if self.averages:
+            # Weights under two names are averaged under both.
+            with averaged(list(self.averages.values()), exact=True):
+                saved["ema"] = {
+                    name: held(
+                        value.detach().clone() if isinstance(value, DTensor) else value, self.piece_of(name, value)
+                    )
+                    for name, value in weights_of(self.task).items()
+                }
+            for ema in self.averages.values():  # of parts, the averages as they are and not in the weights' own type
+                parts = {name: value for name, value in ema.average.items() if name in self.pieces}
+                saved["ema"] |= {name: held(value, self.pieces[name]) for name, value in parts.items()}
+        return saved
+
     def load(self, saved: Checkpoint) -> None:
-        load_weights(self.task, saved.tensors("model"))
+        check_weights(self.task, saved.shapes("model"))
+        self._read(saved, "model", weights_of(self.task))
         state = saved.state()["stepper"]
-        moments = saved.tensors("optimizer")
+        moments: dict[str, Tensor] = {}
+        for key in saved.shapes("optimizer"):
+            name, _, rest = key.partition("/")
+            if name in self.optimizers:
+                moments[key] = self.optimizers[name].room_for(rest)
+        self._read(saved, "optimizer", moments)
         for name, optimizer in self.optimizers.items():
             optimizer.load(
                 {key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name}
             )
-        if self.averages:
-            average = saved.tensors("ema")
-            for name, ema in self.averages.items():
-                ema.load(average, state["ema_updates"].get(name, 0))
+        for name, ema in self.averages.items():
+            self._read(saved, "ema", ema.average)
+            ema.updates = state["ema_updates"].get(name, 0)
         if self.scale and state["scale"]:
             self.scale.load(state["scale"])
         self.skipped.fill_(state["skipped"])
         self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
+
+    def _read(self, saved: Checkpoint, kind: str, into: Mapping[str, Tensor]) -> None:
+        read_into(saved, kind, {name: (value, self.piece_of(name, value)) for name, value in into.items()})
+
+
+def parameter_name(key: str) -> str:
+    """`generator/exp_avg.head.weight` → head.weight"""
+    return key.partition("/")[2].partition(".")[2] if "/" in key else key
 
 
 class _Joined:
@@ -273,13 +397,9 @@ class _Joined:
             self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.counts[name] = self.counts[name] + count if name in self.counts else count
 
-    def total_count(self) -> Tensor:
-        return self.counts["loss"].clone()
-
-    def values(self, prefix: str) -> dict[str, Tensor]:
-        """Global means: of all micro-batches and ranks."""
-        if ranks.active():
-            names = list(self.sums)
-            both = ranks.sum_(torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names]))
-            return {prefix + name: both[i] / both[len(names) + i] for i, name in enumerate(names)}
-        return {prefix + name: self.sums[name] / self.counts[name] for name in self.sums}
+    def everywhere(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Means over all micro-batches and ranks, and the count of the loss."""
+        names = list(self.sums)
+        both = ranks.sum_(torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names]))
+        found = {name: both[i] / both[len(names) + i] for i, name in enumerate(names)}
+        return found, both[len(names) + names.index("loss")]

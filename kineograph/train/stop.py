@@ -8,6 +8,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kineograph.core import ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -17,9 +23,31 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.by: str | None = None
+        self._asking: tuple[torch.Tensor, Any] | None = (
+            None  # what all processes were asked last, and the answer to come
+        )
 
     def __bool__(self) -> bool:
         return self.by is not None
+
+    def agreed(self) -> bool:
+        """Whether all stop now. A signal may reach one process alone, or each at another step; all must leave the loop at the same one.
+
+        The question is put to all processes at once and the answer read at the next call, a step later: nobody waits for it.
+        """
+        if not ranks.active():
+            return bool(self)
+        asked = self._asking
+        heard = torch.tensor([SIGNALS.index(signal.Signals[self.by]) + 1 if self.by else 0])
+        self._asking = (heard, dist.all_reduce(heard, dist.ReduceOp.MAX, async_op=True))
+        if asked is None:
+            return False
+        asked[1].wait()
+        number = int(asked[0])
+        if number:
+            self._asking[1].wait()  # the group is used for other things from here on
+            self.by = self.by or SIGNALS[number - 1].name
+        return bool(number)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -35,10 +63,13 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self.by is not None and ranks.active():
+            return  # launchers pass on what the terminal has sent to everyone already, and end by themselves what takes too long
         if self.by is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self.by = signal.Signals(number).name
         # A plain write to stderr: the handler may interrupt any other output.
-        os.write(2, f"\n{self.by}: finishing the step, then saving; once more ends at once\n".encode())
+        if ranks.is_first():
+            os.write(2, f"\n{self.by}: finishing the step, then saving; once more ends at once\n".encode())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kineograph.core import ranks
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import sync_folder
 from kineograph.train.cadence import Cursor, Phase, phase_of
 from kineograph.train.config import WandbConfig
@@ -81,9 +81,14 @@ class MetricsFile:
         line = json.dumps(
             {key: _plain(value) for key, value in (first | record).items()}, ensure_ascii=False, allow_nan=False
         )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab") as file:  # reopened each time: a rewrite may have put another file there
-            file.write((b"" if self._ends_in_newline() else b"\n") + line.encode() + b"\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab") as file:  # reopened each time: a rewrite may have put another file there
+                file.write((b"" if self._ends_in_newline() else b"\n") + line.encode() + b"\n")
+        except OSError as error:
+            raise RunFailed(
+                f"cannot write {self.path}: {error}; make room or permission and run the same command to go on from the last checkpoint"
+            ) from error
 
     def read(self) -> list[Record]:
         """All whole records."""

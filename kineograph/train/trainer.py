@@ -15,15 +15,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import pulse, ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
 from kineograph.train.cadence import Cursor, Phase, advance, finished, is_snapshot, logs, settle
-from kineograph.train.clock import Clock
+from kineograph.train.clock import Clock, Work
 from kineograph.train.progress import Progress
+from kineograph.train.rank_log import RankLog
+from kineograph.train.saver import Saver
+from kineograph.train.step_times import is_measured
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 
@@ -51,6 +54,8 @@ class Surroundings:
     )  # what else belongs into each checkpoint: assets, resolved config
     stop: StopRequest = field(default_factory=StopRequest)
     quiet: bool = False
+    rank_log: RankLog | None = None  # what this process alone hears
+    work: Work | None = None  # arithmetic of a step, where it was counted
 
 
 class Trainer:
@@ -62,16 +67,19 @@ class Trainer:
         self.config = stepper.config
         self.data = data
         self.around = around
-        self.progress = Progress(stage, self.config.steps, around.quiet)
+        heard = around.rank_log.write if around.rank_log is not None else None
+        self.progress = Progress(stage, self.config.steps, around.quiet or not ranks.is_first(), heard)
         self.saved: int | None = None  # the step whose checkpoint this run last wrote or took up
         self.best = math.inf
         self.best_step: int | None = None
         self.elapsed = 0.0  # seconds of training before this process took over
+        self.saver = Saver(around.checkpoints)
 
     def resume(self) -> Cursor:
         """Take up the newest complete checkpoint. → where the stage stands."""
-        checkpoint.clean(self.around.checkpoints)
-        found = checkpoint.latest(self.around.checkpoints, self.progress.note)
+        if ranks.is_first():
+            checkpoint.clean(self.around.checkpoints)
+        found = checkpoint.agreed(self.around.checkpoints, self.progress.note)
         if found is None:
             return Cursor()
         if not found.has("optimizer"):
@@ -84,20 +92,26 @@ class Trainer:
         self.saved = found.step
         self.best = math.inf if state["best"] is None else state["best"]
         self.best_step = state["best_step"]
-        self._point_to_best()  # a kill may have come between a save and its pointer
+        self._point_to_best(self.best_step, self.best)  # a kill may have come between a save and its pointer
         self.elapsed = state["elapsed"]
         return settle(self.config, Cursor(found.step, found.phase))
 
     def fit(self, cursor: Cursor) -> None:
         """Train from `cursor` to the end; every way out of here has saved what was made."""
+        with self.saver:
+            self._fit(cursor)
+
+    def _fit(self, cursor: Cursor) -> None:
         config = self.config
         self.stepper.task.train()
         if config.save_first and cursor == Cursor():
             self._save(cursor)
-        clock = Clock(self.elapsed)
+            self.saver.wait()  # data workers may be forked next: no thread should be in the middle of something
+        clock = Clock(self.elapsed, self.stepper.device, self.stepper.times, self.around.work)
         with self.progress.shown(cursor.step):
             batches = self.data.steps(cursor.step, config.steps)
             while not finished(config, cursor):
+                self.saver.check()
                 improved = False
                 if cursor.phase == "train":
                     self._train(cursor.step, batches, clock)
@@ -105,33 +119,39 @@ class Trainer:
                     with clock.paused():
                         improved = self._judge(cursor.phase, cursor.step)
                 done, cursor = cursor.phase, advance(config, cursor)
+                stopping = self.around.stop.agreed()
                 with clock.paused():
                     self.elapsed = clock.elapsed()
-                    if done == "save" or improved or self.around.stop:
+                    if done == "save" or improved or stopping:
                         self._save(cursor)
                     elif done != "train" and self.saved == cursor.step:
                         self._note_phase(cursor)
-                if self.around.stop and not finished(config, cursor):
+                if stopping and not finished(config, cursor):
                     raise self._stopped(cursor.step)
 
     def _train(self, step: int, batches: Iterator[list[Batch]], clock: Clock) -> None:
         """Make the update from `step` to `step` + 1."""
+        pulse.enter("data")
         micro = self._next(batches, clock, step)
-        values = self.stepper.step(step, micro)
-        clock.count(sum(map(len, micro)) * ranks.world())
+        with self.stepper.times.step(is_measured(self.config, step + 1)):
+            values = self.stepper.step(step, micro)
+        clock.count(sum(map(len, micro)) * ranks.data_world())
+        pulse.beat()
         self.progress.advance(step + 1)
         if logs(self.config, step + 1):
             self._log(step + 1, values, clock)
 
     def _judge(self, phase: Phase, step: int) -> bool:
         """Go through a phase that looks at the weights of `step`. → whether they are the best so far, which only validation can find."""
+        pulse.enter(phase)
         if phase == "validate":
             return self._validate(step)
         if phase == "evaluate":
             self._evaluate(step)
         elif phase == "sample" and self.around.show is not None:
             self.around.show(step, self.stepper)
-        elif phase == "publish" and self.around.publish is not None and self.saved == step:
+        elif phase == "publish" and self.around.publish is not None and self.saved == step and ranks.is_first():
+            self.saver.wait()
             self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
         return False
 
@@ -141,7 +161,7 @@ class Trainer:
             with clock.waiting():
                 return next(batches)
         except RunFailed:
-            if not self.around.stop:
+            if not self.around.stop or ranks.active():  # the others are on their way into the step
                 raise
             self._save(Cursor(done))
             raise self._stopped(done) from None
@@ -165,9 +185,18 @@ class Trainer:
         first = stepper.averages.get(stepper.task.players[0])
         if first is not None:
             record["ema_decay"] = first.decay
-        record |= clock.report(stepper.device)
+        record |= self._timings(done, clock)
         self.around.log(record)
         self.progress.numbers(done, numbers.get("loss", math.nan), record["time/samples_per_second"])
+
+    def _timings(self, done: int, clock: Clock) -> Record:
+        """Each process's own go to its log; a process that the others wait for is told of."""
+        timings, slowest = clock.report()
+        if self.around.rank_log is not None:
+            self.around.rank_log.timings(self.stage, done, clock.mine, slowest)
+        if slowest is not None and clock.is_worth_a_word(slowest):
+            self.progress.note(f"{self.stage}  step {done}  {slowest}")
+        return timings
 
     @torch.no_grad()
     def _validate(self, done: int) -> bool:
@@ -180,9 +209,13 @@ class Trainer:
         with self.stepper.eval_mode() as task:
             for batch in self.around.validation():
                 batch = batch.to(self.stepper.device)
+                pulse.beat()
                 for name, mean in task.validate(batch, Noise(seed, 0, batch.slots)).items():
                     count = torch.as_tensor(mean.count, dtype=torch.float64, device=mean.sum.device)
                     before = joined.get(name, Mean(torch.zeros_like(count), torch.zeros_like(count)))
+                    if batch.spare:
+                        joined[name] = before
+                        continue
                     joined[name] = Mean(before.sum + mean.sum.to(torch.float64), before.count + count)
         means = {name: float(ranks.sum_(mean.sum) / ranks.sum_(mean.count)) for name, mean in joined.items()}  # type: ignore[arg-type]
         seconds = time.monotonic() - started
@@ -210,14 +243,15 @@ class Trainer:
         told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         self.progress.note(f"{self.stage}  step {done}  {told}")
 
-    def _point_to_best(self) -> None:
+    def _point_to_best(self, step: int | None, loss: float) -> None:
         """best.json says what the checkpoint knows."""
         pointer = checkpoint.best(self.around.checkpoints) or {}
-        if not ranks.is_first() or self.best_step is None or pointer.get("step") == self.best_step:
+        if not ranks.is_first() or step is None or pointer.get("step") == step:
             return
-        kept = checkpoint.steps(self.around.checkpoints)
-        if self.best_step in kept:  # a run that was taken up from elsewhere may have left its best there
-            checkpoint.set_best(self.around.checkpoints, self.best_step, self.best)
+        if step in checkpoint.steps(
+            self.around.checkpoints
+        ):  # a run that was taken up from elsewhere may have left its best there
+            checkpoint.set_best(self.around.checkpoints, step, loss)
 
     def _position(self, cursor: Cursor) -> dict[str, Any]:
         """What changes from phase to phase of one step."""
@@ -230,26 +264,28 @@ class Trainer:
         }
 
     def _note_phase(self, cursor: Cursor) -> None:
-        """The weights of this step are saved: only where the run stands is new."""
-        if ranks.is_first():
-            checkpoint.update(self.around.checkpoints, cursor.step, self._position(cursor))
+        """The weights of this step are saved, or being saved: only where the run stands is new."""
+        position = self._position(cursor)
+        self.saver.then(lambda: checkpoint.update(self.around.checkpoints, cursor.step, position))
 
     def _save(self, cursor: Cursor) -> None:
         """The run as it stands at `cursor`."""
         if self.saved == cursor.step:
             self._note_phase(cursor)
-        elif ranks.is_first():
+        else:
             state = {
                 "stage": self.stage,
                 "stepper": self.stepper.state(),
                 **self._position(cursor),
                 **self.around.saved,
             }
-            checkpoint.save(self.around.checkpoints, cursor.step, self.stepper.tensors(), state)
+            self.saver.save(cursor.step, self.stepper.held(), state)
         self.saved = cursor.step
-        if ranks.is_first():
-            self._point_to_best()
-            checkpoint.prune(
-                self.around.checkpoints, self.config.keep_last, cursor.step, lambda step: is_snapshot(self.config, step)
-            )
-        ranks.barrier()
+        best = self.best_step, self.best  # as they are now: training goes on
+        self.saver.then(lambda: self._tidy(cursor.step, *best))
+
+    def _tidy(self, step: int, best_step: int | None, best: float) -> None:
+        """Once step `step` lies on disk: which is the best, and which are no longer kept."""
+        self._point_to_best(best_step, best)
+        folder, config = self.around.checkpoints, self.config
+        checkpoint.prune(folder, config.keep_last, step, lambda other: is_snapshot(config, other))

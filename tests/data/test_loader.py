@@ -158,6 +158,13 @@ def test_fixed_is_the_same_every_time_and_for_any_world():
         assert content([batch for part in parts for batch in part]) == expected
 
 
+def test_what_several_ranks_have_is_counted_by_one():
+    parts = [list(Loader(Numbers(50), 1, 8, rank=rank, world=4).fixed(3, 4)) for rank in range(4)]
+    assert [[batch.spare for batch in part] for part in parts] == [[False], [False], [False], [True]]
+    again = [list(Loader(Numbers(50), 1, 8, rank=rank, world=4).fixed(9, 4)) for rank in range(4)]
+    assert not any(batch.spare for part in again for batch in part)
+
+
 def test_fixed_reads_once():
     source = Numbers(50)
     loader = Loader(source, 1, 8)

@@ -74,7 +74,7 @@ def test_tied_weights_and_views_are_saved(tmp_path: Path) -> None:
 # Failures while saving -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["save_file", "write_json", "_fingerprint", "os.replace"])
+@pytest.mark.parametrize("place", ["save_file", "write_json", "fingerprint", "os.replace"])
 def test_a_failure_while_saving_changes_nothing(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     before = files(tmp_path)
@@ -149,6 +149,28 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Pa
     save(tmp_path, 20)
     assert checkpoint.problem(tmp_path / "step-00000020") is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+
+
+def test_what_a_newer_version_wrote_is_not_guessed_at(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    newer = save(tmp_path, 20).path / "manifest.json"
+    newer.write_text(newer.read_text().replace('"format": 1', '"format": 3'))
+    notes: list[str] = []
+    assert checkpoint.latest(tmp_path, notes.append).step == 10
+    assert "format 3 is newer" in notes[0]
+
+
+def test_a_checkpoint_is_not_read_again_until_it_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = save(tmp_path, 10)
+    read: list[Path] = []
+    digest = checkpoint._digest
+    monkeypatch.setattr(checkpoint, "_digest", lambda path: (read.append(path), digest(path))[1])
+    assert checkpoint.latest(tmp_path) == checkpoint.latest(tmp_path) == found
+    once = len(read)
+    assert once == 4
+    flip(found.path / "model.safetensors")
+    assert checkpoint.latest(tmp_path) is None
+    assert len(read) > once
 
 
 def test_when_all_are_damaged(tmp_path: Path) -> None:

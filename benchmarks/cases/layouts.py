@@ -1,0 +1,78 @@
+"""What a layout costs by itself: the same step plain, under DDP and under FSDP2, in a group of one process, where there is nobody to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+
+from benchmarks.case import Case, Sizes, Work
+from benchmarks.cases.cogvideox import _given, _our_model
+from benchmarks.measure import count_flops
+
+TRAIN = {"depth": 12, "heads": 30, "latents": (4, 60, 90), "text": (226, 4096), "batch": 1}
+SMALL = {"depth": 2, "heads": 2, "latents": (3, 16, 16), "text": (8, 32)}
+
+
+def stepping(parallel: Any) -> Callable[[Sizes, torch.device], Work]:
+    """One optimizer step of CogVideoX's transformer; `parallel` None is one process without a group. Compiled on a GPU, without CUDA graphs."""
+
+    def build(sizes: Sizes, device: torch.device) -> Work:
+        import torch.distributed as dist
+
+        from kineograph.core import ranks
+        from kineograph.train.config import TrainConfig
+        from kineograph.train.stepper import Stepper
+
+        batch = _given(sizes)
+        settings: dict[str, Any] = {"batch_size": len(batch), "ema": {"decay": 0}}
+        eager = TrainConfig(**settings, compile=False)
+        flops = count_flops(
+            lambda: Stepper(_our_model(sizes, device).train(), eager, device=device).step(0, [batch]) and None
+        )
+        if parallel is not None:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+        def close() -> None:
+            if parallel is not None:
+                dist.destroy_process_group()
+                ranks.each_has_data()
+
+        try:
+            config = TrainConfig(**settings, compile=device.type == "cuda", parallel=parallel or "replicate")
+            task = _our_model(sizes, device)
+            parameters = sum(p.numel() for p in task.network.parameters())  # type: ignore[union-attr,operator]
+            stepper = Stepper(task.train(), config, device=device)
+        except BaseException:
+            close()
+            raise
+        batch = batch.pin_memory() if device.type == "cuda" else batch
+        steps = count()
+        return Work(
+            lambda: stepper.step(next(steps), [batch]),
+            samples=len(batch),
+            parameters=parameters,
+            flops=flops,
+            precision=stepper.precision,
+            close=close,
+        )
+
+    return build
+
+
+ABOUT = "one optimizer step: 12 layers, width 1,920, 5,626 tokens, batch 1"
+CASES = [
+    Case("layout-plain", f"{ABOUT}; one process, no group", TRAIN, SMALL, stepping(None)),
+    Case("layout-replicate", f"{ABOUT}; DDP in a group of one", TRAIN, SMALL, stepping("replicate")),
+    Case("layout-shard", f"{ABOUT}; FSDP2 in a group of one", TRAIN, SMALL, stepping("shard")),
+    Case(
+        "layout-shard-kept",
+        f"{ABOUT}; FSDP2 in a group of one, weights kept gathered until the backward pass",
+        TRAIN,
+        SMALL,
+        stepping({"layout": "shard", "reshard": False}),
+    ),
+]

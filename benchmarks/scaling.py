@@ -1,0 +1,156 @@
+"""`python -m benchmarks.scaling [--processes 1 2] [--seconds 20] [--out DIR]`: how the data path and DDP grow with processes, on this CPU.
+
+Each world reads and trains by itself, with one thread a process. *Data*: moving digits through each process's loader, its part of a global
+batch of 32 a process. *Train*: optimizer steps of a small Muse network on such batches' tokens, as many samples a process in every world
+(so perfect scaling doubles the samples a second), gradients joined by DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+SAMPLES = 32  # a process and step
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    if options.worker:
+        _work(options.seconds)
+        return
+    found = [_world(processes, options.seconds) for processes in options.processes]
+    first = found[0]
+    print(f"{'processes':>9} {'data/s':>10} {'× per process':>14} {'train/s':>10} {'× per process':>14}")
+    for row in found:
+        shares = [row[kind] / first[kind] * first["processes"] / row["processes"] for kind in ("data", "train")]
+        print(f"{row['processes']:>9} {row['data']:>10.1f} {shares[0]:>14.2f} {row['train']:>10.1f} {shares[1]:>14.2f}")
+    _write(found, options.out)
+
+
+def _world(processes: int, seconds: float) -> dict[str, Any]:
+    """Samples a second of all processes together."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {
+        "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.scaling", "--worker", "--seconds", str(seconds)],
+            env={**os.environ, **{key: str(value) for key, value in place.items()}, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+    told = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        sys.exit("a process failed")
+    return {"processes": processes, **json.loads(told[0].splitlines()[-1])}
+
+
+def _work(seconds: float) -> None:
+    import torch
+
+    from kineograph.core import ranks
+    from kineograph.data.loader import Loader
+    from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+    from kineograph.run.launch import together
+
+    torch.set_num_threads(1)
+    with together():
+        source = MovingDigits.open(MovingDigitsConfig(size=(64, 64), frames=16), "train")
+        size = SAMPLES * ranks.world()
+        loader = Loader(source, seed=0, batch_size=size, rank=ranks.rank(), world=ranks.world())
+        batches = loader.steps(0, 1_000_000)
+        data = _rate(lambda: next(batches), size, seconds)
+        train = _rate(_training(size), size, seconds)
+        if ranks.is_first():
+            print(json.dumps({"data": data, "train": train}))
+
+
+def _training(size: int) -> Any:
+    from itertools import count
+
+    import torch
+
+    from kineograph.core import ranks
+    from kineograph.core.batch import Batch
+    from kineograph.run import layers
+    from kineograph.run.builder import Builder
+    from kineograph.run.plan import make_plan
+    from kineograph.train.stepper import Stepper
+
+    words = ["muse-tiny", f"train.batch_size={size}", "stages.generator.text={kind: given, width: 32, length: 8}"]
+    plan = make_plan(layers.read(words))
+    torch.manual_seed(0)
+    task = Builder(plan, {}, lambda line: None).build("generator", torch.device("cpu"))
+    stepper = Stepper(task.train(), plan.stages[1].train)
+    grid = task.stages["codec"].shape_for(*(plan.stages[1].spec.data.frames, *plan.stages[1].spec.data.size))  # type: ignore[operator]
+    rows = size // ranks.world()
+    batch = Batch(
+        slots=torch.arange(rows) + rows * ranks.rank(),
+        tokens=torch.randint(0, 100, (rows, *grid)),
+        text_embeds=torch.randn(rows, 8, 32),
+        text_mask=torch.ones(rows, 8, dtype=torch.bool),
+    )
+    steps = count()
+    return lambda: stepper.step(next(steps), [batch])
+
+
+def _rate(call: Any, samples: int, seconds: float) -> float:
+    """Samples a second; all processes make equally many calls, as many as fit into the time on the first one."""
+    from kineograph.core import ranks
+
+    for _ in range(3):
+        call()
+    ranks.barrier()
+    began = time.perf_counter()
+    call()
+    calls = max(3, int(seconds / max(1e-3, ranks.told(time.perf_counter() - began))))
+    ranks.barrier()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    ranks.barrier()
+    return samples * calls / (time.perf_counter() - began)
+
+
+def _write(found: list[dict[str, Any]], out: Path) -> None:
+    import torch
+
+    from benchmarks import machine
+    from benchmarks.measure import matmul_ceiling
+
+    cpu = torch.device("cpu")
+    facts = machine.describe(cpu, matmul_ceiling(cpu, small=True))
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{date.today().isoformat()}-scaling-{machine.slug(cpu)}.json"
+    command = shlex.join(["python", "-m", "benchmarks.scaling", *sys.argv[1:]])
+    path.write_text(json.dumps({"command": command, "machine": asdict(facts), "rows": found}, indent=2) + "\n")
+    print(f"written: {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Saving in the background: the state is copied to the host, then written while training goes on.
+
+One thread does everything in the order in which it was asked: write a checkpoint, note a finished phase in it, prune. A save begins when the
+one before is complete, so two never overlap and the host holds one copy. With many processes each writes its own part (sharded.py); the first
+one writes state and manifest and gives the folder its name after all have told that their part lies on disk. What fails anywhere fails
+everywhere: `check`, which costs nothing, and `wait` raise it in the thread that trains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kineograph.core import pulse, ranks
+from kineograph.core.errors import KineoError, RunFailed, Stopped
+from kineograph.train import checkpoint
+from kineograph.train.holding import Held
+from kineograph.train.staging import Staging
+
+PATIENCE = timedelta(hours=1)  # for the slowest process's part
+
+
+class Saver:
+    """Writes the checkpoints of one stage. Every process calls the same methods in the same order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._asked: list[Future[None]] = []
+        self._failed = False
+        # A group of its own: its messages must not mix with those of training, and it speaks on the host.
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if ranks.world() > 1 else None
+
+    def save(self, step: int, tensors: Mapping[str, Mapping[str, Held]], state: Mapping[str, Any]) -> None:
+        """Checkpoint `step`, as everything is now. Returns once it is copied."""
+        self.wait()
+        staged = {name: self._copied(name, group) for name, group in tensors.items()}
+        text = json.dumps({"step": step, **state}, ensure_ascii=False)
+        self._ask(lambda: self._write(step, staged, text))
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Something small of the first process, after what was asked before."""
+        if ranks.is_first():
+            self.check()
+            self._ask(lambda: self._do(work))
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        while self._asked and self._asked[0].done():
+            self._asked.pop(0).result()
+
+    def wait(self) -> None:
+        """Until everything is written."""
+        if self._asked:
+            pulse.enter("waiting for a checkpoint to be written")
+        while self._asked:
+            self._asked.pop(0).result()
+
+    def idle(self) -> bool:
+        """Whether everything is written."""
+        self.check()
+        return not self._asked
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever ends the run, what was begun is written first. A stop that could not be saved is a failure; any other error comes first."""
+        try:
+            with suppress(*(() if kind is None or issubclass(kind, Stopped) else (KineoError,))):
+                self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            raise RunFailed(
+                f"cannot write to {self.folder}: {error}; make room or permission and run the same command to go on"
+            ) from error
+
+    def _ask(self, work: Callable[[], None]) -> None:
+        self._asked.append(self._thread.submit(self._unless_failed, work))
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        """After a failure nothing more is touched: what was asked next rests on what was not written."""
+        if self._failed:
+            return
+        try:
+            work()
+            pulse.beat()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _copied(self, kind: str, group: Mapping[str, Held]) -> dict[str, Any]:
+        if ranks.world() == 1:
+            return {name: self._staging.copy(f"{kind}/{name}", _whole(value)) for name, value in group.items()}
+        from kineograph.train.sharded import Part, own_parts
+
+        return {
+            name: Part(self._staging.copy(f"{kind}/{name}", part.local), part.offsets, part.whole)
+            for name, part in own_parts(group)
+        }
+
+    def _write(self, step: int, staged: dict[str, dict[str, Any]], text: str) -> None:
+        """In the background."""
+        self._staging.finish()
+        if self._group is None:
+            checkpoint.write(self.folder, step, staged, text)
+        else:
+            _write_together(self.folder, step, staged, text, self._group)
+
+
+def _whole(value: Held) -> Tensor:
+    """A lone process holds everything, also where a mesh of one has wrapped it."""
+    value = value if isinstance(value, Tensor) else value()
+    return value.to_local().detach() if hasattr(value, "to_local") else value.detach()
+
+
+# Many processes --------------------------------------------------------------------------------------------------
+
+
+def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], text: str, group: Any) -> None:
+    """All processes of `group`: each its parts, the first one the rest, after all."""
+    from kineograph.train import sharded
+
+    temporary: Path | None = None
+    try:
+        place = _agree(group, lambda: str(checkpoint.prepare(folder, step) or "") if ranks.is_first() else "")[0]
+        if not place:
+            return
+        temporary = Path(place)
+        own: dict[str, Path] = {}
+        for name, parts in staged.items():
+            own |= {f"{name}/{path.name}": path for path in sharded.write(temporary / name, parts, group)}
+            pulse.beat()
+        files = _agree(group, lambda: {name: checkpoint.fingerprint(path) for name, path in own.items()})
+        position = _agree(group, lambda: json.loads(text).get("data") or {})
+
+        def commit() -> None:
+            if ranks.is_first():
+                state = json.loads(text) | {"processes": ranks.world()}
+                if position[0]:  # of a stream, the process that is furthest behind decides: rather twice than never
+                    state["data"] = {key: min(found[key] for found in position) for key in position[0]}
+                listed = {name: entry for part in files for name, entry in part.items()}
+                checkpoint.commit(Path(place), step, json.dumps(state, ensure_ascii=False), listed)
+
+        _agree(group, commit)
+    except (_Elsewhere, OSError) as error:
+        raise checkpoint.cannot_save(folder, step, temporary, error) from error
+    except Exception as error:  # gloo's, mostly
+        told = ranks.lost(error) or f"{type(error).__name__}: {error}"
+        raise checkpoint.cannot_save(folder, step, temporary, told, "see to that") from error
+
+
+class _Elsewhere(Exception):
+    """What went wrong in one of the processes, told to all."""
+
+
+def _agree(group: Any, work: Callable[[], Any]) -> list[Any]:
+    """Do something everywhere and tell everybody what came of it. → the answers in the order of ranks; or the first failure, everywhere."""
+    try:
+        told: dict[str, Any] = {"answer": work()}
+    except Exception as error:
+        told = {"failed": f"process {ranks.rank()}: {error}"}
+    heard = _exchange(group, told)
+    for answer in heard:
+        if "failed" in answer:
+            raise _Elsewhere(answer["failed"])
+    return [answer["answer"] for answer in heard]
+
+
+def _exchange(group: Any, value: Any) -> list[Any]:
+    """JSON of every process, as bytes in tensors: nothing is pickled."""
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world())]
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
+    room = max(int(size) for size in sizes)
+    padded = torch.zeros(room, dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    parts = [torch.zeros(room, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

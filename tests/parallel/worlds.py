@@ -1,0 +1,84 @@
+"""Worlds of several processes, on this machine and CPU: each runs a function of this test package and tells what it gave."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 280.0  # seconds for a whole world; a hang ends here
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(world: int, function: str, out: Path, *arguments: Any) -> list[Any]:
+    """What `function` ("module:name") gave on every rank. It is called in a process group, with JSON arguments.
+
+    A rank that ends in SystemExit gives its code. What it printed lies in `out`/rank-N.txt.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kineograph.run.train", "kineograph.family.cogvideox", "kineograph.codec.vqgan"])
+    port = free_port()
+    # A plain script as __main__ would be imported again, and pytest's is not wanted there.
+    main, sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
+    try:
+        processes = [
+            context.Process(target=_rank, args=(rank, world, port, function, str(out), json.dumps(arguments)))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+    finally:
+        sys.modules["__main__"] = main
+    for process in processes:
+        process.join(PATIENCE)
+    stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    said = "\n".join(f"rank {rank}: {said_by(out, rank)}" for rank in range(world))
+    assert not stuck, f"ranks {stuck} hang\n{said}"
+    files = [out / f"rank-{rank}.json" for rank in range(world)]
+    assert all(file.exists() for file in files), said
+    return [json.loads(file.read_text()) for file in files]
+
+
+def said_by(out: Path, rank: int) -> str:
+    """What a process printed, without torch's own warnings, which `kineo` turns off before torch is imported."""
+    file = out / f"rank-{rank}.txt"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return "".join(line for line in lines if not line.startswith(f"[rank{rank}]:[W"))
+
+
+def _rank(rank: int, world: int, port: int, function: str, out: str, arguments: str) -> None:
+    import torch
+
+    sys.stdout = sys.stderr = open(Path(out) / f"rank-{rank}.txt", "w", buffering=1)  # noqa: SIM115  as long as the process
+    os.dup2(sys.stderr.fileno(), 2)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    module, _, name = function.partition(":")
+    try:
+        given = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    except SystemExit as end:
+        given = {"exit": end.code}
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # without the manners of a group whose others are waiting
+    (Path(out) / f"rank-{rank}.json").write_text(json.dumps(given))
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,316 @@
+"""Where a step's time goes, who is slow, what each process says, and what happens when nothing happens any more."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from kineograph.core import pulse, ranks
+from kineograph.core.batch import Batch
+from kineograph.train import step_times
+from kineograph.train.cadence import Cursor
+from kineograph.train.clock import IN_A_ROW, Clock, Slowest, Work, slowest_of
+from kineograph.train.config import TrainConfig
+from kineograph.train.progress import Progress
+from kineograph.train.rank_log import RankLog, log_file
+from kineograph.train.step_times import SAMPLED, StepTimes, is_measured
+from kineograph.train.stepper import Stepper
+from kineograph.train.trackers import MetricsFile
+from kineograph.train.trainer import Surroundings, Trainer
+from kineograph.train.watchdog import Watchdog
+from tests.train.toy_tasks import Duel, ToyConfig
+
+CONFIG = TrainConfig(
+    steps=8, batch_size=4, log_every=4, save_every=100, validate_every=0, sample_every=0, compile=False
+)
+
+
+# Parts of a step -------------------------------------------------------------------------------------------------
+
+
+class Hands:
+    """A clock that a test moves."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        patch.setattr(step_times.time, "perf_counter", lambda: self.now)
+
+
+def test_parts_are_told_apart_and_inner_ones_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    hands, times = Hands(monkeypatch), StepTimes("cpu")
+    with times.step(measured=True):
+        hands.now += 7  # nobody's
+        with times.part("backward"):
+            hands.now += 1
+            with times.part("sync"):
+                assert pulse.doing() == "sync"
+                hands.now += 2
+            assert pulse.doing() == "backward"
+            hands.now += 3
+        with times.part("forward"):
+            hands.now += 5
+    with times.step(measured=False), times.part("forward"):
+        hands.now += 50
+    assert times.read() == pytest.approx({"forward": 5000, "backward": 4000, "optimizer": 0, "sync": 2000})
+    assert times.read() == {}, "what was read is gone"
+
+
+def test_a_part_is_the_mean_over_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    hands, times = Hands(monkeypatch), StepTimes("cpu")
+    for seconds in (1, 3):
+        with times.step(measured=True), times.part("optimizer"):
+            hands.now += seconds
+    assert times.read()["optimizer"] == pytest.approx(2000)
+
+
+@pytest.mark.parametrize("log_every", [1, 7, 10, 100, 1000])
+def test_few_steps_are_measured_and_every_reported_one_is(log_every: int) -> None:
+    config = CONFIG.model_copy(update={"steps": 5000, "log_every": log_every})
+    window = range(2000 // log_every * log_every + 1, 2000 // log_every * log_every + log_every + 1)
+    measured = [step for step in window if is_measured(config, step)]
+    assert 1 <= len(measured) <= SAMPLED
+    assert window[-1] in measured
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_events_tell_the_time_and_nothing_waits_for_them() -> None:
+    times = StepTimes("cuda")
+    matrix = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with times.step(measured=True):
+        with times.part("forward"):
+            for _ in range(50):
+                matrix = (matrix @ matrix).tanh()
+        with times.part("optimizer"):
+            matrix = matrix + 1
+    assert times.read() == {}, "not read before the device has come to its end"
+    torch.cuda.synchronize()
+    found = times.read()
+    assert found["forward"] > 5 * found["optimizer"] > 0
+    assert found["backward"] == 0
+
+
+class Batches:
+    """The data of a test: steps of noise, with something that happens before each."""
+
+    def __init__(self, before: Callable[[int], None] = lambda step: None) -> None:
+        self.before = before
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        for step in range(start, stop):
+            self.before(step)
+            pixels = torch.randint(0, 256, (4, 1, 3, 2, 2), dtype=torch.uint8)
+            yield [Batch(slots=torch.arange(4), pixels=pixels)]
+
+
+def trainer(run: Path, config: TrainConfig = CONFIG, data: Batches | None = None, **around) -> Trainer:
+    torch.manual_seed(0)
+    stepper = Stepper(Duel(12, ToyConfig(task="duel")), config)
+    log = MetricsFile(run / "metrics.jsonl").write
+    return Trainer("duel", stepper, data or Batches(), Surroundings(run / "checkpoints", log, quiet=True, **around))
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_part_of_training_is_in_the_log(tmp_path: Path) -> None:
+    trainer(tmp_path, work=Work(flops=1e6, peak=1e9)).fit(Cursor())
+    found = records(tmp_path)
+    assert [record["step"] for record in found] == [1, 4, 8]
+    for record in found:
+        parts = [record[f"time/{part}_ms"] for part in ("data", "forward", "backward", "optimizer", "sync")]
+        assert all(value > 0 for value in parts)
+        assert record["time/host_memory_gib"] > 0.01
+        assert record["time/mfu"] == pytest.approx(record["time/tflops"] * 1e12 / 1e9)
+        assert record["time/tflops"] == pytest.approx(1e6 / record["time/step_ms"] / 1e9)
+        assert "time/slowest_rank" not in record, "one process is not slower than others"
+    assert sum(found[-1][f"time/{part}_ms"] for part in ("forward", "backward", "optimizer", "sync")) > 0
+
+
+def test_without_counted_work_no_mfu_is_told(tmp_path: Path) -> None:
+    trainer(tmp_path).fit(Cursor())
+    assert not {"time/mfu", "time/tflops"} & records(tmp_path)[-1].keys()
+
+
+# The slowest process ---------------------------------------------------------------------------------------------
+
+
+def test_the_slowest_is_named_with_what_it_loses() -> None:
+    found = slowest_of({"data": (1.0, 9.0, 1.0), "forward": (20.0, 21.0, 20.0), "backward": (40.0, 40.0, 41.0)})
+    assert (found.rank, found.part) == (1, "data")
+    assert found.behind == pytest.approx(70 - 62)
+    assert "rank 1" in str(found)
+    assert "data" in str(found)
+
+
+def test_a_word_is_said_once_and_only_of_one_that_stays_behind() -> None:
+    clock = Clock(0.0)
+    slow, equal = Slowest(2, "forward", 30.0, 0.3), Slowest(1, "data", 0.1, 0.001)
+    assert not any(clock.is_worth_a_word(equal) for _ in range(10))
+    said = [clock.is_worth_a_word(slow) for _ in range(10)]
+    assert said.index(True) == IN_A_ROW - 1
+    assert sum(said) == 1
+    assert not clock.is_worth_a_word(Slowest(0, "data", 30.0, 0.3)), "another one starts from the beginning"
+
+
+# What a process says ---------------------------------------------------------------------------------------------
+
+
+def test_notes_warnings_and_loggers_go_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RankLog(tmp_path)
+    said: list[str] = []
+    shown: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *more: shown.append(str(message)))
+    warnings.simplefilter("always")
+    with log.listening():
+        log.beside(said.append)("a note")
+        warnings.warn("mind the gap", stacklevel=1)
+        logging.getLogger("some.library").warning("disk %s", "slow")
+        logging.getLogger("some.library").info("chatter")
+    warnings.warn("afterwards", stacklevel=1)
+    log.close()
+    text = log_file(tmp_path, 0).read_text()
+    assert said == ["a note"]
+    assert "rank 0 of 1" in text
+    assert "a note" in text
+    assert "UserWarning: mind the gap" in text
+    assert "WARNING some.library: disk slow" in text
+    assert "chatter" not in text
+    assert "afterwards" not in text
+    assert shown == ["mind the gap", "afterwards"], "the first process shows its warnings, too"
+
+
+def test_a_second_life_is_added_to_the_log(tmp_path: Path) -> None:
+    for _ in range(2):
+        RankLog(tmp_path).close()
+    assert log_file(tmp_path, 0).read_text().count("rank 0 of 1") == 2
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("in the way")
+    log = RankLog(tmp_path)
+    log.write("said into the void")
+    log.close()
+
+
+def test_a_quiet_run_is_heard_in_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RankLog(tmp_path)
+    Progress("stage", 10, quiet=True, heard=log.write).note("validation loss 1")
+    assert "validation loss 1" in log.path.read_text()
+    assert capsys.readouterr().err == ""
+
+
+# Two processes ---------------------------------------------------------------------------------------------------
+
+
+def _process(rank: int, run: str, what: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
+    getattr(sys.modules[__name__], what)(Path(run))
+    dist.destroy_process_group()
+
+
+def _context() -> Any:
+    """Processes of a server that has torch at hand: they start at once."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["kineograph.run.train", "kineograph.family.cogvideox", "kineograph.codec.vqgan"])
+    return context
+
+
+def two(run: Path, what: str) -> list[int | None]:
+    """Exit codes of two processes that do `what`."""
+    context = _context()
+    processes = [context.Process(target=_process, args=(rank, str(run), what)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def _one_reads_slowly(run: Path) -> None:
+    log = RankLog(run)
+    slow = Batches(lambda step: time.sleep(0.1 * ranks.rank()))
+    config = CONFIG.model_copy(update={"log_every": 1})
+    trainer(run, config, slow, rank_log=log).fit(Cursor())
+    with log.listening():
+        warnings.warn(f"from {ranks.rank()}", stacklevel=1)
+
+
+def test_two_processes_find_the_one_that_reads_slowly(tmp_path: Path) -> None:
+    assert two(tmp_path, "_one_reads_slowly") == [0, 0]
+    logs = [log_file(tmp_path, rank).read_text() for rank in range(2)]
+    for record in records(tmp_path)[1:]:
+        assert record["time/slowest_rank"] == 1
+        assert record["time/slowest_behind_ms"] > 50
+        assert record["time/data_ms"] > 50, "the mean of both"
+    assert "rank 1 is the slowest" in logs[0]
+    assert "most of it in data" in logs[0]
+    for rank in range(2):
+        assert f"rank {rank} of 2" in logs[rank]
+        assert f"from {rank}" in logs[rank]
+        assert f"from {1 - rank}" not in logs[rank]
+
+
+def _one_never_reads(run: Path) -> None:
+    log = RankLog(run)
+    stuck = Batches(lambda step: time.sleep(3600 if step == 2 and ranks.rank() == 1 else 0))
+    training = trainer(run, CONFIG, stuck, rank_log=log)
+    with Watchdog(2.0, log, "duel").watching():
+        if ranks.is_first():  # the other one waits for it longer than that
+            for _ in range(10):
+                time.sleep(0.5)
+                pulse.beat()
+        dist.barrier()
+        assert not list((run / "logs").glob(".dumped-*")), "waiting for one that works is no hang"
+        training.fit(Cursor())
+
+
+def test_a_hang_leaves_the_stacks_of_both_and_ends_them(tmp_path: Path) -> None:
+    assert two(tmp_path, "_one_never_reads") == [1, 1]
+    first, second = (log_file(tmp_path, rank).read_text() for rank in range(2))
+    assert "train.watchdog" in first
+    assert "rank 0 of 2 is at 'sync'" in first
+    assert "all_reduce" in first, "where the one waits"
+    assert "rank 1 of 2 is at 'data'" in second
+    assert "test_observing.py" in second, "what it waits for"
+
+
+def test_marks_go_with_the_run_and_those_of_an_earlier_life_too(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / ".dumped-1-0").touch()
+    log = RankLog(tmp_path)
+    with Watchdog(60.0, log, "duel").watching():
+        assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-0.log"]
+
+
+def _hold_the_interpreter(run: Path) -> None:
+    import ctypes
+
+    log = RankLog(run)
+    with Watchdog(1.0, log, "duel").watching():
+        time.sleep(0.5)
+        ctypes.PyDLL(None).sleep(3600)  # unlike CDLL, this keeps the interpreter to itself
+
+
+def test_even_what_never_gives_the_interpreter_back_is_ended(tmp_path: Path) -> None:
+    process = _context().Process(target=_hold_the_interpreter, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+    assert "_hold_the_interpreter" in log_file(tmp_path, 0).read_text()
