@@ -1,8 +1,8 @@
-"""How long training stands still for a checkpoint: `python -m benchmarks.saving [--device cuda] [--millions 100] [--seconds 60] [--out DIR]`
+"""How long training stands still for a checkpoint: `python -m benchmarks.saving [--device cuda] [--millions 100] [--saves 8] [--out DIR]`
 
-The real path: a Task stepped by the Stepper, with moments and moving averages, saved by the Saver. Three ways take turns: no saves, saves in
-the background, and saves that are waited for. What a save costs is the difference to the first, divided by the number of saves: the copy to
-the host, and what writing in the background takes away from the steps beside it.
+The real path: a Task stepped by the Stepper, with moments and moving averages, saved by the Saver. A save costs the copy to the host, for which
+training waits, and what writing takes away from the steps beside it: how much longer these take than their neighbours, by medians, times how
+many they are. Where a save is waited for it costs the copy and the write.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean, Task
+from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
 from kineograph.train.saver import Saver
 from kineograph.train.stepper import Stepper
@@ -59,66 +58,62 @@ class Stack(Task):
         return Loss(Mean(shared.sum(), float(len(shared))))
 
 
-def measure(device: torch.device, millions: float, seconds: float, repeat: int, folder: Path) -> dict[str, float]:
-    """Seconds of standstill a save, in the background and waited for."""
+def measure(device: torch.device, millions: float, saves: int, folder: Path) -> dict[str, float]:
+    """What a save costs, in seconds."""
     depth = max(1, round(millions * 1e6 / (WIDTH * WIDTH + WIDTH)))
     stepper = Stepper(Stack(depth), TrainConfig(steps=1_000_000, batch_size=1, compile=False), device=device)
     batch = Batch(slots=torch.arange(1), latents=torch.randn(1, ROWS * (16 if device.type == "cuda" else 1), WIDTH))
+    saver = Saver(folder)
     done = 0
 
-    def train(steps: int, after: Callable[[int], None] = lambda step: None) -> float:
+    def step() -> float:
         nonlocal done
-        _finish(device)
         began = time.monotonic()
-        for number in range(1, steps + 1):
-            stepper.step(done, [batch])
-            done += 1
-            after(number)
+        stepper.step(done, [batch])
+        _finish(device)
+        done += 1
+        return time.monotonic() - began
+
+    def save() -> float:
+        began = time.monotonic()
+        saver.save(done, stepper.held(), {"stepper": stepper.state()})
         _finish(device)
         return time.monotonic() - began
 
-    train(3)
-    one = train(5) / 5
-    saver = Saver(folder)
+    for _ in range(3):
+        step()
+    first = save()  # makes the buffers; later ones find them
     began = time.monotonic()
-    saver.save(0, stepper.held(), {"stepper": stepper.state()})
-    first = saver.stalled  # makes the buffers; later ones find them
     saver.wait()
-    written = time.monotonic() - began
-    size = sum(path.stat().st_size for path in (folder / "step-00000000").iterdir())
-    shutil.rmtree(folder / "step-00000000")
-    steps = max(4, round(max(seconds, 3 * written) / one))  # so long that the write ends within it
-    costs: dict[str, list[float]] = {"background": [], "waited": []}
-    copies = []
-    for _ in range(repeat):
-        alone = train(steps)
-        for way in costs:
-            before = saver.stalled
-
-            def save(number: int, way: str = way) -> None:
-                if number == 1:
-                    saver.save(done, stepper.held(), {"stepper": stepper.state()})
-                    if way == "waited":
-                        saver.wait()
-
-            costs[way].append(train(steps, save) - alone)
-            copies += [saver.stalled - before] if way == "background" else []
-            saver.wait()
-            shutil.rmtree(folder / f"step-{done - steps + 1:08d}")
+    write = time.monotonic() - began
+    size = sum(path.stat().st_size for path in checkpoint.at(folder, done).path.iterdir())
+    copies, beside, apart, counts = [], [], [], []
+    for _ in range(saves):
+        checkpoint.prune(folder, 1, done)
+        copies.append(save())
+        found = []
+        while not saver.idle():
+            found.append(step())
+        beside += found[:-1]  # the write ended within the last
+        counts.append(max(0.0, len(found) - 0.5))
+        apart += [step() for _ in range(len(found) + 1)]
     with saver:
         pass
-    found = {way: statistics.median(values) for way, values in costs.items()}
+    usual = statistics.median(apart)
+    slowed = max(0.0, statistics.median(beside) - usual) if beside else 0.0
+    cost = statistics.median(copies) + slowed * statistics.mean(counts)
     return {
         "millions": sum(p.numel() for p in stepper.task.parameters()) / 1e6,
         "checkpoint_mb": size / 1e6,
-        "step_ms": one * 1000,
-        "steps_between": steps,
+        "step_ms": usual * 1000,
+        "step_beside_a_write_ms": (usual + slowed) * 1000,
+        "steps_beside_a_write": statistics.mean(counts),
         "first_copy_s": first,
         "copy_s": statistics.median(copies),
-        "write_s": written - first,
-        "background_s": found["background"],
-        "waited_s": found["waited"],
-        "interval_for_5_percent_s": max(0.0, found["background"]) / SHARE,
+        "write_s": write,
+        "background_s": cost,
+        "waited_s": statistics.median(copies) + write,
+        "interval_for_5_percent_s": cost / SHARE,
     }
 
 
@@ -131,14 +126,13 @@ def main() -> None:
     wanted = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__)
     wanted.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     wanted.add_argument("--millions", type=float, default=20, help="weights (20)")
-    wanted.add_argument("--seconds", type=float, default=10, help="of training around each save (10)")
-    wanted.add_argument("--repeat", type=int, default=3)
+    wanted.add_argument("--saves", type=int, default=8, help="how many are measured (8)")
     wanted.add_argument("--folder", type=Path, help="where checkpoints go: the disk that is measured (a temporary one)")
     wanted.add_argument("--out", type=Path, help="where the JSON goes (nowhere)")
     asked = wanted.parse_args()
     device = torch.device(asked.device)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        found = measure(device, asked.millions, asked.seconds, asked.repeat, Path(folder))
+        found = measure(device, asked.millions, asked.saves, Path(folder))
     for name, value in found.items():
         print(f"{name:26} {value:10.3f}")
     if asked.out is not None:

@@ -30,6 +30,13 @@ def held(value: Tensor, piece: Piece) -> Held:
     return value
 
 
+def whole(value: Held) -> Tensor:
+    """Put together what all processes hold; each must ask."""
+    if not isinstance(value, Tensor):
+        return value()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 @torch.no_grad()
 def read_into(saved: Checkpoint, kind: str, targets: Mapping[str, tuple[Tensor, Piece]]) -> None:
     """Copy saved values into the memory of these tensors; each process reads its own parts alone, save for what is cut."""

@@ -9,7 +9,6 @@ everywhere: `check`, which costs nothing, and `wait` raise it in the thread that
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -36,7 +35,6 @@ class Saver:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.stalled = 0.0  # seconds that training stood still for saving
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._asked: list[Future[None]] = []
@@ -46,12 +44,10 @@ class Saver:
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Held]], state: Mapping[str, Any]) -> None:
         """Checkpoint `step`, as everything is now. Returns once it is copied."""
-        started = time.monotonic()
         self.wait()
         staged = {name: self._copied(name, group) for name, group in tensors.items()}
         text = json.dumps({"step": step, **state}, ensure_ascii=False)
         self._ask(lambda: self._write(step, staged, text))
-        self.stalled += time.monotonic() - started
 
     def then(self, work: Callable[[], None]) -> None:
         """Something small of the first process, after what was asked before."""
@@ -70,6 +66,11 @@ class Saver:
             pulse.enter("waiting for a checkpoint to be written")
         while self._asked:
             self._asked.pop(0).result()
+
+    def idle(self) -> bool:
+        """Whether everything is written."""
+        self.check()
+        return not self._asked
 
     def __enter__(self) -> Saver:
         return self

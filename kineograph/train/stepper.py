@@ -23,10 +23,10 @@ from kineograph.core.task import Loss, Task, check_weights, compile_parts, param
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
-from kineograph.train.holding import Held, held, read_into
+from kineograph.train.holding import Held, held, read_into, whole
 from kineograph.train.optim import LossScale, Optimizer, rate_at
 from kineograph.train.parallel import Layout, ParallelConfig
-from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded, local
+from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded
 from kineograph.train.reduction import Reduction, Replicated
 from kineograph.train.sequence import spread_sequence
 from kineograph.train.sharding import ShardedTask, check_sharding
@@ -307,25 +307,8 @@ class Stepper:
     # saved state -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything with a tensor that the next step depends on, whole. All processes must ask; where they hold parts, only the first gets
-        an answer."""
-        return {kind: dict(self._wholes(found)) for kind, found in self.parts().items()}
-
-    def parts(self) -> dict[str, dict[str, Tensor]]:
-        """The same, as far as it lies in this process: `piece_of` says of what it is a part."""
-        saved = {
-            "model": self._weights(),
-            "optimizer": self._moments(),
-        }
-        if self.averages:
-            with averaged(list(self.averages.values())):  # weights under two names are averaged under both
-                saved["ema"] = {
-                    name: value.clone() if name in self.pieces else value for name, value in self._weights().items()
-                }
-        return saved
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: local(value) for name, value in weights_of(self.task).items()}
+        """Everything with a tensor that the next step depends on, whole. Where processes hold parts, all must ask."""
+        return {kind: {name: whole(value) for name, value in found.items()} for kind, found in self.held().items()}
 
     def _moments(self) -> dict[str, Tensor]:
         return {
@@ -335,16 +318,8 @@ class Stepper:
         }
 
     def piece_of(self, name: str, value: Tensor) -> Piece:
-        """By its name in `parts`: that of a parameter, behind `player/exp_avg.` for a moment."""
+        """By its name in `held`: that of a parameter, behind `player/exp_avg.` for a moment."""
         return self.pieces.get(parameter_name(name), WHOLE) if value.ndim else WHOLE
-
-    def _wholes(self, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for name, value in found.items():
-            whole = self.piece_of(name, value).whole(value.detach())
-            if not self.pieces:
-                yield name, whole
-            elif ranks.is_first():  # one at a time leaves the device
-                yield name, whole.cpu()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -355,7 +330,7 @@ class Stepper:
         }
 
     def held(self) -> dict[str, dict[str, Held]]:
-        """The same for saving, where each process writes what it holds."""
+        """The same as it is saved: each process writes what it holds."""
         saved: dict[str, dict[str, Held]] = {
             "model": {name: held(value, self.piece_of(name, value)) for name, value in weights_of(self.task).items()},
             "optimizer": {name: held(value, self.piece_of(name, value)) for name, value in self._moments().items()},

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-GRACE = 5.0  # between a launcher's SIGTERM and its SIGKILL
+GRACE = 3.0  # between a launcher's SIGTERM and its SIGKILL
 PATIENCE = 120.0  # seconds after which a life counts as hanging
 _BOTH = (("checkpoint", "fingerprint"), ("checkpoint", "commit"), ("checkpoint", "prune"), ("checkpoint", "update"),
          ("staging", "Staging.copy"))  # fmt: skip
