@@ -36,6 +36,7 @@ def main() -> int:
     wanted.add_argument("--minutes", type=float, default=25, help="stop killing after so long (25)")
     wanted.add_argument("--seed", type=int, default=0)
     wanted.add_argument("--out", type=Path, default=Path("torture"), help="folder of the report (torture)")
+    wanted.add_argument("--only", choices=("kills", "faults"), help="one half of it")
     wanted.add_argument("--alone", action="store_true", help="single processes only")
     asked = wanted.parse_args()
     lives.warm()
@@ -45,11 +46,20 @@ def main() -> int:
     deadline = began + 60 * asked.minutes
     print(f"working in {place}", flush=True)
 
-    outcomes, tallies = [], []
+    outcomes = _all_faults(place, asked.alone, rng) if asked.only != "kills" else []
+    tallies = _all_kills(place, asked, rng, deadline) if asked.only != "faults" else []
+    failed = _report(asked, tallies, outcomes, time.monotonic() - began)
+    if not failed:
+        shutil.rmtree(place)
+    return 1 if failed else 0
+
+
+def _all_faults(place: Path, alone: bool, rng: random.Random) -> list[tuple[str, faults.Outcome]]:
+    outcomes: list[tuple[str, faults.Outcome]] = []
     config = write_config(place / "tiny.yaml")
     kills.measure(config, place / "undisturbed", kills.ALONE)
     outcomes += _meet(faults.EVERYWHERE + faults.ALONE_ONLY, place, config, place / "undisturbed", kills.ALONE)
-    if not asked.alone:
+    if not alone:
         config = write_config(place / "together.yaml", **WITHOUT_DROPOUT)
         for layout in (DDP, FSDP):
             reference = place / f"undisturbed-{layout.name.split()[-1]}"
@@ -61,6 +71,11 @@ def main() -> int:
             outcomes.append((layout.name, elastic(restarted, 3, rng)))
             print(f"{layout.name}: {outcomes[-1][1].name}: {outcomes[-1][1].wrong or 'as promised'}", flush=True)
 
+    return outcomes
+
+
+def _all_kills(place: Path, asked: Any, rng: random.Random, deadline: float) -> list[Tally]:
+    tallies = []
     plans: list[tuple[str, list[Layout], float, float, dict[str, Any]]] = [
         ("1 process", [kills.ALONE], 0.4 if not asked.alone else 1.0, 0.0, {}),
     ]
@@ -75,10 +90,7 @@ def main() -> int:
         tallies.append(
             kills.torture(place / f"kills-{number}", layouts, count, rng, deadline, _say, tolerance, name, changes)
         )
-    failed = _report(asked, tallies, outcomes, time.monotonic() - began)
-    if not failed:
-        shutil.rmtree(place)
-    return 1 if failed else 0
+    return tallies
 
 
 def _say(line: str) -> None:

@@ -49,10 +49,13 @@ class Life:
     text: str
     seconds: float
     hung: bool = False
-    killed: bool = field(init=False)
+    put_down: list[bool] = field(default_factory=list)  # by us, in a launcher's place, after another had ended
 
-    def __post_init__(self) -> None:
-        self.killed = -signal.SIGKILL in self.codes and not self.hung
+    @property
+    def killed(self) -> bool:
+        """Whether a process died as it was meant to."""
+        died = [code == -signal.SIGKILL for code in self.codes]
+        return not self.hung and any(d and not p for d, p in zip(died, self.put_down, strict=True))
 
 
 def die() -> None:
@@ -179,6 +182,7 @@ def wait(children: list[int], log: Path, kill_at: float | None = None, victims: 
     hung = False
     failed: float | None = None
     warned = False
+    put_down: set[int] = set()
     while len(codes) < len(children):
         for child in children:
             if child not in codes:
@@ -196,6 +200,7 @@ def wait(children: list[int], log: Path, kill_at: float | None = None, victims: 
             for child in children:
                 if child not in codes:
                     os.kill(child, signal.SIGKILL if warned else signal.SIGTERM)
+                    put_down.add(child)
             warned = True
         if passed > PATIENCE and not hung:
             hung = True
@@ -203,8 +208,9 @@ def wait(children: list[int], log: Path, kill_at: float | None = None, victims: 
                 if child not in codes:
                     os.kill(child, signal.SIGKILL)
         time.sleep(0.002)
-    return Life([codes[c] for c in children], log.read_text(errors="replace") if log.exists() else "",
-                time.monotonic() - began, hung)  # fmt: skip
+    text = log.read_text(errors="replace") if log.exists() else ""
+    ended = [child in put_down for child in children]
+    return Life([codes[child] for child in children], text, time.monotonic() - began, hung, ended)
 
 
 def random_death(rng: random.Random, seconds: float, touches: int, left: float = 1.0, world: int = 1) -> Death:
