@@ -37,7 +37,7 @@ BOTH: Cases = {
     "toy-shard": ({"task": "toy"}, SHARD),
     "toy-shard-micro": ({"task": "toy", "train": MICRO}, SHARD),
     "duel": ({"task": "duel"}, {}),
-    "duel-micro": ({"task": "duel", "train": MICRO, "rows": 7}, {}),
+    "duel-micro": ({"task": "duel", "train": MICRO, "rows": 11}, {}),
     "gan": ({"task": "gan"}, {}),
     "cogvideox": ({"task": "cogvideox"}, {}),
     "cogvideox-shard": ({"task": "cogvideox"}, SHARD),
