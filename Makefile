@@ -53,6 +53,7 @@ bench: .venv/.dev ## time optimizer steps and sampling calls: make bench ARGS="-
 
 matrix: .venv/.dev ## hold every family under every layout of processes against one process; writes the table in docs/parallel.md
 	$(ONE_THREAD) $(BIN)/python -m tests.parallel.matrix
+
 torture: .venv/.dev ## kill runs at random and meet every other fault: make torture KILLS=200 MINUTES=25 ARGS="--help"
 	$(ONE_THREAD) $(BIN)/python -m tests.torture --kills $(KILLS) --minutes $(MINUTES) $(ARGS)
 

@@ -19,7 +19,7 @@ from typing import Any
 from kineograph.core.errors import InputError, KineoError, RunFailed, Stopped
 
 PORT = 29400
-_START = timedelta(minutes=10)  # for all processes to come, until the config says how long one waits for another
+_START = timedelta(minutes=30)  # for all processes to come, until the config says how long one waits for another
 _A_MONTH = 30 * 24 * 3600.0  # seconds
 _FAULT = "kineograph/fault"  # in the group's store: who failed first, and with which exit code
 

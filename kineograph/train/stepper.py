@@ -170,6 +170,9 @@ class Stepper:
         self.graphs = graphs_for(config, self.device)
         if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
             compile_parts(task, self.graphs, by_block=bool(self.layout) and parallel.speaks_inside)
+            if self.layout and (config.checkpointing or self.graphs):
+                # For DDP the compiler cuts a network at the borders of buckets, and can do so neither in recomputed blocks nor in a CUDA graph.
+                torch._dynamo.config.optimize_ddp = False
             for stage in task.stages.values():  # frozen, but asked in every step
                 compile_parts(stage, graphs=False)
         if self.layout.shards:

@@ -278,7 +278,11 @@ def test_every_family_under_every_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, SHARD, TENSOR, SEQUENCE], ids=["replicate", "shard", "tensor", "sequence"])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, RECOMPUTE, SHARD, RECOMPUTE | SHARD, TENSOR, SEQUENCE],
+    ids=["replicate", "replicate-recompute", "shard", "shard-recompute", "tensor", "sequence"],
+)
 def test_compiled_blocks_learn_the_same(keys: dict[str, Any], one: Any, tmp_path: Path) -> None:
     case = {"task": "cogvideox", "name": "compiled", "train": {**keys, "compile": True}, "steps": 3}
     found = run(2, "tests.parallel.curves:curves", tmp_path, [case], str(tmp_path))[0]["compiled"]

@@ -136,6 +136,35 @@ def test_a_bad_key_is_said_once_and_nothing_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+FAMILY = [
+    "muse-tiny", "train.steps=4", "train.batch_size=8", "train.save_every=2", "train.validate_every=2", "train.sample_every=4", "train.samples=3",
+    "train.log_every=1", "train.validation_samples=5", "train.workers=0", "train.trackers=[]", "train.device=cpu", "data.count=48",
+    "stages.tokenizer.width=16", "stages.generator.cache=false", "stages.generator.width=32", "stages.generator.depth=2",
+    "stages.generator.text.width=32", "stages.generator.text.dropout=0",
+]  # fmt: skip
+LATER = "stages.generator.train.steps=6"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["shard", "{layout: shard, sequence: 2}", "{tensor: 2}", "{sequence: 2}"])
+def test_a_family_is_validated_saved_and_drawn_from_under_every_layout(layout: str, tmp_path: Path) -> None:
+    """Judging has its own pace on each process; then the run goes on under another layout, in one process."""
+    from kineograph.run.train import train as train_here
+
+    alone = train_here([*FAMILY, LATER], run=tmp_path / "alone", quiet=True)
+    out, folder = tmp_path / "out", tmp_path / "run"
+    words = [*FAMILY, f"stages.generator.train.parallel={layout}", "--run", str(folder)]
+    assert codes(run(2, "tests.parallel.test_runs:train", out, words)) == [0, 0], said_by(out, 0)
+    train_here([LATER, "train.parallel=replicate"], run=folder, quiet=True)
+    wanted = [record for record in lines(alone) if record["split"] == "train"]
+    found = [record for record in lines(folder) if record["split"] == "train"]
+    for name, steps in (("tokenizer", 4), ("generator", 6)):
+        curves = [[r["loss"] for r in records if r["stage"] == name] for records in (wanted, found)]
+        assert len(curves[0]) == len(curves[1]) == steps
+        assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+    assert len(list((folder / "generator" / "samples" / "step-00000004").glob("*.txt"))) == 3
+
+
 # What launchers say ------------------------------------------------------------------------------------------------
 
 
