@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kineograph.core import pulse, ranks
-from kineograph.core.errors import KineoError, RunFailed, Stopped
+from kineograph.core.errors import RunFailed, Stopped
 from kineograph.train import checkpoint
 from kineograph.train.holding import Held
 from kineograph.train.staging import Staging
@@ -80,7 +80,7 @@ class Saver:
     ) -> None:
         """Whatever ends the run, what was begun is written first. A stop that could not be saved is a failure; any other error comes first."""
         try:
-            with suppress(*(() if kind is None or issubclass(kind, Stopped) else (KineoError,))):
+            with suppress(*(() if kind is None or issubclass(kind, Stopped) else (Exception,))):
                 self.wait()
         finally:
             self._thread.shutdown()

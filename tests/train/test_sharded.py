@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # DCP imports it: once here, and not in every process that is forked
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import kineograph.train.sharded  # noqa: F401  the same
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import RunFolder
 from kineograph.evaluate.facts import _size
@@ -60,9 +62,7 @@ def save(folder: Path, step: int, world: int, layout: str, rank: int, **state) -
             (value.to_local() if hasattr(value, "to_local") else value).zero_()
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"), [(2, "replicate"), (2, "shard"), (4, "shard"), (4, "hybrid"), (2, "columns")]
-)
+@pytest.mark.parametrize(("world", "layout"), [(2, "replicate"), (4, "shard"), (4, "hybrid"), (2, "columns")])
 def test_what_many_save_one_reads(tmp_path: Path, world: int, layout: str) -> None:
     together(world, lambda rank: save(tmp_path, 3, world, layout, rank))
     found = checkpoint.latest(tmp_path)
@@ -222,10 +222,10 @@ def test_a_full_disk_on_one_process_fails_all_and_changes_nothing(tmp_path: Path
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("place", ["fingerprint", "commit", "prepare"])
+@pytest.mark.parametrize("place", ["fingerprint", "commit"])
 def test_a_process_killed_while_saving_leaves_the_old_checkpoint(tmp_path: Path, place: str) -> None:
     together(2, lambda rank: save(tmp_path, 2, 2, "shard", rank))
-    victim = 0 if place in ("commit", "prepare") else 1
+    victim = 0 if place == "commit" else 1
 
     def die(rank: int) -> str:
         if rank == victim:
