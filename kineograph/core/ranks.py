@@ -25,7 +25,8 @@ _alone = False
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, this process counts as the only one: for what it does without the others, which must not wait for them."""
+    """Inside, this process counts as the only one: for what it does without the others, which must not wait for them. Not while a checkpoint
+    is saved in the background: that goes on together. (No variable of the thread: compiled code asks too.)"""
     global _alone
     before, _alone = _alone, True
     try:
@@ -189,17 +190,17 @@ def told(value: Any) -> Any:
     return json.loads(bytes(text.tolist()))
 
 
-def all_told(value: Any) -> list[Any]:
-    """What every rank says, by rank."""
+def all_told(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank says, by rank. `group` is one that speaks on the host and joins all ranks, or None for the usual one."""
     if not active():
         return [value]
-    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
-    dist.all_gather(sizes, torch.tensor([len(text)]))
+    dist.all_gather(sizes, torch.tensor([len(text)]), group=group)
     padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
     padded[: len(text)] = text
     parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group=group)
     return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -180,21 +179,8 @@ def _agree(group: Any, work: Callable[[], Any]) -> list[Any]:
         told: dict[str, Any] = {"answer": work()}
     except Exception as error:
         told = {"failed": f"process {ranks.rank()}: {error}"}
-    heard = _exchange(group, told)
+    heard = ranks.all_told(told, group)
     for answer in heard:
         if "failed" in answer:
             raise _Elsewhere(answer["failed"])
     return [answer["answer"] for answer in heard]
-
-
-def _exchange(group: Any, value: Any) -> list[Any]:
-    """JSON of every process, as bytes in tensors: nothing is pickled."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
-    room = max(int(size) for size in sizes)
-    padded = torch.zeros(room, dtype=torch.uint8)
-    padded[: len(mine)] = mine
-    parts = [torch.zeros(room, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

@@ -23,7 +23,7 @@ PATIENCE = 120.0  # seconds after which a life counts as hanging
 _BOTH = (("checkpoint", "fingerprint"), ("checkpoint", "commit"), ("checkpoint", "prune"), ("checkpoint", "update"),
          ("staging", "Staging.copy"))  # fmt: skip
 ALONE = (*_BOTH, ("checkpoint", "save_file"))
-TOGETHER = (*_BOTH, ("sharded", "write"), ("saver", "_exchange"))
+TOGETHER = (*_BOTH, ("sharded", "write"), ("saver", "_agree"))
 
 
 @dataclass
