@@ -311,12 +311,13 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     assert kineo("train", config, "--run", run) == 0
 
 
-def test_launchers_are_told_that_there_is_one_process(
+def test_a_launcher_that_says_half_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert kineo("train", write(tmp_path), "--run", tmp_path / "run") == 2
-    assert "one process" in capsys.readouterr().err
+    assert "WORLD_SIZE=2 without RANK" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_best_checkpoint_is_found_again_after_its_pointer_was_lost(tmp_path: Path) -> None:

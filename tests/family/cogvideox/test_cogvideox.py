@@ -147,7 +147,7 @@ def test_the_loss_is_the_squared_error_of_v_in_float32(make: Make) -> None:
 @pytest.mark.parametrize("patch_time", [1, 2])
 def test_shorter_clips_stand_still_at_the_end_and_are_not_scored_there(make: Make, patch_time: int) -> None:
     """A clip of 5 of 9 frames: two of three latent frames are real, and what stands after it makes no difference."""
-    task, whole = make(caption_dropout=0.0, patch_time=patch_time, grid="slice"), clips()
+    task, whole = make(caption_dropout=0.0, patch_time=patch_time, grid="slice", sample={"guidance": 1.0}), clips()
     mask = torch.ones(4, 9, dtype=torch.bool)
     mask[1, 5:] = False
     short = replace(whole, frame_mask=mask)
