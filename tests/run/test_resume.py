@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from kineograph.cli import main
+from tests.torture import lives
 
 # A GAN stage (two players, a codebook with moving averages) and a transformer stage, both as small as they get.
 CONFIG = {
@@ -34,6 +35,11 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    lives.warm()
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "small.yaml"
@@ -49,9 +55,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def train(config: Path, run: Path, *more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(config, run, *more), capture_output=True, text=True, env=environment(), timeout=240)
-    assert not check or done.returncode == 0, done.stderr
+def live(config: Path, run: Path, *more: str, death: lives.Death | None = None) -> lives.Life:
+    """The command in a process forked from this one, which has imported everything."""
+    run.parent.mkdir(exist_ok=True)
+    log = run.parent / f"log-{len(list(run.parent.glob('log-*')))}"
+    return lives.wait([lives.start(command(config, run, *more)[3:], log, run, death)], log)
+
+
+def train(config: Path, run: Path, *more: str) -> lives.Life:
+    done = live(config, run, *more)
+    assert done.codes == [0], done.text
     return done
 
 
@@ -83,49 +96,22 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
     return found
 
 
-# Kill the process with SIGKILL at the n-th time that it comes by a place inside the save.
-KILLER = """
-import os, signal, sys
-import kineograph.train.checkpoint as checkpoint
-place, nth = sys.argv[1], int(sys.argv[2])
-seen = 0
-original = getattr(checkpoint, place)
-def deadly(*arguments, **named):
-    global seen
-    seen += 1
-    if seen == nth:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*arguments, **named)
-setattr(checkpoint, place, deadly)
-from kineograph.cli import main
-main(sys.argv[3:])
-"""
-
-
 @pytest.mark.parametrize(
     ("place", "nth"), [("save_file", 4), ("fingerprint", 6), ("write_json", 3), ("sync_folder", 2), ("_remove", 1)]
 )
 def test_killed_inside_a_save(config: Path, whole: dict, tmp_path: Path, place: str, nth: int) -> None:
     run = tmp_path / "run"
-    words = [sys.executable, "-c", KILLER, place, str(nth), *command(config, run)[3:]]
-    died = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=240)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    died = live(config, run, death=lives.Death("save", nth=nth, place=("checkpoint", place)))
+    assert died.killed, died.text
     train(config, run)
     assert losses(run) == whole
 
 
 def test_killed_anywhere_again_and_again(config: Path, whole: dict, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    for after in (2, 5, 1):  # lines of metrics that each life may add before it is killed
-        process = subprocess.Popen(
-            command(config, run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
-        )
-        deadline = time.monotonic() + 120
-        start = _lines(run)
-        while process.poll() is None and _lines(run) - start < after + 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.kill()
-        process.wait()
+    for touch in (60, 25, 120, 45):
+        died = live(config, run, death=lives.Death("touch", nth=touch))
+        assert died.killed, died.text
     train(config, run)
     assert losses(run) == whole
 
@@ -164,7 +150,7 @@ def test_damaged_checkpoint_falls_back(config: Path, whole: dict, tmp_path: Path
     content[-7] ^= 1
     file.write_bytes(content)
     done = train(config, run)
-    assert newest.name in done.stderr and "checksum" in done.stderr
+    assert newest.name in done.text and "checksum" in done.text
     assert losses(run) == whole
 
 
@@ -200,9 +186,9 @@ def test_run_in_use_is_refused(config: Path, tmp_path: Path) -> None:
     try:
         while _lines(run) < 1 and first.poll() is None:
             time.sleep(0.02)
-        done = train(config, run, "train.steps=100000", check=False)
-        assert done.returncode == 3
-        assert str(first.pid) in done.stderr
+        done = live(config, run, "train.steps=100000")
+        assert done.codes == [3]
+        assert str(first.pid) in done.text
     finally:
         first.kill()
         first.wait()
