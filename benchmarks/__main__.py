@@ -47,29 +47,29 @@ def run(options: argparse.Namespace, command: str) -> list[Row]:
                 case.peer.check()
     facts = machine.describe(device, matmul_ceiling(device, options.small))
     rows: list[Row] = []
+    file = report.File(options.out, machine.slug(device) + ("-small" if options.small else ""))
+
+    def add(row: Row) -> None:
+        """Keep a row, and say that it is there: a table at the end of ten minutes is late."""
+        rows.append(row)
+        shown = f"{row.timing.ms:.2f} ms" if row.timing else f"failed: {row.error}"
+        print(f"# {row.case} · {row.side} {row.precision}: {shown}", flush=True)
+        file.write(report.as_json(rows, facts, command))
+
     for case in cases:
         sizes = case.sized(options.small)
         repeat = options.repeat or (2 if options.small else case.repeat)
         warmup = 1 if options.small else case.warmup
-        _add(rows, _measured(case.name, "ours", "", case.ours, sizes, device, warmup, repeat))
+        add(_measured(case.name, "ours", "", case.ours, sizes, device, warmup, repeat))
         if options.peer and case.peer:
             side = f"{case.peer.package} {case.peer.installed_version()}"
             for precision in case.peer.precisions if device.type == "cuda" else ("fp32",):
                 # bf16 on a CPU is emulated and says nothing
                 asked = {**sizes, "precision": precision}
-                _add(rows, _measured(case.name, side, precision, case.peer.build, asked, device, warmup, repeat))
+                add(_measured(case.name, side, precision, case.peer.build, asked, device, warmup, repeat))
     report.show(rows, facts)
-    name = machine.slug(device) + ("-small" if options.small else "")
-    path = report.write(report.as_json(rows, facts, command), options.out, name)
-    print(f"written: {path}")
+    print(f"written: {file.write(report.as_json(rows, facts, command))}")
     return rows
-
-
-def _add(rows: list[Row], row: Row) -> None:
-    """Keep a row, and say that it is there: a table at the end of ten minutes is late."""
-    rows.append(row)
-    shown = f"{row.timing.ms:.2f} ms" if row.timing else f"failed: {row.error}"
-    print(f"# {row.case} · {row.side} {row.precision}: {shown}", flush=True)
 
 
 def _measured(

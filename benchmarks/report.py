@@ -141,10 +141,19 @@ def as_json(rows: list[Row], machine: Machine, command: str) -> dict[str, Any]:
     }
 
 
-def write(run: dict[str, Any], folder: Path, name: str) -> Path:
-    """Add this run to the day's file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{run['date']}-{name}.json"
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
-    path.write_text(json.dumps({"runs": [*runs, run]}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path
+class File:
+    """The day's file: what other runs wrote there, and this run's rows as far as they are known. It can be cut off after any of them."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.others: list[Any] | None = None
+
+    def write(self, run: dict[str, Any]) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{run['date']}-{self.name}.json"
+        if self.others is None:
+            self.others = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+        path.write_text(
+            json.dumps({"runs": [*self.others, run]}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        return path

@@ -16,7 +16,7 @@ from benchmarks.case import Case, Peer, Work, all_cases
 from benchmarks.cases import muse, phenaki, vqgan
 from benchmarks.machine import Machine
 from benchmarks.measure import Timing, count_flops, time_calls
-from benchmarks.report import Row, as_json, compare, write
+from benchmarks.report import File, Row, as_json, compare
 from kineograph.core.task import parameters_of
 from kineograph.train import checkpoint
 
@@ -239,10 +239,13 @@ def test_the_record_tells_what_was_measured_on_what(tmp_path, only):
 
 
 def test_runs_of_one_day_share_a_file(tmp_path):
-    run_ = as_json([row("ours", 1.0)], MACHINE, "python -m benchmarks case")
-    path = write(run_, tmp_path, "cpu")
-    assert write(run_, tmp_path, "cpu") == path
-    assert len(json.loads(path.read_text())["runs"]) == 2
+    rows = [row("ours", 1.0), row("ours", 2.0)]
+    for _ in range(2):
+        file = File(tmp_path, "cpu")
+        for known in (1, 2):  # a run that is cut off has left what it knew
+            path = file.write(as_json(rows[:known], MACHINE, "python -m benchmarks case"))
+            assert len(json.loads(path.read_text())["runs"][-1]["rows"]) == known
+    assert [len(run["rows"]) for run in json.loads(path.read_text())["runs"]] == [2, 2]
 
 
 def test_the_cost_of_a_save_is_measured(tmp_path: Path) -> None:
