@@ -14,7 +14,7 @@ from kineograph.data.blank import Blank
 from kineograph.run import layers, machine
 from kineograph.run.builder import Builder
 from kineograph.run.checks import check_stages
-from kineograph.run.estimate import ROOM, Estimate, estimate
+from kineograph.run.estimate import ROOM, Estimate, data_world, estimate
 from kineograph.run.plan import Plan, make_plan
 from kineograph.run.stage_data import StageData, open_data, workers_for
 from kineograph.run.tracing import Memory
@@ -213,7 +213,7 @@ def _not_one(found: Estimate) -> str:
 def _enough(found: Estimate, largest: int) -> int:
     """The fewest micro-batches a step, each small enough."""
     train = found.stage.train
-    share = train.batch_size // ranks.world()
+    share = train.batch_size // data_world(train)
     return next(k for k in range(1, share + 1) if share % k == 0 and share // k <= largest)
 
 

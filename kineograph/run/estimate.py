@@ -114,7 +114,12 @@ def micro_batch(train: TrainConfig, data: StageData | None = None) -> int:
     if data is not None and data.buckets is not None:
         shape, _ = data.largest()
         rows = next(n for other, n in zip(data.buckets.shapes, data.buckets.rows(rows), strict=True) if other == shape)
-    return max(1, rows // (train.accumulate * ranks.world()))
+    return max(1, rows // (train.accumulate * data_world(train)))
+
+
+def data_world(train: TrainConfig) -> int:
+    """Processes that see data of their own."""
+    return train.parallel.data_place(ranks.rank(), ranks.world())[1]
 
 
 def estimate(
@@ -164,7 +169,7 @@ def estimate(
         code=_code(task, stage),
         memory=found.memory,
         traced=why,
-        flops=found.flops * train.accumulate * ranks.world(),
+        flops=found.flops * train.accumulate * data_world(train),
         micro=micro,
         sample_bytes=slope,
     )
