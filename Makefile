@@ -23,7 +23,7 @@ demo: .venv/.base ## train a small text-to-video model on handwritten digits on 
 	@echo "── training phenaki-tiny into runs/demo (the same command resumes an interrupted run)"
 	$(BIN)/kineo train phenaki-tiny --run runs/demo
 	@echo "── judging it"
-	$(BIN)/kineo evaluate runs/demo
+	$(BIN)/kineo evaluate runs/demo --metrics caption_accuracy,reconstruction,codebook,loss
 	@echo "── drawing"
 	$(BIN)/kineo sample runs/demo $(PROMPTS) --out runs/demo/clips
 	@echo "── look at the GIFs and the sheet above; runs/demo/evaluation has a sheet with each clip's verdict"
