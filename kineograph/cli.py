@@ -319,7 +319,9 @@ def data_check(
     from kineograph.data.check import bucket_lines, check_folder
 
     report = check_folder(folder)
-    for line in [*report.lines(), *(bucket_lines(folder, setting) if setting else [])]:
+    for line in report.lines():
+        print(line)
+    for line in bucket_lines(folder, setting) if setting else []:
         print(line)
     if report.problems:
         raise typer.Exit(1)

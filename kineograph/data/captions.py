@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from unicodedata import normalize
@@ -64,10 +64,9 @@ def find_captions(root: Path, media: Iterable[str], others: Iterable[str]) -> Ca
     spans: dict[str, list[Span]] = {}
     for name in others:
         base = PurePosixPath(name).name
-        prompts = next((found for other in PROMPTS if (found := _sibling(name, other)) in others_by_name), None)
         if base in METADATA or (base.endswith(".jsonl") and _names_files(root / name)):
             rows = _metadata_rows(root / name, name, problems)
-        elif base == "videos.txt" and prompts is not None:
+        elif base == "videos.txt" and (prompts := _prompts_beside(name, others_by_name)) is not None:
             rows = _paired_lines(root, name, prompts)
             lists |= {name, prompts}
         else:
@@ -106,6 +105,10 @@ def _sidecar_names(name: str) -> list[str]:
         if part in ("videos", "images"):
             names.append(str(PurePosixPath(*path.parts[:place], "labels", *path.parts[place + 1 :])))
     return names
+
+
+def _prompts_beside(name: str, others: Mapping[str, str]) -> str | None:
+    return next((found for other in PROMPTS if (found := _sibling(name, other)) in others), None)
 
 
 def _sibling(name: str, other: str) -> str:

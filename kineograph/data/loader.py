@@ -103,9 +103,7 @@ class Loader:
         max_unreadable: float = 1.0,
     ) -> None:
         self.buckets: Buckets | None = getattr(source, "buckets", None)
-        if self.buckets is not None:
-            _refuse_few(self.buckets, batch_size, world, accumulate)
-        elif batch_size % (world * accumulate):
+        if self.buckets is None and batch_size % (world * accumulate):
             parts = f"{world} processes × {accumulate} micro-batches" if world > 1 else f"train.accumulate={accumulate}"
             near = -(-batch_size // (world * accumulate)) * world * accumulate
             raise ConfigError(f"train.batch_size={batch_size} does not divide into {parts}: use {near}")
@@ -122,12 +120,18 @@ class Loader:
         self._begun: dict[int, int] = {}  # worker → shards that were begun before the one it is in
         self._readers = 1
 
+    def check(self) -> None:
+        """Refuse batches of buckets that are too small for `steps`; showing and judging need none of those."""
+        if self.buckets is not None:
+            _refuse_few(self.buckets, self.batch_size, self.world, self.accumulate)
+
     def take_up(self, position: Mapping[str, int]) -> None:
         """Go on where a checkpoint's `position` says."""
         self.position.update({name: position[name] for name in self.position if name in position})
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps start … stop − 1."""
+        self.check()
         chosen_at = self._order()
 
         def work() -> Iterator[Work]:

@@ -42,7 +42,7 @@ def check_stages(
         if folder is not None:
             _check_warm_start(plan, stage, folder)
             _check_trained(plan, stage, folder)
-        data[stage.name].loader()  # refuses batches that do not divide
+        data[stage.name].loader().check()  # refuses batches that do not divide
         if building:
             try:
                 with pretending():

@@ -271,10 +271,8 @@ class _Filling:
         if self._room_was_checked:
             return
         self._room_was_checked = True
-        each = sum(
-            value.numel() * (min(value.element_size(), 2) if value.is_floating_point() else 2)
-            for value in made.values()
-        )
+        wide = 4 if self.stage.spec.config.cache_precision == "fp32" else 2
+        each = sum(value.numel() * (wide if value.is_floating_point() else 2) for value in made.values())
         tokens = BucketsConfig().tokens
         todo = sum(
             len(shard.items) * tokens(shard.shape or clip) / tokens(clip)

@@ -44,24 +44,15 @@ class Ema:
         """The weight of the past at the last update."""
         return min(self.config.decay, (1 + self.updates) / (10 + self.updates))
 
-    def state(self) -> dict[str, Tensor]:
-        return dict(self.average)
-
-    def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
-        """Parts, as `state` gives them."""
-        for name, value in self.average.items():
-            value.copy_(weights[name])
-        self.updates = updates
-
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager
-def averaged(averages: list[Ema], exact: bool = False) -> Iterator[None]:
-    """Inside, the parameters hold their averages, in their own type or with `exact` as they are. Storage is swapped, and copied only where
-    the type differs, or where FSDP2 gathers from the memory that it gave the part."""
+def averaged(averages: list[Ema]) -> Iterator[None]:
+    """Inside, the parameters hold their averages, in their own type: with another one torch would forget who waits for their gradients (DDP).
+    Storage is swapped, and copied only where the type differs, or where FSDP2 gathers from the memory that it gave the part."""
     own: list[tuple[Tensor, Tensor]] = []
     parts: list[tuple[Tensor, Tensor]] = []
     for ema in averages:
@@ -71,7 +62,7 @@ def averaged(averages: list[Ema], exact: bool = False) -> Iterator[None]:
                 ema.parts[name].copy_(ema.average[name])
             else:
                 own.append((p, p.data))
-                p.data = ema.average[name] if exact else ema.average[name].to(p.dtype)
+                p.data = ema.average[name].to(p.dtype)
     try:
         yield
     finally:

@@ -187,7 +187,7 @@ def dither(step: Tensor, device: torch.device) -> Tensor:
 
 def _in_blocks(value: Tensor) -> Tensor:
     """rows … → rows blocks BLOCK, filled up with zeros"""
-    rows = value.reshape(value.shape[0], -1)
+    rows = value.flatten(1)
     missing = -rows.shape[1] % BLOCK
     if missing:
         rows = F.pad(rows, (0, missing))
@@ -196,7 +196,7 @@ def _in_blocks(value: Tensor) -> Tensor:
 
 def _out_of_blocks(blocks: Tensor, like: Tensor) -> Tensor:
     rows = blocks.flatten(1)
-    return rows[:, : like.numel() // like.shape[0]].reshape(like.shape)
+    return rows[:, : math.prod(like.shape[1:])].reshape(like.shape)
 
 
 def narrowed(value: Tensor, dither: Tensor, levels: int, power: int) -> tuple[Tensor, Tensor]:

@@ -146,6 +146,8 @@ class Layout:
         if self.sizes.replicate == 1:
             return within
         across = self.mesh["replicate"]
+        self._wait_at_most(across.get_group())
+        self._wait_at_most(within.get_group())
         return DeviceMesh.from_group(
             [across.get_group(), within.get_group()],
             self.device_type,

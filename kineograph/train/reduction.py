@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -86,12 +87,19 @@ class Reduction:
         for p in taking_part:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        waiting = [self._reduce(bucket) for bucket in self._buckets(taking_part)]
-        for flat, work, gradients in waiting:
-            work.wait()
-            flat.div_(self.world)
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        under_way: deque[tuple[Tensor, Any, list[Tensor]]] = deque()
+        for bucket in self._buckets(taking_part):
+            under_way.append(self._reduce(bucket))
+            if len(under_way) > 2:  # each is a copy of its gradients
+                self._finish(*under_way.popleft())
+        for reduced in under_way:
+            self._finish(*reduced)
+
+    def _finish(self, flat: Tensor, work: Any, gradients: list[Tensor]) -> None:
+        work.wait()
+        flat.div_(self.world)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
     def _reduce(self, gradients: list[Tensor]) -> tuple[Tensor, Any, list[Tensor]]:
         flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -26,7 +26,7 @@ from kineograph.train.ema import Ema, averaged
 from kineograph.train.holding import Held, held, read_into, whole
 from kineograph.train.optim import LossScale, Optimizer, rate_at
 from kineograph.train.parallel import Layout, ParallelConfig
-from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded
+from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded, local
 from kineograph.train.reduction import Reduction, Replicated
 from kineograph.train.sequence import spread_sequence
 from kineograph.train.sharding import ShardedTask, check_sharding
@@ -342,23 +342,36 @@ class Stepper:
             "optimizer": {name: held(value, self.piece_of(name, value)) for name, value in self._moments().items()},
         }
         if self.averages:
-            # Weights under two names are averaged under both.
-            with averaged(list(self.averages.values()), exact=True):
-                saved["ema"] = {
-                    name: held(
-                        value.detach().clone() if isinstance(value, DTensor) else value, self.piece_of(name, value)
-                    )
-                    for name, value in weights_of(self.task).items()
-                }
-            for ema in self.averages.values():  # of parts, the averages as they are and not in the weights' own type
-                parts = {name: value for name, value in ema.average.items() if name in self.pieces}
-                saved["ema"] |= {name: held(value, self.pieces[name]) for name, value in parts.items()}
+            saved["ema"] = self._averages()
         return saved
+
+    def _averages(self) -> dict[str, Held]:
+        """Weights with the averages in place of what is averaged, as exact as they are kept; what has two names is so under both."""
+        found: dict[str, Held] = {}
+        average = {name: value for ema in self.averages.values() for name, value in ema.average.items()}
+        weights = {name: p for ema in self.averages.values() for name, p in ema.parameters.items()}
+        twins = {local(p).data_ptr(): name for name, p in weights.items() if p.numel()}
+        for name, value in weights_of(self.task).items():
+            own = name if name in average else twins.get(local(value).data_ptr(), "")
+            alike = own in average and weights[own].shape == value.shape
+            found[name] = held(average[own] if alike else value, self.piece_of(own if alike else name, value))
+        return found
 
     def load(self, saved: Checkpoint) -> None:
         check_weights(self.task, saved.shapes("model"))
         self._read(saved, "model", weights_of(self.task))
         state = saved.state()["stepper"]
+        if saved.has("optimizer"):  # before the first step there is nothing
+            self._load_moments(saved)
+        for name, ema in self.averages.items():
+            self._read(saved, "ema", ema.average)
+            ema.updates = state["ema_updates"].get(name, 0)
+        if self.scale and state["scale"]:
+            self.scale.load(state["scale"])
+        self.skipped.fill_(state["skipped"])
+        self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
+
+    def _load_moments(self, saved: Checkpoint) -> None:
         moments: dict[str, Tensor] = {}
         for key in saved.shapes("optimizer"):
             name, _, rest = key.partition("/")
@@ -369,13 +382,6 @@ class Stepper:
             optimizer.load(
                 {key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name}
             )
-        for name, ema in self.averages.items():
-            self._read(saved, "ema", ema.average)
-            ema.updates = state["ema_updates"].get(name, 0)
-        if self.scale and state["scale"]:
-            self.scale.load(state["scale"])
-        self.skipped.fill_(state["skipped"])
-        self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
 
     def _read(self, saved: Checkpoint, kind: str, into: Mapping[str, Tensor]) -> None:
         read_into(saved, kind, {name: (value, self.piece_of(name, value)) for name, value in into.items()})

@@ -82,7 +82,7 @@ class Trainer:
         found = checkpoint.agreed(self.around.checkpoints, self.progress.note)
         if found is None:
             return Cursor()
-        if not found.has("optimizer"):
+        if "stepper" not in found.state():
             raise InputError(
                 f"{found.path} holds weights alone, as they were imported: train them on in a new run, with stages.{self.stage}.init="
                 f"{found.path.parent.parent} (or weights=DIR of the folder they came from)"

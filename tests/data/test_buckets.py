@@ -128,7 +128,7 @@ def test_rows_follow_from_the_budget(mixed: Path) -> None:
 
 def test_a_clip_beyond_the_budget_is_refused(mixed: Path) -> None:
     with pytest.raises(ConfigError, match=r"bucket 1 × 32 × 48 has 1,536 tokens.*budget=1100.*to 1536"):
-        Loader(opened(mixed, buckets={"budget": 1100}), seed=0, batch_size=4)
+        Loader(opened(mixed, buckets={"budget": 1100}), seed=0, batch_size=4).check()
 
 
 def test_the_report_tells_counts_rows_and_crops(mixed: Path) -> None:
@@ -245,7 +245,7 @@ def test_workers_read_the_same(mixed: Path) -> None:
 def test_too_few_rows_for_the_processes_are_refused(mixed: Path) -> None:
     source = opened(mixed, buckets={"budget": 3 * 32 * 48})
     with pytest.raises(ConfigError, match=r"bucket 1 × 32 × 48 has 3 clips, too few for 4 processes.*6144"):
-        Loader(source, 0, 8, world=4)
+        Loader(source, 0, 8, world=4).check()
 
 
 def test_validation_batches_are_of_one_shape_and_hold_each_item_once(mixed: Path) -> None:
@@ -266,6 +266,8 @@ def test_validation_batches_are_of_one_shape_and_hold_each_item_once(mixed: Path
 def test_pictures_for_people_are_alike(mixed: Path) -> None:
     (batch,) = Loader(opened(mixed), 0, 4).fixed(13, 13, alike=True)
     assert batch.pixels.shape == (13, 1, 3, *SQUARE)
+    tight = Loader(opened(mixed, buckets={"budget": 1100}), 0, 1)  # too little for a step, which nobody asks for here
+    assert len(list(tight.fixed(13, 13, alike=True))) == 1
 
 
 def test_an_unreadable_item_is_replaced_in_its_batch_shape(mixed: Path) -> None:

@@ -55,11 +55,11 @@ def test_averages_of_16_bit_weights_are_as_exact_as_any() -> None:
             ema.update(step)
     assert torch.equal(both[0].average["p"], both[1].average["p"])
     assert 1.0 < both[0].average["p"][0] < 1.0078125
+    waiting = half.view_as(half).grad_fn.next_functions[0][0]  # where DDP hangs its hooks
     with averaged([both[0]]):
-        assert half.dtype == torch.bfloat16
-    with averaged([both[0]], exact=True):
-        assert torch.equal(half, both[1].average["p"])
+        assert half.dtype == torch.bfloat16 and torch.equal(half, both[1].average["p"].bfloat16())
     assert half.dtype == torch.bfloat16 and half[0] == 1.0078125
+    assert half.view_as(half).grad_fn.next_functions[0][0] is waiting
 
 
 def test_each_option_matters() -> None:
@@ -101,18 +101,3 @@ def test_inside_the_parameters_hold_their_averages_and_afterwards_their_own() ->
     with torch.no_grad():
         layer.weight.add_(1)
     assert torch.equal(ema.average["weight"], copied["weight"])  # still apart
-
-
-def test_saved_and_loaded_it_goes_on() -> None:
-    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    one, two = (Ema({"p": x}, EmaConfig(decay=0.99)) for x in (p, q))
-    for step in range(1, 6):
-        p.data.fill_(step)
-        one.update(step)
-    two.load({name: value.clone() for name, value in one.state().items()}, one.updates)
-    for step in range(6, 20):
-        p.data.fill_(step)
-        q.data.fill_(step)
-        one.update(step)
-        two.update(step)
-    assert torch.equal(one.average["p"], two.average["p"])

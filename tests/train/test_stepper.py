@@ -361,6 +361,27 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
     assert straight.state() == resumed.state()
 
 
+def test_what_was_saved_before_the_first_step_is_taken_up(tmp_path: Path) -> None:
+    """There are no moments yet, and several processes write no file for nothing."""
+    first = Stepper(toy(), TrainConfig(batch_size=8), seed=1)
+    tensors = {kind: found for kind, found in first.tensors().items() if found}
+    assert "optimizer" not in tensors
+    saved = checkpoint.save(tmp_path, 0, tensors, {"stepper": first.state()})
+    again = Stepper(toy(), TrainConfig(batch_size=8), seed=1)
+    again.load(saved)
+    for stepper in (first, again):
+        stepper.step(0, [batch(0)])
+    assert same(weights(first.task), weights(again.task))
+
+
+def test_averages_of_16_bit_weights_are_saved_as_they_are_kept() -> None:
+    stepper = Stepper(toy().bfloat16(), TrainConfig(batch_size=8, ema=EmaConfig(decay=0.9)), seed=1)
+    for name, average in stepper.averages[stepper.task.players[0]].average.items():
+        average.add_(1e-4)
+        assert torch.equal(stepper.tensors()["ema"][name], average)
+    assert all(p.dtype == torch.bfloat16 for p in stepper.task.parameters())
+
+
 def test_tied_weights_are_averaged_under_both_names(tmp_path: Path) -> None:
     class Tied(Toy):
         def __init__(self, inputs, config):

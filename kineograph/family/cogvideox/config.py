@@ -103,7 +103,9 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     def _fits(self) -> CogVideoXConfig:
         if self.null_text == "empty" and self.text.kind == "given":
             raise ValueError("null_text=empty needs an encoder, and text.kind=given has none: use zeros or learned")
-        if self.tune == () or (self.tune != "lora" and self.lora != LoraConfig()):
+        if self.tune == ():
+            raise ValueError("tune=[] trains nothing: name patterns of parameters, or use lora or full")
+        if self.tune != "lora" and self.lora != LoraConfig():
             raise ValueError(f"lora is read with tune=lora only, not with tune={self.tune!r}: leave it out")
         if not self.first_frame and self.image != FirstFrameConfig():
             raise ValueError("image is read with first_frame=true only: leave it out")

@@ -15,7 +15,10 @@ Latents = tuple[int, int, int]  # frames, height, width
 
 _2B = {"depth": 30, "heads": 30, "positions": "sincos", "text": {"length": 226}, "diffusion": {"shift": 3.0}}
 _5B = {"depth": 42, "heads": 48, "positions": "rotary", "text": {"length": 226}, "diffusion": {"shift": 1.0}}
-_15 = {**_5B, "patch_time": 2, "grid": "slice", "text": {"length": 224}}
+_15 = {
+    **_5B, "patch_time": 2, "grid": "slice", "text": {"length": 224},
+    "base_size": (300, 300), "base_frames": 21,  # not read with grid=slice, but by whoever loads an exported folder
+}  # fmt: skip
 RELEASED: dict[str, dict[str, Any]] = {
     "2b": _2B,
     "5b": _5B,

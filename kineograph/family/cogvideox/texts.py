@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.task import BuildContext, freeze, without_numbers
+from kineograph.core.transfer import to_device
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.text import Text, build_text
+from kineograph.text.reading import precomputed
 
 
 class Texts(nn.Module):
@@ -53,7 +55,7 @@ class Texts(nn.Module):
         given = prompts.batch if prompts.batch is not None and prompts.batch.text_embeds is not None else None
         if reader is None:
             return torch.zeros(rows, 1, self.width, device=device), None
-        if prompts.captions is not None:
+        if prompts.captions is not None and (given is None or reader.reads_captions):
             wanted = self._of_captions(prompts.captions)
         elif given is not None and not reader.trained:
             wanted = self._given(given)
@@ -102,7 +104,7 @@ class Texts(nn.Module):
         found = _hidden(*reader.encode(captions))
         if self.null_text == "empty":
             return found
-        empty = torch.tensor([not caption.strip() for caption in captions]).to(found.device, non_blocking=True)
+        empty = to_device(torch.tensor([not caption.strip() for caption in captions]), found.device)
         return self.drop(found, empty)
 
     @staticmethod
@@ -115,17 +117,7 @@ class Texts(nn.Module):
 
     def precomputed(self, batch: Batch) -> dict[str, Tensor]:
         """For a cache, where the encoder is frozen."""
-        reader = self.reader
-        if reader is None or reader.trained or (batch.captions is None and batch.text_embeds is None):
-            return {}
-        if batch.text_embeds is not None:
-            mask = batch.text_mask
-            return {
-                "text_embeds": batch.text_embeds,
-                "text_mask": (batch.text_embeds != 0).any(-1) if mask is None else mask,
-            }
-        embeddings, mask = reader.encode(cast("list[str]", batch.captions))
-        return {"text_embeds": embeddings, "text_mask": mask}
+        return precomputed(self.reader, batch)
 
     def _release(self) -> None:
         """Give back the memory of an encoder that training does not ask."""

@@ -109,7 +109,7 @@ class _Sized(nn.Module):
 
 def _add_sizes(network: Transformer, config: LoraConfig) -> None:
     for name, module in list(network.named_modules()):
-        if isinstance(module, nn.Linear) and name.endswith(tuple(f".{target}" for target in config.targets)):
+        if isinstance(module, nn.Linear) and f".{name}".endswith(tuple(f".{target}" for target in config.targets)):
             holder, _, last = name.rpartition(".")
             setattr(network.get_submodule(holder), last, _Sized(module, config.rank))
 

@@ -152,10 +152,6 @@ def network_state(network: Transformer) -> dict[str, Tensor]:
     return found
 
 
-def load_diffusers_state(task: CogVideoX, state: Mapping[str, Tensor], where: str = "the weights") -> None:
-    load_network(task.network, state, where)
-
-
 def diffusers_state(task: CogVideoX) -> dict[str, Tensor]:
     """The weights below adapters, where there are any."""
     return network_state(task.network)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from kineograph.core.batch import Batch
+from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
@@ -50,6 +50,7 @@ def test_a_released_shape_sets_what_is_not_given(shape: str) -> None:
         ({"codec": None}, "codec or weights is required"),
         ({"null_text": "empty", "text": {"kind": "given", "width": 8}}, "null_text=empty needs an encoder"),
         ({"lora": {"rank": 4}}, "tune=lora only"),
+        ({"tune": []}, "trains nothing"),
         ({"image": {"dropout": 0.5}}, "first_frame=true only"),
         ({"grid": "slice", "positions": "sincos"}, "grid is read with other positions"),
         ({"shape": "3b"}, "shape='3b'"),
@@ -217,8 +218,6 @@ def test_captions_matter_and_dropped_ones_do_not(make: Make) -> None:
 
 @pytest.mark.parametrize("null", ["empty", "zeros", "learned"])
 def test_no_caption_is_the_same_in_training_and_drawing(make: Make, null: str) -> None:
-    from kineograph.core.batch import Prompts
-
     task = make(null_text=null)
     trained = task.texts.of_batch(clips(), torch.ones(4, dtype=torch.bool))
     _, away = task.texts.of_prompts(Prompts(NOISE, captions=CAPTIONS))
@@ -241,6 +240,9 @@ def test_given_embeddings_are_hidden_where_masked(make: Make) -> None:
     assert task.precompute(batch).keys() == {"latents", "text_embeds", "text_mask"}
     with pytest.raises(InputError, match="8"):
         task(replace(batch, text_embeds=torch.zeros(4, 5, 3)), NOISE)
+    # Data may have captions too: what cannot read them draws by what was given.
+    wanted, _ = task.texts.of_prompts(Prompts(NOISE, captions=CAPTIONS, batch=batch))
+    assert torch.equal(wanted, embeds * mask[..., None])
 
 
 def test_without_text_nothing_is_asked(make: Make) -> None:

@@ -136,6 +136,17 @@ def test_configs_come_back_as_they_went_in(kind: str) -> None:
     assert again == network.shape.model_copy(update={"first_frame_inverse_scale": False})  # the VAE's config says that
 
 
+@pytest.mark.parametrize("kind", RELEASED)
+def test_an_exported_folder_knows_the_size_it_is_drawn_at(kind: str) -> None:
+    """Of the released folders: diffusers lays out positions for these."""
+    shape = parse(TransformerShape, {k: v for k, v in RELEASED[kind].items() if k in TransformerShape.model_fields})
+    with torch.device("meta"):
+        network = Transformer(shape, 16, 4096, 226, base=(13, 60, 90))
+    config = weights.diffusers_config(network, 4096, 226)
+    size = (config["sample_height"], config["sample_width"], config["sample_frames"])
+    assert size == ((300, 300, 81) if kind.startswith("1.5") else (60, 90, 49))
+
+
 def test_released_parameter_counts() -> None:
     """As the released models have them: 1.69 and 5.57 billion."""
     for kind, count in {"2b": 1_693_847_616, "5b": 5_570_283_072}.items():
