@@ -66,6 +66,11 @@ class Saver:
         while self._asked:
             self._asked.pop(0).result()
 
+    def idle(self) -> bool:
+        """Whether everything is written."""
+        self.check()
+        return not self._asked
+
     def __enter__(self) -> Saver:
         return self
 
