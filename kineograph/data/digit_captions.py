@@ -1,7 +1,8 @@
 """What moving digits show, in facts and in words: a small grammar of captions and its exact inverse.
 
 A caption is one wording applied to the facts. Some wordings are held out from training: a tenth of those that put the
-figure first (new combinations of words that training knows), and all that put the figure last.
+figure first (new combinations of words that training knows), and all that put the figure last. Of captions with two figures
+a tenth of those too: whoever never saw that order must read "to the left goes a 3 and to the right a 5" as a 3 that goes right.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ PLAIN = Wording(noun=0, spelled=False, verb=0, phrase=0, order="first")
 
 
 @cache
-def wordings(split: Split, moving: bool) -> tuple[Wording, ...]:
+def wordings(split: Split, moving: bool, figures: int = 1) -> tuple[Wording, ...]:
     """Training's wordings, or for the other splits those that training never uses."""
     everything = [
         Wording(noun, spelled, verb, phrase, order)
@@ -115,7 +116,7 @@ def wordings(split: Split, moving: bool) -> tuple[Wording, ...]:
         )
         if _is_english(order, phrase, moving or bool(_RESTING[verb]))
     ]
-    return tuple(wording for wording in everything if _held_out(wording) != (split == "train"))
+    return tuple(wording for wording in everything if _held_out(wording, figures) != (split == "train"))
 
 
 def _is_english(order: str, phrase: int, has_verb: bool) -> bool:
@@ -123,8 +124,8 @@ def _is_english(order: str, phrase: int, has_verb: bool) -> bool:
     return {"first": True, "that": has_verb, "last": phrase == 1}[order]
 
 
-def _held_out(wording: Wording) -> bool:
-    if wording.order == "last":
+def _held_out(wording: Wording, figures: int) -> bool:
+    if wording.order == "last" and figures == 1:
         return True
     if wording == PLAIN:
         return False
@@ -145,7 +146,7 @@ def caption_of(facts: Facts, wording: Wording = PLAIN, join: str = " and ") -> s
 
 def captions_for(facts: Facts, split: Split) -> list[str]:
     """Every caption of these facts in a split's own wordings: training's, or the ones held out from it."""
-    return [caption_of(facts, wording, join) for wording in wordings(split, _moves(facts)) for join in joins(facts)]
+    return [caption_of(facts, wording, join) for wording in wordings(split, _moves(facts), len(facts)) for join in joins(facts)]
 
 
 def _moves(facts: Facts) -> bool:

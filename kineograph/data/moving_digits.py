@@ -226,7 +226,7 @@ class MovingDigits:
         if self.config.wordings == "plain":
             return caption_of(facts, PLAIN)
         split: Split = "validation" if self.held_out and new < 0.5 else "train"
-        return caption_of(facts, _pick(wordings(split, scenes.moving), which), _pick(joins(facts), join))
+        return caption_of(facts, _pick(wordings(split, scenes.moving, len(facts)), which), _pick(joins(facts), join))
 
     def paint(self, item: Item) -> np.ndarray:
         """T C H W, uint8; where digits cover each other the brighter wins."""

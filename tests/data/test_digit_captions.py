@@ -71,11 +71,19 @@ def test_held_out_wordings_are_new_but_their_words_are_not(moving):
     train, held = wordings("train", moving), wordings("validation", moving)
     assert not set(train) & set(held)
     assert len(held) > 20
+    assert "last" in {w.order for w in held} - {w.order for w in train}  # one figure: a new order of words too
     for part in ("noun", "spelled", "verb", "phrase"):
         assert {getattr(w, part) for w in held} <= {getattr(w, part) for w in train}
     facts = (Figure(8, "red", "up left") if moving else Figure(8, "red", None, "top"),)
     taught = {word for caption in captions_for(facts, "train") for word in caption.split()}
     assert {word for caption in captions_for(facts, "validation") for word in caption.split()} <= taught
+
+
+@pytest.mark.parametrize("moving", [True, False])
+def test_with_two_figures_every_order_is_taught_and_every_order_is_asked(moving):
+    train, held = wordings("train", moving, 2), wordings("validation", moving, 2)
+    assert not set(train) & set(held)
+    assert {w.order for w in train} == {w.order for w in held} == {"first", "that", "last"}
 
 
 @pytest.mark.parametrize("keys", [{"frames": 8}, {"frames": 1, "digits": 2}])
