@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,9 @@ from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import Tracker
 
 
+REDRAWN = 60.0  # seconds between drawings of the curves while a stage trains: each takes about one, in which nothing is trained
+
+
 @dataclass(frozen=True)
 class _Asked:
     prompts: list[str] | None  # None: the task reads no captions
@@ -58,6 +62,7 @@ class Show:
         self.plan, self.stage, self.folder, self.data = plan, stage, folder, data
         self.trackers, self.device, self.note = trackers, device, note
         self.shape = stage.spec.data.shape
+        self._curves_at = time.monotonic()
         self._alone = True  # whether prompts of a person's own can be drawn, as far as is known
 
     def __call__(self, step: int, stepper: Stepper) -> None:
@@ -70,10 +75,13 @@ class Show:
                 for split in dict.fromkeys(self.stage.train.grids):
                     self._grid(step, stepper, split)
             self._reconstructions(step, stepper)
-        self.curves()
+        if time.monotonic() - self._curves_at > REDRAWN:
+            self.curves()
         release_memory(self.device)  # drawing is far from training's shapes, and what it took is never asked for again
 
     def curves(self) -> None:
+        """At the end of a stage always, before it now and then."""
+        self._curves_at = time.monotonic()
         if ranks.is_first() and self.folder.metrics_file.is_file():
             draw_curves(self.folder.metrics_file, self.folder.path / "curves.png")
 
