@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from kineograph.core import ranks
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, NoData
 from kineograph.data.blank import Blank
 from kineograph.run import layers, machine
 from kineograph.run.builder import Builder
@@ -105,7 +105,7 @@ def _open(plan: Plan, out: Callable[[str], None], without_data: bool = False) ->
             continue
         try:
             data[stage.name] = open_data(stage, plan.seed, note=out, opened=data)
-        except InputError as error:
+        except NoData as error:
             if not without_data:
                 raise
             out(f"{stage.name}: {error}")
