@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,18 @@ def local_rank() -> int:
 def local_world() -> int:
     """Processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if active() else 1
+
+
+class World(NamedTuple):
+    """Processes that share a run: those that are there, or those that one is planned for."""
+
+    processes: int = 1
+    local: int = 1
+    """Those on one machine."""
+
+
+def everyone() -> World:
+    return World(world(), local_world())
 
 
 def lost(error: BaseException) -> str | None:

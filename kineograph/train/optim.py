@@ -95,9 +95,11 @@ class Optimizer:
     @property
     def moment_bytes(self) -> int:
         """Of the state that the first step makes: two moments for each parameter, of its own type, or what a leaner optimizer keeps."""
-        if self.lean:
-            return sum(lean.bytes for lean in self.lean.values())
-        return 2 * sum(p.numel() * p.element_size() for p in self.parts.values())
+        return sum(self.moment_bytes_of(name) for name in self.parts)
+
+    def moment_bytes_of(self, name: str) -> int:
+        part = self.parts[name]
+        return self.lean[name].bytes if self.lean else 2 * part.numel() * part.element_size()
 
     def state(self) -> dict[str, Tensor]:
         """`exp_avg.<parameter>` and so on, as parts."""

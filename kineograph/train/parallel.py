@@ -91,7 +91,7 @@ class ParallelConfig(Config):
             name = "tensor" if self.tensor > 1 else "sequence"
             raise ConfigError(
                 f"train.parallel.{name}={self.together} does not divide {world} process{'es' if world > 1 else ''}: start a multiple of it "
-                f"(torchrun --nproc-per-node), or set train.parallel={self.layout}"
+                f"(torchrun --nproc-per-node; a dry run and kineo doctor take --processes), or set train.parallel={self.layout}"
             )
         apart = world // self.together
         if self.layout == "replicate":

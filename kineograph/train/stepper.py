@@ -49,17 +49,19 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return torch.autocast(device.type, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
-def graphs_for(config: TrainConfig, device: torch.device) -> bool:
+def graphs_for(config: TrainConfig, device: torch.device, several: bool | None = None) -> bool:
     """Whether compiled modules run as CUDA graphs. A graph has one set of buffers, so gradients that are accumulated over
-    micro-batches rule it out; so do processes that speak to one another inside. Beside other processes it is done only when asked for."""
+    micro-batches rule it out; so do processes that speak to one another inside. Beside other processes it is done only when asked for.
+    `several`: whether there will be such, where that is only planned."""
+    several = ranks.active() if several is None else several
     if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
         raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
-    if config.compile == "graphs" and ranks.active() and config.parallel.speaks_inside:
+    if config.compile == "graphs" and several and config.parallel.speaks_inside:
         raise ConfigError(
             "train.compile=graphs needs train.parallel=replicate, without tensor and sequence: weights or tokens are exchanged inside; use true or auto"
         )
     return device.type == "cuda" and (
-        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1 and not ranks.active())
+        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1 and not several)
     )
 
 
