@@ -198,11 +198,12 @@ class Stepper:
             self.whole_way = Replicated(self.task, parallel.bucket_mb, parallel.find_unused)
             return
         for name, parameters in self.parameters.items():
-            whole = [p for key, p in parameters.items() if key not in self.pieces]
-            self.reductions[name].append(Reduction(whole, parallel.bucket_mb))
-            cut = [p for key, p in parameters.items() if isinstance(self.pieces.get(key), Cut)]
+            keys = parallel.bucket_mb, parallel.find_unused
+            whole = {key: p for key, p in parameters.items() if key not in self.pieces}
+            self.reductions[name].append(Reduction(whole, *keys))
+            cut = {key: p for key, p in parameters.items() if isinstance(self.pieces.get(key), Cut)}
             if parallel.tensor > 1:
-                self.reductions[name].append(Reduction(cut, parallel.bucket_mb, self.layout.across_tensor()))
+                self.reductions[name].append(Reduction(cut, *keys, self.layout.across_tensor()))
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
