@@ -3,7 +3,6 @@ inputs, and the curves. Or, with `train.show: latents`, what would be decoded, a
 
 from __future__ import annotations
 
-import gc
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves
 from kineograph.media.grids import beside, film_strip, grid, moving_grid, side_by_side
 from kineograph.media.names import free_name, slug
+from kineograph.run.machine import release_memory
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
 from kineograph.sample.draw import BATCH, draw_for_training
@@ -71,7 +71,7 @@ class Show:
                     self._grid(step, stepper, split)
             self._reconstructions(step, stepper)
         self.curves()
-        release_memory(self.device)  # drawing is far from training's shapes, and what it took is never asked for again
+        release_memory()  # drawing is far from training's shapes, and what it took is never asked for again
 
     def curves(self) -> None:
         if ranks.is_first() and self.folder.metrics_file.is_file():
@@ -288,13 +288,6 @@ def _real(pixels: Tensor, batch: Batch) -> list[Tensor]:
 def _encoded(task: Task, part: Batch) -> Tensor:
     made = task.precompute(part)
     return next(made[kind] for kind in KINDS if kind in made)
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back what was only needed for a while."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _moving(pixels: Tensor) -> str:

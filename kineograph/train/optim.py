@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
+from kineograph.core.transfer import to_device
 from kineograph.train.config import PlayerConfig
 from kineograph.train.lean import Lean, Rule
 from kineograph.train.pieces import WHOLE, Piece, local, local_parameter, total_norm
@@ -86,9 +87,7 @@ class Optimizer:
     def _lean_step(self, rate: float, divisor: Tensor, skipped: Tensor) -> None:
         config = self.config
         numbers = (rate, config.weight_decay, *config.betas, config.eps, 0.0)
-        # from pinned memory in one copy that the host does not wait for
-        host = torch.tensor(numbers, pin_memory=divisor.is_cuda)
-        rate_, decay, beta1, beta2, eps, zero = host.to(divisor.device, non_blocking=True)
+        rate_, decay, beta1, beta2, eps, zero = to_device(torch.tensor(numbers), divisor.device)
         for name, lean in self.lean.items():
             lean.update(Rule(rate_, decay if name in self.decays else zero, beta1, beta2, eps, divisor, skipped))
 

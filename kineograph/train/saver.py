@@ -18,12 +18,11 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from kineograph.core import pulse, ranks
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.train import checkpoint
-from kineograph.train.holding import Held
+from kineograph.train.holding import Held, whole
 from kineograph.train.staging import Staging
 
 PATIENCE = timedelta(hours=1)  # for the slowest process's part
@@ -110,7 +109,7 @@ class Saver:
 
     def _copied(self, kind: str, group: Mapping[str, Held]) -> dict[str, Any]:
         if ranks.world() == 1:
-            return {name: self._staging.copy(f"{kind}/{name}", _whole(value)) for name, value in group.items()}
+            return {name: self._staging.copy(f"{kind}/{name}", whole(value).detach()) for name, value in group.items()}
         from kineograph.train.sharded import Part, own_parts
 
         return {
@@ -125,12 +124,6 @@ class Saver:
             checkpoint.write(self.folder, step, staged, text)
         else:
             _write_together(self.folder, step, staged, text, self._group)
-
-
-def _whole(value: Held) -> Tensor:
-    """A lone process holds everything, also where a mesh of one has wrapped it."""
-    value = value if isinstance(value, Tensor) else value()
-    return value.to_local().detach() if hasattr(value, "to_local") else value.detach()
 
 
 # Many processes --------------------------------------------------------------------------------------------------
