@@ -110,20 +110,33 @@ class Optimizer:
             for kind, value in self.adamw.state.get(p, {}).items()
         }
 
-    def room_for(self, key: str) -> Tensor:
-        """What a saved `exp_avg.<parameter>` is read into: this process's part. `step` is a float32 scalar, as the fused kernel wants it."""
-        kind, _, name = key.partition(".")
-        if name not in self.parts:
-            raise InputError(f"the saved optimizer has moments of {name}, which this task does not train")
-        part = self.parts[name]
-        if self.lean:
-            rooms = self.lean[name].fresh()
-        else:
-            moments = {moment: torch.zeros_like(part, requires_grad=False) for moment in ("exp_avg", "exp_avg_sq")}
-            rooms = {"step": torch.zeros((), device=part.device), **moments}
-        if kind not in rooms:
-            raise self._kept_otherwise(name, [kind])
-        return rooms[kind]
+    def rooms_for(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """What saved `exp_avg.<parameter>` and so on are read into: this process's parts."""
+        rooms: dict[str, Tensor] = {}
+        for name, kinds in self._by_parameter(keys).items():
+            fresh = self.lean[name].fresh() if self.lean else self._fresh(self.parts[name])
+            if not fresh.keys() >= set(kinds):
+                raise self._kept_otherwise(name, set(kinds) - fresh.keys())
+            rooms |= {f"{kind}.{name}": fresh[kind] for kind in kinds}
+        return rooms
+
+    @staticmethod
+    def _fresh(part: nn.Parameter) -> dict[str, Tensor]:
+        """`step` is a float32 scalar on the parameter's device, as the fused kernel wants it."""
+        moments = {kind: torch.zeros_like(part, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=part.device), **moments}
+
+    def _by_parameter(self, keys: Iterable[str]) -> dict[str, list[str]]:
+        """Which kinds there are of which parameter."""
+        found: dict[str, list[str]] = {}
+        for key in keys:
+            kind, _, name = key.partition(".")
+            found.setdefault(name, []).append(kind)
+        if not found.keys() <= self.parts.keys():
+            raise InputError(
+                f"the saved optimizer has moments of {', '.join(sorted(found.keys() - self.parts.keys())[:3])}, which this task does not train"
+            )
+        return found
 
     def _kept_otherwise(self, name: str, kinds: Iterable[str]) -> InputError:
         return InputError(
@@ -133,20 +146,14 @@ class Optimizer:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Parts, as `state` gives them."""
-        names = {key.partition(".")[2] for key in state}
-        if not names <= self.parameters.keys():
-            raise InputError(
-                f"the saved optimizer has moments of {sorted(names - self.parameters.keys())[:3]}, which this task does not train"
-            )
-        for name in names:
+        for name, found in self._by_parameter(state).items():
             p = self.parts[name]
-            kinds = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
+            kinds = {kind: state[f"{kind}.{name}"] for kind in found}
             fits = self.lean[name].load(kinds) if self.lean else kinds.keys() <= {"step", "exp_avg", "exp_avg_sq"}
             if not fits:
                 raise self._kept_otherwise(name, kinds)
             if self.lean:
                 continue
-            # `step` is a float32 scalar on the parameter's device, as the fused kernel wants it.
             self.adamw.state[p] = {kind: value.to(p.device) for kind, value in kinds.items()}
 
 
@@ -164,8 +171,8 @@ class LossScale:
         self.value = torch.where(overflow > 0, self.value * 0.5, torch.where(grown, self.value * 2.0, self.value))
         self.good = torch.where(grown, torch.zeros_like(good), good)
 
-    def state(self) -> dict[str, float]:
-        return {"value": float(self.value), "good": float(self.good)}
+    def state(self) -> dict[str, Tensor]:
+        return {"value": self.value, "good": self.good}
 
     def load(self, state: Mapping[str, float]) -> None:
         self.value.fill_(state["value"])

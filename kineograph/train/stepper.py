@@ -20,6 +20,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Loss, Task, check_weights, compile_parts, parameters_of, weights_of
+from kineograph.core.transfer import fetched
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
@@ -331,11 +332,13 @@ class Stepper:
         return self.pieces.get(parameter_name(name), WHOLE) if value.ndim else WHOLE
 
     def state(self) -> dict[str, Any]:
+        """Numbers that the next step depends on, fetched from the device at once."""
+        scale = self.scale.state() if self.scale else {}
+        numbers = fetched({"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, **scale})
         return {
             "ema_updates": {name: ema.updates for name, ema in self.averages.items()},
-            "scale": self.scale.state() if self.scale else None,
-            "skipped": float(self.skipped),
-            "skipped_in_a_row": float(self.skipped_in_a_row),
+            "scale": {name: numbers.pop(name) for name in scale} or None,
+            **numbers,
         }
 
     def held(self) -> dict[str, dict[str, Held]]:
@@ -375,16 +378,16 @@ class Stepper:
         self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
 
     def _load_moments(self, saved: Checkpoint) -> None:
-        moments: dict[str, Tensor] = {}
+        keys: dict[str, list[str]] = {name: [] for name in self.optimizers}
         for key in saved.shapes("optimizer"):
             name, _, rest = key.partition("/")
-            if name in self.optimizers:
-                moments[key] = self.optimizers[name].room_for(rest)
-        self._read(saved, "optimizer", moments)
+            if name in keys:
+                keys[name].append(rest)
+        rooms = {name: optimizer.rooms_for(keys[name]) for name, optimizer in self.optimizers.items()}
+        every = {f"{name}/{key}": room for name, found in rooms.items() for key, room in found.items()}
+        self._read(saved, "optimizer", every)
         for name, optimizer in self.optimizers.items():
-            optimizer.load(
-                {key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name}
-            )
+            optimizer.load(rooms[name])
 
     def _read(self, saved: Checkpoint, kind: str, into: Mapping[str, Tensor]) -> None:
         read_into(saved, kind, {name: (value, self.piece_of(name, value)) for name, value in into.items()})

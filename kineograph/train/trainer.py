@@ -20,6 +20,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
+from kineograph.core.transfer import fetched
 from kineograph.train import checkpoint
 from kineograph.train.cadence import Cursor, Phase, advance, finished, is_snapshot, logs, settle
 from kineograph.train.clock import Clock, Work
@@ -174,7 +175,7 @@ class Trainer:
         """The one place that waits for the device: all numbers of a step in one transfer."""
         stepper = self.stepper
         named = values | {"skipped": stepper.skipped, "skipped_in_a_row": stepper.skipped_in_a_row}
-        numbers = dict(zip(named, torch.stack([v.to(torch.float32) for v in named.values()]).tolist(), strict=True))
+        numbers = fetched(named)
         in_a_row = int(numbers.pop("skipped_in_a_row"))
         if in_a_row >= self.config.max_nonfinite:
             raise RunFailed(
