@@ -1,6 +1,7 @@
 """Saving in the background: the state is copied to the host, then written while training goes on.
 
-One thread does everything in the order in which it was asked: write a checkpoint, note a finished phase in it, prune. A save begins when the
+One thread does everything in the order in which it was asked: write a checkpoint, note a finished phase in it, prune; also pictures, which are
+there before their phase is noted as finished. A save begins when the
 one before is complete, so two never overlap and the host holds one copy. With many processes each writes its own part (sharded.py); the first
 one writes state and manifest and gives the folder its name after all have told that their part lies on disk. What fails anywhere fails
 everywhere: `check`, which costs nothing, and `wait` raise it in the thread that trains.
@@ -48,7 +49,7 @@ class Saver:
         self._ask(lambda: self._write(step, staged, text))
 
     def then(self, work: Callable[[], None]) -> None:
-        """Something small of the first process, after what was asked before."""
+        """Something that the first process writes by itself, after what was asked before."""
         if ranks.is_first():
             self.check()
             self._ask(lambda: self._do(work))

@@ -48,7 +48,7 @@ class Surroundings:
     log: Callable[[Record], None]
     validation: Callable[[], Iterable[Batch]] | None = None
     evaluate: Callable[[int, Task], tuple[dict[str, float], Record]] | None = None  # metrics by name, what they rest on
-    show: Callable[[int, Stepper], None] | None = None  # draw samples and reconstructions after a step
+    show: Callable[[int, Stepper], Callable[[], None]] | None = None  # draw after a step; → what is then left to write
     publish: Callable[[checkpoint.Checkpoint, bool], None] | None = None  # hand a checkpoint on; whether it is the best
     saved: dict[str, Any] = field(
         default_factory=dict
@@ -150,7 +150,7 @@ class Trainer:
         if phase == "evaluate":
             self._evaluate(step)
         elif phase == "sample" and self.around.show is not None:
-            self.around.show(step, self.stepper)
+            self.saver.then(self.around.show(step, self.stepper))  # encoding takes long: training goes on meanwhile
         elif phase == "publish" and self.around.publish is not None and self.saved == step and ranks.is_first():
             self.saver.wait()
             self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
