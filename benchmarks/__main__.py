@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         return 0
     try:
-        rows = run(options, shlex.join(["python", "-m", "benchmarks", *given]))
+        rows = run(options, report.command_of("benchmarks", given))
     except KineoError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -124,21 +125,25 @@ def _verdict(pair: Comparison) -> str:
 
 
 def as_json(rows: list[Row], machine: Machine, command: str) -> dict[str, Any]:
-    return {
-        "date": date.today().isoformat(),
-        "command": command,
-        "machine": asdict(machine),
-        "rows": [
-            asdict(row)
-            | {
-                "samples_per_s": row.samples_per_s,
-                "tflops": row.tflops,
-                "mfu": row.tflops / machine.matmul_tflops if row.tflops else None,
-            }
-            for row in rows
-        ],
-        "comparisons": [asdict(pair) for pair in compare(rows)],
-    }
+    told = [
+        asdict(row)
+        | {
+            "samples_per_s": row.samples_per_s,
+            "tflops": row.tflops,
+            "mfu": row.tflops / machine.matmul_tflops if row.tflops else None,
+        }
+        for row in rows
+    ]
+    return run_of(machine, command, rows=told, comparisons=[asdict(pair) for pair in compare(rows)])
+
+
+def run_of(machine: Machine, command: str, **found: Any) -> dict[str, Any]:
+    """What was measured, with the day, the command and the hardware."""
+    return {"date": date.today().isoformat(), "command": command, "machine": asdict(machine), **found}
+
+
+def command_of(module: str, words: list[str]) -> str:
+    return shlex.join(["python", "-m", module, *words])
 
 
 class File:

@@ -8,12 +8,10 @@ many they are. Where a save is waited for it costs the copy and the write.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import statistics
+import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks import machine
 from benchmarks.measure import matmul_ceiling
+from benchmarks.report import File, command_of, run_of
 from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
@@ -122,25 +121,24 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     wanted = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__)
     wanted.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     wanted.add_argument("--millions", type=float, default=20, help="weights (20)")
     wanted.add_argument("--saves", type=int, default=8, help="how many are measured (8)")
     wanted.add_argument("--folder", type=Path, help="where checkpoints go: the disk that is measured (a temporary one)")
     wanted.add_argument("--out", type=Path, help="where the JSON goes (nowhere)")
-    asked = wanted.parse_args()
+    asked = wanted.parse_args(words)
     device = torch.device(asked.device)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         found = measure(device, asked.millions, asked.saves, Path(folder))
     for name, value in found.items():
         print(f"{name:26} {value:10.3f}")
     if asked.out is not None:
-        facts = dataclasses.asdict(machine.describe(device, matmul_ceiling(device, True)))
-        path = asked.out / f"{datetime.now(UTC):%Y-%m-%d}-{machine.slug(device)}-saving.json"
-        path.write_text(json.dumps({"machine": facts, "saving": found}, indent=2) + "\n", encoding="utf-8")
-        print(path)
+        facts = machine.describe(device, matmul_ceiling(device, True))
+        run = run_of(facts, command_of("benchmarks.saving", words), saving=found)
+        print(f"written: {File(asked.out, f'saving-{machine.slug(device)}').write(run)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

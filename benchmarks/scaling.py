@@ -10,21 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 SAMPLES = 32  # a process and step
 
 
-def main() -> None:
-    options = _parser().parse_args()
+def main(words: list[str]) -> None:
+    options = _parser().parse_args(words)
     if options.worker:
         _work(options.seconds)
         return
@@ -34,7 +31,7 @@ def main() -> None:
     for row in found:
         shares = [row[kind] / first[kind] * first["processes"] / row["processes"] for kind in ("data", "train")]
         print(f"{row['processes']:>9} {row['data']:>10.1f} {shares[0]:>14.2f} {row['train']:>10.1f} {shares[1]:>14.2f}")
-    _write(found, options.out)
+    _write(found, options.out, words)
 
 
 def _world(processes: int, seconds: float) -> dict[str, Any]:
@@ -128,19 +125,17 @@ def _rate(call: Any, samples: int, seconds: float) -> float:
     return samples * calls / (time.perf_counter() - began)
 
 
-def _write(found: list[dict[str, Any]], out: Path) -> None:
+def _write(found: list[dict[str, Any]], out: Path, words: list[str]) -> None:
     import torch
 
     from benchmarks import machine
     from benchmarks.measure import matmul_ceiling
+    from benchmarks.report import File, command_of, run_of
 
     cpu = torch.device("cpu")
     facts = machine.describe(cpu, matmul_ceiling(cpu, small=True))
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{date.today().isoformat()}-scaling-{machine.slug(cpu)}.json"
-    command = shlex.join(["python", "-m", "benchmarks.scaling", *sys.argv[1:]])
-    path.write_text(json.dumps({"command": command, "machine": asdict(facts), "rows": found}, indent=2) + "\n")
-    print(f"written: {path}")
+    run = run_of(facts, command_of("benchmarks.scaling", words), rows=found)
+    print(f"written: {File(out, f'scaling-{machine.slug(cpu)}').write(run)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,4 +148,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

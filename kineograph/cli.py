@@ -28,6 +28,12 @@ app.add_typer(weights_app)
 
 Run = Annotated[Path, typer.Argument(help="A run folder, such as runs/muse-tiny.", show_default=False)]
 Checkpoint = Annotated[str, typer.Option(help="last, best, or a step.")]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Processes that the run is planned for.", show_default="those that a launcher started, or 1"
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 
 
@@ -65,6 +71,7 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve, check the data, build, estimate, stop.")] = False,
+    processes: Processes = None,
 ) -> None:
     """Train all stages. The same command again resumes.
 
@@ -72,16 +79,23 @@ def train(
     """
     if resume not in ("auto", "never", "must"):
         raise typer.BadParameter("use auto, never or must", param_hint="--resume")
+    from kineograph.run.launch import speaks
+
     if dry_run:
+        if not speaks():
+            return
         from kineograph.run.doctor import dry_run as check
 
         if resume_from:
             raise typer.BadParameter(
                 "nothing is fetched in a dry run: leave one of the two out", param_hint="--resume-from"
             )
-        check(what or [], run, resume)  # type: ignore[arg-type]
+        check(what or [], run, resume, processes=processes)  # type: ignore[arg-type]
         return
-    from kineograph.run.launch import speaks
+    if processes is not None:
+        raise typer.BadParameter(
+            "plans a run, with --dry-run; to train on several, start them with torchrun", param_hint="--processes"
+        )
     from kineograph.run.train import train as run_training
 
     folder = run_training(what or [], run=run, resume=resume, resume_from=resume_from or ())  # type: ignore[arg-type]
@@ -427,11 +441,12 @@ def doctor(
         float | None,
         typer.Option(min=0.001, help="GiB of the GPU that is meant, in place of the one here.", show_default=False),
     ] = None,
+    processes: Processes = None,
 ) -> None:
     """Look at the machine, and at what a preset will need of it, before anything is spent: what fits, and which switch helps."""
     from kineograph.run.doctor import examine
 
-    examine(what or [], memory=memory)
+    examine(what or [], memory=memory, processes=processes)
 
 
 @app.command()

@@ -25,6 +25,10 @@ class ConfigError(InputError):
     """A config key is unknown, ill-typed or does not fit the others."""
 
 
+class NoData(InputError):
+    """Files or folders of data that are named and not there."""
+
+
 class NotTrained(InputError):
     """A stage has no checkpoint yet."""
 

@@ -69,8 +69,9 @@ class Noise:
         self.slots = slots  # B, int64
 
     @staticmethod
-    def for_rows(seed: int, step: int, rows: int, device: torch.device | str = "cpu", first: int = 0) -> Noise:
-        return Noise(seed, step, torch.arange(first, first + rows, device=device))
+    def for_rows(seed: int, step: int, rows: int, device: torch.device | str = "cpu") -> Noise:
+        """Of a batch that is all of the global one."""
+        return Noise(seed, step, torch.arange(rows, device=device))
 
     @property
     def batch(self) -> int:

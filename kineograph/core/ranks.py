@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,18 @@ def local_rank() -> int:
 def local_world() -> int:
     """Processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if active() else 1
+
+
+class World(NamedTuple):
+    """Processes that share a run: those that are there, or those that one is planned for."""
+
+    processes: int = 1
+    local: int = 1
+    """Those on one machine."""
+
+
+def everyone() -> World:
+    return World(world(), local_world())
 
 
 def lost(error: BaseException) -> str | None:
@@ -160,14 +173,19 @@ def gather_rows(value: Tensor) -> Tensor:
     """The rows of all data ranks in their order, however many each has (also none); without gradient."""
     if not active():
         return value
-    counts = torch.zeros(data_world(), dtype=torch.int64, device=value.device)
-    counts[data_rank()] = len(value)
-    sizes = sum_(counts).tolist()
+    return torch.cat(_rows(value, data_world(), _group()))
+
+
+def _rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Of each of the `world` processes of a group its rows."""
+    told = [torch.empty(1, dtype=torch.int64, device=value.device) for _ in range(world)]
+    dist.all_gather(told, torch.tensor([len(value)], device=value.device), group=group)
+    sizes = torch.cat(told).tolist()
     padded = value.new_zeros(max(sizes), *value.shape[1:])
     padded[: len(value)] = value
     parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=_group())
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+    dist.all_gather(parts, padded, group=group)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 # Words of all processes --------------------------------------------------------------------------------------------
@@ -192,16 +210,32 @@ def told(value: Any) -> Any:
 
 def all_told(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What every rank says, by rank. `group` is one that speaks on the host and joins all ranks, or None for the usual one."""
-    if not active():
-        return [value]
+    return _heard(value, world(), group, "cpu") if active() else [value]
+
+
+def data_told(value: Any, device: torch.device | str = "cpu") -> list[Any]:
+    """What every data rank says, in their order: for numbers that are added up. `device` is one on which they speak."""
+    return _heard(value, data_world(), _group(), device) if active() else [value]
+
+
+def _heard(value: Any, world: int, group: dist.ProcessGroup | None, device: torch.device | str) -> list[Any]:
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
-    dist.all_gather(sizes, torch.tensor([len(text)]), group=group)
-    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
-    padded[: len(text)] = text
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+    return [json.loads(part.cpu().numpy().tobytes()) for part in _rows(text.to(device), world, group)]
+
+
+def say(line: str) -> None:
+    """To the person who watches."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def once(note: Callable[[str], None]) -> Callable[[str], None]:
+    """What is said to people, by the first process alone."""
+
+    def said(line: str) -> None:
+        if is_first():
+            note(line)
+
+    return said
 
 
 def table(values: Sequence[float]) -> list[list[float]]:
@@ -227,15 +261,6 @@ def tensors_to_first(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         for value in found[-1]:
             dist.recv(value, other)
     return found
-
-
-def gather_json(value: Any, device: torch.device | str = "cpu") -> list[Any]:
-    """What each process has to say, in the order of their ranks: anything that JSON can hold. Nothing is unpickled."""
-    if not active():
-        return [value]
-    line = torch.frombuffer(bytearray(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
-    told = gather_rows(line.to(device)).cpu().numpy().tobytes()
-    return [json.loads(part) for part in told.splitlines()]
 
 
 def device_of(name: str = "auto") -> torch.device:

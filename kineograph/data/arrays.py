@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, NoData
 
 _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
 
@@ -41,7 +41,7 @@ class Array:
         try:
             values = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
-            raise InputError(f"{path} does not exist") from None
+            raise NoData(f"{path} does not exist") from None
         except (OSError, ValueError, EOFError) as error:
             raise InputError(f"{path} is not a readable .npy array: {error}") from None
         return Array(path, values.shape, values.dtype)
@@ -81,7 +81,7 @@ def find_array(place: str, names: tuple[str, ...], shape: tuple[int, ...] | None
             )
         path = candidates[0]
     if not path.exists():
-        raise InputError(f"data.folder={place} does not exist")
+        raise NoData(f"data.folder={place} does not exist")
     if path.suffix == ".npy":
         return Array.npy(path)
     if shape is None:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.data.arrays import Array
 from kineograph.data.shards import Shard, last_number
 
@@ -29,7 +29,7 @@ class AlignedEmbeddings:
     def __init__(self, folder: str, key: str, shards: Sequence[Shard], index_width: int) -> None:
         root = Path(folder).expanduser()
         if not root.is_dir():
-            raise InputError(f"{key}={folder} is not a folder")
+            raise (InputError if root.exists() else NoData)(f"{key}={folder} is not a folder")
         files: dict[int, Path] = {}
         for path in sorted(root.glob("*.npy")):
             number = last_number(path.stem)

@@ -15,7 +15,7 @@ from unicodedata import normalize
 import numpy as np
 
 from kineograph.core.batch import Sample
-from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.data.buckets import Bucket, Buckets, Extent, assign
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_caption
 from kineograph.data.config import Split
@@ -49,7 +49,7 @@ class Listing(NamedTuple):
 def list_folder(root: Path, key: str = "data.folder=") -> Listing:
     """All files below `root`, links followed, hidden ones left out. `key` is where the path came from, for messages."""
     if not root.exists():
-        raise InputError(f"{key}{root} does not exist")
+        raise NoData(f"{key}{root} does not exist")
     if not root.is_dir():
         raise InputError(f"{key}{root} is a file: give the folder that holds it")
     media: list[str] = []

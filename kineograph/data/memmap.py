@@ -10,7 +10,7 @@ import numpy as np
 from einops import rearrange
 
 from kineograph.core.batch import Sample
-from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.data.arrays import Array, dtype_of, find_array, lines_beside
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.split import select
@@ -163,7 +163,7 @@ def _labels(config: MemmapConfig, array: Path) -> np.ndarray | None:
         path = array.parent / path
     if not path.exists():
         if config.labels:
-            raise InputError(f"data.labels={config.labels} does not exist, neither here nor beside {array}")
+            raise NoData(f"data.labels={config.labels} does not exist, neither here nor beside {array}")
         return None
     if path.suffix == ".npy":
         return Array.npy(path).values

@@ -6,12 +6,12 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, NoData
 
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _PACKED = ENDINGS[1:]  # no offsets into these
@@ -74,6 +74,12 @@ def find_shards(given: str | Iterable[str], start: int = 0, end: int | None = No
     if repeated:
         raise InputError(f"data.shards names {repeated[0]} twice")
     return [Shard(place, name) for place, name in zip(places, _names(places), strict=True)]
+
+
+def unusable(shards: Sequence[Shard], reason: str) -> InputError:
+    """What to raise where no shard can be read: files that are not there are another matter than files that are broken."""
+    gone = all(shard.command is None and not os.path.exists(shard.place) for shard in shards)
+    return NoData(reason) if gone else InputError(reason)
 
 
 def expand(text: str) -> list[str]:
@@ -143,7 +149,7 @@ def _local(place: str) -> list[str]:
     if not path.exists() and re.search(r"[*?\[]", place):
         found = sorted(glob.glob(str(path)))
         if not found:
-            raise InputError(f"data.shards={place} matches no file")
+            raise NoData(f"data.shards={place} matches no file")
         return found
     return [str(path)]
 

@@ -19,7 +19,7 @@ from kineograph.data.buckets import Bucket, Buckets, BucketsConfig, Extent, assi
 from kineograph.data.config import Split
 from kineograph.data.decode import reasons
 from kineograph.data.extents import extent_of, measure_all, memory_of, refuse_many
-from kineograph.data.shards import Shard, find_shards
+from kineograph.data.shards import Shard, find_shards, unusable
 from kineograph.data.split import select
 from kineograph.data.tar_index import TarIndex, index_all
 from kineograph.data.webdataset_samples import EMBEDDINGS, Assembly, Part, WebDatasetConfig
@@ -257,9 +257,10 @@ def _refuse_shards(shards: Sequence[Shard], good: int, skipped: dict[str, str], 
     bad = len(shards) - good
     if not good or bad > limit * len(shards):
         name, reason = next(iter(skipped.items()))
-        raise InputError(
+        raise unusable(
+            shards,
             f"{bad} of the {len(shards)} shards of data.shards cannot be read (data.max_unreadable={limit:g}), "
-            f"for instance {name}: {reason}"
+            f"for instance {name}: {reason}",
         )
 
 

@@ -21,7 +21,7 @@ from kineograph.core.errors import InputError, RunFailed, Unreadable
 from kineograph.core.noise import numpy_rng
 from kineograph.data.config import Split
 from kineograph.data.order import drawn, items
-from kineograph.data.shards import Shard
+from kineograph.data.shards import Shard, unusable
 from kineograph.data.split import place_of
 from kineograph.data.tar_stream import samples
 from kineograph.data.webdataset_samples import Assembly, Part, WebDatasetConfig
@@ -98,8 +98,8 @@ def _head_of(text: str, shards: tuple[Shard, ...]) -> _Head:
             skipped[error.path] = error.reason
     if not looked_at:
         name, reason = next(iter(skipped.items()), (shards[0].name, "no samples in it"))
-        raise InputError(
-            f"no sample in the {len(shards)} shards of data.shards can be used, for instance {name}: {reason}"
+        raise unusable(
+            shards, f"no sample in the {len(shards)} shards of data.shards can be used, for instance {name}: {reason}"
         )
     everything = [record for records in kept.values() for record in records]
     captioned = any("caption" in record.parts for record in everything)

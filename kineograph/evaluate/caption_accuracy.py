@@ -89,7 +89,7 @@ class Tally:
     def joined(self, device: torch.device | str) -> Tally:
         """Over all processes."""
         whole = Tally()
-        for told in ranks.gather_json(asdict(self), device):
+        for told in ranks.data_told(asdict(self), device):
             other = Tally(**told)
             whole.count += other.count
             whole.right += other.right

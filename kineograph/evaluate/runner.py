@@ -33,14 +33,6 @@ Note = Callable[[str], None]
 FIRST_LOOK = 64  # captions that metrics see before anything is drawn
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _unheard(line: str) -> None:
-    """The first process says the same."""
-
-
 @dataclass(frozen=True)
 class Judged:
     """One stage at one checkpoint, and what the metrics found."""
@@ -107,7 +99,7 @@ def evaluate(
     batch: int = 32,
     dataset: Any = None,
     extractors: Sequence[str] = (),
-    note: Note = say,
+    note: Note = ranks.say,
 ) -> Evaluation:
     """Judge a run: the stage that draws at `checkpoint`, the stages under it as it uses them (or `stage` alone).
 
@@ -121,7 +113,7 @@ def evaluate(
     if samples < 1 or batch < 1:
         raise InputError(f"samples={samples}, batch={batch}: both start at 1")
     folder = RunFolder.existing(run)
-    note = note if ranks.is_first() else _unheard
+    note = ranks.once(note)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     stages = Stages(folder, device_for(device))
     looking = Extractors(stages.device, read_choices(list(extractors)))
@@ -257,7 +249,7 @@ class Judge:
     def _judged_by_all(self, metrics: dict[str, Metric], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
         """Those that no process has left out: their answers join what all of them saw, so all must ask for them."""
         missing = {name: [str(reason) for reason in found] for name, found in reasons.items() if name not in metrics}
-        for elsewhere in ranks.gather_json(missing, self.device):
+        for elsewhere in ranks.data_told(missing, self.device):
             for name, why in elsewhere.items():
                 if metrics.pop(name, None) is not None:
                     reasons[name] += [LeftOut(reason) for reason in why]

@@ -9,6 +9,7 @@ import torch
 from kineograph.core import ranks
 from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.core.lookup import find_metric
+from kineograph.core.ranks import World
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.run.builder import Builder, pretending
@@ -22,27 +23,33 @@ from kineograph.train.stepper import check_layout, graphs_for, precision_for
 
 
 def check_stages(
-    plan: Plan, data: dict[str, StageData], folder: RunFolder | None = None, building: bool = True
+    plan: Plan,
+    data: dict[str, StageData],
+    folder: RunFolder | None = None,
+    building: bool = True,
+    planned: World | None = None,
 ) -> None:
     """Refuse what could not be trained (a device that is not there, sizes that do not fit a codec) before anything is written.
 
-    With `building`, every stage is built, of tensors without numbers, which takes no memory and little time.
+    With `building`, every stage is built, of tensors without numbers, which takes no memory and little time. `planned`: processes of the run
+    that is meant, in place of those that are there.
     """
+    several = ranks.active() if planned is None else planned.processes > 1
     builder = Builder(plan, data, lambda line: None)
     for stage in plan.stages:
         if stage.name not in data:
             continue
         device = ranks.device_of(stage.train.device)
         precision = precision_for(stage.train.precision, device)
-        graphs_for(stage.train, device)
-        stage.train.parallel.sizes(ranks.world(), ranks.local_world())
+        graphs_for(stage.train, device, several)
+        stage.train.parallel.sizes(*(planned or ranks.everyone()))
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
         if folder is not None:
             _check_warm_start(plan, stage, folder)
             _check_trained(plan, stage, folder)
-        data[stage.name].loader().check()  # refuses batches that do not divide
+        data[stage.name].loader(planned=planned).check()  # refuses batches that do not divide
         if building:
             try:
                 with pretending():
@@ -52,7 +59,7 @@ def check_stages(
             except Exception:  # a Task that looks at numbers while it is built: training will tell
                 continue
             task.check_precision(precision)
-            if ranks.active():
+            if several:
                 check_layout(task, stage.train.parallel, stage.players)
             expect_tokens(task, data[stage.name])
             expect_shapes(task, data[stage.name])

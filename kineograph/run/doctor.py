@@ -9,12 +9,16 @@ from pathlib import Path
 import torch
 
 from kineograph.core import ranks
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, NoData
+from kineograph.core.ranks import World
+from kineograph.core.run_folder import RunFolder
 from kineograph.data.blank import Blank
 from kineograph.run import layers, machine
 from kineograph.run.builder import Builder
 from kineograph.run.checks import check_stages
+from kineograph.run.dividing import parts_of
 from kineograph.run.estimate import ROOM, Estimate, data_world, estimate
+from kineograph.run.launch import placed
 from kineograph.run.plan import Plan, make_plan
 from kineograph.run.stage_data import StageData, open_data, workers_for
 from kineograph.run.tracing import Memory
@@ -23,33 +27,58 @@ from kineograph.train.stepper import precision_for
 _LABEL = 14  # characters
 
 
-def examine(arguments: Sequence[str], out: Callable[[str], None] = print, memory: float | None = None) -> None:
+def examine(
+    arguments: Sequence[str],
+    out: Callable[[str], None] = print,
+    memory: float | None = None,
+    processes: int | None = None,
+) -> None:
     """Without arguments the environment; with a preset, files or overrides also what each stage needs.
 
-    `memory`: GiB of a GPU that the run is meant for, in place of the device that is here.
+    `memory`: GiB of a GPU that the run is meant for, in place of the device that is here. `processes`: those that will train, in place of
+    those that a launcher started.
     """
-    if memory is not None and not arguments:
-        raise InputError(f"--memory {memory:g} says what a preset or file is to fit into: name one")
-    environment(out)
-    if arguments:
-        plan = make_plan(layers.read(arguments))
-        out("")
-        _report(plan, _open(plan, out, without_data=True), out, None if memory is None else int(memory * 2**30))
+    for option, value in (("--memory", memory), ("--processes", processes)):
+        if value is not None and not arguments:
+            raise InputError(f"{option} {value:g} says what a preset or file is to fit into: name one")
+    with ranks.alone():
+        environment(out)
+        if arguments:
+            plan, world = make_plan(layers.read(arguments)), planned_world(processes)
+            out("")
+            data = _open(plan, out, world, without_data=True)
+            _report(plan, data, out, world, None if memory is None else int(memory * 2**30))
 
 
 def dry_run(
-    arguments: Sequence[str], run: str | Path | None = None, resume: str = "auto", out: Callable[[str], None] = print
+    arguments: Sequence[str],
+    run: str | Path | None = None,
+    resume: str = "auto",
+    out: Callable[[str], None] = print,
+    processes: int | None = None,
 ) -> None:
     """Everything that comes before training, and nothing that writes: resolve, check the data, build, estimate."""
     from kineograph.run.resolve import resolve
     from kineograph.train.trackers import check_trackers
 
-    plan, folder = resolve(arguments, run, resume)  # type: ignore[arg-type]
-    check_trackers(plan.stages[0].train.trackers)
-    there = "exists, so training would go on there" if folder.exists() else "is new"
-    out(f"run folder {folder.path} {there}; {size(machine.disk_free(folder.path))} of disk are free")
-    _report(plan, _open(plan, out), out)
-    out("dry run: nothing was trained and nothing was written")
+    with ranks.alone():
+        plan, folder = resolve(arguments, run, resume)  # type: ignore[arg-type]
+        check_trackers(plan.stages[0].train.trackers)
+        there = "exists, so training would go on there" if folder.exists() else "is new"
+        out(f"run folder {folder.path} {there}; {size(machine.disk_free(folder.path))} of disk are free")
+        world = planned_world(processes)
+        _report(plan, _open(plan, out, world, folder), out, world)
+        out("dry run: nothing was trained and nothing was written")
+
+
+def planned_world(processes: int | None) -> World:
+    """Those that a launcher started, or as many as are asked for: on machines with as many GPUs as this one, or on one where it has no more
+    than one."""
+    place = placed()
+    if processes is None:
+        return World(place.world, place.local_world) if place is not None else World()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return World(processes, min(processes, gpus) if gpus > 1 else processes)
 
 
 # The machine -----------------------------------------------------------------------------------------------------
@@ -97,7 +126,13 @@ def _workers() -> int:
 # A plan ----------------------------------------------------------------------------------------------------------
 
 
-def _open(plan: Plan, out: Callable[[str], None], without_data: bool = False) -> dict[str, StageData]:
+def _open(
+    plan: Plan,
+    out: Callable[[str], None],
+    world: World,
+    folder: RunFolder | None = None,
+    without_data: bool = False,
+) -> dict[str, StageData]:
     """Open and scan the data of every stage that trains; `without_data`: where there are none, blank clips of their shape stand in."""
     data: dict[str, StageData] = {}
     for stage in plan.stages:
@@ -105,32 +140,35 @@ def _open(plan: Plan, out: Callable[[str], None], without_data: bool = False) ->
             continue
         try:
             data[stage.name] = open_data(stage, plan.seed, note=out, opened=data)
-        except InputError as error:
+        except NoData as error:
             if not without_data:
                 raise
             out(f"{stage.name}: {error}")
             out(f"{stage.name}: estimated without data, for clips of data.frames × data.size")
             blank = Blank(stage.spec.data.shape)
             data[stage.name] = StageData(stage, plan.seed, blank, blank, {})
-    check_stages(plan, data, building=False)  # they are built for the estimate
+    check_stages(plan, data, folder, planned=world)
     return data
 
 
-def _report(plan: Plan, data: dict[str, StageData], out: Callable[[str], None], memory: int | None = None) -> None:
+def _report(
+    plan: Plan, data: dict[str, StageData], out: Callable[[str], None], world: World, memory: int | None = None
+) -> None:
     builder = Builder(plan, data, out)
     seconds: list[float | None] = []
     for stage in plan.stages:
         if stage.name not in data:
             out(f"{stage.name}: skipped, as stages.{stage.name}.skip says\n")
             continue
-        found = estimate(builder, stage, data[stage.name], memory=memory)
+        found = estimate(builder, stage, data[stage.name], memory=memory, world=world)
         for text in describe(found, data[stage.name]):
             out(text)
         out("")
         seconds.append(found.seconds)
     known = [value for value in seconds if value is not None]
     if known and len(known) == len(seconds):
-        out(f"{plan.name}: about {clock(sum(known))} for all stages on this machine, without validation and pictures")
+        where = "this machine" if world.processes == 1 else f"{world.processes} devices like this one"
+        out(f"{plan.name}: about {clock(sum(known))} for all stages on {where}, without validation and pictures")
 
 
 def describe(found: Estimate, data: StageData) -> list[str]:
@@ -157,12 +195,15 @@ def describe(found: Estimate, data: StageData) -> list[str]:
     )
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer, "EMA": memory.ema}
     parts |= {"text encoder": memory.text} if memory.text else {}
+    parts |= {"gathered blocks": memory.gathered} if memory.gathered else {}
     listed = " · ".join(f"{name} {size(part)}" for name, part in parts.items())
     kind = "measured" if found.measured else "estimated"
     line(
         "memory",
         f"{listed} · activations {size(memory.activations)} (micro-batch {found.micro}, {found.precision}) = {size(memory.total)}, {kind}",
     )
+    for place, text in enumerate(_shared(found)):
+        line("" if place else "processes", text)
     if found.traced:
         line("", f"activations are scaled up from a few samples: {found.traced}")
     line("fits" if found.fits else "DOES NOT FIT", _fitting(found))
@@ -173,6 +214,30 @@ def describe(found: Estimate, data: StageData) -> list[str]:
         line("together", f"{' '.join(switches)}: {size(lean.total)}, fits")
     line("arithmetic", f"{operations(found.flops)} a step of {train.batch_size} sample{'s' * (train.batch_size > 1)}")
     lines += _pace(found)
+    return lines
+
+
+def _shared(found: Estimate) -> list[str]:
+    """How the processes that are meant share the stage, and what of that the estimate does not know."""
+    train, world = found.stage.train, found.world
+    if world.processes == 1:
+        return []
+    parallel, sizes = train.parallel, train.parallel.sizes(*world)
+    rows = f"{train.batch_size // data_world(train, world)} of a step's {train.batch_size} samples"
+    lines = [f"{world.processes}, {rows} each; the memory is that of one of them"]
+    over = parts_of(parallel, sizes)
+    if over > 1:
+        lines.append(
+            f"blocks lie in parts over {over} of them, what is outside of blocks is whole in each; gathered blocks are reckoned, not measured"
+        )
+        lines.append(f"while it judges, all blocks are gathered: {size(found.judged)} more, and fewer activations")
+    if parallel.layout == "hybrid" and parallel.shard is None:
+        lines.append(f"{world.local} to a machine, as far as is known here: train.parallel.shard says it for sure")
+    if sizes.tensor > 1:
+        lines.append(f"matrices of blocks are cut over {sizes.tensor}")
+    if parallel.together > 1:
+        key = "tensor" if sizes.tensor > 1 else "sequence"
+        lines.append(f"activations are those of a process without train.parallel.{key}: each will have fewer")
     return lines
 
 
@@ -213,7 +278,7 @@ def _not_one(found: Estimate) -> str:
 def _enough(found: Estimate, largest: int) -> int:
     """The fewest micro-batches a step, each small enough."""
     train = found.stage.train
-    share = train.batch_size // data_world(train)
+    share = train.batch_size // data_world(train, found.world)
     return next(k for k in range(1, share + 1) if share % k == 0 and share // k <= largest)
 
 
@@ -230,12 +295,14 @@ def _pace(found: Estimate) -> list[str]:
         if found.device.type == "cuda" and not speed.compiled and train.compile
         else ""
     )
+    if found.world.processes > 1:
+        how += f", as one of {found.world.processes} processes that had nothing to exchange"
     line(
         "speed",
         f"{3600 / found.step_seconds:,.0f} steps an hour, {train.batch_size / found.step_seconds:,.0f} samples/s (probed: {how}{eager})",
     )
     if found.step_seconds > 1.2 * speed.step_seconds:
-        workers = workers_for(train)
+        workers = workers_for(train, found.world.local)
         why = "readers do not keep up" if workers else "reading waits for computing"
         line(
             "",

@@ -16,14 +16,17 @@ from torch import nn
 from kineograph.core import ranks
 from kineograph.core.config import merge, nest, parse
 from kineograph.core.errors import InputError, KineoError
+from kineograph.core.ranks import World
 from kineograph.core.task import Task, parameters_of
 from kineograph.run.builder import Builder, pretending
+from kineograph.run.dividing import Division, parts_of
 from kineograph.run.machine import free_memory, matmul_rate
 from kineograph.run.plan import StagePlan
 from kineograph.run.probing import PROBE_SECONDS, Speed, probe, read_two
 from kineograph.run.stage_data import StageData, workers_for
-from kineograph.run.tracing import READ, Memory, Traced, bytes_of, tensors_of, trace
+from kineograph.run.tracing import ONE, READ, Memory, Traced, tensors_of, trace
 from kineograph.train.config import TrainConfig
+from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import precision_for
 
 SLOWEST_PROBE = 3.0  # seconds that one sample's step may be expected to take on a CPU
@@ -41,11 +44,12 @@ class Target:
     imagined: bool = False  # a GPU of so much memory, which is not here
 
     @staticmethod
-    def of(train: TrainConfig, memory: int | None = None) -> Target:
-        """The device that the run would take, or a GPU of `memory` bytes."""
+    def of(train: TrainConfig, memory: int | None = None, world: World = ONE) -> Target:
+        """The device that each process of the run would take, or a GPU of `memory` bytes. On a CPU they share the machine's memory."""
         if memory is None:
             device = ranks.device_of(train.device)
-            return Target(device, free_memory(device), precision_for(train.precision, device))
+            free = free_memory(device) // (world.local if device.type == "cpu" else 1)
+            return Target(device, free, precision_for(train.precision, device))
         return Target(torch.device("cuda"), memory, "bf16" if train.precision == "auto" else train.precision, True)
 
     def __str__(self) -> str:
@@ -73,6 +77,8 @@ class Estimate:
     sample_bytes: float = 0.0  # activations that one more sample takes
     savings: dict[str, Memory] = field(default_factory=dict)  # switch → memory with it, the one that saves most first
     together: tuple[tuple[str, ...], Memory] | None = None  # switches that make it fit, where none does alone
+    world: World = ONE  # processes that the run is meant for; memory is that of one of them
+    judged: int = 0  # bytes more while it judges, where blocks lie in parts
 
     @property
     def free(self) -> int:
@@ -100,7 +106,9 @@ class Estimate:
         """Compute and reading side by side where there are workers, one after the other where there are none."""
         if self.speed is None:
             return None
-        reading, workers = self.speed.read_seconds * self.stage.train.batch_size, workers_for(self.stage.train)
+        train = self.stage.train
+        reading = self.speed.read_seconds * train.batch_size / data_world(train, self.world)
+        workers = workers_for(train, self.world.local)
         return max(self.speed.step_seconds, reading / workers) if workers else self.speed.step_seconds + reading
 
     @property
@@ -108,26 +116,31 @@ class Estimate:
         return None if self.step_seconds is None else self.step_seconds * self.stage.train.steps
 
 
-def micro_batch(train: TrainConfig, data: StageData | None = None) -> int:
+def micro_batch(train: TrainConfig, data: StageData | None = None, world: World = ONE) -> int:
     """Rows of one process's micro-batch; of the largest bucket, where there are several."""
     rows = train.batch_size
     if data is not None and data.buckets is not None:
         shape, _ = data.largest()
         rows = next(n for other, n in zip(data.buckets.shapes, data.buckets.rows(rows), strict=True) if other == shape)
-    return max(1, rows // (train.accumulate * data_world(train)))
+    return max(1, rows // (train.accumulate * data_world(train, world)))
 
 
-def data_world(train: TrainConfig) -> int:
+def data_world(train: TrainConfig, world: World) -> int:
     """Processes that see data of their own."""
-    return train.parallel.data_place(ranks.rank(), ranks.world())[1]
+    return train.parallel.data_place(0, world.processes)[1]
 
 
 def estimate(
-    builder: Builder, stage: StagePlan, data: StageData, probing: bool = True, memory: int | None = None
+    builder: Builder,
+    stage: StagePlan,
+    data: StageData,
+    probing: bool = True,
+    memory: int | None = None,
+    world: World = ONE,
 ) -> Estimate:
-    """Examine one stage of the builder's plan; `memory` is that of a GPU which is not here."""
-    train, target = stage.train, Target.of(stage.train, memory)
-    micro = micro_batch(train, data)
+    """Examine one stage of the builder's plan; `memory` is that of a GPU which is not here, `world` the processes of which this is one."""
+    train, target = stage.train, Target.of(stage.train, memory, world)
+    micro = micro_batch(train, data, world)
     (sample, _), _ = read_two(data, READ)
     numbers: torch.device | None = None
     why = None
@@ -139,7 +152,7 @@ def estimate(
         over = {key.removeprefix("train."): value for key, value in changes.items() if key.startswith("train.")}
         precision = over.get("precision", target.precision)
         config = _changed(stage.spec.config, own) if own else None
-        return trace(builder, stage, train.model_copy(update=over), precision, sample, rows, numbers, config)
+        return trace(builder, stage, train.model_copy(update=over), precision, sample, rows, numbers, config, world)
 
     try:
         found = traced()
@@ -169,12 +182,14 @@ def estimate(
         code=_code(task, stage),
         memory=found.memory,
         traced=why,
-        flops=found.flops * train.accumulate * data_world(train),
+        flops=found.flops * train.accumulate * data_world(train, world),
         micro=micro,
         sample_bytes=slope,
+        world=world,
+        judged=found.judged,
     )
     savings = {f"train.accumulate={2 * train.accumulate}": half.memory} if half and micro % 2 == 0 else {}
-    switches = _switches(found, stage, target)
+    switches = _switches(found, stage, target, world)
     for switch, changes in switches.items():
         savings[switch] = _without(found.memory, switch) or traced(changes).memory
     if probing:
@@ -190,7 +205,7 @@ def _refuse_real(builder: Builder, stage: StagePlan, target: Target, error: Exce
     """Real numbers are tried where there is surely room for them: a doctor must not take the machine down."""
     try:
         with pretending():
-            size = bytes_of(tensors_of(builder.build(stage.name, torch.device("cpu"))))
+            size = Division().bytes_of(tensors_of(builder.build(stage.name, torch.device("cpu"))))
     except Exception:  # not even built: its size is not known
         size = None
     there = free_memory(torch.device("cpu") if target.imagined else target.device)
@@ -225,7 +240,7 @@ _NO_AVERAGE = "train.ema.decay=0"
 _LEAN = "train.optimizer=adamw_8bit"
 
 
-def _switches(found: Traced, stage: StagePlan, target: Target) -> dict[str, dict[str, Any]]:
+def _switches(found: Traced, stage: StagePlan, target: Target, world: World) -> dict[str, dict[str, Any]]:
     """What could be set to need less memory: as a person would write it → the keys that it changes."""
     train = stage.train
     switches: dict[str, dict[str, Any]] = {}
@@ -234,6 +249,13 @@ def _switches(found: Traced, stage: StagePlan, target: Target) -> dict[str, dict
             switches[f"train.checkpointing={str(value).lower()}"] = {"train.checkpointing": value}
     if target.device.type == "cuda" and target.precision == "fp32":
         switches["train.precision=bf16"] = {"train.precision": "bf16"}
+    if (
+        world.processes > 1
+        and train.parallel == ParallelConfig()
+        and len(found.task.players) == 1
+        and found.task.blocks()
+    ):
+        switches["train.parallel=shard"] = {"train.parallel": ParallelConfig(layout="shard")}
     for key, value in stage.spec.task.lighter(stage.spec.config).items():
         switches[f"stages.{stage.name}.{key}={value}"] = {key: value}
     if found.memory.ema:
@@ -299,6 +321,9 @@ def _probed(found: Estimate, builder: Builder, data: StageData, flops: float) ->
     """The estimate with the speed of a few real steps, or with the reason why there are none."""
     if found.target.imagined:
         return replace(found, unprobed="that device is not here")
+    parallel, sizes = found.stage.train.parallel, found.stage.train.parallel.sizes(*found.world)
+    if sizes.tensor * sizes.sequence * parts_of(parallel, sizes) > 1:
+        return replace(found, unprobed="several processes hold the model together, and one alone cannot try that")
     if not found.largest_batch():
         return replace(found, unprobed="not even one sample fits in the memory of this device")
     samples = min(found.micro, found.largest_batch())

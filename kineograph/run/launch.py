@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -237,7 +237,3 @@ def speaks() -> bool:
     """Whether this process is the one that talks to people: the only one, or rank 0."""
     place = placed()
     return place is None or place.rank == 0
-
-
-def once(note: Callable[[str], None]) -> Callable[[str], None]:
-    return note if speaks() else lambda line: None

@@ -13,6 +13,7 @@ from kineograph.run.builder import Builder
 from kineograph.run.plan import StagePlan
 from kineograph.run.stage_data import StageData
 from kineograph.run.tracing import as_encoded
+from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import Stepper
 
 PROBE_SECONDS = 2.0  # of timed steps a stage
@@ -45,7 +46,7 @@ def probe(
     """Steps of `samples` rows, told for micro-batches of `micro`; and the most bytes that a GPU held."""
     train = stage.train
     compiled = train.compile is True
-    changes = {"batch_size": samples, "accumulate": 1, "compile": compiled}
+    changes = {"batch_size": samples, "accumulate": 1, "compile": compiled, "parallel": ParallelConfig()}
     torch.manual_seed(0)
     task = builder.build(stage.name, device)
     stepper = Stepper(task, train.model_copy(update=changes), stage.players, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,10 +14,6 @@ from kineograph.run.plan import Plan, make_plan, refuse_changes
 from kineograph.train import checkpoint
 
 Resume = Literal["auto", "never", "must"]
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def resolve(

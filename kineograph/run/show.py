@@ -3,11 +3,11 @@ inputs, and the curves. Or, with `train.show: latents`, what would be decoded, a
 
 from __future__ import annotations
 
-import gc
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves
 from kineograph.media.grids import beside, film_strip, grid, moving_grid, side_by_side
 from kineograph.media.names import free_name, slug
+from kineograph.run.machine import release_memory
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
 from kineograph.sample.draw import BATCH, draw_for_training
@@ -47,7 +48,8 @@ class _Asked:
 
 
 class Show:
-    """Called by the Trainer with (step, stepper)."""
+    """Called by the Trainer with (step, stepper). What is drawn is encoded and written later, by the first process in the background:
+    nobody waits for that."""
 
     def __init__(
         self,
@@ -63,10 +65,12 @@ class Show:
         self.trackers, self.device, self.note = trackers, device, note
         self.shape = stage.spec.data.shape
         self._curves_at = time.monotonic()
+        self._left: list[Callable[[], None]] = []
         self._alone = True  # whether prompts of a person's own can be drawn, as far as is known
 
-    def __call__(self, step: int, stepper: Stepper) -> None:
-        """All processes draw; the first one writes."""
+    def __call__(self, step: int, stepper: Stepper) -> Callable[[], None]:
+        """All processes draw. → what the first one has to write."""
+        self._left = []
         if self.stage.train.show == "latents":
             self._latents(step, stepper)
         else:
@@ -75,9 +79,16 @@ class Show:
                 for split in dict.fromkeys(self.stage.train.grids):
                     self._grid(step, stepper, split)
             self._reconstructions(step, stepper)
+        release_memory()  # drawing is far from training's shapes, and what it took is never asked for again
+        writing, self._left = self._left, []
         if time.monotonic() - self._curves_at > REDRAWN:
-            self.curves()
-        release_memory(self.device)  # drawing is far from training's shapes, and what it took is never asked for again
+            writing.append(self.curves)
+
+        def write() -> None:
+            for each in writing:
+                each()
+
+        return write
 
     def curves(self) -> None:
         """At the end of a stage always, before it now and then."""
@@ -88,14 +99,16 @@ class Show:
     def _samples(self, step: int, stepper: Stepper) -> None:
         with stepper.eval_mode() as task:
             asked, pixels = self._drawn(task)
+        online = None
         if stepper.averages:
             with stepper.eval_mode(ema=False) as task:
                 online = self._draw(task, asked.prompts, asked.beside)
-        if not ranks.is_first():
-            return
+        if ranks.is_first():
+            self._left.append(partial(self._write_samples, step, asked.captions, pixels, online))
+
+    def _write_samples(self, step: int, captions: list[str], pixels: Tensor, online: Tensor | None) -> None:
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
-        captions = asked.captions
         suffix = self._suffix(pixels)
         listed = []
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
@@ -108,7 +121,7 @@ class Show:
         sheet = out / "grid.png"
         captions = self._logged(captions)
         grid(list(pixels), captions=captions).save(sheet)
-        if stepper.averages:
+        if online is not None:
             write_clip(
                 out / f"online-beside-ema.{_moving(online)}",
                 side_by_side([("online", list(online)), ("EMA", list(pixels))]),
@@ -197,14 +210,16 @@ class Show:
             return
         with stepper.eval_mode() as task:
             drawn = self._draw(task, real.captions if self._is_told(task, real) else None, real)
-        if not ranks.is_first():
-            return
-        captions = self._logged(real.captions or [""] * len(real))
-        rows = [("real", _real(stepper.task.as_drawn(real.video), real)), ("generated", list(drawn))]
+        if ranks.is_first():
+            rows = [("real", _real(stepper.task.as_drawn(real.video), real)), ("generated", list(drawn))]
+            captions = self._logged(real.captions or [""] * len(real))
+            self._left.append(partial(self._write_grid, step, split, rows, captions))
+
+    def _write_grid(self, step: int, split: Split, rows: list[tuple[str, list[Tensor]]], captions: list[str]) -> None:
         path = self.folder.samples(self.stage.name, step) / f"{split}-grid.png"
         beside(rows, captions).save(path)
         write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in captions))
-        if drawn.shape[1] > 1:
+        if any(len(clip) > 1 for clip in rows[1][1]):
             path = write_clip(path.with_suffix(".gif"), side_by_side(rows), self.shape.fps)
         self._track(step, f"grids/{split}", path, "; ".join(captions))
 
@@ -245,6 +260,10 @@ class Show:
         rows = [("input", inputs), (kind, _real(shown, batch))]
         if stepper.averages:
             rows.insert(1, ("online", _real(online, batch)))
+        self._left.append(partial(self._write_reconstructions, step, batch, rows))
+
+    def _write_reconstructions(self, step: int, batch: Batch, rows: list[tuple[str, list[Tensor]]]) -> None:
+        assert batch.pixels is not None
         path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_moving(batch.pixels)}"
         fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps
         write_clip(path, side_by_side(rows), fps)
@@ -252,7 +271,9 @@ class Show:
         if batch.captions is not None:
             write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in captions))
         if self.stage.train.format in ("mp4", "gif"):
-            self._one_by_one(path.with_suffix(""), batch, {"input": inputs, "reconstruction": rows[-1][1]}, captions)
+            self._one_by_one(
+                path.with_suffix(""), batch, {"input": rows[0][1], "reconstruction": rows[-1][1]}, captions
+            )
         self._track(step, "reconstructions", path, "input, online, EMA")
 
     def _one_by_one(self, out: Path, batch: Batch, clips: dict[str, list[Tensor]], captions: list[str]) -> None:
@@ -296,13 +317,6 @@ def _real(pixels: Tensor, batch: Batch) -> list[Tensor]:
 def _encoded(task: Task, part: Batch) -> Tensor:
     made = task.precompute(part)
     return next(made[kind] for kind in KINDS if kind in made)
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back what was only needed for a while."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _moving(pixels: Tensor) -> str:

@@ -17,6 +17,7 @@ from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import key_of
+from kineograph.core.ranks import World
 from kineograph.core.run_folder import write_json
 from kineograph.core.seams import Source
 from kineograph.core.task import Task
@@ -47,16 +48,16 @@ class StageData:
     test: Source | None = None  # where grids show the test split
     heirs: list[StageData] = field(default_factory=list)  # of later stages whose `init` is this one
 
-    def loader(self, source: Source | None = None) -> Loader:
-        """Batches of `source` (by default the training source) as training reads them."""
-        train = self.stage.train
-        rank, world = train.parallel.data_place(ranks.rank(), ranks.world())
+    def loader(self, source: Source | None = None, planned: World | None = None) -> Loader:
+        """Batches of `source` (by default the training source) as training reads them; as the first process would in a `planned` world."""
+        train, there = self.stage.train, planned or ranks.everyone()
+        rank, world = train.parallel.data_place(0 if planned else ranks.rank(), there.processes)
         return Loader(
             source if source is not None else self.source,
             seed=self.seed,
             batch_size=train.batch_size,
             accumulate=train.accumulate,
-            workers=workers_for(train),
+            workers=workers_for(train, there.local),
             rank=rank,
             world=world,
             pin=torch.cuda.is_available(),
@@ -159,11 +160,12 @@ class StageData:
             return list(dict.fromkeys(caption for caption in found if caption))
 
 
-def workers_for(train: TrainConfig) -> int:
+def workers_for(train: TrainConfig, local_world: int | None = None) -> int:
+    """Of one process; those of one machine (by default as many as there are) share its cores."""
     if train.workers != "auto":
         return train.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores // 2 // ranks.local_world())
+    return min(8, cores // 2 // (local_world or ranks.local_world()))
 
 
 def open_data(

@@ -33,7 +33,7 @@ from kineograph.data.cache_writer import CacheWriter
 from kineograph.data.reader import streams
 from kineograph.run.building import build_task
 from kineograph.run.plan import Plan, StagePlan, make_plan
-from kineograph.run.resolve import resolve, say
+from kineograph.run.resolve import resolve
 from kineograph.run.stage_data import StageData, expect_tokens, gives, open_data
 from kineograph.sample.stages import Stages
 from kineograph.train.stepper import autocast, precision_for
@@ -334,9 +334,11 @@ def _frame_mask(batch: Batch, frames: int) -> Tensor | None:
     return batch.frame_mask if batch.frame_mask is not None else torch.ones(len(batch), frames, dtype=torch.bool)
 
 
-def cache_run(arguments: Sequence[str], run: str | Path | None = None, note: Callable[[str], None] = say) -> list[Path]:
+def cache_run(
+    arguments: Sequence[str], run: str | Path | None = None, note: Callable[[str], None] = ranks.say
+) -> list[Path]:
     """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
-    note = note if ranks.is_first() else lambda line: None
+    note = ranks.once(note)
     first = RunFolder(arguments[0])
     if first.exists():
         if len(arguments) > 1:

@@ -19,20 +19,24 @@ from torch.utils.flop_counter import flop_registry
 
 from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
+from kineograph.core.ranks import World
 from kineograph.core.task import Task, parameters_of
 from kineograph.run.builder import Builder, pretending
+from kineograph.run.dividing import divide
 from kineograph.run.plan import StagePlan
 from kineograph.text.pretrained import PretrainedText
 from kineograph.train.config import TrainConfig
 from kineograph.train.lean import Lean
+from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import Stepper
 
+ONE = World()
 READ = 4  # real samples that a batch without numbers is shaped after
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. Activations are everything that lives only during a step, at its peak, for one micro-batch."""
+    """Bytes of one process. Activations are everything that lives only during a step, at its peak, for one micro-batch."""
 
     weights: int  # trained and frozen, with those of earlier stages
     gradients: int
@@ -40,18 +44,21 @@ class Memory:
     ema: int
     activations: int
     text: int = 0  # weights of frozen text encoders, where captions are encoded while training
+    gathered: int = 0  # blocks that lie in parts, where they are whole for a while (dividing.py)
     lean_optimizer: int = 0  # what `optimizer` would be with train.optimizer=adamw_8bit
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.ema + self.activations + self.text
+        state = self.weights + self.gradients + self.optimizer + self.ema
+        return state + self.activations + self.text + self.gathered
 
 
 @dataclass(frozen=True)
 class Traced:
     task: Task
     memory: Memory
-    flops: float  # of one micro-batch
+    flops: float  # of one micro-batch, by however many processes
+    judged: int = 0  # bytes of blocks that lie in parts, where they are whole for judging
 
 
 class _Ledger(TorchDispatchMode):
@@ -101,10 +108,12 @@ def trace(
     micro: int,
     numbers: torch.device | None = None,
     config: StageConfig | None = None,
+    world: World = ONE,
 ) -> Traced:
     """One step's gradients on a micro-batch of `micro` rows shaped after `sample`; with `numbers`, on a small one for real there, and scaled.
 
     Without numbers the device does not matter but for its precision: the tensors pretend to lie in main memory. `config` in place of the stage's.
+    The step is that of one process, of the whole model; what it holds of it in a `world` under `train.parallel` is worked out from that.
     """
     rows = min(micro, READ) if numbers else micro
     device = numbers or torch.device("cpu")
@@ -113,9 +122,8 @@ def trace(
     with nullcontext() if numbers else pretending():
         torch.manual_seed(0)
         task = builder.build(stage.name, device, config)
-        stepper = Stepper(
-            task, train.model_copy(update={"compile": False, "precision": precision}), stage.players, device
-        )
+        alone = {"compile": False, "precision": precision, "parallel": ParallelConfig()}
+        stepper = Stepper(task, train.model_copy(update=alone), stage.players, device)
         task.train()
         batch = _widened(sample, rows, task).to(device)
         everything = tensors_of(task)
@@ -130,16 +138,23 @@ def trace(
         averaged = [
             p for player, named in trained.items() if stage.players[player].ema.decay > 0 for p in named.values()
         ]
+        here = divide(task, train.parallel, world, precision)
+        moments = [
+            here.part(p, optimizer.moment_bytes_of(name))
+            for optimizer in stepper.optimizers.values()
+            for name, p in optimizer.parameters.items()
+        ]
         memory = Memory(
-            weights=bytes_of(everything),
-            gradients=bytes_of(owned),
-            optimizer=sum(optimizer.moment_bytes for optimizer in stepper.optimizers.values()),
-            ema=sum(p.numel() * max(4, p.element_size()) for p in averaged),  # float32 at least
+            weights=here.bytes_of(everything),
+            gradients=here.bytes_of(owned),
+            optimizer=round(sum(moments)),
+            ema=round(sum(here.part(p, p.numel() * max(4, p.element_size())) for p in averaged)),  # float32 at least
             activations=round(ledger.peak * micro / rows),
             text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task),
-            lean_optimizer=sum(Lean(p, eight_bits=True).bytes for p in owned),
+            gathered=here.gathered,
+            lean_optimizer=round(sum(here.part(p, Lean(p, eight_bits=True).bytes) for p in owned)),
         )
-    return Traced(task, memory, ledger.flops * micro / rows)
+    return Traced(task, memory, ledger.flops * micro / rows, here.judged)
 
 
 def _widened(batch: Batch, rows: int, task: Task) -> Batch:
@@ -190,7 +205,3 @@ def tensors_of(task: nn.Module) -> list[Tensor]:
 def _tensors_in(batch: Batch) -> list[Tensor]:
     values = [getattr(batch, item.name) for item in fields(batch)]
     return [value for value in [*values, *batch.extra.values()] if isinstance(value, Tensor)]
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -19,10 +18,11 @@ from kineograph.core.task import Task
 from kineograph.data.loader import worker_died
 from kineograph.run.building import brought_init, build_task, stage_seed, warm_start
 from kineograph.run.checks import check_stages
-from kineograph.run.launch import once, speaks, together, wait_at_most
+from kineograph.run.launch import speaks, together, wait_at_most
+from kineograph.run.machine import release_memory
 from kineograph.run.metrics import Evaluate
 from kineograph.run.plan import Plan, StagePlan, make_plan
-from kineograph.run.resolve import Resume, resolve, say
+from kineograph.run.resolve import Resume, resolve
 from kineograph.run.show import Show
 from kineograph.run.stage_data import StageData, open_data
 from kineograph.run.taking_up import take_up
@@ -48,7 +48,7 @@ def train(
     on_log: Callable[[dict[str, Any]], None] | None = None,
     extra: Tree | None = None,
     quiet: bool = False,
-    note: Callable[[str], None] = say,
+    note: Callable[[str], None] = ranks.say,
     resume_from: Sequence[str] = (),
 ) -> Path:
     """Train all stages of a preset or file; the same call again resumes. → the run folder.
@@ -65,7 +65,7 @@ def train(
             on_log,
             extra,
             quiet,
-            (lambda line: None) if quiet else once(note),
+            (lambda line: None) if quiet else note,
             resume_from,
         )
 
@@ -117,7 +117,7 @@ def _train(
                         _StageRun(
                             plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note, rank_log
                         ).train()
-                        _release()
+                        _forget()
         except Stopped:
             if ranks.is_first():
                 write_atomic(folder.stopped_marker, "saved\n")
@@ -162,13 +162,11 @@ def _begin(plan: Plan, folder: RunFolder, data: dict[str, StageData]) -> None:
     folder.stopped_marker.unlink(missing_ok=True)
 
 
-def _release() -> None:
-    """Give back what a finished stage held: compiled code and CUDA graphs outlive the modules that they were made for."""
+def _forget() -> None:
+    """What a finished stage held: compiled code and CUDA graphs outlive the modules that they were made for."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_memory()
 
 
 class _StageRun:

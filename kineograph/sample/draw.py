@@ -3,7 +3,6 @@ so that a picture seen while training is the picture that the same weights draw 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -77,11 +76,6 @@ class Drawn:
         return write(self, folder, format)
 
 
-def _say(line: str) -> None:
-    if ranks.is_first():
-        print(line, file=sys.stderr)
-
-
 class Sampler:
     """A trained stage that draws. `kineograph.load("runs/x")` gives one."""
 
@@ -111,7 +105,7 @@ class Sampler:
     ) -> Sampler:
         """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
-        stages = Stages(folder, device_for(device), _say, compiled=compile)
+        stages = Stages(folder, device_for(device), ranks.once(ranks.say), compiled=compile)
         name = sampling_stage(folder, stage)
         found = checkpoints.choose(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)

@@ -42,10 +42,10 @@ def read_into(saved: Checkpoint, kind: str, targets: Mapping[str, tuple[Tensor, 
     """Copy saved values into the memory of these tensors; each process reads its own parts alone, save for what is cut."""
     shapes = saved.shapes(kind)
     straight: dict[str, Tensor] = {}
-    cut: dict[str, Tensor] = {}
+    cut: dict[str, tuple[Cut, Tensor]] = {}
     for name, (value, piece) in targets.items():
         if isinstance(piece, Cut):
-            cut[name] = torch.empty(shapes[name], dtype=value.dtype)
+            cut[name] = piece, torch.empty(shapes[name], dtype=value.dtype)
             continue
         target = held(value, piece)
         assert isinstance(target, Tensor)
@@ -57,7 +57,6 @@ def read_into(saved: Checkpoint, kind: str, targets: Mapping[str, tuple[Tensor, 
         straight[name] = target.detach()
     saved.fill(kind, straight)
     if cut:
-        saved.fill(kind, cut)
-        for name, whole in cut.items():
-            value, piece = targets[name]
-            value.detach().copy_(piece.part(whole))
+        saved.fill(kind, {name: whole for name, (_, whole) in cut.items()})
+        for name, (piece, whole) in cut.items():
+            targets[name][0].detach().copy_(piece.part(whole))

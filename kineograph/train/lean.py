@@ -69,24 +69,26 @@ class Lean:
         rows, *rest = self.parameter.shape
         return rows, -(-math.prod(rest) // BLOCK)
 
+    def _forms(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each tensor of the state."""
+        shape = tuple(self.parameter.shape)
+        forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
+        if self.split:
+            forms["low"] = shape, torch.int16
+        for name, kind in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
+            forms[name] = shape, kind if self.eight_bits else torch.float32
+            if self.eight_bits:
+                forms[f"{name}_scale"] = self._scales(), torch.float32
+        return forms
+
     def fresh(self) -> dict[str, Tensor]:
         """The state before the first step."""
-        p = self.parameter.detach()
-        state = {"step": torch.zeros((), device=p.device)}
-        if self.split:
-            state["low"] = torch.zeros_like(p, dtype=torch.int16)
-        for name, kind in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
-            state[name] = torch.zeros_like(p, dtype=kind if self.eight_bits else torch.float32)
-            if self.eight_bits:
-                state[f"{name}_scale"] = torch.zeros(self._scales(), device=p.device)
-        return state
+        device = self.parameter.device
+        return {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in self._forms().items()}
 
     def load(self, state: Mapping[str, Tensor]) -> bool:
         """Whether what was saved is of this kind."""
-        own = self.fresh()
-        alike = state.keys() == own.keys() and all(
-            value.shape == own[name].shape and value.dtype == own[name].dtype for name, value in state.items()
-        )
+        alike = {name: (tuple(value.shape), value.dtype) for name, value in state.items()} == self._forms()
         if alike:
             self.state = {name: value.to(self.parameter.device) for name, value in state.items()}
         return alike

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
+from kineograph.core.transfer import to_device
 from kineograph.train.config import PlayerConfig
 from kineograph.train.lean import Lean, Rule
 from kineograph.train.pieces import WHOLE, Piece, local, local_parameter, total_norm
@@ -86,18 +87,18 @@ class Optimizer:
     def _lean_step(self, rate: float, divisor: Tensor, skipped: Tensor) -> None:
         config = self.config
         numbers = (rate, config.weight_decay, *config.betas, config.eps, 0.0)
-        # from pinned memory in one copy that the host does not wait for
-        host = torch.tensor(numbers, pin_memory=divisor.is_cuda)
-        rate_, decay, beta1, beta2, eps, zero = host.to(divisor.device, non_blocking=True)
+        rate_, decay, beta1, beta2, eps, zero = to_device(torch.tensor(numbers), divisor.device)
         for name, lean in self.lean.items():
             lean.update(Rule(rate_, decay if name in self.decays else zero, beta1, beta2, eps, divisor, skipped))
 
     @property
     def moment_bytes(self) -> int:
         """Of the state that the first step makes: two moments for each parameter, of its own type, or what a leaner optimizer keeps."""
-        if self.lean:
-            return sum(lean.bytes for lean in self.lean.values())
-        return 2 * sum(p.numel() * p.element_size() for p in self.parts.values())
+        return sum(self.moment_bytes_of(name) for name in self.parts)
+
+    def moment_bytes_of(self, name: str) -> int:
+        part = self.parts[name]
+        return self.lean[name].bytes if self.lean else 2 * part.numel() * part.element_size()
 
     def state(self) -> dict[str, Tensor]:
         """`exp_avg.<parameter>` and so on, as parts."""
@@ -109,20 +110,33 @@ class Optimizer:
             for kind, value in self.adamw.state.get(p, {}).items()
         }
 
-    def room_for(self, key: str) -> Tensor:
-        """What a saved `exp_avg.<parameter>` is read into: this process's part. `step` is a float32 scalar, as the fused kernel wants it."""
-        kind, _, name = key.partition(".")
-        if name not in self.parts:
-            raise InputError(f"the saved optimizer has moments of {name}, which this task does not train")
-        part = self.parts[name]
-        if self.lean:
-            rooms = self.lean[name].fresh()
-        else:
-            moments = {moment: torch.zeros_like(part, requires_grad=False) for moment in ("exp_avg", "exp_avg_sq")}
-            rooms = {"step": torch.zeros((), device=part.device), **moments}
-        if kind not in rooms:
-            raise self._kept_otherwise(name, [kind])
-        return rooms[kind]
+    def rooms_for(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """What saved `exp_avg.<parameter>` and so on are read into: this process's parts."""
+        rooms: dict[str, Tensor] = {}
+        for name, kinds in self._by_parameter(keys).items():
+            fresh = self.lean[name].fresh() if self.lean else self._fresh(self.parts[name])
+            if not fresh.keys() >= set(kinds):
+                raise self._kept_otherwise(name, set(kinds) - fresh.keys())
+            rooms |= {f"{kind}.{name}": fresh[kind] for kind in kinds}
+        return rooms
+
+    @staticmethod
+    def _fresh(part: nn.Parameter) -> dict[str, Tensor]:
+        """`step` is a float32 scalar on the parameter's device, as the fused kernel wants it."""
+        moments = {kind: torch.zeros_like(part, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=part.device), **moments}
+
+    def _by_parameter(self, keys: Iterable[str]) -> dict[str, list[str]]:
+        """Which kinds there are of which parameter."""
+        found: dict[str, list[str]] = {}
+        for key in keys:
+            kind, _, name = key.partition(".")
+            found.setdefault(name, []).append(kind)
+        if not found.keys() <= self.parts.keys():
+            raise InputError(
+                f"the saved optimizer has moments of {', '.join(sorted(found.keys() - self.parts.keys())[:3])}, which this task does not train"
+            )
+        return found
 
     def _kept_otherwise(self, name: str, kinds: Iterable[str]) -> InputError:
         return InputError(
@@ -132,20 +146,14 @@ class Optimizer:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Parts, as `state` gives them."""
-        names = {key.partition(".")[2] for key in state}
-        if not names <= self.parameters.keys():
-            raise InputError(
-                f"the saved optimizer has moments of {sorted(names - self.parameters.keys())[:3]}, which this task does not train"
-            )
-        for name in names:
+        for name, found in self._by_parameter(state).items():
             p = self.parts[name]
-            kinds = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
+            kinds = {kind: state[f"{kind}.{name}"] for kind in found}
             fits = self.lean[name].load(kinds) if self.lean else kinds.keys() <= {"step", "exp_avg", "exp_avg_sq"}
             if not fits:
                 raise self._kept_otherwise(name, kinds)
             if self.lean:
                 continue
-            # `step` is a float32 scalar on the parameter's device, as the fused kernel wants it.
             self.adamw.state[p] = {kind: value.to(p.device) for kind, value in kinds.items()}
 
 
@@ -163,8 +171,8 @@ class LossScale:
         self.value = torch.where(overflow > 0, self.value * 0.5, torch.where(grown, self.value * 2.0, self.value))
         self.good = torch.where(grown, torch.zeros_like(good), good)
 
-    def state(self) -> dict[str, float]:
-        return {"value": float(self.value), "good": float(self.good)}
+    def state(self) -> dict[str, Tensor]:
+        return {"value": self.value, "good": self.good}
 
     def load(self, state: Mapping[str, float]) -> None:
         self.value.fill_(state["value"])

@@ -49,7 +49,8 @@ class ParallelConfig(Config):
     bucket_mb: float = Field(25.0, gt=0)
     """MiB of gradients that are reduced at once, while the backward pass goes on (replicate)."""
     find_unused: bool = True
-    """replicate: look in each step for parameters that took no part (a null caption where none was dropped). false: faster where all do."""
+    """Look in each step for parameters that took no part (a null caption where none was dropped). false: faster where all do; one that
+    does not is then an error."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,7 +92,7 @@ class ParallelConfig(Config):
             name = "tensor" if self.tensor > 1 else "sequence"
             raise ConfigError(
                 f"train.parallel.{name}={self.together} does not divide {world} process{'es' if world > 1 else ''}: start a multiple of it "
-                f"(torchrun --nproc-per-node), or set train.parallel={self.layout}"
+                f"(torchrun --nproc-per-node; a dry run and kineo doctor take --processes), or set train.parallel={self.layout}"
             )
         apart = world // self.together
         if self.layout == "replicate":

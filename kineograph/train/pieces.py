@@ -1,4 +1,4 @@
-"""Parameters of which each process holds a part: how a part becomes the whole, and the whole a part.
+"""Parameters of which each process holds a part: what is known of the whole, and how one is made of the other.
 
 Optimizers and averages work on parts alone, as plain tensors: their arithmetic is elementwise, and a part of a parameter is updated like
 the whole. Only norms, saving and loading look across processes, through here.
@@ -21,14 +21,6 @@ class Piece(Protocol):
     groups: tuple[Any, ...]
     """Process groups over which its parts lie."""
 
-    def whole(self, part: Tensor) -> Tensor:
-        """Put together what all processes of the groups have; each must ask."""
-        ...
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This process's."""
-        ...
-
 
 class Sharded:
     """A parameter that FSDP2 keeps as a DTensor; its part is the local tensor."""
@@ -48,19 +40,6 @@ class Sharded:
             shape, stride = whole.shape, whole.stride()
         return DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
-    def whole(self, part: Tensor) -> Tensor:
-        return self.distributed(part).full_tensor()
-
-    def part(self, whole: Tensor) -> Tensor:
-        part = whole
-        for number, at in enumerate(self.placements):
-            if isinstance(at, Shard):
-                size, rank = self.mesh.size(number), self.mesh.get_local_rank(number)
-                parts = part.chunk(size, at.dim)
-                empty = part.narrow(at.dim, 0, 0)  # torch gives the last processes less, or nothing
-                part = parts[rank] if rank < len(parts) else empty
-        return part
-
 
 class Cut:
     """A matrix (or its bias) that is cut along `dim` over a group, each of its `stacked` equal members alike: queries, keys and values."""
@@ -70,12 +49,14 @@ class Cut:
         self.groups = (group,)
 
     def whole(self, part: Tensor) -> Tensor:
+        """Put together what all processes of the group have; each must ask."""
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         joined = torch.stack([piece.transpose(0, self.dim) for piece in parts])  # ranks, stacked · n, …
         return rearrange(joined, "r (s n) ... -> (s r n) ...", s=self.stacked).transpose(0, self.dim)
 
     def part(self, whole: Tensor) -> Tensor:
+        """This process's."""
         size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         by_rank = rearrange(whole.transpose(0, self.dim), "(s r n) ... -> r (s n) ...", s=self.stacked, r=size)
         return by_rank[rank].transpose(0, self.dim).contiguous()
@@ -85,12 +66,6 @@ class Whole:
     """What every process has."""
 
     groups: tuple[Any, ...] = ()
-
-    def whole(self, part: Tensor) -> Tensor:
-        return part
-
-    def part(self, whole: Tensor) -> Tensor:
-        return whole
 
 
 WHOLE = Whole()

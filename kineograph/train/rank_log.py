@@ -55,11 +55,11 @@ class RankLog:
 
     def beside(self, note: Note) -> Note:
         """A note that goes to the file, and from the first process to `note` too."""
+        said = ranks.once(note)
 
         def both(line: str) -> None:
             self.write(line)
-            if ranks.is_first():
-                note(line)
+            said(line)
 
         return both
 

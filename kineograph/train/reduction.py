@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Task
+from kineograph.core.transfer import to_device
 
 _MIB = 2**20
 
@@ -35,12 +37,11 @@ class Descent(nn.Module):
 class Replicated:
     """DDP around a task with one player: gradients are reduced while the backward pass still runs."""
 
-    def __init__(self, task: Task, bucket_mb: float, find_unused: bool, group: Any = None) -> None:
+    def __init__(self, task: Task, bucket_mb: float, find_unused: bool) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its heir is not in every torch yet
             self.module = DistributedDataParallel(
                 Descent(task, task.players[0]),
-                process_group=group,
                 broadcast_buffers=False,  # what changes buffers reduces over ranks by itself
                 bucket_cap_mb=bucket_mb,
                 find_unused_parameters=find_unused,
@@ -69,52 +70,92 @@ class Reduction:
     For what DDP does not take: the players of one step walk back over one shared forward pass, each in a backward of its own, with the others'
     parameters asleep, and DDP's reducer expects one backward for each forward, in which every parameter takes part. Also for parameters
     of which some are cut over processes, or sharded, and some are not.
+
+    With `find_unused` a parameter may have no gradient. Each bucket then ends with a number for each of its parameters: how many processes
+    have one. Only a process that lacks some looks at these numbers; one that has all knows what they say, and waits for nothing.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], bucket_mb: float, group: Any = None) -> None:
-        self.parameters, self.group = list(parameters), group
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], bucket_mb: float, find_unused: bool = True, group: Any = None
+    ) -> None:
+        self.parameters, self.find_unused, self.group = dict(parameters), find_unused, group
         self.size = int(bucket_mb * _MIB)
         self.world = dist.get_world_size(group)
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """A parameter that took no part anywhere has no gradient afterwards either; all processes must agree on that."""
-        if not self.parameters:
+        """A parameter that took no part anywhere has no gradient afterwards either."""
+        if self.world == 1:
             return
-        there = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8)
-        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
-        taking_part = [p for p, found in zip(self.parameters, there.tolist(), strict=True) if found]
-        for p in taking_part:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        under_way: deque[tuple[Tensor, Any, list[Tensor]]] = deque()
-        for bucket in self._buckets(taking_part):
-            under_way.append(self._reduce(bucket))
+        absent = [name for name, p in self.parameters.items() if p.grad is None]
+        if absent and not self.find_unused:
+            raise ConfigError(
+                f"train.parallel.find_unused=false: {absent[0]} took no part in this step"
+                + (f", nor did {len(absent) - 1} other parameters" if len(absent) > 1 else "")
+                + ", and the other processes wait for its gradient; set it to true"
+            )
+        lacking = {id(self.parameters[name]) for name in absent}
+        for name in absent:
+            self.parameters[name].grad = torch.zeros_like(self.parameters[name])
+        under_way: deque[_Bucket] = deque()
+        doubtful: list[_Bucket] = []
+        for parameters in self._buckets():
+            under_way.append(self._reduce(parameters, lacking))
+            if not lacking.isdisjoint(map(id, parameters)):
+                doubtful.append(under_way[-1])
             if len(under_way) > 2:  # each is a copy of its gradients
-                self._finish(*under_way.popleft())
-        for reduced in under_way:
-            self._finish(*reduced)
+                self._finish(under_way.popleft())
+        for bucket in under_way:
+            self._finish(bucket)
+        for bucket in doubtful:
+            for p, having in zip(bucket.parameters, bucket.having.tolist(), strict=True):
+                if not having:
+                    p.grad = None
 
-    def _finish(self, flat: Tensor, work: Any, gradients: list[Tensor]) -> None:
-        work.wait()
-        flat.div_(self.world)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    def _reduce(self, parameters: list[nn.Parameter], lacking: set[int]) -> _Bucket:
+        gradients = [_gradient(p).flatten() for p in parameters]
+        if self.find_unused:
+            there = [id(p) not in lacking for p in parameters]
+            like = gradients[0]
+            host = None if all(there) else torch.tensor(there, dtype=like.dtype)
+            gradients.append(like.new_ones(len(there)) if host is None else to_device(host, like.device))
+        flat = torch.cat(gradients)
+        return _Bucket(parameters, flat, dist.all_reduce(flat, group=self.group, async_op=True))
 
-    def _reduce(self, gradients: list[Tensor]) -> tuple[Tensor, Any, list[Tensor]]:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        return flat, dist.all_reduce(flat, group=self.group, async_op=True), gradients
+    def _finish(self, bucket: _Bucket) -> None:
+        bucket.work.wait()
+        bucket.flat.div_(self.world)
+        sizes = [p.numel() for p in bucket.parameters]
+        *parts, bucket.having = bucket.flat.split([*sizes, len(bucket.flat) - sum(sizes)])
+        for p, part in zip(bucket.parameters, parts, strict=True):
+            _gradient(p).copy_(part.view_as(p))
+        bucket.having = bucket.having.clone()  # a view would keep the copy of the gradients alive
+        del bucket.flat
 
-    def _buckets(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """Gradients of one type, together of about the size of a bucket."""
-        bucket: list[Tensor] = []
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        """Of one type, their gradients together of about the size of a bucket."""
+        bucket: list[nn.Parameter] = []
         filled = 0
-        for p in parameters:
-            assert p.grad is not None
-            if bucket and (filled >= self.size or p.grad.dtype != bucket[0].dtype):
+        for p in self.parameters.values():
+            if bucket and (filled >= self.size or _gradient(p).dtype != _gradient(bucket[0]).dtype):
                 yield bucket
                 bucket, filled = [], 0
-            bucket.append(p.grad)
-            filled += p.grad.numel() * p.grad.element_size()
+            bucket.append(p)
+            filled += p.numel() * _gradient(p).element_size()
         if bucket:
             yield bucket
+
+
+@dataclass
+class _Bucket:
+    """Gradients on their way."""
+
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    work: Any
+    having: Tensor = field(init=False)  # the share of processes that have a gradient, a number for each parameter
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,6 +1,7 @@
 """Saving in the background: the state is copied to the host, then written while training goes on.
 
-One thread does everything in the order in which it was asked: write a checkpoint, note a finished phase in it, prune. A save begins when the
+One thread does everything in the order in which it was asked: write a checkpoint, note a finished phase in it, prune; also pictures, which are
+there before their phase is noted as finished. A save begins when the
 one before is complete, so two never overlap and the host holds one copy. With many processes each writes its own part (sharded.py); the first
 one writes state and manifest and gives the folder its name after all have told that their part lies on disk. What fails anywhere fails
 everywhere: `check`, which costs nothing, and `wait` raise it in the thread that trains.
@@ -18,12 +19,11 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from kineograph.core import pulse, ranks
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.train import checkpoint
-from kineograph.train.holding import Held
+from kineograph.train.holding import Held, whole
 from kineograph.train.staging import Staging
 
 PATIENCE = timedelta(hours=1)  # for the slowest process's part
@@ -49,7 +49,7 @@ class Saver:
         self._ask(lambda: self._write(step, staged, text))
 
     def then(self, work: Callable[[], None]) -> None:
-        """Something small of the first process, after what was asked before."""
+        """Something that the first process writes by itself, after what was asked before."""
         if ranks.is_first():
             self.check()
             self._ask(lambda: self._do(work))
@@ -110,7 +110,7 @@ class Saver:
 
     def _copied(self, kind: str, group: Mapping[str, Held]) -> dict[str, Any]:
         if ranks.world() == 1:
-            return {name: self._staging.copy(f"{kind}/{name}", _whole(value)) for name, value in group.items()}
+            return {name: self._staging.copy(f"{kind}/{name}", whole(value).detach()) for name, value in group.items()}
         from kineograph.train.sharded import Part, own_parts
 
         return {
@@ -125,12 +125,6 @@ class Saver:
             checkpoint.write(self.folder, step, staged, text)
         else:
             _write_together(self.folder, step, staged, text, self._group)
-
-
-def _whole(value: Held) -> Tensor:
-    """A lone process holds everything, also where a mesh of one has wrapped it."""
-    value = value if isinstance(value, Tensor) else value()
-    return value.to_local().detach() if hasattr(value, "to_local") else value.detach()
 
 
 # Many processes --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Loss, Task, check_weights, compile_parts, parameters_of, weights_of
+from kineograph.core.transfer import fetched
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
@@ -49,17 +50,19 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return torch.autocast(device.type, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
-def graphs_for(config: TrainConfig, device: torch.device) -> bool:
+def graphs_for(config: TrainConfig, device: torch.device, several: bool | None = None) -> bool:
     """Whether compiled modules run as CUDA graphs. A graph has one set of buffers, so gradients that are accumulated over
-    micro-batches rule it out; so do processes that speak to one another inside. Beside other processes it is done only when asked for."""
+    micro-batches rule it out; so do processes that speak to one another inside. Beside other processes it is done only when asked for.
+    `several`: whether there will be such, where that is only planned."""
+    several = ranks.active() if several is None else several
     if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
         raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
-    if config.compile == "graphs" and ranks.active() and config.parallel.speaks_inside:
+    if config.compile == "graphs" and several and config.parallel.speaks_inside:
         raise ConfigError(
             "train.compile=graphs needs train.parallel=replicate, without tensor and sequence: weights or tokens are exchanged inside; use true or auto"
         )
     return device.type == "cuda" and (
-        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1 and not ranks.active())
+        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1 and not several)
     )
 
 
@@ -196,11 +199,12 @@ class Stepper:
             self.whole_way = Replicated(self.task, parallel.bucket_mb, parallel.find_unused)
             return
         for name, parameters in self.parameters.items():
-            whole = [p for key, p in parameters.items() if key not in self.pieces]
-            self.reductions[name].append(Reduction(whole, parallel.bucket_mb))
-            cut = [p for key, p in parameters.items() if isinstance(self.pieces.get(key), Cut)]
+            keys = parallel.bucket_mb, parallel.find_unused
+            whole = {key: p for key, p in parameters.items() if key not in self.pieces}
+            self.reductions[name].append(Reduction(whole, *keys))
+            cut = {key: p for key, p in parameters.items() if isinstance(self.pieces.get(key), Cut)}
             if parallel.tensor > 1:
-                self.reductions[name].append(Reduction(cut, parallel.bucket_mb, self.layout.across_tensor()))
+                self.reductions[name].append(Reduction(cut, *keys, self.layout.across_tensor()))
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
@@ -328,11 +332,13 @@ class Stepper:
         return self.pieces.get(parameter_name(name), WHOLE) if value.ndim else WHOLE
 
     def state(self) -> dict[str, Any]:
+        """Numbers that the next step depends on, fetched from the device at once."""
+        scale = self.scale.state() if self.scale else {}
+        numbers = fetched({"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, **scale})
         return {
             "ema_updates": {name: ema.updates for name, ema in self.averages.items()},
-            "scale": self.scale.state() if self.scale else None,
-            "skipped": float(self.skipped),
-            "skipped_in_a_row": float(self.skipped_in_a_row),
+            "scale": {name: numbers.pop(name) for name in scale} or None,
+            **numbers,
         }
 
     def held(self) -> dict[str, dict[str, Held]]:
@@ -372,16 +378,16 @@ class Stepper:
         self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
 
     def _load_moments(self, saved: Checkpoint) -> None:
-        moments: dict[str, Tensor] = {}
+        keys: dict[str, list[str]] = {name: [] for name in self.optimizers}
         for key in saved.shapes("optimizer"):
             name, _, rest = key.partition("/")
-            if name in self.optimizers:
-                moments[key] = self.optimizers[name].room_for(rest)
-        self._read(saved, "optimizer", moments)
+            if name in keys:
+                keys[name].append(rest)
+        rooms = {name: optimizer.rooms_for(keys[name]) for name, optimizer in self.optimizers.items()}
+        every = {f"{name}/{key}": room for name, found in rooms.items() for key, room in found.items()}
+        self._read(saved, "optimizer", every)
         for name, optimizer in self.optimizers.items():
-            optimizer.load(
-                {key.partition("/")[2]: value for key, value in moments.items() if key.partition("/")[0] == name}
-            )
+            optimizer.load(rooms[name])
 
     def _read(self, saved: Checkpoint, kind: str, into: Mapping[str, Tensor]) -> None:
         read_into(saved, kind, {name: (value, self.piece_of(name, value)) for name, value in into.items()})

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import secrets
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +40,33 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class OneAtATime:
+    """A tracker that is told of numbers by the thread that trains, and of pictures by the one that writes."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker, self._lock = tracker, threading.Lock()
+
+    def begin(self, stage: str, step: int) -> None:
+        with self._lock:
+            self._tracker.begin(stage, step)
+
+    def log(self, record: Record) -> None:
+        with self._lock:
+            self._tracker.log(record)
+
+    def media(self, step: int, name: str, path: Path, caption: str = "") -> None:
+        with self._lock:
+            self._tracker.media(step, name, path, caption)
+
+    def checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
+        with self._lock:
+            self._tracker.checkpoint(stage, step, path, best)
+
+    def close(self) -> None:
+        with self._lock:
+            self._tracker.close()
+
+
 def open_trackers(
     names: Sequence[str], folder: Path, name: str, config: Mapping[str, Any], wandb: WandbConfig | None = None
 ) -> list[Tracker]:
@@ -47,12 +75,10 @@ def open_trackers(
     if not ranks.is_first():
         return []
     made: list[Tracker] = []
-    for tracker in dict.fromkeys(names):
-        made.append(
-            TensorBoard(folder / "tensorboard")
-            if tracker == "tensorboard"
-            else WeightsAndBiases(folder, name, config, wandb)
-        )
+    for wanted in dict.fromkeys(names):
+        board = wanted == "tensorboard"
+        tracker = TensorBoard(folder / "tensorboard") if board else WeightsAndBiases(folder, name, config, wandb)
+        made.append(OneAtATime(tracker))
     return made
 
 

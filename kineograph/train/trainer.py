@@ -20,6 +20,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
+from kineograph.core.transfer import fetched
 from kineograph.train import checkpoint
 from kineograph.train.cadence import Cursor, Phase, advance, finished, is_snapshot, logs, settle
 from kineograph.train.clock import Clock, Work
@@ -47,7 +48,7 @@ class Surroundings:
     log: Callable[[Record], None]
     validation: Callable[[], Iterable[Batch]] | None = None
     evaluate: Callable[[int, Task], tuple[dict[str, float], Record]] | None = None  # metrics by name, what they rest on
-    show: Callable[[int, Stepper], None] | None = None  # draw samples and reconstructions after a step
+    show: Callable[[int, Stepper], Callable[[], None]] | None = None  # draw after a step; → what is then left to write
     publish: Callable[[checkpoint.Checkpoint, bool], None] | None = None  # hand a checkpoint on; whether it is the best
     saved: dict[str, Any] = field(
         default_factory=dict
@@ -149,7 +150,7 @@ class Trainer:
         if phase == "evaluate":
             self._evaluate(step)
         elif phase == "sample" and self.around.show is not None:
-            self.around.show(step, self.stepper)
+            self.saver.then(self.around.show(step, self.stepper))  # encoding takes long: training goes on meanwhile
         elif phase == "publish" and self.around.publish is not None and self.saved == step and ranks.is_first():
             self.saver.wait()
             self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
@@ -174,7 +175,7 @@ class Trainer:
         """The one place that waits for the device: all numbers of a step in one transfer."""
         stepper = self.stepper
         named = values | {"skipped": stepper.skipped, "skipped_in_a_row": stepper.skipped_in_a_row}
-        numbers = dict(zip(named, torch.stack([v.to(torch.float32) for v in named.values()]).tolist(), strict=True))
+        numbers = fetched(named)
         in_a_row = int(numbers.pop("skipped_in_a_row"))
         if in_a_row >= self.config.max_nonfinite:
             raise RunFailed(

@@ -256,3 +256,20 @@ def test_the_cost_of_a_save_is_measured(tmp_path: Path) -> None:
     assert found["copy_s"] > 0 and found["write_s"] > 0
     assert found["background_s"] >= found["copy_s"]
     assert len(checkpoint.steps(tmp_path)) <= 2  # what was measured is not piled up
+
+
+def test_measurements_beside_the_cases_are_kept_as_theirs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that is made, all of a day, with the command."""
+    from benchmarks import saving, scaling
+
+    monkeypatch.setattr("benchmarks.saving.measure", lambda *given: {"copy_s": 1.0})
+    monkeypatch.setattr("benchmarks.scaling._world", lambda n, seconds: {"processes": n, "data": 1.0, "train": 1.0})
+    out = tmp_path / "new" / "folder"
+    for main, words in ((saving.main, ["--device", "cpu"]), (scaling.main, ["--processes", "1"])):
+        for _ in range(2):
+            main([*words, "--out", str(out)])
+    kept = {path.name.split("-")[3]: json.loads(path.read_text())["runs"] for path in out.iterdir()}
+    assert {name: len(runs) for name, runs in kept.items()} == {"saving": 2, "scaling": 2}
+    assert kept["saving"][0]["saving"] == {"copy_s": 1.0} and kept["scaling"][1]["rows"][0]["processes"] == 1
+    for name, runs in kept.items():
+        assert runs[0]["command"].startswith(f"python -m benchmarks.{name} --") and "torch" in runs[0]["machine"]

@@ -156,7 +156,7 @@ def test_slope_is_near_the_exact_penalty_and_descending_it_lowers_the_exact_one(
 def test_nudges_are_keyed_by_sample_and_step():
     real = torch.randn(4, 1, 8, 8)
     together = nudged(real, Noise.for_rows(3, 5, 4))
-    assert torch.equal(together[2:], nudged(real[2:], Noise.for_rows(3, 5, 2, first=2)))
+    assert torch.equal(together[2:], nudged(real[2:], Noise(3, 5, 2 + torch.arange(2))))
     assert not torch.equal(together, nudged(real, Noise.for_rows(3, 6, 4)))
     assert torch.allclose((together - real).abs(), torch.tensor(PENALTY_STEP), atol=1e-6)
     clips = nudged(real.expand(4, 3, 8, 8).reshape(12, 1, 8, 8), Noise.for_rows(3, 5, 4))  # three frames a sample

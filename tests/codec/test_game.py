@@ -45,7 +45,7 @@ def test_the_weighted_sum_is_in_the_mean_that_of_all_frames():
 def test_which_frames_are_seen_is_keyed_by_sample_and_step():
     keep = keep_of([8] * 4, 8)
     together, _ = frames_seen(keep, 3, Noise.for_rows(3, 5, 4))
-    half, _ = frames_seen(keep[16:], 3, Noise.for_rows(3, 5, 2, first=2))
+    half, _ = frames_seen(keep[16:], 3, Noise(3, 5, 2 + torch.arange(2)))
     assert torch.equal(together[6:] - 16, half)
     assert not torch.equal(together, frames_seen(keep, 3, Noise.for_rows(3, 6, 4))[0])
 

@@ -17,7 +17,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     whole = Noise.for_rows(3, 7, 12).normal("noise", 4, 5)
     for world in (1, 2, 3, 4):
         share = 12 // world
-        parts = [Noise.for_rows(3, 7, share, first=rank * share).normal("noise", 4, 5) for rank in range(world)]
+        parts = [Noise(3, 7, rank * share + torch.arange(share)).normal("noise", 4, 5) for rank in range(world)]
         assert torch.equal(torch.cat(parts), whole)
     shuffled = torch.randperm(12)
     assert torch.equal(Noise(3, 7, shuffled).normal("noise", 4, 5), whole[shuffled])
@@ -31,7 +31,7 @@ def test_shape_only_shapes_the_draws() -> None:
     assert noise.uniform("a").shape == (3,)
 
 
-@pytest.mark.parametrize("other", [Noise.for_rows(4, 7, 1), Noise.for_rows(3, 8, 1), Noise.for_rows(3, 7, 1, first=1)])
+@pytest.mark.parametrize("other", [Noise.for_rows(4, 7, 1), Noise.for_rows(3, 8, 1), Noise(3, 7, 1 + torch.arange(1))])
 def test_each_part_of_the_key_makes_independent_noise(other: Noise) -> None:
     one, two = Noise.for_rows(3, 7, 1).normal("a", MANY)[0], other.normal("a", MANY)[0]
     _uncorrelated(one, two)

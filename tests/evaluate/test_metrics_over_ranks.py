@@ -156,7 +156,7 @@ def _on_rank(rank: int, folder: str, run: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         told = {"direct": _results([ROWS[rank]]), "judged": _judged(Path(run)), "quit": _quit(Path(run))}
-        told["json"] = ranks.gather_json({"rank": rank, "text": "é\n" * (rank + 1)})
+        told["json"] = ranks.data_told({"rank": rank, "text": "é\n" * (rank + 1)})
         Path(folder, f"{rank}.json").write_text(json.dumps(told))
     finally:
         dist.destroy_process_group()
@@ -180,4 +180,4 @@ def test_two_processes_answer_what_one_does(tmp_path: Path) -> None:
 
 
 def test_one_process_has_only_itself_to_hear() -> None:
-    assert ranks.gather_json({"a": [1, None]}) == [{"a": [1, None]}]
+    assert ranks.data_told({"a": [1, None]}) == [{"a": [1, None]}]

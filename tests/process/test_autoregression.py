@@ -17,7 +17,7 @@ VOCABULARY, BOS = 11, 11
 
 
 def noise(rows: int = 3, seed: int = 0, first: int = 0) -> Noise:
-    return Noise.for_rows(seed, 0, rows, first=first)
+    return Noise(seed, 0, first + torch.arange(rows))
 
 
 def flat(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

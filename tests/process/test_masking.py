@@ -20,7 +20,7 @@ from kineograph.process.masking import (
 
 
 def noise(rows: int, step: int = 0, first: int = 0, seed: int = 0) -> Noise:
-    return Noise.for_rows(seed, step, rows, first=first)
+    return Noise(seed, step, first + torch.arange(rows))
 
 
 # hiding

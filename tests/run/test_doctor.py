@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from kineograph.cli import main
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Loss, Mean
 from kineograph.run import doctor, estimate, layers, machine, probing
@@ -448,6 +450,56 @@ def test_a_run_without_its_data_is_estimated_all_the_same(tmp_path: Path, capsys
     assert "fits" in text and "8 GiB on a GPU of that size" in text
     with pytest.raises(InputError, match="--memory 8 says"):
         examine([], memory=8)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.source=memmap", "data.folder=gone.npy"],
+        ["data.source=webdataset", "data.shards=gone.tar"],
+        ["data.source=webdataset", "data.shards=gone.tar.gz"],
+        ["data.source=webdataset", "data.shards=gone-*.tar"],
+    ],
+)
+def test_data_of_every_kind_may_be_missing(words: list[str], heavy: Path, capsys: pytest.CaptureFixture) -> None:
+    examine([str(heavy), *words], memory=8)
+    assert "estimated without data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.source=folder", "data.folder=empty"], "holds nothing to train on"),
+        (
+            ["data.source=memmap", "data.folder=raw.bin", "data.array_shape=[3]", "data.array_dtype=sideways"],
+            "is not a type of numbers",
+        ),
+        (["data.frames=9", "data.speed=1e9"], "data.speed"),
+        (["train.batch_size=7", "train.accumulate=2"], "does not divide"),
+        (["data.source=webdataset", "data.shards=broken.tar"], "cannot be read|holds no samples"),
+    ],
+)
+def test_what_is_wrong_is_no_missing_data(
+    words: list[str], message: str, heavy: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As `kineo train` would: an error, exit code 2, and no estimate."""
+    (heavy.parent / "empty").mkdir()
+    (heavy.parent / "broken.tar").write_bytes(b"no tar")
+    (heavy.parent / "raw.bin").write_bytes(b"123")
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", str(heavy), *words, "--memory", "8"])
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert re.search(message, err) and "estimated without data" not in out
+
+
+@pytest.fixture
+def heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config file in the folder that everything is named from."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump({**HEAVY, "data": {"size": 16}}, sort_keys=False))
+    return path
 
 
 # Dry run ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kineograph.core.errors import ConfigError
+from kineograph.core.errors import ConfigError, RunFailed
 from kineograph.media.clips import read_clip
 from tests.run import clip_tasks
 from tests.run.clip_tasks import train
@@ -117,10 +118,10 @@ def test_a_task_without_latents_refuses_them(tmp_path: Path) -> None:
 
 
 def test_what_pictures_took_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr("kineograph.run.show.release_memory", asked.append)
+    asked: list[bool] = []
+    monkeypatch.setattr("kineograph.run.show.release_memory", lambda: asked.append(True))
     shown(tmp_path)
-    assert asked == [torch.device("cpu")]
+    assert asked == [True]
 
 
 @pytest.mark.parametrize("animates", [False, True])
@@ -150,3 +151,63 @@ def test_curves_are_drawn_at_the_end_of_each_stage_and_between_only_now_and_then
     monkeypatch.setattr("kineograph.run.show.REDRAWN", apart)
     shown(tmp_path, train__steps=3, train__sample_every=1)
     assert len(drawn) == times  # of the codec's stage one, of the generator's one a showing and one at its end
+
+
+# Encoding --------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_while_the_first_process_encodes(tmp_path: Path) -> None:
+    """Its encoder stands still until both have begun the step that follows the pictures."""
+    from kineograph.run import show
+    from kineograph.train.stepper import Stepper
+    from tests.train.together import together
+
+    deadline = time.monotonic() + 60
+
+    def work(rank: int) -> list[str]:
+        seen: list[str] = []
+        inner_step, inner_write = Stepper.step, show.write_clip
+
+        def step(self: Stepper, number: int, batches: Any) -> Any:
+            if number == 3:
+                seen.append("step")
+                (tmp_path / f"went-on-{rank}").touch()
+            return inner_step(self, number, batches)
+
+        def write(*given: Any) -> Path:
+            while not all((tmp_path / f"went-on-{other}").exists() for other in range(2)):
+                assert time.monotonic() < deadline, "the others wait"
+                time.sleep(0.01)
+            seen.append("clip")
+            return inner_write(*given)
+
+        Stepper.step, show.write_clip = step, write  # type: ignore[method-assign,assignment]
+        shown(tmp_path / str(rank), train__steps=4, train__grids=["train"])
+        return seen
+
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    first, second = together(2, work)
+    assert first[0] == "step" and "clip" in first
+    assert second == ["step"]
+    samples = tmp_path / "0" / "run" / "generator" / "samples" / "step-00000003"
+    assert (samples / "grid.gif").exists() and (samples / "train-grid.gif").exists()
+
+
+def test_a_phase_is_finished_when_its_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose encoder fails comes back into the phase, and draws them."""
+    from kineograph.run import show
+    from kineograph.train import checkpoint
+
+    def full(*given: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(show, "write_clip", full)
+        with pytest.raises(RunFailed, match=r"cannot write to .*No space left on device"):
+            shown(tmp_path, train__save_every=3, train__steps=6)
+    found = checkpoint.latest(tmp_path / "run" / "generator" / "checkpoints")
+    assert found is not None and (found.step, found.phase) == (3, "sample")
+    stage = shown(tmp_path, train__save_every=3, train__steps=6)
+    for step in (3, 6):
+        assert (stage / "samples" / f"step-{step:08d}" / "grid.gif").exists()

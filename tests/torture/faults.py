@@ -53,7 +53,7 @@ class Outcome:
         found, wrong = judging.curve(run)
         expected, _ = judging.curve(reference)
         wrong += judging.differences(found, expected, tolerance)
-        wrong += [f"{key} is missing" for key in expected.keys() - found.keys()]
+        wrong += judging.missing(found, expected)
         wrong += judging.weights_differ(run, reference, STAGES, tolerance)
         self.wrong += wrong[:5]
 

@@ -49,6 +49,11 @@ def differences(found: Curve, reference: Curve, tolerance: float = 0.0) -> list[
     return wrong
 
 
+def missing(found: Curve, reference: Curve) -> list[str]:
+    """Lines of the undisturbed run that a finished one lacks."""
+    return [f"{key} is missing" for key in reference.keys() - found.keys()]
+
+
 def _equal(a: Any, b: Any, tolerance: float) -> bool:
     if tolerance and isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)

@@ -170,7 +170,7 @@ def _one_run(
             tally.ways[death.way if death else "?"] += 1
         elif set(life.codes) == {0}:
             wrong += judging.weights_differ(run, reference, STAGES, tally.tolerance)
-            wrong += [f"{key} is missing" for key in expected.keys() - found.keys()]
+            wrong += judging.missing(found, expected)
             tally.undone += death is not None
             tally.wrong += [f"{text}: {reason}" for reason in wrong]
             return

@@ -18,6 +18,8 @@ from tests.torture.__main__ import DDP, FSDP, HYBRID, ONE, ROUNDING, WITHOUT_DRO
 from tests.torture.elastic import elastic
 from tests.torture.tiny import write_config
 
+OFTEN = (faults.full_disk, faults.flipped_byte, faults.worker_killed, faults.two_on_one)  # met in every round of tests
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
@@ -72,7 +74,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return config, place / "run"
 
 
-@pytest.mark.parametrize("fault", [faults.full_disk, faults.flipped_byte, faults.worker_killed, faults.two_on_one])
+@pytest.mark.parametrize("fault", OFTEN)
 def test_a_fault(fault, undisturbed: tuple[Path, Path], tmp_path: Path) -> None:
     outcome = fault(faults.Place(tmp_path, *undisturbed))
     assert outcome.wrong == []
@@ -80,9 +82,7 @@ def test_a_fault(fault, undisturbed: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault", [f for f in faults.EVERYWHERE + faults.ALONE_ONLY if f.__name__ not in ("full_disk", "flipped_byte")]
-)
+@pytest.mark.parametrize("fault", [fault for fault in faults.EVERYWHERE + faults.ALONE_ONLY if fault not in OFTEN])
 def test_every_other_fault(fault, undisturbed: tuple[Path, Path], tmp_path: Path) -> None:
     assert fault(faults.Place(tmp_path, *undisturbed)).wrong == []
 
@@ -98,7 +98,7 @@ def test_torchrun_starts_again_what_was_killed(layout: kills.Layout, tmp_path: P
 
 
 def test_a_wrong_continuation_would_be_seen(undisturbed: tuple[Path, Path], tmp_path: Path) -> None:
-    """The judge itself: another number, a line too few or too many, lost steps."""
+    """The judge itself: another number, a line too many, too few or twice; steps that were lost; another weight, or another step's."""
     run = undisturbed[1]
     expected, faults_ = judging.curve(run)
     assert not faults_ and judging.differences(expected, expected) == []
@@ -108,6 +108,8 @@ def test_a_wrong_continuation_would_be_seen(undisturbed: tuple[Path, Path], tmp_
     assert judging.differences(changed, expected, 1e-4) == []
     changed["toy", "train", 99] = {}
     assert len(judging.differences(changed, expected)) == 2
+    assert judging.missing(expected, expected) == [] == judging.differences({}, expected)
+    assert len(judging.missing({key: expected[key] for key in list(expected)[1:]}, expected)) == 1
     double = tmp_path / "double"
     double.mkdir()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -117,3 +119,14 @@ def test_a_wrong_continuation_would_be_seen(undisturbed: tuple[Path, Path], tmp_
     assert judging.lost({"toy": 4}, "toy: Toy, 0.00 M parameters, on cpu, from step 4\n", {"toy": 2})
     assert not judging.lost({"toy": 4}, "toy: Toy, 0.00 M parameters, on cpu, from step 4\n", {"toy": 6})
     assert judging.weights_differ(run, run, kills.STAGES) == []
+    saved = checkpoint.latest(run / "toy/checkpoints")
+    assert saved is not None
+    tensors = {kind: saved.tensors(kind) for kind in ("model", "ema", "optimizer")}
+    tensors["ema"]["last.bias"] += 1e-4
+    checkpoint.save(tmp_path / "other/toy/checkpoints", saved.step, tensors, saved.state())
+    assert judging.weights_differ(tmp_path / "other", run, ["toy"]) == ["toy: ema last.bias differs"]
+    assert judging.weights_differ(tmp_path / "other", run, ["toy"], 1e-2) == []
+    checkpoint.save(
+        tmp_path / "late/toy/checkpoints", saved.step + 1, tensors, saved.state() | {"step": saved.step + 1}
+    )
+    assert len(judging.weights_differ(tmp_path / "late", run, ["toy"])) == 1

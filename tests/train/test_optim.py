@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kineograph.core.errors import InputError
+from kineograph.core.transfer import fetched
 from kineograph.train.config import PlayerConfig
 from kineograph.train.optim import LossScale, Optimizer, rate_at
 
@@ -141,5 +142,50 @@ def test_the_loss_scale_halves_and_grows() -> None:
         history.append(float(scale.value))
     assert history == [4, 4, 4, 8, 8, 8, 4, 4]
     other = LossScale(torch.device("cpu"))
-    other.load(scale.state())
+    other.load(fetched(scale.state()))
     assert (float(other.value), float(other.good)) == (4, 1)
+
+
+# Taking up -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adamw_split"])
+def test_taking_up_is_linear_in_the_number_of_parameters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is made once, and the saved state is gone through a fixed number of times."""
+    parameters = {f"layer{n}": nn.Parameter(torch.ones(2, 3)) for n in range(12)}
+    optimizer = Optimizer(parameters, PlayerConfig(optimizer=kind))
+    for p in parameters.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step(0.1, torch.tensor(1.0))
+    made, walked = [], []
+
+    class Saved(dict):
+        def __iter__(self):
+            walked.append("keys")
+            return super().__iter__()
+
+        def items(self):
+            walked.append("items")
+            return super().items()
+
+    saved = Saved(optimizer.state())
+    for name in ("zeros", "zeros_like"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *given, original=original, **keys: made.append(0) or original(*given, **keys)
+        )
+    rooms = optimizer.rooms_for(saved.keys())
+    assert rooms.keys() == saved.keys() and len(made) == len(saved)
+    for key, room in rooms.items():
+        assert room.shape == saved[key].shape and room.dtype == saved[key].dtype and not room.any()
+    optimizer.load(saved)
+    assert len(made) == len(saved), "nothing is made only to be compared with"
+    assert len(walked) <= 2
+
+
+def test_moments_of_what_is_not_trained_are_named() -> None:
+    optimizer = Optimizer({"a": nn.Parameter(torch.ones(2, 3))}, PlayerConfig())
+    with pytest.raises(InputError, match="moments of b, which this task does not train"):
+        optimizer.rooms_for(["step.a", "exp_avg.b"])
+    with pytest.raises(InputError, match="kept a as exp_avg_scale, and optimizer=adamw does not"):
+        optimizer.rooms_for(["step.a", "exp_avg_scale.a"])

@@ -16,6 +16,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean, Task
 from kineograph.train import checkpoint
 from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig
+from kineograph.train.optim import LossScale
 from kineograph.train.stepper import Stepper, precision_for, recompute
 from tests.train.toy_tasks import Duel, Toy, ToyConfig
 
@@ -406,3 +407,19 @@ def test_buffers_are_saved_as_they_are(tmp_path: Path) -> None:
     assert saved["ema"]["seen"] == 3
     assert saved["ema"].keys() == saved["model"].keys()
     assert not any("helper" in name for name in saved["model"])
+
+
+def test_the_numbers_of_a_save_are_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loss scale of fp16, which a CPU does not train in, put in place."""
+    stepper = Stepper(duel(), CONFIG)
+    stepper.step(0, [batch()])
+    stepper.scale = LossScale(torch.device("cpu"), start=8.0)
+    stepper.skipped, stepper.skipped_in_a_row = torch.tensor(3.0), torch.tensor(2.0)
+    as_list, fetched = torch.Tensor.tolist, []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: fetched.append(tensor.shape) or as_list(tensor))
+    with Calls() as calls:
+        state = stepper.state()
+    assert len(fetched) == 1 and not any("_local_scalar_dense" in name for name in calls.names)
+    assert state["scale"] == {"value": 8.0, "good": 0.0}
+    assert (state["skipped"], state["skipped_in_a_row"]) == (3.0, 2.0)
+    assert state.keys() == {"ema_updates", "scale", "skipped", "skipped_in_a_row"}

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,14 @@ from PIL import Image
 from kineograph.core.errors import InputError
 from kineograph.train import trackers
 from kineograph.train.config import WandbConfig
-from kineograph.train.trackers import MetricsFile, TensorBoard, WeightsAndBiases, check_trackers, open_trackers
+from kineograph.train.trackers import (
+    MetricsFile,
+    OneAtATime,
+    TensorBoard,
+    WeightsAndBiases,
+    check_trackers,
+    open_trackers,
+)
 
 
 def record(step: int, stage: str = "tokenizer", split: str = "train", **numbers) -> dict:
@@ -394,3 +402,24 @@ def test_wandb_works_offline(tmp_path, monkeypatch):
     assert any(
         file.read_bytes() == b"weights of step 1" for file in (tmp_path / "WANDB_DATA_DIR").rglob("*") if file.is_file()
     )
+
+
+def test_trackers_are_told_one_thing_at_a_time() -> None:
+    """Numbers come from one thread, pictures from another."""
+    inside: list[str] = []
+
+    class Slow:
+        def log(self, told: dict) -> None:
+            inside.append("in")
+            time.sleep(0.01)
+            assert inside.pop() == "in" and not inside
+
+        def media(self, *given: object) -> None:
+            self.log({})
+
+    tracker = OneAtATime(Slow())  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(tracker.log, {}) for _ in range(5)]
+        asked += [pool.submit(tracker.media, 1, "a", Path("b")) for _ in range(5)]
+    for each in asked:
+        each.result()

@@ -32,7 +32,7 @@ class HeldOutLoss:
 
     def compute(self) -> Result:
         joined: dict[str, tuple[float, float]] = {}
-        for told in ranks.gather_json(self.sums, self.device):
+        for told in ranks.data_told(self.sums, self.device):
             for name, (total, count) in told.items():
                 before = joined.get(name, (0.0, 0.0))
                 joined[name] = before[0] + total, before[1] + count

@@ -15,7 +15,7 @@ from .conftest import CAPTIONS, batch_of, train
 
 def prompts(captions, seed: int = 0, first: int = 0, **keys) -> Prompts:
     rows = len(captions) if captions is not None else 4
-    return Prompts(Noise.for_rows(seed, 0, rows, first=first), captions, **keys)
+    return Prompts(Noise(seed, 0, first + torch.arange(rows)), captions, **keys)
 
 
 def test_overfits_captions_and_draws_what_they_ask_for(make):

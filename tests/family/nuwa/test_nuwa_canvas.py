@@ -15,7 +15,7 @@ OPTIONS = NuwaSample(guidance=2, overlap=2)
 
 def prompts(rows: int = 3, first: int = 0, seed: int = 5, **keys) -> Prompts:
     keys = {"captions": CAPTIONS[first : first + rows], **keys}
-    return Prompts(noise=Noise.for_rows(seed, 0, rows, first=first), **keys)
+    return Prompts(noise=Noise(seed, 0, first + torch.arange(rows)), **keys)
 
 
 @pytest.fixture

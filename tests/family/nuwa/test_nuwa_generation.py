@@ -20,7 +20,7 @@ GREEDY = NuwaSample(temperature=0, guidance=1)
 
 def prompts(rows: int = 3, first: int = 0, seed: int = 5, **keys) -> Prompts:
     keys = {"captions": CAPTIONS[first : first + rows], **keys}
-    return Prompts(noise=Noise.for_rows(seed, 0, rows, first=first), **keys)
+    return Prompts(noise=Noise(seed, 0, first + torch.arange(rows)), **keys)
 
 
 def tokens_of(codec: PatchCodec, pixels: Tensor) -> Tensor:

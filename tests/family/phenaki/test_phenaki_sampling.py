@@ -13,7 +13,7 @@ from .conftest import CAPTIONS, ClipCodec, batch_of, train
 
 
 def prompts(rows: int = 4, seed: int = 0, first: int = 0, **keys) -> Prompts:
-    noise = Noise.for_rows(seed, 0, rows, first=first)
+    noise = Noise(seed, 0, first + torch.arange(rows))
     return Prompts(noise, **{"captions": CAPTIONS[first : first + rows], **keys})
 
 

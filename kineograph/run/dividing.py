@@ -1,0 +1,68 @@
+"""What one process holds of a model that several hold together: arithmetic over a layout, for which nothing needs to be started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from kineograph.core.ranks import World
+from kineograph.core.task import Task
+from kineograph.train.parallel import ParallelConfig, Sizes
+from kineograph.train.tensor import check_splits
+
+_REDUCED = 4  # bytes of a gradient's number while it is joined
+
+
+@dataclass(frozen=True)
+class Division:
+    """Of one process, of which the first has most."""
+
+    share: dict[int, float] = field(default_factory=dict)  # id of a parameter → the part of it that lies here
+    gathered: int = 0  # bytes of blocks that lie whole for a while in each step
+    judged: int = 0  # bytes of all blocks, which are whole while the model is judged
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Of the parts of these tensors, each memory once."""
+        found = {t.untyped_storage()._cdata: (t.untyped_storage().nbytes(), id(t)) for t in tensors}
+        return round(sum(size * self.share.get(key, 1.0) for size, key in found.values()))
+
+    def part(self, tensor: Tensor, size: float) -> float:
+        """Of `size` bytes that belong to a parameter."""
+        return size * self.share.get(id(tensor), 1.0)
+
+
+def divide(task: Task, parallel: ParallelConfig, world: World, precision: str) -> Division:
+    """How train/sharding.py and train/tensor.py would divide this task over `world`."""
+    sizes = parallel.sizes(*world)
+    if sizes.tensor > 1:
+        return Division({id(p): 1 / sizes.tensor for p in _cut(task, sizes.tensor)})
+    over = parts_of(parallel, sizes)
+    if over == 1:
+        return Division()
+    blocks = [list(block.parameters()) for block in task.blocks()]
+    rows = {id(p): p.shape[0] for block in blocks for p in block}  # FSDP2 cuts rows
+    half = precision != "fp32"
+    weights = [sum(p.numel() * (2 if half else p.element_size()) for p in block) for block in blocks]
+    gradients = [w + _REDUCED * sum(p.numel() for p in block) for w, block in zip(weights, blocks, strict=True)]
+    # A block's weights while the next one's are fetched, or those of all where they stay; and one block's gradients, as they are made and as
+    # they are joined.
+    pairs = [sum(weights[at : at + 2]) for at in range(len(weights))]
+    gathered = (max(pairs) if parallel.reshard else sum(weights)) + max(gradients)
+    return Division({key: math.ceil(n / over) / n for key, n in rows.items()}, gathered, sum(weights))
+
+
+def parts_of(parallel: ParallelConfig, sizes: Sizes) -> int:
+    """Processes over which FSDP2 lays a block's weights."""
+    return sizes.shard * sizes.sequence if parallel.layout != "replicate" else 1
+
+
+def _cut(task: Task, count: int) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
+    for block, rules in check_splits(task, "tensor", count):
+        for name in rules.columns:
+            found += block.get_submodule(name).parameters()
+        found += [block.get_parameter(f"{name}.weight") for name in rules.rows]
+    return found

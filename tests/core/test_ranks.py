@@ -1,0 +1,46 @@
+"""Words that processes say to one another, and to people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kineograph.core import ranks
+from tests.train.together import together
+
+
+def test_one_process_hears_itself() -> None:
+    assert ranks.all_told({"a": 1}) == ranks.data_told({"a": 1}) == [{"a": 1}]
+    assert torch.equal(ranks.gather_rows(torch.ones(2, 3)), torch.ones(2, 3))
+
+
+def test_everyone_hears_everyone_in_order() -> None:
+    """However long each speaks, and in whatever letters."""
+
+    def work(rank: int) -> Any:
+        heard = ranks.all_told({"rank": rank, "text": "é\n" * rank})
+        rows = ranks.gather_rows(torch.full((rank, 2), float(rank)))
+        return [heard, rows.tolist()]
+
+    said = [{"rank": rank, "text": "é\n" * rank} for rank in range(3)]
+    assert together(3, work) == [[said, [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]]] * 3
+
+
+def test_those_who_see_the_same_data_are_counted_once() -> None:
+    def work(rank: int) -> Any:
+        groups = [dist.new_group([first, first + 2]) for first in range(2)]  # 0 and 1 see one batch, 2 and 3 another
+        ranks.share_data(rank // 2, 2, groups[rank % 2])
+        return [ranks.data_told(rank), ranks.all_told(rank)]
+
+    assert together(4, work) == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
+
+
+def test_people_hear_the_first_process_alone() -> None:
+    def work(rank: int) -> list[str]:
+        heard: list[str] = []
+        ranks.once(heard.append)("hello")
+        return heard
+
+    assert together(2, work) == [["hello"], []]
