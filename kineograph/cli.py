@@ -316,12 +316,13 @@ def data_check(
     ] = None,
 ) -> None:
     """Tell what is in a folder and everything that is wrong with it (exit 1 if anything is); with buckets, what goes where."""
-    from kineograph.data.check import bucket_lines, check_folder
+    from kineograph.data.check import bucket_config, bucket_lines, check_folder
 
+    asked = bucket_config(folder, setting) if setting else None  # a typing error is told before hours of decoding
     report = check_folder(folder)
     for line in report.lines():
         print(line)
-    for line in bucket_lines(folder, setting) if setting else []:
+    for line in bucket_lines(asked) if asked is not None else []:
         print(line)
     if report.problems:
         raise typer.Exit(1)
