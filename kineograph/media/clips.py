@@ -12,6 +12,7 @@ from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 
 from kineograph.core.errors import InputError
+from kineograph.core.oversize import too_large
 from kineograph.media.frames import atomically, to_arrays, to_images, to_pixels
 from kineograph.media.gif import GifWriter, durations, rate
 from kineograph.media.grids import film_strip
@@ -146,6 +147,8 @@ def _image_frames(path: Path) -> Iterator[Shown]:
                 at += length if length > 10 else 100  # as viewers do
     except UnidentifiedImageError:
         yield from _video_frames(path)
+    except Image.DecompressionBombError as error:
+        raise InputError(f"{path} is {too_large(error)}") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 
