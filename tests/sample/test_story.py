@@ -13,11 +13,12 @@ from PIL import Image
 
 from kineograph import cli
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.media.clips import read_clip, write_clip
+from kineograph.media.clips import write_clip
 from kineograph.sample import story as stories
 from kineograph.sample.command import tell_and_write
 from kineograph.sample.draw import Sampler
 from kineograph.sample.story import read_scenes
+from tests.media.reading import read_clip
 from tests.sample.tiny_task import Counting, make_run
 
 SCENES = ["a red 3 moves left", "it stops", "it moves on"]
