@@ -186,6 +186,13 @@ def story(
     prime: Annotated[
         Path | None, typer.Option(help="An image or clip that the first scene continues.", show_default=False)
     ] = None,
+    sketch: Annotated[
+        Path | None,
+        typer.Option(
+            help="An image or clip to draw the whole story after, where the stage was trained with sketches.",
+            show_default=False,
+        ),
+    ] = None,
     negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
     checkpoint: Checkpoint = "last",
     format: Annotated[str | None, typer.Option(help="gif or mp4.", show_default="gif")] = None,
@@ -205,7 +212,7 @@ def story(
 
     written = tell_and_write(
         run, scenes, overlap=overlap, out=out, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
-        negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, ema=ema,
+        sketch=sketch, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, ema=ema,
         note=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     for path in written:

@@ -76,6 +76,7 @@ def tell_and_write(
     steps: int | None = None,
     frames: int | None = None,
     prime: Path | None = None,
+    sketch: Path | None = None,
     negative: str | None = None,
     checkpoint: str | int = "last",
     format: str | None = None,
@@ -99,6 +100,7 @@ def tell_and_write(
         steps=steps,
         frames=frames,
         prime=prime,
+        sketch=sketch,
         negative=negative,
         options=options,
     )

@@ -188,12 +188,14 @@ class Sampler:
         steps: int | None = None,
         frames: int | None = None,
         prime: str | Path | Tensor | None = None,
+        sketch: str | Path | Tensor | None = None,
         negative: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Story:
         """One long clip, a scene a caption, each continuing the last `overlap` frames of the one before; see sample/story.py.
 
         `frames` are drawn a scene: the first shows all of them, each further one those that are new, `frames − overlap`.
+        `sketch` runs along the whole story.
         """
         from kineograph.sample.story import Story, check_scenes
 
@@ -211,8 +213,11 @@ class Sampler:
         ):  # a scene longer than the trained length continues itself alike
             chosen = self.resolve({**(options or {}), "overlap": overlap}, guidance=guidance, steps=steps)
         start = self._prime(prime, frames, None, chosen)
-        origin = self._origin(texts, 1, seed, negative, frames, None, start, chosen)
-        return Story(self, texts or [], overlap, length, start.frames if start is not None else None, chosen, origin)
+        total = length + (len(texts or []) - 1) * (length - overlap)
+        drawn_after = self._sketch(sketch, total, None, scenes=True)
+        origin = self._origin(texts, 1, seed, negative, frames, None, start, chosen, drawn_after)
+        given = start.frames if start is not None else None
+        return Story(self, texts or [], overlap, length, given, chosen, origin, drawn_after)
 
     def _prime(
         self,
@@ -238,13 +243,19 @@ class Sampler:
         return read_mask(mask, self.takes, size or (self.shape.height, self.shape.width))
 
     def _sketch(
-        self, sketch: str | Path | Tensor | None, frames: int | None, size: tuple[int, int] | None
+        self,
+        sketch: str | Path | Tensor | None,
+        frames: int | None,
+        size: tuple[int, int] | None,
+        scenes: bool = False,
     ) -> Sketch | None:
         if sketch is None:
             return None
         height_width = size or (self.shape.height, self.shape.width)
         count = frames or self.shape.frames
-        return read_sketch(sketch, self.task, self.task_name, self._data, count, height_width, self._stages.note)
+        return read_sketch(
+            sketch, self.task, self.task_name, self._data, count, height_width, self._stages.note, scenes
+        )
 
     def resolve(self, options: Mapping[str, Any] | None = None, **shortcuts: Any) -> Any:
         """The stage's sampling options with some of them changed. Keys may be written `sample.K` or `K`."""
