@@ -28,6 +28,13 @@ app.add_typer(weights_app)
 
 Run = Annotated[Path, typer.Argument(help="A run folder, such as runs/muse-tiny.", show_default=False)]
 Checkpoint = Annotated[str, typer.Option(help="last, best, or a step.")]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="torch.compile: the first batch waits for it, later ones take less time. Pays where many are drawn; on a CPU it needs a C++ compiler.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 
 
@@ -136,6 +143,7 @@ def sample(
     ] = None,
     size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels.", show_default="as trained")] = None,
     ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
+    compile: Compile = False,
     device: Device = "auto",
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
@@ -146,7 +154,7 @@ def sample(
         written = draw_and_write(
             run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
             sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
-            ema=ema,
+            ema=ema, compile=compile,
         )  # fmt: skip
     for path in written:
         print(path)
@@ -202,6 +210,7 @@ def story(
         typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
     ] = None,
     ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
+    compile: Compile = False,
     device: Device = "auto",
 ) -> None:
     """Draw one long video, a scene a line, each continuing the last; with a sheet of the scenes and a JSON file that reproduces it.
@@ -213,7 +222,7 @@ def story(
     written = tell_and_write(
         run, scenes, overlap=overlap, out=out, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
         sketch=sketch, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, ema=ema,
-        note=lambda line: print(line, file=sys.stderr),
+        compile=compile, note=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     for path in written:
         print(path)
@@ -236,6 +245,7 @@ def evaluate(
             show_default="inception-v3; fvd=i3d-kinetics400; lpips=lpips-vgg16; clip_score=the run's clip stage",
         ),
     ] = None,
+    compile: Compile = False,
     device: Device = "auto",
 ) -> None:
     """Judge a run: a table, evaluation.json and a sheet of samples."""
@@ -246,7 +256,7 @@ def evaluate(
     with sharing():
         found = judge(
             run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
-            extractors=extractor or [],
+            extractors=extractor or [], compile=compile,
         )  # fmt: skip
     if speaks():
         found.show()

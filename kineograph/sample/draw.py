@@ -55,6 +55,7 @@ class Origin:
     options: dict[str, Any]  # all of them, resolved
     changed: dict[str, Any]  # those that differ from the run's own
     device: str
+    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Sampler:
         ema: bool = True,
         compile: bool = False,
     ) -> Sampler:
-        """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn."""
+        """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn; what is
+        drawn may then differ in the last bits."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
         stages = Stages(folder, device_for(device), _say, compiled=compile)
         name = sampling_stage(folder, stage)
@@ -334,6 +336,7 @@ class Sampler:
             options=_dump(chosen),
             changed=_changes(self.options, chosen),
             device=str(self.device),
+            compiled=self._stages.compiled,
         )
 
 
