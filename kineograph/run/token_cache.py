@@ -150,8 +150,8 @@ def fill(
     stop: StopRequest,
     note: Callable[[str], None],
     folder: RunFolder,
-) -> None:
-    """Encode everything that is not there yet, beside whoever else does; returns when all of it is there."""
+) -> int:
+    """Encode everything that is not there yet, beside whoever else does; returns when all of it is there. → how many items that were."""
     source, shape = data.source, data.stage.spec.data.shape
     buckets: Buckets | None = getattr(source, "buckets", None)
     listed = ShardList(
@@ -176,6 +176,7 @@ def fill(
             filling.loader.skipped.update(skipped)
         data.write_skipped(folder.path / "skipped.jsonl", filling.loader)
         note(f"{data.stage.name}: {made} items encoded into {path}")
+    return made
 
 
 class _Filling:
@@ -210,7 +211,8 @@ class _Filling:
                     return False
                 self._fill(shard)  # at once done, if someone else finished it just now
         self._seen += len(shard.items)
-        self._progress.show(self._seen)
+        if self.made:  # what was there before this call is not encoded by it
+            self._progress.show(self._seen)
         return True
 
     def _pause(self) -> None:
@@ -386,7 +388,8 @@ class _Encoder:
             self.note(f"{self.stage.name}: not cached: {self.fault}")
             return []
         path = cache_folder(self.stage, self.folder, self.stages, self.data.source)
-        fill(path, self.task.to(self.device), self.data, self.device, stop, self.note, self.folder)
+        if not fill(path, self.task.to(self.device), self.data, self.device, stop, self.note, self.folder):
+            self.note(f"{self.stage.name}: all {len(self.data.source)} items were encoded before")
         return [path]
 
 

@@ -86,6 +86,16 @@ def test_the_command_makes_the_cache_that_training_finds(tmp_path: Path) -> None
     assert clip_tasks.SEEN[0][1] is not None
 
 
+def test_the_command_says_that_nothing_is_left_to_encode(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = train(tmp_path)
+    lines: list[str] = []
+    (path,) = cache_run([str(run)], note=lines.append)
+    assert "generator  encoding 48/48 (100 %)" in capsys.readouterr().err
+    assert cache_run([str(run)], note=lines.append) == [path]
+    assert "encoding" not in capsys.readouterr().err
+    assert lines == [f"generator: 48 items encoded into {path}", "generator: all 48 items were encoded before"]
+
+
 def test_endless_data_are_told_to_be_so(tmp_path: Path) -> None:
     run = train(tmp_path, data__count=None)
     lines: list[str] = []
