@@ -202,6 +202,10 @@ class Sampler:
         from kineograph.sample.story import Story, check_scenes
 
         self.takes.check_continues("a story")
+        if not self.task.takes_captions():
+            raise InputError(
+                f"a story is told in captions, and {self.task_name} was trained without: kineo sample --frames N draws a long clip"
+            )
         texts = self._captions(check_scenes(captions), negative)
         self._size(frames, None)
         length = frames or self.shape.frames

@@ -92,6 +92,22 @@ class Stages:
         run, name = self.locate(reference)
         return checkpoint.choose(run.checkpoints(name)).digest()
 
+    def codec_of(self, config: StageConfig, run: RunFolder | None = None) -> tuple[str, str] | None:
+        """The codec that a stage's tokens or latents are made by, its own or that of the generator that it stands on: where it lies, and its digest."""
+        run = run or self.run
+        for key in sorted(config.references, key=lambda key: key != "codec"):
+            name = getattr(config, key)
+            if not isinstance(name, str):
+                continue
+            reference = self._seen_from(run, name)
+            if key == "codec":
+                return reference, self.digest(reference)
+            other, inner = self.locate(reference)
+            found = self.codec_of(read_stage(other.config(), inner).config, other)
+            if found is not None:
+                return found
+        return None
+
     def references(self, run: RunFolder, name: str) -> dict[str, str]:
         """The stages that a stage stands on, by the digests of their weights now."""
         config = read_stage(run.config(), name).config

@@ -252,6 +252,14 @@ def test_a_failure_beside_the_video_leaves_no_empty_video(sampler, tmp_path, mon
     assert not list(tmp_path.glob("*.gif"))
 
 
+def test_a_model_without_captions_is_told_how_to_go_on_without_a_story(sampler, monkeypatch):
+    monkeypatch.setattr(type(sampler.task), "takes_captions", lambda self: False)
+    with pytest.raises(
+        InputError, match=r"a story is told in captions, and .* was trained without: kineo sample --frames N"
+    ):
+        sampler.story(SCENES)
+
+
 def test_scenes_files(tmp_path):
     path = tmp_path / "scenes.txt"
     path.write_bytes("\ufeffein rotes Ä\r\n\r\n  # later\r\n  數字 7  ".encode())
