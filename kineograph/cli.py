@@ -34,6 +34,13 @@ Processes = Annotated[
         min=1, help="Processes that the run is planned for.", show_default="those that a launcher started, or 1"
     ),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="torch.compile: the first batch waits for it, later ones take less time. Pays where many are drawn; on a CPU it needs a C++ compiler.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 
 
@@ -150,6 +157,7 @@ def sample(
     ] = None,
     size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels.", show_default="as trained")] = None,
     ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
+    compile: Compile = False,
     device: Device = "auto",
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
@@ -160,7 +168,7 @@ def sample(
         written = draw_and_write(
             run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
             sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
-            ema=ema,
+            ema=ema, compile=compile,
         )  # fmt: skip
     for path in written:
         print(path)
@@ -200,6 +208,13 @@ def story(
     prime: Annotated[
         Path | None, typer.Option(help="An image or clip that the first scene continues.", show_default=False)
     ] = None,
+    sketch: Annotated[
+        Path | None,
+        typer.Option(
+            help="An image or clip to draw the whole story after, where the stage was trained with sketches.",
+            show_default=False,
+        ),
+    ] = None,
     negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
     checkpoint: Checkpoint = "last",
     format: Annotated[str | None, typer.Option(help="gif or mp4.", show_default="gif")] = None,
@@ -209,6 +224,7 @@ def story(
         typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
     ] = None,
     ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
+    compile: Compile = False,
     device: Device = "auto",
 ) -> None:
     """Draw one long video, a scene a line, each continuing the last; with a sheet of the scenes and a JSON file that reproduces it.
@@ -219,8 +235,8 @@ def story(
 
     written = tell_and_write(
         run, scenes, overlap=overlap, out=out, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
-        negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, ema=ema,
-        note=lambda line: print(line, file=sys.stderr),
+        sketch=sketch, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, ema=ema,
+        compile=compile, note=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     for path in written:
         print(path)
@@ -243,6 +259,7 @@ def evaluate(
             show_default="inception-v3; fvd=i3d-kinetics400; lpips=lpips-vgg16; clip_score=the run's clip stage",
         ),
     ] = None,
+    compile: Compile = False,
     device: Device = "auto",
 ) -> None:
     """Judge a run: a table, evaluation.json and a sheet of samples."""
@@ -253,7 +270,7 @@ def evaluate(
     with sharing():
         found = judge(
             run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
-            extractors=extractor or [],
+            extractors=extractor or [], compile=compile,
         )  # fmt: skip
     if speaks():
         found.show()
@@ -330,12 +347,13 @@ def data_check(
     ] = None,
 ) -> None:
     """Tell what is in a folder and everything that is wrong with it (exit 1 if anything is); with buckets, what goes where."""
-    from kineograph.data.check import bucket_lines, check_folder
+    from kineograph.data.check import bucket_config, bucket_lines, check_folder
 
+    asked = bucket_config(folder, setting) if setting else None  # a typing error is told before hours of decoding
     report = check_folder(folder)
     for line in report.lines():
         print(line)
-    for line in bucket_lines(folder, setting) if setting else []:
+    for line in bucket_lines(asked) if asked is not None else []:
         print(line)
     if report.problems:
         raise typer.Exit(1)

@@ -190,6 +190,11 @@ class ToPixels(nn.Module):
 # Task --------------------------------------------------------------------------------------------------------------
 
 
+def _rows(features: Tensor) -> Tensor:
+    """B t h w D → B·t D h w, channels_last"""
+    return features.flatten(0, 1).permute(0, 3, 1, 2)
+
+
 class CViViT(Task):
     """Codec and its training: generator (encoder, quantizer, decoder) against a discriminator of clips."""
 
@@ -237,7 +242,7 @@ class CViViT(Task):
         self.shape_for(frames, height, width)
         if frame_mask is not None:
             pixels = held(pixels, frame_mask)
-        ids = self._quantized(self.encoder(pixels * 2 - 1), None).ids
+        ids = self.quantizer.ids(_rows(self.encoder(pixels * 2 - 1)))
         return rearrange(ids, "(b t) h w -> b t h w", b=clips)
 
     @torch.no_grad()
@@ -251,8 +256,7 @@ class CViViT(Task):
         if mask is not None:
             # Where new codes are drawn from tokens, they shall be real ones: padding holds those of the first frame.
             features = torch.where(mask[:, :, None, None, None], features, features[:, :1])
-        rows = features.flatten(0, 1).permute(0, 3, 1, 2)  # B·t D h w, channels_last
-        return self.quantizer(rows, None if mask is None else mask.flatten())
+        return self.quantizer(_rows(features), None if mask is None else mask.flatten())
 
     def _painted(self, z: Tensor, clips: int) -> Tensor:
         """B·t D h w → B·T C H W in [−1, 1]"""

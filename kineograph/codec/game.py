@@ -25,7 +25,8 @@ from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import ranks
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
-from kineograph.nn.quantizers import Quantized, codebook_histogram, straight_through, usage
+from kineograph.nn.codebook_use import codebook_histogram, usage
+from kineograph.nn.quantizers import Quantized, straight_through
 
 Judge = Callable[[Tensor, int, Tensor], Tensor]
 """Frames F C H W, how many of them make a clip, and which are no padding, F → a logit for each patch, F h w."""

@@ -168,7 +168,7 @@ class VQGAN(Task):
     def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
         """B T C H W in [0, 1] → B T h w"""
         self.shape_for(*pixels.shape[1:2], *pixels.shape[-2:])
-        ids = self.quantizer(self.encoder(inward(pixels))).ids
+        ids = self.quantizer.ids(self.encoder(inward(pixels)))
         return rearrange(ids, "(b t) h w -> b t h w", b=pixels.shape[0])
 
     @torch.no_grad()

@@ -50,7 +50,7 @@ class Header(Config):
     key: str = ""
     """Hash of content, preprocessing and codec: a cache with another key is another cache."""
     codec: str = ""
-    """Hash of the codec's weights."""
+    """Hash of the weights of the codec that made its tokens or latents."""
     split: Split | None = None
     """null: items of all splits, told apart by their identities."""
     arrays: dict[str, str] = Field(default_factory=dict)
@@ -256,9 +256,13 @@ class Cache:
         )
 
     def expect(
-        self, vocabulary: int | None = None, shape: tuple[int, ...] | None = None, key: str | None = None
+        self,
+        vocabulary: int | None = None,
+        shape: tuple[int, ...] | None = None,
+        key: str | None = None,
+        codec: tuple[str, str] | None = None,
     ) -> None:
-        """Refuse a cache that was made by another codec or for another clip."""
+        """Refuse a cache that was made by another codec (`codec`: where it lies, and the hash of its weights) or for another clip."""
         for block in self.blocks:
             header = block.header
             if vocabulary is not None and header.vocabulary != vocabulary:
@@ -269,6 +273,11 @@ class Cache:
                 )
             if key is not None and header.key and header.key != key:
                 self._refuse("was made from other data, preprocessing or codec weights")
+            if codec is not None and header.codec and header.codec != codec[1]:
+                self._refuse(
+                    f"was encoded by other weights ({header.codec[:12]}) than the codec {codec[0]} has ({codec[1][:12]}), "
+                    "for which its numbers mean something else: name the codec that made it, or"
+                )
 
     def expect_grid(self, shape_for: Callable[[int, int, int], tuple[int, int, int]]) -> None:
         """Refuse tokens or latents whose t h w are not what a codec makes of their clips: `shape_for` says what it makes."""
@@ -280,7 +289,9 @@ class Cache:
                 )
 
     def _refuse(self, why: str) -> None:
-        raise InputError(f"the cache {self.config.folder} {why}; build it anew with kineo cache")
+        raise InputError(
+            f"the cache {self.config.folder} {why}{'' if why.endswith(' or') else ';'} build it anew with kineo cache"
+        )
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -55,7 +55,8 @@ class CacheWriter:
             "arrays": {name: shapes[name][0] for name in FIELDS if name in shapes},
         })  # fmt: skip
         found = read_header(self.folder)
-        if found is not None and found.model_copy(update={"done": 0}) != fresh:
+        # One that was begun before headers named the codec is told apart by its key alone.
+        if found is not None and found.model_copy(update={"done": 0, "codec": found.codec or codec}) != fresh:
             changed = [
                 name for name in Header.model_fields if name != "done" and getattr(found, name) != getattr(fresh, name)
             ]

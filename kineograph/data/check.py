@@ -127,17 +127,24 @@ def measure(path: Path, name: str) -> Media:
         return Media(name, *measure_picture(path.read_bytes()))
 
 
-def bucket_lines(path: Path | str, settings: Sequence[str]) -> list[str]:
-    """What `data.buckets` would make of a folder; `settings` are keys of data.*, with or without that prefix."""
+def bucket_config(path: Path | str, settings: Sequence[str]) -> FolderConfig:
+    """What `settings` ask of a folder: keys of data.*, with or without that prefix. Wrong ones are refused before anything is read."""
     tree: dict[str, Any] = {"folder": str(path), "validation": 0, "max_unreadable": 1.0}
     for text in settings:
         key, value = parse_override(text.removeprefix("data."))
         tree = merge(tree, nest(key, value))
-    found = Folder.open(parse(FolderConfig, tree, "data"), "train", 0)
-    if found.buckets is None:
+    config = parse(FolderConfig, tree, "data")
+    if config.buckets is None:
         raise ConfigError(
             "these keys ask for no buckets: add 'buckets={}', or the shapes as in 'buckets={sizes: [[480, 720], [720, 480]]}'"
         )
+    return config
+
+
+def bucket_lines(config: FolderConfig) -> list[str]:
+    """What `data.buckets` would make of a folder."""
+    found = Folder.open(config, "train", 0)
+    assert found.buckets is not None
     return found.buckets.lines()
 
 

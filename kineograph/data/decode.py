@@ -18,6 +18,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from pydantic import Field, model_validator
 
 from kineograph.core.errors import Unreadable
+from kineograph.core.oversize import too_large
 from kineograph.data.buckets import Bucket, BucketsConfig
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE, pick
@@ -157,7 +158,7 @@ def reasons(name: str) -> Iterator[None]:
     except PermissionError:
         raise Unreadable(name, "no permission to read it") from None
     except Image.DecompressionBombError as error:
-        raise Unreadable(name, f"too large: {error}") from None
+        raise Unreadable(name, too_large(error)) from None
     except MemoryError:
         raise Unreadable(name, "out of memory while decoding") from None
     except (EOFError, IndexError):

@@ -144,15 +144,6 @@ def caption_of(facts: Facts, wording: Wording = PLAIN, join: str = " and ") -> s
     return join.join(_clause(figure, wording) for figure in facts)
 
 
-def captions_for(facts: Facts, split: Split) -> list[str]:
-    """Every caption of these facts in a split's own wordings: training's, or the ones held out from it."""
-    return [caption_of(facts, wording, join) for wording in wordings(split, _moves(facts), len(facts)) for join in joins(facts)]
-
-
-def _moves(facts: Facts) -> bool:
-    return facts[0].direction is not None
-
-
 def _clause(figure: Figure, wording: Wording) -> str:
     noun = _noun(figure, wording)
     if figure.direction:

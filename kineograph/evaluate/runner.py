@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +25,7 @@ from kineograph.evaluate import record, sheets
 from kineograph.evaluate.console import open_console
 from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject, ToFetch
 from kineograph.evaluate.extractor.opening import Extractors, read_choices
+from kineograph.evaluate.watching import Watching, beforehand
 from kineograph.sample.draw import as_judged, device_for, draw
 from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
@@ -99,6 +100,7 @@ def evaluate(
     batch: int = 32,
     dataset: Any = None,
     extractors: Sequence[str] = (),
+    compile: bool = False,
     note: Note = ranks.say,
 ) -> Evaluation:
     """Judge a run: the stage that draws at `checkpoint`, the stages under it as it uses them (or `stage` alone).
@@ -115,7 +117,8 @@ def evaluate(
     folder = RunFolder.existing(run)
     note = ranks.once(note)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
-    stages = Stages(folder, device_for(device))
+    # No CUDA graphs: what one batch leaves is still looked at while the next is drawn.
+    stages = Stages(folder, device_for(device), compiled=compile, graphs=False)
     looking = Extractors(stages.device, read_choices(list(extractors)))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
@@ -144,6 +147,7 @@ def evaluate(
             batch,
             name == main,
             shows=True,
+            note=note,
         )
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
@@ -209,10 +213,12 @@ class Judge:
         batch: int = 32,
         draws: bool = True,
         shows: bool = False,
+        note: Note = _unheard,
     ) -> None:
         self.name, self.spec, self.task, self.source, self.device = spec.name, spec, task, source, device
         self.run_seed, self.seed, self.batch, self.shows = run_seed, seed, batch, shows
-        self.extractors, self.stages = extractors, stages
+        self.extractors, self.stages, self.note = extractors, stages, note
+        self.watching = Watching()
         self.draws = draws and task.can_sample
         self.count = min(samples, len(source))
         self.drawn_from: str | None = None  # what generated pictures were drawn from, beside their captions
@@ -224,18 +230,12 @@ class Judge:
         metrics = self.open(chosen, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
-        for number, evidence in enumerate(self._evidence(needed) if metrics else ()):
-            if evidence.spare:
-                continue
-            remarks = []
-            for name, metric in list(metrics.items()):
-                try:
-                    remarks.append(metric.update(evidence))
-                except LeftOut as reason:
-                    reasons[name].append(reason)
-                    del metrics[name]
-            if self.shows:
-                pictures.add(evidence, [said for said in remarks if said], number)
+        with self._watched(metrics):
+            for number, evidence in enumerate(self._evidence(needed) if metrics else ()):
+                if not evidence.spare:
+                    remarks = self._show(evidence, metrics, reasons)
+                    if self.shows:
+                        pictures.add(evidence, remarks, number)
         if self.shows:
             pictures = pictures.joined()
         results: dict[str, Result] = {}
@@ -303,6 +303,33 @@ class Judge:
             offered.add("tokens")
         return frozenset(offered)
 
+    @contextmanager
+    def _watched(self, metrics: dict[str, Metric]) -> Iterator[None]:
+        """A line beforehand, and a bar meanwhile, where a person looks on."""
+        if not metrics or not self.shows or not ranks.is_first():
+            yield
+            return
+        shape = drawn_shape(self.task, self.spec.data.shape)
+        compiled = self.stages is not None and self.stages.compiled
+        self.note(beforehand(self.name, self.device, self.count, shape, metrics, compiled))
+        self.extractors.looked = self.watching.looked
+        with self.watching.shown(self.name, -(-self.count // (self.batch * ranks.data_world()))):
+            yield
+
+    def _show(
+        self, evidence: Evidence, metrics: dict[str, Metric], reasons: dict[str, list[LeftOut]]
+    ) -> list[list[str]]:
+        """To every metric; one that cannot judge it is left out from here on. → their remarks."""
+        remarks = []
+        for name, metric in list(metrics.items()):
+            self.watching.doing(name)
+            try:
+                remarks.append(metric.update(evidence))
+            except LeftOut as reason:
+                reasons[name].append(reason)
+                del metrics[name]
+        return [said for said in remarks if said]
+
     def _evidence(self, needed: frozenset[Kind]) -> Iterator[Evidence]:
         """The same items in the same order every time; those that training validates on come first."""
         loader = Loader(
@@ -314,16 +341,14 @@ class Judge:
         )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
         together = self.batch * ranks.data_world()
-        batches = loader.fixed(self.count, together)
-        for real in (
-            _shown(batches, self.name, -(-self.count // together)) if self.shows and ranks.is_first() else batches
-        ):
+        for real in self.watching.each(loader.fixed(self.count, together)):
             real = real.to(self.device)
             pulse.beat()
             evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
             if real.pixels is not None:
                 evidence.real = self.task.as_drawn(real.video) if "generated" in needed else real.video
             if "generated" in needed:
+                self.watching.doing("drawing")
                 evidence.generated = self._draw(real)
             with as_judged(self.task, self.device):
                 if "reconstruction" in needed:
@@ -360,14 +385,3 @@ def _open(spec: StageSpec, split: str, seed: int, dataset: Any) -> Source:
     if spec.data.source == "dataset" and dataset is None:
         raise InputError(f"stage {spec.name} was trained on a Dataset object: evaluate it from Python with dataset=…")
     return open_source(spec.data, split, seed, dataset)  # type: ignore[arg-type]
-
-
-def _shown(batches: Iterator[Batch], name: str, total: int) -> Iterator[Batch]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield from batches
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(batches, description=f"judging {name}", total=total, console=Console(stderr=True), transient=True)

@@ -12,13 +12,14 @@ from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.media.frames import atomically, to_arrays, to_images, to_pixels
-from kineograph.media.gif import GifWriter, durations, rate
+from kineograph.core.oversize import too_large
+from kineograph.media.frames import atomically, to_arrays, to_images
+from kineograph.media.gif import GifWriter, durations
 from kineograph.media.grids import film_strip
 from kineograph.media.mp4 import Mp4Writer
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v"})
-STILL_FPS = 8.0  # what a picture without time answers
+UNTOLD_FPS = 8.0  # of a film whose frames have no times and which states no speed
 
 
 def write_clip(path: str | Path, pixels: Tensor, fps: float) -> Path:
@@ -100,27 +101,7 @@ class Shown(NamedTuple):
 
     image: Image.Image
     start: float  # seconds
-    milliseconds: int  # that the file asks to show it for; 0 where it does not say
     kind: str  # GIF, PNG …, or video
-    rate: float | None  # frames a second, where the file states it
-
-
-def read_clip(path: str | Path, channels: int | None = None) -> tuple[Tensor, float]:
-    """A picture or clip → pixels T C H W, uint8, and its frames a second; `channels` as asked for, or as the file has."""
-    shown = list(frames_of(path))
-    return to_pixels([frame.image for frame in shown], channels), _rate(shown)
-
-
-def _rate(shown: list[Shown]) -> float:
-    first = shown[0]
-    lengths = [frame.milliseconds for frame in shown]
-    if first.kind == "video":
-        return first.rate or STILL_FPS
-    if len(shown) == 1 or not sum(lengths):
-        return STILL_FPS
-    if first.kind == "GIF":
-        return rate([round(length / 10) for length in lengths])
-    return rate(lengths, tick=1000)
 
 
 def frames_of(path: str | Path) -> Iterator[Shown]:
@@ -136,16 +117,18 @@ def _image_frames(path: Path) -> Iterator[Shown]:
         with Image.open(path) as file:
             # Not the pages of a TIFF, nor the second view that phones keep inside a JPEG.
             if file.format not in ("GIF", "WEBP", "PNG") or not getattr(file, "is_animated", False):
-                yield Shown(ImageOps.exif_transpose(file).copy(), 0.0, 0, file.format or "", None)
+                yield Shown(ImageOps.exif_transpose(file).copy(), 0.0, file.format or "")
                 return
             at = 0
             for frame in ImageSequence.Iterator(file):
                 image = frame.copy()  # decoded; only then does WebP tell its duration
                 length = round(frame.info.get("duration") or 0)
-                yield Shown(image, at / 1000, length, file.format, None)
+                yield Shown(image, at / 1000, file.format)
                 at += length if length > 10 else 100  # as viewers do
     except UnidentifiedImageError:
         yield from _video_frames(path)
+    except Image.DecompressionBombError as error:
+        raise InputError(f"{path} is {too_large(error)}") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 
@@ -162,8 +145,7 @@ def _video_frames(path: Path) -> Iterator[Shown]:
                 )
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            speed = stream.average_rate or stream.guessed_rate
-            spacing = 1 / float(speed or STILL_FPS)
+            spacing = 1 / float(stream.average_rate or stream.guessed_rate or UNTOLD_FPS)
             for frame in container.decode(stream):
                 following = 0.0 if start is None else start + spacing
                 start = float(frame.time) if frame.time is not None else following
@@ -171,7 +153,7 @@ def _video_frames(path: Path) -> Iterator[Shown]:
                     round(getattr(frame, "rotation", 0) / 90) % 4
                 )  # phones store portrait clips lying down, with a note
                 upright = np.rot90(frame.to_ndarray(format="rgb24"), turns)
-                yield Shown(Image.fromarray(upright), start, 0, "video", float(speed) if speed else None)
+                yield Shown(Image.fromarray(upright), start, "video")
     except av.FFmpegError as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     if start is None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 
-MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+CHANNELS = (1, 2, 3, 4)  # gray, with alpha, RGB, with alpha
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
     """T C H W, uint8 or float in [0, 1] → uint8 on the CPU. What is out of range is clamped, what is not a number is black."""
-    if pixels.ndim != 4 or pixels.shape[1] not in MODES or 0 in pixels.shape:
+    if pixels.ndim != 4 or pixels.shape[1] not in CHANNELS or 0 in pixels.shape:
         raise ValueError(f"pixels are T C H W with 1 to 4 channels, not {tuple(pixels.shape)}")
     pixels = pixels.detach().cpu()
     if pixels.dtype == torch.uint8:
@@ -45,30 +45,11 @@ def _image(frame: np.ndarray) -> Image.Image:
     return Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
 
 
-def to_pixels(images: list[Image.Image], channels: int | None = None) -> Tensor:
-    """Images of one size → T C H W, uint8, with `channels`, or as many as the fullest of them has.
-
-    Palettes, 16-bit and CMYK files become the nearest of L, LA, RGB, RGBA.
-    """
-    mode = MODES[channels or max(_channels(image) for image in images)]
-    arrays = [np.asarray(_converted(image, mode)) for image in images]
-    stacked = np.stack([array[..., None] if array.ndim == 2 else array for array in arrays])  # T H W C
-    return rearrange(torch.from_numpy(stacked), "t h w c -> t c h w").contiguous()
-
-
-def _channels(image: Image.Image) -> int:
-    grey = image.mode in ("1", "L", "LA", "La", "F") or image.mode.startswith("I")
-    return (1 if grey else 3) + image.has_transparency_data
-
-
-def _converted(image: Image.Image, mode: str) -> Image.Image:
-    if image.mode == mode:
-        return image
-    if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion clips at 255
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
-    if image.has_transparency_data and not mode.endswith("A"):
-        image = over_black(image.convert("RGBA"))
-    return image.convert(mode)
+def to_pixels(images: list[Image.Image]) -> Tensor:
+    """RGB images of one size → T C H W, uint8."""
+    return rearrange(
+        torch.from_numpy(np.stack([np.asarray(image) for image in images])), "t h w c -> t c h w"
+    ).contiguous()
 
 
 def over_black(image: Image.Image) -> Image.Image:

@@ -27,15 +27,6 @@ def durations(frames: int, fps: float, tick: int = 100) -> list[int]:
     return [max(SHORTEST, end - start) for start, end in zip([0, *ends], ends)]
 
 
-def rate(ticks: list[int], tick: int = 100) -> float:
-    """Frames a second of a clip with these durations; a short number where that would give the same ones."""
-    mean = tick * len(ticks) / max(1, sum(ticks))
-    for simple in (round(mean), round(2 * mean) / 2, round(mean, 1), round(mean, 2)):
-        if simple > 0 and durations(len(ticks), simple, tick) == ticks:
-            return float(simple)
-    return mean
-
-
 class GifWriter:
     """Frames H W C uint8, C = 1 … 4, one after another; loops for ever. Alpha becomes transparent or not, at one half.
 

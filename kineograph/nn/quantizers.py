@@ -1,10 +1,11 @@
 """Quantizers: a feature map → the nearest of finitely many codes, and back. Three kinds behind one interface:
 
-    quantizer(z, keep) → Quantized(z, ids, loss, metrics)      quantizer.lookup(ids) → z      quantizer.codes
+    quantizer(z, keep) → Quantized(z, ids, loss, metrics)    quantizer.ids(z) → ids    quantizer.lookup(ids) → z    quantizer.codes
 
-`lookup(quantizer(z).ids)` is exactly `quantizer(z).z`, and so is `restore(compress(z))`, whose middle is what a diffusion over latents works on:
-few channels (`dim`) of size about 1, not rounded to codes. All arithmetic is float32, whatever autocast says. What depends on
-the whole batch (moving averages of the codebook, entropies of code use) is reduced over ranks.
+`ids` alone costs no loss, and asks nothing of other ranks. `lookup(quantizer(z).ids)` is exactly `quantizer(z).z`, and so is
+`restore(compress(z))`, whose middle is what a diffusion over latents works on: few channels (`dim`) of size about 1, not rounded to
+codes. All arithmetic is float32, whatever autocast says. What depends on the whole batch (moving averages of the codebook,
+entropies of code use) is reduced over ranks.
 
 vector-quantize-pytorch has all three, and the tests hold these against it where they do the same. They are written anew
 because its LFQ materialises a tokens × codes tensor, its VQ reads device values back in every training step (whether it
@@ -93,7 +94,7 @@ class VQ(nn.Module):
     def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
         """z: B C h w; keep: B, False where a sample is padding and must not count."""
         with full_precision(z):
-            features = F.normalize(self.project_in(z.float()), dim=1)  # B D h w
+            features = self._unit(z)  # B D h w
             tokens = rearrange(features.detach(), "b d h w -> (b h w) d")  # N D
             update = self.training and torch.is_grad_enabled()
             if update and not self._has_started():
@@ -107,6 +108,11 @@ class VQ(nn.Module):
             quantized = self.project_out(straight_through(codes, features))
         return Quantized(quantized, ids, self.config.commitment * commitment, {"commitment": commitment.detach()})
 
+    def ids(self, z: Tensor) -> Tensor:
+        """B C h w → B h w"""
+        with full_precision(z):
+            return self._codes_of(self._unit(z))
+
     def lookup(self, ids: Tensor) -> Tensor:
         """B h w → B C h w"""
         with full_precision(self.codebook):
@@ -115,14 +121,21 @@ class VQ(nn.Module):
     def compress(self, z: Tensor) -> Tensor:
         """B C h w → B dim h w, of length √dim at every place."""
         with full_precision(z):
-            return F.normalize(self.project_in(z.float()), dim=1) * self.dim**0.5
+            return self._unit(z) * self.dim**0.5
 
     def restore(self, latents: Tensor) -> Tensor:
         """B dim h w → B C h w, by the nearest codes."""
         with full_precision(latents):
-            tokens = rearrange(latents.float(), "b d h w -> (b h w) d")
-            ids = rearrange(self._nearest(tokens), "(b h w) -> b h w", b=latents.shape[0], h=latents.shape[2])
-            return self.project_out(self._gather(ids))
+            return self.project_out(self._gather(self._codes_of(latents.float())))
+
+    def _unit(self, z: Tensor) -> Tensor:
+        """B C h w → B D h w, of length 1 at every place."""
+        return F.normalize(self.project_in(z.float()), dim=1)
+
+    def _codes_of(self, features: Tensor) -> Tensor:
+        """B D h w → B h w: the nearest codes."""
+        tokens = rearrange(features, "b d h w -> (b h w) d")
+        return rearrange(self._nearest(tokens), "(b h w) -> b h w", b=features.shape[0], h=features.shape[2])
 
     def _gather(self, ids: Tensor) -> Tensor:
         return rearrange(self.codebook[ids], "b h w d -> b d h w")
@@ -239,13 +252,22 @@ class LFQ(nn.Module):
             features = self.project_in(z.float())  # B bits h w
             bits = features > 0
             codes = bits.to(features.dtype) * 2 - 1
-            ids = (bits.long() << torch.arange(self.bits, device=z.device)[:, None, None]).sum(1)  # B h w
+            ids = self._numbered(bits)
             commitment = weighted_mean((features - codes).square(), keep)
             unsure, spread = self.entropies(features, keep)
             loss = self.config.commitment * commitment + self.config.entropy * (unsure - self.config.diversity * spread)
             quantized = self.project_out(straight_through(codes, features))
         metrics = {"commitment": commitment, "token_entropy": unsure, "code_entropy": spread}
         return Quantized(quantized, ids, loss, {name: value.detach() for name, value in metrics.items()})
+
+    def ids(self, z: Tensor) -> Tensor:
+        """B C h w → B h w"""
+        with full_precision(z):
+            return self._numbered(self.project_in(z.float()) > 0)
+
+    def _numbered(self, bits: Tensor) -> Tensor:
+        """B bits h w → B h w, the lowest bit first."""
+        return (bits.long() << torch.arange(self.bits, device=bits.device)[:, None, None]).sum(1)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """B h w → B C h w"""
@@ -325,9 +347,18 @@ class FSQ(nn.Module):
         with full_precision(z):
             bounded = self._bounded(z)
             grid = straight_through(bounded.round(), bounded)  # B d h w
-            ids = ((grid.detach().long() + self.levels // 2) * self.places).sum(1)
+            ids = self._numbered(grid.detach())
             quantized = self.project_out(grid / (self.levels // 2))
         return Quantized(quantized, ids, quantized.new_zeros(()), {})
+
+    def ids(self, z: Tensor) -> Tensor:
+        """B C h w → B h w"""
+        with full_precision(z):
+            return self._numbered(self._bounded(z).round())
+
+    def _numbered(self, grid: Tensor) -> Tensor:
+        """B d h w → B h w"""
+        return ((grid.long() + self.levels // 2) * self.places).sum(1)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """B h w → B C h w"""
@@ -354,7 +385,7 @@ class FSQ(nn.Module):
         return torch.tanh(self.project_in(z.float()) + torch.atanh(offset / half)) * half - offset
 
 
-# Choosing one, and judging its use ---------------------------------------------------------------------------------
+# Choosing one ------------------------------------------------------------------------------------------------------
 
 
 def _kind(value: Any) -> str:
@@ -374,15 +405,3 @@ def build_quantizer(width: int, config: VQConfig | LFQConfig | FSQConfig) -> VQ 
     if isinstance(config, LFQConfig):
         return LFQ(width, config)
     return FSQ(width, config)
-
-
-def codebook_histogram(ids: Tensor, codes: int) -> Tensor:
-    """How often each code occurs: int64, one a code. Histograms of batches add up to that of a whole set."""
-    flat = ids.flatten()
-    return torch.zeros(codes, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))
-
-
-def usage(histogram: Tensor) -> dict[str, Tensor]:
-    """`use`: the share of codes that occur. `perplexity`: exp(entropy), the number of equally used codes that this is worth."""
-    share = histogram.double() / histogram.sum().clamp_min(1)
-    return {"use": (histogram > 0).double().mean(), "perplexity": torch.special.entr(share).sum().exp()}

@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kineograph.core.errors import ConfigError
+
 Schedule = Literal["constant", "linear"]
 DiffusionSchedule = Literal["constant", "linear", "cosine", "oscillating"]
 
@@ -28,6 +30,14 @@ def check_null(guidance: float, dropout: float, key: str, known: bool = False, o
             f"{key}=0 never shows the network what sample.guidance={guidance:g} leads away from, so guided samples would be noise: "
             f"set {key}=0.1, or sample.guidance={off:g} (weights that know it may be given with `init`)"
         )
+
+
+def check_null_of(generator: str, guidance: float, dropout: float, known: bool = False) -> None:
+    """`check_null` for a critic, which draws with a generator: the guidance is its own, the dropout stands in the other's config."""
+    try:
+        check_null(guidance, dropout, "caption_dropout", known)
+    except ValueError as error:
+        raise ConfigError(f"generator={generator}: {error}") from None
 
 
 def scale_at(scale: float, step: int, steps: int, schedule: Schedule = "constant") -> float:

@@ -15,7 +15,7 @@ from kineograph.core.task import Task
 from kineograph.run.builder import Builder, pretending
 from kineograph.run.fetching import is_remote, probe
 from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData, expect_shapes, expect_tokens
+from kineograph.run.stage_data import StageData, expect_codec, expect_shapes, expect_tokens
 from kineograph.run.token_cache import check_cachable
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
@@ -49,6 +49,7 @@ def check_stages(
         if folder is not None:
             _check_warm_start(plan, stage, folder)
             _check_trained(plan, stage, folder)
+            _check_codec(plan, stage, folder, data[stage.name])
         data[stage.name].loader(planned=planned).check()  # refuses batches that do not divide
         if building:
             try:
@@ -118,3 +119,11 @@ def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
             run, name = Stages(folder).locate(wanted)
             if not checkpoint.steps(run.checkpoints(name)):
                 raise InputError(f"stages.{stage.name}.{key}={wanted}: that stage has no checkpoint; train it first")
+
+
+def _check_codec(plan: Plan, stage: StagePlan, folder: RunFolder, data: StageData) -> None:
+    """Codes that were made elsewhere, where the codec will not be trained now; else the stage finds out when its codec is trained."""
+    codec = getattr(stage.spec.config, "codec", None)
+    skipped = {other.name for other in plan.stages if other.spec.config.skip}
+    if isinstance(codec, str) and ("/" in codec or codec in skipped):
+        expect_codec(data, Stages(folder).codec_of(stage.spec.config))

@@ -267,6 +267,13 @@ def expect_tokens(task: Task, data: StageData) -> None:
             source.expect(vocabulary=grid.vocabulary)
 
 
+def expect_codec(data: StageData, codec: tuple[str, str] | None) -> None:
+    """Refuse tokens or latents of a cache that other weights than the codec's (where it lies, and its digest) have made."""
+    for source in (data.source, data.validation) if codec is not None else ():
+        if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
+            source.expect(codec=codec)
+
+
 def expect_shapes(task: Task, data: StageData) -> None:
     """Refuse buckets that the task cannot train on, or whose clips its codec cannot encode."""
     if data.buckets is None:

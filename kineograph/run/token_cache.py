@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,9 +31,10 @@ from kineograph.data.cache_shards import Layout, Shard, ShardList, claimed, lay_
 from kineograph.data.cache_writer import CacheWriter
 from kineograph.data.reader import streams
 from kineograph.run.building import build_task
+from kineograph.run.encoding_progress import EncodingProgress
 from kineograph.run.plan import Plan, StagePlan, make_plan
 from kineograph.run.resolve import resolve
-from kineograph.run.stage_data import StageData, expect_tokens, gives, open_data
+from kineograph.run.stage_data import StageData, expect_codec, expect_tokens, gives, open_data
 from kineograph.sample.stages import Stages
 from kineograph.train.stepper import autocast, precision_for
 from kineograph.train.stop import StopRequest
@@ -103,12 +103,14 @@ def cached_source(
 ) -> Source | None:
     """The cache that a stage trains from, made first where `cache: true` asks for it; None: train from the data as they are."""
     expect_tokens(task, data)
+    codec = stages.codec_of(stage.spec.config)
+    expect_codec(data, codec)
     wanted = stage.spec.config.cache
     if wanted is False or (wanted == "auto" and not (folder.stage(stage.name) / "cache").is_dir()):
         return None
     path = cache_folder(stage, folder, stages, data.source)
     if wanted is True:
-        fill(path, task, data, device, stop, note, folder)
+        fill(path, task, data, device, stop, note, folder, codec)
         _release(task)
     layout = read_layout(path)
     if layout is None:
@@ -128,8 +130,7 @@ def cached_source(
         {"folder": str(path), **{key: getattr(stage.spec.data, key) for key in ("size", "frames", "fps", "channels")}}
     )
     source = Cache.open(config, "train", data.seed)
-    codec = task.stages.get("codec")
-    source.expect(vocabulary=getattr(codec, "vocabulary", None), key=path.name)
+    source.expect(vocabulary=getattr(task.stages.get("codec"), "vocabulary", None), key=path.name)
     return source
 
 
@@ -150,8 +151,9 @@ def fill(
     stop: StopRequest,
     note: Callable[[str], None],
     folder: RunFolder,
-) -> None:
-    """Encode everything that is not there yet, beside whoever else does; returns when all of it is there."""
+    codec: tuple[str, str] | None = None,
+) -> int:
+    """Encode everything that is not there yet, beside whoever else does; returns when all of it is there. → how many items that were."""
     source, shape = data.source, data.stage.spec.data.shape
     buckets: Buckets | None = getattr(source, "buckets", None)
     listed = ShardList(
@@ -162,7 +164,7 @@ def fill(
         usual=_usual(shape) if buckets is not None else None,
         buckets=buckets.config if buckets is not None else None,
     )
-    filling = _Filling(path, task, data, device, stop, lay_out(path, listed, buckets))
+    filling = _Filling(path, task, data, device, stop, lay_out(path, listed, buckets), codec[1] if codec else "")
     was_training = task.training
     task.eval()
     try:
@@ -176,22 +178,30 @@ def fill(
             filling.loader.skipped.update(skipped)
         data.write_skipped(folder.path / "skipped.jsonl", filling.loader)
         note(f"{data.stage.name}: {made} items encoded into {path}")
+    return made
 
 
 class _Filling:
     """One process's work on a cache."""
 
     def __init__(
-        self, path: Path, task: Task, data: StageData, device: torch.device, stop: StopRequest, layout: Layout
+        self,
+        path: Path,
+        task: Task,
+        data: StageData,
+        device: torch.device,
+        stop: StopRequest,
+        layout: Layout,
+        codec: str,
     ) -> None:
         self.path, self.task, self.data, self.device, self.stop, self.layout = path, task, data, device, stop, layout
-        self.stage = data.stage
+        self.stage, self.codec = data.stage, codec
         with ranks.alone():  # items are divided by shards, not by batches: those need not divide into the processes
             self.loader = data.loader(data.source)
         self.precision = precision_for(self.stage.train.precision, device)
         self.made = 0  # items, by this process
         self._seen = 0  # items of shards that are done
-        self._progress = _Progress(self.stage.name, layout.listed.count)
+        self._progress = EncodingProgress(self.stage.name, layout.listed.count)
         self._room_was_checked = False
 
     def run(self) -> None:
@@ -210,7 +220,8 @@ class _Filling:
                     return False
                 self._fill(shard)  # at once done, if someone else finished it just now
         self._seen += len(shard.items)
-        self._progress.show(self._seen)
+        if self.made:  # what was there before this call is not encoded by it
+            self._progress.show(self._seen)
         return True
 
     def _pause(self) -> None:
@@ -298,6 +309,7 @@ class _Filling:
             tuple(made[kind].shape[1:]),
             vocabulary=getattr(self.task.stages.get("codec"), "vocabulary", None),
             key=self.path.name,
+            codec=self.codec,
             split="train",
             latents_dtype=stored,
             text_dtype=stored,
@@ -348,6 +360,9 @@ def cache_run(
         plan, folder = resolve(arguments, run, "auto")
     configs = [(stage, stage.spec.config) for stage in plan.stages]
     wanted = [stage for stage, config in configs if not config.skip and config.cache is not False and config.references]
+    for stage, config in configs:
+        if config.references and not config.skip and config.cache is False:
+            note(f"{stage.name}: not cached, as stages.{stage.name}.cache=false says")
     ready: list[_Encoder] = []
     if not folder.exists():
         own = {stage.name for stage in plan.stages}
@@ -388,23 +403,7 @@ class _Encoder:
             self.note(f"{self.stage.name}: not cached: {self.fault}")
             return []
         path = cache_folder(self.stage, self.folder, self.stages, self.data.source)
-        fill(path, self.task.to(self.device), self.data, self.device, stop, self.note, self.folder)
+        codec = self.stages.codec_of(self.stage.spec.config)
+        if not fill(path, self.task.to(self.device), self.data, self.device, stop, self.note, self.folder, codec):
+            self.note(f"{self.stage.name}: all {len(self.data.source)} items were encoded before")
         return [path]
-
-
-class _Progress:
-    """A line that is written over on a terminal, one in ten per cent elsewhere."""
-
-    def __init__(self, stage: str, count: int) -> None:
-        self.stage, self.count, self.told = stage, count, -1
-
-    def show(self, done: int) -> None:
-        if not ranks.is_first():
-            return
-        percent = 100 * done // self.count
-        terminal = sys.stderr.isatty()
-        if percent == self.told or (not terminal and percent // 10 == self.told // 10):
-            return
-        self.told = percent
-        end = "\r" if terminal and done < self.count else "\n"
-        print(f"{self.stage}  encoding {done}/{self.count} ({percent} %)", end=end, file=sys.stderr, flush=True)

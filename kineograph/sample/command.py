@@ -35,6 +35,7 @@ def draw_and_write(
     settings: Sequence[str] = (),
     device: str = "auto",
     ema: bool = True,
+    compile: bool = False,
 ) -> list[Path]:
     """→ the files, media first. Nothing is written when anything about the call is wrong.
 
@@ -44,7 +45,7 @@ def draw_and_write(
     folder = RunFolder.existing(run)
     height_width = _size(size)
     options = dict(_setting(text) for text in settings)
-    sampler = Sampler.open(folder, checkpoint, stage, device, ema)
+    sampler = Sampler.open(folder, checkpoint, stage, device, ema, compile)
     drawn = sampler.sample(
         prompts,
         count=count,
@@ -76,6 +77,7 @@ def tell_and_write(
     steps: int | None = None,
     frames: int | None = None,
     prime: Path | None = None,
+    sketch: Path | None = None,
     negative: str | None = None,
     checkpoint: str | int = "last",
     format: str | None = None,
@@ -83,6 +85,7 @@ def tell_and_write(
     settings: Sequence[str] = (),
     device: str = "auto",
     ema: bool = True,
+    compile: bool = False,
     note: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """→ the video and its sheet. `note` hears of every scene."""
@@ -90,7 +93,7 @@ def tell_and_write(
     folder = RunFolder.existing(run)
     captions = read_scenes(scenes)
     options = dict(_setting(text) for text in settings)
-    sampler = Sampler.open(folder, checkpoint, stage, device, ema)
+    sampler = Sampler.open(folder, checkpoint, stage, device, ema, compile)
     story = sampler.story(
         captions,
         overlap=overlap,
@@ -99,6 +102,7 @@ def tell_and_write(
         steps=steps,
         frames=frames,
         prime=prime,
+        sketch=sketch,
         negative=negative,
         options=options,
     )

@@ -54,6 +54,7 @@ class Origin:
     options: dict[str, Any]  # all of them, resolved
     changed: dict[str, Any]  # those that differ from the run's own
     device: str
+    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class Sampler:
         ema: bool = True,
         compile: bool = False,
     ) -> Sampler:
-        """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn."""
+        """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn; what is
+        drawn may then differ in the last bits."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
         stages = Stages(folder, device_for(device), ranks.once(ranks.say), compiled=compile)
         name = sampling_stage(folder, stage)
@@ -182,16 +184,22 @@ class Sampler:
         steps: int | None = None,
         frames: int | None = None,
         prime: str | Path | Tensor | None = None,
+        sketch: str | Path | Tensor | None = None,
         negative: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Story:
         """One long clip, a scene a caption, each continuing the last `overlap` frames of the one before; see sample/story.py.
 
         `frames` are drawn a scene: the first shows all of them, each further one those that are new, `frames − overlap`.
+        `sketch` runs along the whole story.
         """
         from kineograph.sample.story import Story, check_scenes
 
         self.takes.check_continues("a story")
+        if not self.task.takes_captions():
+            raise InputError(
+                f"a story is told in captions, and {self.task_name} was trained without: kineo sample --frames N draws a long clip"
+            )
         texts = self._captions(check_scenes(captions), negative)
         self._size(frames, None)
         length = frames or self.shape.frames
@@ -205,8 +213,11 @@ class Sampler:
         ):  # a scene longer than the trained length continues itself alike
             chosen = self.resolve({**(options or {}), "overlap": overlap}, guidance=guidance, steps=steps)
         start = self._prime(prime, frames, None, chosen)
-        origin = self._origin(texts, 1, seed, negative, frames, None, start, chosen)
-        return Story(self, texts or [], overlap, length, start.frames if start is not None else None, chosen, origin)
+        total = length + (len(texts or []) - 1) * (length - overlap)
+        drawn_after = self._sketch(sketch, total, None, scenes=True)
+        origin = self._origin(texts, 1, seed, negative, frames, None, start, chosen, drawn_after)
+        given = start.frames if start is not None else None
+        return Story(self, texts or [], overlap, length, given, chosen, origin, drawn_after)
 
     def _prime(
         self,
@@ -232,13 +243,19 @@ class Sampler:
         return read_mask(mask, self.takes, size or (self.shape.height, self.shape.width))
 
     def _sketch(
-        self, sketch: str | Path | Tensor | None, frames: int | None, size: tuple[int, int] | None
+        self,
+        sketch: str | Path | Tensor | None,
+        frames: int | None,
+        size: tuple[int, int] | None,
+        scenes: bool = False,
     ) -> Sketch | None:
         if sketch is None:
             return None
         height_width = size or (self.shape.height, self.shape.width)
         count = frames or self.shape.frames
-        return read_sketch(sketch, self.task, self.task_name, self._data, count, height_width, self._stages.note)
+        return read_sketch(
+            sketch, self.task, self.task_name, self._data, count, height_width, self._stages.note, scenes
+        )
 
     def resolve(self, options: Mapping[str, Any] | None = None, **shortcuts: Any) -> Any:
         """The stage's sampling options with some of them changed. Keys may be written `sample.K` or `K`."""
@@ -317,6 +334,7 @@ class Sampler:
             options=_dump(chosen),
             changed=_changes(self.options, chosen),
             device=str(self.device),
+            compiled=self._stages.compiled,
         )
 
 

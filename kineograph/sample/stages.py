@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +57,17 @@ class Stages:
         device: torch.device | str = "cpu",
         note: Callable[[str], None] = lambda line: None,
         compiled: bool = False,
+        graphs: bool = True,
     ) -> None:
         self.run = run
         self.device = torch.device(device)
         self.note = note
         self.compiled = compiled  # pays when many batches are drawn
+        self.graphs = (
+            graphs and self.device.type == "cuda"
+        )  # those as CUDA graphs, whose results last until the next ones
+        if compiled:
+            _check_compiler(self.device)
         self.opened: dict[str, str] = {}  # run/stage → digest of the weights that were loaded
         self._loaded: dict[tuple[Path, str, str], Task] = {}
 
@@ -75,7 +83,7 @@ class Stages:
             task.precision = run.config()["stages"][name].get("train", {}).get("precision", "auto")
             self._loaded[key] = freeze(task.to(self.device))  # type: ignore[assignment]
             if self.compiled:
-                compile_parts(task, graphs=self.device.type == "cuda")
+                compile_parts(task, self.graphs)
             self.opened[f"{run.path}/{name}"] = found.digest(ema)
         return self._loaded[key]
 
@@ -83,6 +91,22 @@ class Stages:
         """Identifies a stage's trained weights."""
         run, name = self.locate(reference)
         return checkpoint.choose(run.checkpoints(name)).digest()
+
+    def codec_of(self, config: StageConfig, run: RunFolder | None = None) -> tuple[str, str] | None:
+        """The codec that a stage's tokens or latents are made by, its own or that of the generator that it stands on: where it lies, and its digest."""
+        run = run or self.run
+        for key in sorted(config.references, key=lambda key: key != "codec"):
+            name = getattr(config, key)
+            if not isinstance(name, str):
+                continue
+            reference = self._seen_from(run, name)
+            if key == "codec":
+                return reference, self.digest(reference)
+            other, inner = self.locate(reference)
+            found = self.codec_of(read_stage(other.config(), inner).config, other)
+            if found is not None:
+                return found
+        return None
 
     def references(self, run: RunFolder, name: str) -> dict[str, str]:
         """The stages that a stage stands on, by the digests of their weights now."""
@@ -115,6 +139,16 @@ class Stages:
         if run.path == self.run.path:
             return self.load
         return lambda name: self.load(name if "/" in name else f"{run.path}/{name}")
+
+
+def _check_compiler(device: torch.device) -> None:
+    """torch.compile writes C++ for a CPU; without a compiler it would only say so in the middle of drawing."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    if device.type == "cpu" and not any(shutil.which(name) for name in names):
+        raise InputError(
+            f"--compile on a CPU needs a C++ compiler, and {' and '.join(names)} {'is' if len(names) == 1 else 'are'} not there: "
+            "install g++, name yours in CXX, or leave --compile out"
+        )
 
 
 def build(

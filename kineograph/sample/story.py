@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic, write_json
 from kineograph.media.clips import growing_clip
@@ -25,6 +26,7 @@ from kineograph.sample.write import option_words, versions
 
 if TYPE_CHECKING:
     from kineograph.sample.draw import Sampler
+    from kineograph.sample.sketch import Sketch
 
 FORMATS = ("gif", "mp4")
 SHEET = 24  # scenes on a sheet at most
@@ -45,10 +47,12 @@ class Story:
         prime: Tensor | None,
         options: Any,
         origin: Origin,
+        sketch: Sketch | None = None,
     ) -> None:
         self.captions, self.overlap, self.frames = captions, overlap, frames
         self.prime = prime  # K C H W: what the first scene begins with
         self.options, self.origin = options, origin
+        self.sketch = sketch  # from the first frame of the story on
         self.fps = sampler.shape.fps
         self._sampler = sampler
 
@@ -91,6 +95,7 @@ class Story:
             frames=self.origin.frames,
             prime=given,
             negative=self.origin.negative,
+            real=self._sketched(scene),
         )[0]  # T C H W
         if len(pixels) != self.frames:
             raise InputError(
@@ -98,6 +103,12 @@ class Story:
                 "frames of a clip, those that it was given among them"
             )
         return pixels
+
+    def _sketched(self, scene: int) -> Batch | None:
+        """The sketch under all frames that a scene draws, those that it begins from among them."""
+        if self.sketch is None:
+            return None
+        return self.sketch.batch(1, self.shown(scene).stop - self.frames, self.frames)
 
     def save(
         self, folder: str | Path, format: str | None = None, note: Callable[[str], None] | None = None

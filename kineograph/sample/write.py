@@ -90,6 +90,8 @@ def option_words(origin: Origin, out: Path, format: str | None) -> list[str]:
     words = ["--stage", origin.stage, "--checkpoint", str(origin.step), "--seed", str(origin.seed)]
     if not origin.ema:
         words.append("--no-ema")
+    if origin.compiled:
+        words.append("--compile")
     if origin.frames is not None:
         words += ["--frames", str(origin.frames)]
     if origin.size is not None:

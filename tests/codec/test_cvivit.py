@@ -8,6 +8,7 @@ from kineograph.core.batch import Batch, Sample
 from kineograph.core.errors import ConfigError
 from kineograph.core.lookup import find_task
 from kineograph.core.task import load_weights, weights_of
+from kineograph.nn.quantizers import LFQ
 from tests.codec.playing import noise_for, parameters_of_all, train
 from tests.codec.small_cvivit import GAME, batch_for, build, each_quantizer, sizes
 
@@ -44,6 +45,14 @@ def test_tokens_decode_to_what_forward_reconstructs(quantizer, channels, frames,
     fake = task(batch, noise_for(batch)).fake.unflatten(0, (2, frames))
     assert torch.allclose(pixels, ((fake + 1) / 2).clamp(0, 1), atol=1e-5)
     assert torch.equal(task.reconstruct(batch), pixels)
+
+
+def test_encoding_computes_no_entropy(monkeypatch):
+    task = build(quantizer={"kind": "lfq", "codes": 256}).eval()
+    batch = batch_for(task)
+    wanted = task(batch, noise_for(batch)).quantized.ids
+    monkeypatch.setattr(LFQ, "entropies", lambda *_: pytest.fail("nobody reads it"))
+    assert torch.equal(task.encode(batch.video).flatten(0, 1), wanted)
 
 
 @pytest.mark.parametrize("changed", range(5))

@@ -9,6 +9,7 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.lookup import find_task
 from kineograph.core.task import BuildContext, load_weights, parameters_of, weights_of
+from kineograph.nn.quantizers import LFQ
 from tests.codec.playing import gradients, noise_for, parameters_of_all, run_player, train
 
 SMALL = {"width": 8, "multipliers": [1, 2], "perceptual": {"weight": 0}}
@@ -63,6 +64,14 @@ def test_tokens_decode_to_what_forward_reconstructs(quantizer, channels, frames,
     fake = task(batch, noise_for(batch)).fake.view(pixels.shape)
     assert torch.allclose(pixels, ((fake + 1) / 2).clamp(0, 1), atol=1e-6)
     assert torch.equal(task.reconstruct(batch), pixels)
+
+
+def test_encoding_computes_no_entropy(monkeypatch):
+    task = build(quantizer={"kind": "lfq", "codes": 256}).eval()
+    batch = batch_for(task)
+    wanted = task(batch, noise_for(batch)).quantized.ids
+    monkeypatch.setattr(LFQ, "entropies", lambda *_: pytest.fail("nobody reads it"))
+    assert torch.equal(task.encode(batch.video).flatten(0, 1), wanted)
 
 
 def test_frames_are_tokenized_one_by_one():

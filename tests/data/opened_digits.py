@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kineograph.core.config import parse
+from kineograph.data.digit_captions import Facts, caption_of, joins, wordings
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 
 
@@ -22,3 +23,11 @@ def centres(pixels):
     rows, columns = np.indices(light.shape[1:])
     mass = light.sum((1, 2))
     return np.stack([(light * rows).sum((1, 2)) / mass, (light * columns).sum((1, 2)) / mass], -1)
+
+
+def captions_for(facts: Facts, split) -> list[str]:
+    """Every caption of these facts in a split's own wordings: training's, or the ones held out from it."""
+    moving = facts[0].direction is not None
+    return [
+        caption_of(facts, wording, join) for wording in wordings(split, moving, len(facts)) for join in joins(facts)
+    ]

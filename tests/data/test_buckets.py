@@ -16,6 +16,7 @@ from PIL import Image
 from kineograph.cli import main
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data import check
 from kineograph.data.buckets import Bucket, BucketOrder, BucketsConfig, Extent, assign, choose
 from kineograph.data.folder import Folder
 from kineograph.data.loader import Loader
@@ -430,3 +431,18 @@ def test_the_folder_check_tells_what_goes_where(mixed: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit) as ended:
         main(["data", "check", str(mixed), "size=32"])
     assert ended.value.code == 2 and "ask for no buckets" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("size=32", "ask for no buckets"), ("szie=32", "did you mean data.size"), ("frames=none", "data.frames='none'")],
+)
+def test_the_folder_check_refuses_wrong_keys_before_it_decodes(
+    mixed: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
+) -> None:
+    monkeypatch.setattr(check, "check_folder", lambda *_: pytest.fail("decoded before the keys were read"))
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "check", str(mixed), setting])
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert message in told.err and not told.out

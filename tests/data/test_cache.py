@@ -146,6 +146,21 @@ def test_reader_refuses_what_does_not_fit(tmp_path):
         source.expect(key="other")
 
 
+def test_codec_weights_are_told_apart_by_their_hash(tmp_path):
+    source = opened(filled(tmp_path / "told", codec="a" * 64))
+    source.expect(codec=("runs/x/tokenizer", "a" * 64))
+    with pytest.raises(InputError, match=r"other weights \(a{12}\) than the codec runs/x/tokenizer has \(b{12}\)"):
+        source.expect(codec=("runs/x/tokenizer", "b" * 64))
+    opened(filled(tmp_path / "untold")).expect(codec=("runs/x/tokenizer", "b" * 64))  # made elsewhere: nobody knows
+
+
+def test_a_cache_begun_without_the_codecs_hash_goes_on(tmp_path):
+    with writer(tmp_path) as cache:
+        cache.append(IDS[:4], NAMES[:4])
+    with writer(tmp_path, codec="a" * 64) as cache:
+        assert cache.done == 4
+
+
 def test_damaged_caches(tmp_path):
     filled(tmp_path)
     (tmp_path / "captions.jsonl").write_text('{"identity": "a"}\n')

@@ -122,3 +122,10 @@ def test_tar_shards(tmp_path):
     assert found["0000.tar:b"] == "no caption"
     assert "not a picture" in found["0000.tar:c.png"]
     assert any(path.startswith("0001.tar") for path in found)
+
+
+def test_pictures_of_too_many_pixels_are_named_with_their_size_and_the_limit(tmp_path, monkeypatch):
+    Image.new("L", (60, 50)).save(tmp_path / "poster.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    found = problems(check_folder(tmp_path))
+    assert found == {"poster.png": "too large: 3,000 pixels, and no more than 2,000 are decoded; scale it down first"}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kineograph.data import digit_captions as words
-from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Figure, captions_for, parse_caption, wordings
-from tests.data.opened_digits import source
+from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Figure, parse_caption, wordings
+from tests.data.opened_digits import captions_for, source
 
 # captions --------------------------------------------------------------------------------------------------------
 

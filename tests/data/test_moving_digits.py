@@ -6,9 +6,9 @@ import pytest
 from kineograph.core.errors import ConfigError
 from kineograph.core.lookup import find_source
 from kineograph.data import digit_glyphs
-from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Figure, captions_for, parse_caption
+from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Figure, parse_caption
 from kineograph.data.moving_digits import ENDLESS, MovingDigits, MovingDigitsConfig, kept_out
-from tests.data.opened_digits import clip, source
+from tests.data.opened_digits import captions_for, clip, source
 
 # the source ------------------------------------------------------------------------------------------------------
 

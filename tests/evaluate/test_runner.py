@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from typing import ClassVar
 
 import pytest
@@ -10,16 +12,22 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.lookup import find_metric
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.loader import Loader
 from kineograph.data.moving_digits import MovingDigits
+from kineograph.evaluate import runner
 from kineograph.evaluate.evidence import Evidence, LeftOut, Result, Subject
+from kineograph.evaluate.extractor.opening import Extractors
 from kineograph.evaluate.metric import caption_accuracy
 from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
 from kineograph.evaluate.reader import ReaderNet
-from kineograph.evaluate.runner import evaluate
+from kineograph.evaluate.runner import Judge, evaluate
+from kineograph.evaluate.watching import Watching
+from kineograph.sample.draw import draw
 from kineograph.sample.stages import Stages, read_stage
+from tests.evaluate.test_extractors import Colours, scripted
 from tests.sample.tiny_task import make_run, save_stage
 
 
@@ -185,6 +193,70 @@ def test_mistakes_are_told(tmp_path, run):
     (empty.checkpoints("tokenizer") / "step-00000020").rename(tmp_path / "gone")
     with pytest.raises(InputError, match="no checkpoint"):
         evaluate(empty.path)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_will_be_computed_is_said_before_anything_is_drawn(tmp_path, monkeypatch):
+    """256 clips through Inception on a CPU take many minutes: a person hears of it first."""
+    run = make_run(tmp_path / "run", frames=3)
+    chosen = scripted(Colours(), tmp_path / "colours.pt")
+    events: list[str] = []
+    monkeypatch.setattr(runner, "draw", lambda *a, **k: [events.append("drawn"), draw(*a, **k)][1])
+    evaluate(
+        run.path,
+        ["fid", "kid", "is", "loss"],
+        samples=6,
+        batch=4,
+        device="cpu",
+        extractors=[chosen],
+        note=events.append,
+    )
+    first, *rest = events
+    assert first.startswith("judging tokenizer on cpu: 6 samples for loss")
+    (line,) = [event for event in rest if event.startswith("judging generator on cpu")]
+    assert "6 samples for fid, kid, is, loss; colours.pt looks at 36 pictures (slow on a CPU: --metrics" in line
+    assert events.index(line) < events.index("drawn")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_and_not_in_pipes(tmp_path, monkeypatch, terminal):
+    """Batches, and within one how many pictures the extractor has seen: its network is the slow part."""
+    run = make_run(tmp_path / "run", frames=3)
+    chosen = scripted(Colours(), tmp_path / "colours.pt")
+    told: list[str] = []
+    monkeypatch.setattr(Watching, "doing", lambda self, what: told.append(what))
+    monkeypatch.setattr(sys, "stderr", stderr := _Terminal() if terminal else io.StringIO())
+    evaluate(run.path, ["fid"], samples=24, batch=12, device="cpu", extractors=[chosen])
+    assert (
+        "judging generator" in stderr.getvalue().split("\n", 1)[1]
+    ) == terminal  # after the line that is said beforehand
+    assert told[:5] == ["drawing", "fid", "colours.pt 32 of 36", "colours.pt 36 of 36", "colours.pt 32 of 36"]
+
+
+def test_training_judges_without_a_word(run, capsys):
+    spec, stages = read_stage(run.config(), "generator"), Stages(run)
+    source = MovingDigits.open(spec.data, "validation")
+    judge = Judge(
+        spec, stages.load("generator"), source, torch.device("cpu"), 4, 3, Extractors(torch.device("cpu")), stages
+    )
+    judge.run({"loss": find_metric("loss")}, {"loss": []})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_compiled_stages_give_the_same_numbers_and_say_that_they_wait(run, monkeypatch):
+    how: list[dict] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: how.append(options))
+    lines: list[str] = []
+    plain = evaluate(run.path, ["loss"], samples=4, device="cpu", note=lines.append)
+    assert not how and "compiler" not in lines[0]
+    found = evaluate(run.path, ["loss"], samples=4, device="cpu", compile=True, note=lines.append)
+    assert how and all(options["mode"] == "default" for options in how)
+    assert "the first batches wait for the compiler" in lines[-1]
+    assert found["loss"] == plain["loss"]
 
 
 class _Scripted:

@@ -10,9 +10,10 @@ import torch
 from PIL import Image, ImageSequence
 
 from kineograph.core.errors import InputError
-from kineograph.media.clips import frames_of, growing_clip, read_clip, write_clip
+from kineograph.media.clips import frames_of, growing_clip, write_clip
 from kineograph.media.frames import to_bytes
-from kineograph.media.gif import Colours, durations, rate
+from kineograph.media.gif import Colours, durations
+from tests.media.reading import rate, read_clip
 
 
 def moving_square(frames: int = 8, channels: int = 3, height: int = 20, width: int = 24) -> torch.Tensor:
@@ -271,21 +272,6 @@ def test_messages_name_the_file_and_the_remedy(tmp_path):
         (tmp_path / name).write_bytes(b"not a picture")
         with pytest.raises(InputError, match=f"{name} cannot be read"):
             read_clip(tmp_path / name)
-
-
-def test_reading_odd_modes(tmp_path):
-    deep = Image.fromarray(np.array([[0, 32896], [65535, 257]], dtype=np.uint16))
-    deep.save(tmp_path / "deep.png")
-    assert read_clip(tmp_path / "deep.png")[0].flatten().tolist() == [0, 128, 255, 1]
-    Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(tmp_path / "print.jpg")
-    assert read_clip(tmp_path / "print.jpg")[0].shape == (1, 3, 4, 4)
-    clear = Image.new("RGBA", (2, 2), (200, 100, 0, 0))
-    clear.save(tmp_path / "clear.png")
-    assert read_clip(tmp_path / "clear.png", 3)[0].max() == 0  # what is transparent is black
-    palette = Image.new("P", (2, 2), 1)
-    palette.putpalette([0, 0, 0, 9, 8, 7])
-    palette.save(tmp_path / "p.png")
-    assert read_clip(tmp_path / "p.png")[0][0, :, 0, 0].tolist() == [9, 8, 7]
 
 
 def test_pictures_are_read_upright_and_their_pages_are_not_frames(tmp_path):

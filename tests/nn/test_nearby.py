@@ -15,6 +15,7 @@ from kineograph.nn.nearby_flex import best_order, flex_nearby, make_order, tiled
 from kineograph.nn.positions import Rotation, grid_positions
 from kineograph.nn.token_shift import TokenShift
 from kineograph.nn.window import Neighbours
+from tests.nn.made_tensors import made_tensors
 
 CASES = [
     ((3, 4, 4), Window((2, 3, 3))),
@@ -253,6 +254,14 @@ def test_dropout_is_for_training_alone():
     assert not torch.equal(attention(x, (2, 3, 3)), attention(x, (2, 3, 3)))
     attention.eval()
     assert torch.equal(attention(x, (2, 3, 3)), attention(x, (2, 3, 3)))
+
+
+def test_keys_and_values_are_never_copied_for_every_place():
+    """A window of 5 × 3 × 3 unfolded is 45 copies of them; the fused projection is the largest tensor there is."""
+    attention, x = NearbyAttention(64, 4, Window((5, 3, 3))), draw(2, 96, 64)
+    with made_tensors() as made:
+        attention(x, (6, 4, 4)).sum().backward()
+    assert max(math.prod(shape) for _, shape in made) <= 3 * x.numel()
 
 
 # One place at a time --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 
 from kineograph.core.config import Config, parse
 from kineograph.core.errors import ConfigError
+from kineograph.nn.codebook_use import codebook_histogram, usage
 from kineograph.nn.quantizers import (
     LFQ,
     VQ,
@@ -21,9 +22,7 @@ from kineograph.nn.quantizers import (
     QuantizerConfig,
     VQConfig,
     build_quantizer,
-    codebook_histogram,
     straight_through,
-    usage,
 )
 
 CONFIGS = [VQConfig(codes=32, dim=4), LFQConfig(codes=64), FSQConfig(levels=(5, 4, 3))]
@@ -56,6 +55,17 @@ def test_lookup_of_ids_is_exactly_what_forward_gave(config):
     assert 0 <= out.ids.min() <= out.ids.max() < quantizer.codes
     assert out.z.shape == z.shape
     assert torch.equal(quantizer.lookup(out.ids), out.z)
+
+
+@each_kind
+def test_ids_alone_are_those_of_forward_and_ask_for_nothing_else(config, monkeypatch):
+    quantizer, z = build_quantizer(12, config), torch.randn(3, 12, 4, 5)
+    quantizer(z)  # a training step moves VQ's codebook
+    wanted = quantizer.eval()(z).ids
+    monkeypatch.setattr("kineograph.core.ranks.sum_", lambda *_: pytest.fail("waits for the other ranks"))
+    monkeypatch.setattr(LFQ, "entropies", lambda *_: pytest.fail("computes entropies that nobody reads"))
+    assert torch.equal(quantizer.train().ids(z), wanted)
+    assert torch.equal(quantizer.ids(z), wanted)  # and nothing has moved
 
 
 @each_kind

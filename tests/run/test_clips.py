@@ -14,7 +14,7 @@ from PIL import Image
 
 import kineograph as kg
 from kineograph.core.batch import Batch
-from kineograph.core.errors import ConfigError, KineoError
+from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.data.digit_captions import parse_caption
 from kineograph.run.show import _real
 from kineograph.run.token_cache import cache_run
@@ -84,6 +84,52 @@ def test_the_command_makes_the_cache_that_training_finds(tmp_path: Path) -> None
     train(tmp_path, lines=lines, stages__generator__train={"steps": 4})
     assert any(f"trains from 48 cached items in {path}" in line for line in lines)
     assert clip_tasks.SEEN[0][1] is not None
+
+
+def test_the_command_says_that_nothing_is_left_to_encode(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = train(tmp_path)
+    lines: list[str] = []
+    (path,) = cache_run([str(run)], note=lines.append)
+    assert "generator  encoding 48/48 (100 %)" in capsys.readouterr().err
+    assert cache_run([str(run)], note=lines.append) == [path]
+    assert "encoding" not in capsys.readouterr().err
+    assert lines == [f"generator: 48 items encoded into {path}", "generator: all 48 items were encoded before"]
+
+
+def test_a_cache_is_refused_where_other_codec_weights_would_read_it(tmp_path: Path) -> None:
+    """Its ids fit in number and shape; what they mean only the codec knows that made them."""
+    run = train(tmp_path)
+    (cache,) = cache_run([str(run)], note=lambda line: None)
+    other = train(tmp_path, "other", seed=1, stages__codec__train={"steps": 1})
+    tree = {
+        "seed": 0,
+        "train": BASE["train"],
+        "data": {"source": "cache", "folder": str(cache), "size": 16, "frames": 5},
+    }
+    for codec, fits in ((f"{run}/codec", True), (f"{other}/codec", False)):
+        tree["stages"] = {"generator": BASE["stages"]["generator"] | {"codec": codec}}
+        (config := tmp_path / "cached.yaml").write_text(yaml.safe_dump(tree))
+        if fits:
+            kg.train(str(config), run=tmp_path / "fits", quiet=True)
+            continue
+        with pytest.raises(
+            InputError,
+            match=rf"was encoded by other weights .* than the codec {codec} has .*name the codec that made it",
+        ):
+            kg.train(str(config), run=tmp_path / "refused", quiet=True)
+        assert not (tmp_path / "refused").exists()
+    # A codec that is trained in the same run has its weights only then.
+    own = {"generator": BASE["stages"]["generator"] | {"data": tree["data"]}}
+    with pytest.raises(InputError, match=r"was encoded by other weights .* than the codec .*late/codec has"):
+        train(tmp_path, "late", stages={"codec": BASE["stages"]["codec"], **own}, seed=2)
+
+
+def test_a_stage_that_is_told_not_to_be_cached_is_named(tmp_path: Path) -> None:
+    run = train(tmp_path, stages__generator__cache=False)
+    lines: list[str] = []
+    with pytest.raises(KineoError, match="no stage whose data could be cached"):
+        cache_run([str(run)], note=lines.append)
+    assert lines == ["generator: not cached, as stages.generator.cache=false says"]
 
 
 def test_endless_data_are_told_to_be_so(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from kineograph.data.folder import Folder, FolderConfig
 from kineograph.data.memmap import Memmap, MemmapConfig
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.data.webdataset import WebDataset, WebDatasetConfig
-from kineograph.media.clips import read_clip
 from kineograph.run import make_data
 from kineograph.run.make_data import make
+from tests.media.reading import read_clip
 
 RNG = np.random.default_rng(0)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from kineograph.core.errors import ConfigError, RunFailed
-from kineograph.media.clips import read_clip
+from tests.media.reading import read_clip
 from tests.run import clip_tasks
 from tests.run.clip_tasks import train
 

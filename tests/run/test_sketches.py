@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from kineograph import cli
 from kineograph.core.errors import InputError
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.family.nuwa.task import Nuwa
@@ -17,6 +18,7 @@ from kineograph.media.clips import write_clip
 from kineograph.run.train import train
 from kineograph.sample.command import draw_and_write
 from kineograph.sample.draw import Sampler
+from tests.sample.tiny_task import make_run
 
 QUICK = [
     "train.steps=2", "train.batch_size=2", "train.log_every=1", "train.validation_samples=2", "train.samples=2", "train.save_every=2",
@@ -98,6 +100,67 @@ def test_the_command_takes_a_file_and_tells_how_to_repeat_it(run, tmp_path, caps
     assert "2 frames are sketched, and nothing in the 2 after them" in capsys.readouterr().err
     with pytest.raises(InputError, match="does not exist"):
         Sampler.open(run[0], device="cpu").sample("a red 3", sketch=tmp_path / "none.gif")
+
+
+@pytest.mark.parametrize("given", ["clip", "short clip", "picture"])
+def test_a_story_follows_one_sketch_over_all_its_scenes(run, tmp_path, given, monkeypatch, capsys):
+    """4 frames a scene, of which 2 are carried on: scene s draws frames 2s to 2s + 3, and sees the sketch under them."""
+    seen, real = [], Nuwa.prompted_sketch
+    monkeypatch.setattr(
+        Nuwa, "prompted_sketch", lambda self, prompts: [seen.append(prompts.batch), real(self, prompts)][1]
+    )
+    levels = torch.arange(8 if given == "clip" else 5) * 30 + 20
+    sketch = (levels if given != "picture" else levels[:1])[:, None, None, None].expand(-1, 3, 32, 32).to(torch.uint8)
+    path = write_clip(tmp_path / ("outline.png" if given == "picture" else "outline.gif"), sketch, 4)
+    (tmp_path / "scenes.txt").write_text("a red 3 moves left\na red 3 moves up\na red 3 moves right\n")
+    words = [
+        str(run[0]),
+        str(tmp_path / "scenes.txt"),
+        "--overlap",
+        "2",
+        "--sketch",
+        str(path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["story", *words, "--device", "cpu"])
+    assert ended.value.code == 0
+    shown = [
+        [round(float(frame.float().mean())) for frame in batch.extra["sketch"][0]] if batch is not None else []
+        for batch in seen
+    ]
+    under = {
+        "clip": [[20, 50, 80, 110], [80, 110, 140, 170], [140, 170, 200, 230]],
+        "short clip": [[20, 50, 80, 110], [80, 110, 140], [140]],
+        "picture": [[20] * 4] * 3,
+    }[given]
+    assert shown == under
+    said = capsys.readouterr().err
+    assert ("5 frames are sketched, and nothing in the 3 after them" in said) == (given == "short clip")
+    (told,) = [json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")]
+    assert f"--sketch {path}" in told["command"] and told["sketch"]["frames"] == (5 if given == "short clip" else 8)
+
+
+def test_where_the_sketch_of_a_story_has_ended_nothing_is_sketched(run):
+    sampler = Sampler.open(run[0], device="cpu")
+    options = {"sample.temperature": 0}
+    sketch = torch.rand(4, 1, 32, 32)
+    first, second = sampler.story(
+        ["a red 3 moves left"] * 2, overlap=1, frames=4, sketch=sketch[:1].expand(3, -1, -1, -1), options=options
+    )
+    again = sampler.sample("a red 3 moves left", sketch=sketch[:1].expand(3, -1, -1, -1), options=options).pixels[0]
+    assert torch.equal(first, again)
+    plain = sampler.sample("a red 3 moves left", prime=first[-1:], options=options).pixels[0]
+    assert torch.equal(second, plain[1:])
+
+
+def test_a_story_after_a_sketch_needs_a_stage_that_knows_sketches(tmp_path):
+    plain = Sampler.open(
+        make_run(tmp_path / "run", frames=7, generator="Counting", codec_task="PairCodec").path, device="cpu"
+    )
+    with pytest.raises(InputError, match=r"--sketch: .* was trained without sketches"):
+        plain.story(["one", "two"], sketch=torch.zeros(1, 1, 8, 8))
 
 
 def test_missing_sketches_are_refused_before_anything_is_written(tmp_path):

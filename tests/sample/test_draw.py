@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from kineograph.cli import main
 from kineograph.core.batch import Batch, Prompts, Sample
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext
@@ -142,6 +147,29 @@ def test_compile_is_asked_for(tmp_path, monkeypatch):
     assert asked == []
     sampler = Sampler.open(run.path, device="cpu", compile=True)
     assert asked == [sampler.task.mix]
+
+
+def test_the_command_compiles_and_its_file_says_so(tmp_path, monkeypatch, capsys):
+    asked: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append(self))
+    run = make_run(tmp_path / "run")
+    for words in (["--out", str(tmp_path / "plain")], ["--compile", "--out", str(tmp_path / "compiled")]):
+        with pytest.raises(SystemExit) as ended:
+            main(["sample", str(run.path), "a 3", "--device", "cpu", *words])
+        assert ended.value.code == 0
+        (told,) = [json.loads(path.read_text()) for path in Path(words[-1]).glob("*.json")]
+        assert told["compiled"] == ("--compile" in words) == ("--compile" in told["command"]) == bool(asked)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "named"), [("", "g++ and clang++ are not there"), ("no-such-cc", "no-such-cc is not there")]
+)
+def test_without_a_compiler_the_cpu_cannot_compile(tmp_path, monkeypatch, compiler, named):
+    run = make_run(tmp_path / "run")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(InputError, match=re.escape(f"needs a C++ compiler, and {named}: install g++")):
+        Sampler.open(run.path, device="cpu", compile=True)
 
 
 def test_what_cannot_draw_says_so(tmp_path):

@@ -127,3 +127,16 @@ def test_what_enlarges_is_given_the_first_picture(sampler, tmp_path, given, caps
     sampler.sample("a 3", prime=write_clip(tmp_path / "x.gif", clip(5) + 10, 8))
     assert given == [[2]]
     assert "the first frame is enlarged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".png", ".gif"])
+def test_a_picture_of_too_many_pixels_is_refused_with_its_size_and_the_limit(sampler, tmp_path, monkeypatch, suffix):
+    """The true limit is Pillow's, 179 million pixels: writing such a picture takes too long for a test."""
+    path = tmp_path / f"poster{suffix}"
+    Image.new("L", (60, 50)).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    for asked in (lambda: sampler.sample(["x"], prime=path), lambda: sampler.story(["x"], prime=path)):
+        with pytest.raises(
+            InputError, match=rf"poster{suffix} is too large: 3,000 pixels.* 2,000 are decoded; scale it down"
+        ):
+            asked()

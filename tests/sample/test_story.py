@@ -13,11 +13,12 @@ from PIL import Image
 
 from kineograph import cli
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.media.clips import read_clip, write_clip
+from kineograph.media.clips import write_clip
 from kineograph.sample import story as stories
 from kineograph.sample.command import tell_and_write
 from kineograph.sample.draw import Sampler
 from kineograph.sample.story import read_scenes
+from tests.media.reading import read_clip
 from tests.sample.tiny_task import Counting, make_run
 
 SCENES = ["a red 3 moves left", "it stops", "it moves on"]
@@ -249,6 +250,14 @@ def test_a_failure_beside_the_video_leaves_no_empty_video(sampler, tmp_path, mon
     with pytest.raises(OSError, match="disk full"):
         sampler.story(SCENES).save(tmp_path)
     assert not list(tmp_path.glob("*.gif"))
+
+
+def test_a_model_without_captions_is_told_how_to_go_on_without_a_story(sampler, monkeypatch):
+    monkeypatch.setattr(type(sampler.task), "takes_captions", lambda self: False)
+    with pytest.raises(
+        InputError, match=r"a story is told in captions, and .* was trained without: kineo sample --frames N"
+    ):
+        sampler.story(SCENES)
 
 
 def test_scenes_files(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ class Extractor:
         self.label = label
         self.device = device
         self.clips = clips
+        self.looked: Callable[[str, int, int], None] = lambda label, done, total: None  # hears how far `features` is
 
     @property
     def takes(self) -> Takes | None:
@@ -60,6 +61,7 @@ class Extractor:
             for part in pixels.split(getattr(self.network, "chunk", 32)):
                 seen = self.network(as_seen(part.to(self.device)))
                 found.append(seen.flatten(2).mean(2) if seen.ndim > 2 else seen)
+                self.looked(self.label, sum(map(len, found)), len(pixels))
         return torch.cat(found).float()
 
     def logits(self, features: Tensor) -> Tensor:
@@ -99,6 +101,7 @@ class Extractors:
     def __init__(self, device: torch.device, chosen: Mapping[str, str] | None = None) -> None:
         self.device = device
         self.chosen = dict(chosen or {})
+        self.looked: Callable[[str, int, int], None] | None = None  # hears how far any of them is with a batch
         self._open: dict[str, Extractor] = {}
 
     def choice(self, metric: str, default: str) -> str:
@@ -108,10 +111,15 @@ class Extractors:
         value = self.choice(metric, default)
         if value not in self._open:
             self._open[value] = open_extractor(value, self.device, takes == "clips")
+            self._open[value].looked = self._tell
         found = self._open[value]
         if found.takes not in (takes, None):
             raise LeftOut(f"{metric} looks at {takes}, and {value} is for {found.takes}: name another --extractor")
         return found
+
+    def _tell(self, label: str, done: int, total: int) -> None:
+        if self.looked is not None:
+            self.looked(label, done, total)
 
 
 def open_extractor(value: str, device: torch.device, clips: bool = False) -> Extractor:

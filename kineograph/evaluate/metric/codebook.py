@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kineograph.core import ranks
 from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
-from kineograph.nn.quantizers import codebook_histogram, usage
+from kineograph.nn.codebook_use import codebook_histogram, usage
 
 
 class Codebook:

@@ -14,6 +14,7 @@ from kineograph.core.task import BuildContext, Loss, Task
 from kineograph.family.muse.config import CriticConfig, MuseSample
 from kineograph.family.muse.network import Condition, MuseNetwork
 from kineograph.family.muse.task import Muse
+from kineograph.process.guidance import check_null_of
 from kineograph.process.masking import Critic, Judged, judge
 
 
@@ -28,6 +29,7 @@ class MuseCritic(Task):
             raise ConfigError(f"generator={config.generator} is no muse stage: name the stage whose task is muse")
         self.config = config
         self.stages["generator"] = generator
+        self._check_guidance(config.sample)
         self.reads = generator.reads  # type: ignore[misc]
         inner = generator.network
         text_width = inner.text.in_features if inner.text is not None else None
@@ -41,6 +43,11 @@ class MuseCritic(Task):
     @property
     def generator(self) -> Muse:
         return cast(Muse, self.stages["generator"])
+
+    def _check_guidance(self, options: MuseSample) -> None:
+        drawn = self.generator.config
+        if drawn.text.kind != "none":
+            check_null_of(self.config.generator, options.guidance, drawn.caption_dropout, drawn.init is not None)
 
     def trainable(self, player: str) -> list[nn.Module]:
         return [self.network, self.score]
@@ -63,6 +70,8 @@ class MuseCritic(Task):
         return shared.loss()
 
     def sample(self, prompts: Prompts, options: MuseSample) -> Tensor:
+        self._check_guidance(options)
+
         def critic(condition: Condition) -> Critic:
             return lambda tokens, step: self.scores(tokens, condition)[..., 0]
 

@@ -15,6 +15,7 @@ from kineograph.family.phenaki.config import CriticConfig, PhenakiSample
 from kineograph.family.phenaki.network import TokenCritic
 from kineograph.family.phenaki.sampling import draw
 from kineograph.family.phenaki.task import Phenaki
+from kineograph.process.guidance import check_null_of
 from kineograph.process.masking import Judged, judge
 
 
@@ -30,6 +31,7 @@ class PhenakiCritic(Task):
             raise ConfigError(f"generator={config.generator} is no phenaki stage: name the stage whose task is phenaki")
         self.config = config
         self.stages |= {"generator": generator, "codec": generator.codec}
+        self._check_guidance(config.sample)
         self.reads = generator.reads  # type: ignore[misc]
         self.critic = TokenCritic(config, config.rotary, generator.vocabulary, generator.grid, generator.text_width)
 
@@ -40,6 +42,11 @@ class PhenakiCritic(Task):
     @property
     def generator(self) -> Phenaki:
         return cast(Phenaki, self.stages["generator"])
+
+    def _check_guidance(self, options: PhenakiSample) -> None:
+        drawn = self.generator.config
+        if drawn.text.kind != "none":
+            check_null_of(self.config.generator, options.guidance, drawn.caption_dropout, drawn.init is not None)
 
     def trainable(self, player: str) -> list[nn.Module]:
         return [self.critic]
@@ -56,6 +63,7 @@ class PhenakiCritic(Task):
         return shared.loss()
 
     def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:
+        self._check_guidance(options)
         return draw(self.generator, prompts, options, self.critic)
 
     def compiled(self) -> list[nn.Module]:

@@ -129,3 +129,19 @@ def test_self_critic_trains_and_decides(make):
     with torch.no_grad():
         muse.critic.weight.neg_()
     assert not torch.equal(drawn, muse.draw(prompts, options))
+
+
+def test_guidance_without_dropout_is_refused_as_of_the_generator(make):
+    """Guidance stands in the critic's config, the dropout in that of the generator that it draws with."""
+    blind = freeze(make(caption_dropout=0.0, sample={"guidance": 1.0}))
+    refused = r"generator=generator: caption_dropout=0 never shows .* sample\.guidance=3 leads away from.* set caption_dropout=0\.1"
+    with pytest.raises(ConfigError, match=refused):
+        make_critic(blind)
+    critic = make_critic(blind, sample={"guidance": 1.0})
+    prompts = Prompts(Noise.for_rows(0, 0, 1), CAPTIONS[:1])
+    with pytest.raises(ConfigError, match=refused):  # kineo sample --guidance 3
+        critic.sample(prompts, MuseSample(guidance=3.0, steps=1))
+    critic.sample(prompts, MuseSample(guidance=1.0, steps=1))
+    make_critic(freeze(make(caption_dropout=0.1)))
+    make_critic(freeze(make(caption_dropout=0.0, init="runs/x/generator")))  # whose weights may know it
+    make_critic(freeze(make(caption_dropout=0.0, text={"kind": "none"})))

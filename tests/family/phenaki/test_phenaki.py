@@ -13,6 +13,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, freeze, load_weights, parameters_of, weights_of
 from kineograph.family.phenaki import Phenaki, PhenakiConfig
 from kineograph.process.masking import hide
+from tests.nn.made_tensors import made_tensors
 
 from .conftest import CAPTIONS, VOCABULARY, ClipCodec, batch_of, clips, train
 
@@ -232,6 +233,19 @@ def test_every_axis_is_told_apart(make, rotary):
     with torch.no_grad():
         hidden = network(torch.full((1, 12), 3))[0]  # alike everywhere: places alone differ
     assert torch.pdist(hidden).min() > 1e-3
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_positions_make_nothing_of_the_size_of_all_pairs(make, rotary):
+    """No bias for every pair of tokens: that is gigabytes at 17 frames, and shuts out fused attention."""
+    task = make(rotary=rotary, frames=9, size=16, text={"kind": "none"})
+    places = task.tokens_per_clip()
+    assert places == 80
+    batch = batch_of(2, 5, 16)
+    with made_tensors() as made:
+        value(task.train(), batch, Noise(0, 0, batch.slots)).backward()
+    assert any(shape.count(places) == 1 for _, shape in made)
+    assert not [shape for _, shape in made if shape.count(places) > 1]
 
 
 def test_memory_of_the_text_is_the_text(make):

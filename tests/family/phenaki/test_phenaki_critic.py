@@ -247,3 +247,19 @@ def test_a_batch_without_captions_is_judged_too(make):
     losses = train(task, batch, 3)
     assert losses.keys() == {"generator", "critic"}
     assert task.sample(Prompts(Noise.for_rows(0, 0, 2)), PhenakiSample(steps=2)).shape == (2, 5, 3, 8, 8)
+
+
+def test_guidance_without_dropout_is_refused_as_of_the_generator(make):
+    """Guidance stands in the critic's config, the dropout in that of the generator that it draws with."""
+    blind = freeze(make(caption_dropout=0.0, sample={"guidance": 1.0}))
+    refused = r"generator=generator: caption_dropout=0 never shows .* sample\.guidance=3 leads away from.* set caption_dropout=0\.1"
+    with pytest.raises(ConfigError, match=refused):
+        make_critic(blind)
+    critic = make_critic(blind, sample={"guidance": 1.0})
+    prompts = Prompts(Noise.for_rows(0, 0, 1), CAPTIONS[:1])
+    with pytest.raises(ConfigError, match=refused):  # kineo sample --guidance 3
+        critic.sample(prompts, PhenakiSample(guidance=3.0, steps=1))
+    critic.sample(prompts, PhenakiSample(guidance=1.0, steps=1))
+    make_critic(freeze(make(caption_dropout=0.1)))
+    make_critic(freeze(make(caption_dropout=0.0, init="runs/x/generator")))  # whose weights may know it
+    make_critic(freeze(make(caption_dropout=0.0, text={"kind": "none"})))
