@@ -187,6 +187,10 @@ class Task(nn.Module):
         """Text that a rebuild needs beside the weights, such as a learned vocabulary."""
         return {}
 
+    def adopted(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        """Weights that a stage starts from (`init`) by the names that they have here. Refuses, with an InputError, what is no start for it."""
+        return weights
+
     @classmethod
     def lighter(cls, config: Any) -> dict[str, Any]:
         """Keys of the stage and the values with which it would need less memory, each on its own, for `kineo doctor` to try."""

@@ -64,7 +64,8 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     weights_in: Literal["fp32", "bf16"] = "fp32"
     """How the transformer's weights are kept. bf16: half the memory; frozen ones lose nothing that training in bf16 would see."""
     tune: Literal["full", "lora"] | tuple[str, ...] = "full"
-    """What trains: all; adapters alone; or the parameters whose names fit one of these patterns, such as blocks.*.attention.*"""
+    """What trains: all; adapters alone; or the parameters whose names fit one of these patterns, such as blocks.*.attention.* The rest is
+    that of `weights`, or of `init`, whose weights then stand in every checkpoint."""
     lora: LoraConfig = LoraConfig()
     """Of tune=lora."""
     text: TextConfig = TextConfig()
@@ -105,6 +106,11 @@ class CogVideoXConfig(StageConfig, TransformerShape):
             raise ValueError("null_text=empty needs an encoder, and text.kind=given has none: use zeros or learned")
         if self.tune == ():
             raise ValueError("tune=[] trains nothing: name patterns of parameters, or use lora or full")
+        if self.tune != "full" and self.weights is None and self.init is None:
+            raise ValueError(
+                f"tune={self.tune if self.adapts else list(self.tune)} leaves the rest of the transformer as it is, and nothing says what it is: "
+                "give the folder of released weights (stages.NAME.weights=DIR), or a trained stage (stages.NAME.init=runs/x/stage)"
+            )
         if self.tune != "lora" and self.lora != LoraConfig():
             raise ValueError(f"lora is read with tune=lora only, not with tune={self.tune!r}: leave it out")
         if not self.first_frame and self.image != FirstFrameConfig():

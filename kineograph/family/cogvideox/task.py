@@ -215,6 +215,9 @@ class CogVideoX(Task):
         base = {tuning.ASSET: self._base} if self._base is not None else {}
         return {**self.texts.assets(), **base}
 
+    def adopted(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        return tuning.adopted(self.network, self.config, weights, where)
+
     @classmethod
     def lighter(cls, config: CogVideoXConfig) -> dict[str, Any]:
         keys: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""What of the transformer trains: everything, adapters, or what some patterns name. The rest is frozen, in no optimizer and in no checkpoint."""
+"""What of the transformer trains: everything, adapters, or what some patterns name. The rest is frozen and in no optimizer; it is in no
+checkpoint either where a folder has it."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from kineograph.core.task import freeze, without_numbers
 from kineograph.core.weight_files import WeightFiles, open_weights
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig
 from kineograph.family.cogvideox.network import Transformer
+from kineograph.family.cogvideox.weights import renamed
 
 ASSET = "cogvideox/base.json"
 _SAMPLED = 4096  # values of a tensor that tell it apart from another
@@ -33,7 +35,8 @@ def choose(network: Transformer, config: CogVideoXConfig) -> None:
         chosen = _matching(network, config.tune)
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name in chosen)
-    _freeze_rest(network)
+    if config.weights is not None:
+        _freeze_rest(network)
 
 
 def _matching(network: Transformer, patterns: tuple[str, ...]) -> set[str]:
@@ -115,6 +118,30 @@ def _add_sizes(network: Transformer, config: LoraConfig) -> None:
 
 
 # The weights below -----------------------------------------------------------------------------------------------
+
+
+def adopted(network: Transformer, config: CogVideoXConfig, given: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Weights of another stage by the names here: with q, k and v in one matrix or apart, below adapters or not. Whatever does not train, and
+    is in no folder, must be among them."""
+    prefix = "network."
+    base = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
+    adapters = [name for name in base if ".lora_" in name]
+    if adapters and not config.adapts:
+        raise InputError(
+            f"{where} has adapters, and tune={config.tune if config.tune == 'full' else list(config.tune)} has no place for them: "
+            "put them into the weights (kineo export RUN --to diffusers DIR) and set weights=DIR in place of init"
+        )
+    taken = {f"{prefix}{name}": value for name, value in renamed(network, base).items()}
+    frozen = {f"{prefix}{name}": p.shape for name, p in network.named_parameters() if not p.requires_grad}
+    fits = {name for name, shape in frozen.items() if name in taken and taken[name].shape == shape}
+    missing = [name for name in frozen if name not in fits] if config.weights is None else []
+    if missing:
+        raise InputError(
+            f"{where} has no {missing[0].removeprefix(prefix)} of this shape ({len(missing)} of {len(frozen)} tensors that do not train are not "
+            "there): name a stage whose checkpoint holds all of such a transformer, or give the folder that has it (weights=DIR)"
+        )
+    kept = {name: value for name, value in given.items() if not name.startswith(prefix) or ".lora_" in name}
+    return kept | taken
 
 
 def released_weights(folder: str) -> WeightFiles:

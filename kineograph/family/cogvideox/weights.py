@@ -71,14 +71,20 @@ def module_from_diffusers(module: str) -> str | None:
 
 def diffusers_names(name: str) -> tuple[str, ...]:
     """Of one of our parameters: its name there, or three, which ours has one below the other."""
+    names = _names(name)
+    assert names, name
+    return names
+
+
+def _names(name: str) -> tuple[str, ...]:
+    """The same; nothing for what is no parameter of ours."""
     name = name.replace(".base_layer.", ".")
     if name == _TABLE[0]:
         return (_TABLE[1],)
     module, _, leaf = name.rpartition(".")
     modules = [module.removesuffix(_FUSED) + part for part in _PARTS] if module.endswith(_FUSED) else [module]
     found = [module_to_diffusers(part) for part in modules]
-    assert all(found), name
-    return tuple(f"{part}.{leaf}" for part in found)
+    return tuple(f"{part}.{leaf}" for part in found) if all(found) else ()
 
 
 # Weights ---------------------------------------------------------------------------------------------------------
@@ -149,6 +155,21 @@ def network_state(network: Transformer) -> dict[str, Tensor]:
         shape = _their_shape(network, name, parameter, len(names))
         for theirs, part in zip(names, parameter.detach().chunk(len(names)), strict=True):
             found[theirs] = part.reshape(shape)
+    return found
+
+
+def renamed(network: Transformer, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of another of our networks by the names that they have in this one; what is not there is left out."""
+    theirs: dict[str, Tensor] = {}
+    for name, whole in given.items():
+        names = () if ".lora_" in name else _names(name)
+        theirs |= dict(zip(names, whole.chunk(len(names)) if names else (), strict=True))
+    found: dict[str, Tensor] = {}
+    for name, _, names in _own(network):
+        if name in given:
+            found[name] = given[name]
+        elif all(part in theirs for part in names):
+            found[name] = torch.cat([theirs[part] for part in names]) if len(names) > 1 else theirs[names[0]]
     return found
 
 

@@ -22,7 +22,7 @@ from kineograph.train.stepper import Stepper
 from .conftest import Make, clips
 
 NOISE = Noise.for_rows(1, 5, 4)
-LORA = {"tune": "lora", "lora": {"rank": 2, "alpha": 4}}
+LORA = {"tune": "lora", "lora": {"rank": 2, "alpha": 4}, "init": "base"}
 
 
 def stepped(task: CogVideoX, steps: int = 2, **keys: Any) -> Stepper:
@@ -55,9 +55,15 @@ def test_adapters_start_silent_and_alone_train(make: Make) -> None:
     assert torch.allclose(plain(clips(), NOISE).error, adapted(clips(), NOISE).error)
 
 
-@pytest.mark.parametrize("keys", [LORA, {"tune": ["blocks.*.attention.*", "patch_out.*"]}])
-def test_what_is_frozen_stays_and_is_not_saved(make: Make, keys: dict[str, Any]) -> None:
-    task = make(**keys)
+PARTS = {"tune": ["blocks.*.attention.*", "patch_out.*"], "init": "base"}
+
+
+@pytest.mark.parametrize("keys", [LORA, PARTS])
+@pytest.mark.parametrize("own", [False, True], ids=["folder", "alone"])
+def test_what_is_frozen_stays_and_is_saved_where_no_folder_has_it(
+    make: Make, folder: Path, keys: dict[str, Any], own: bool
+) -> None:
+    task = make(**keys, weights=None if own else str(folder))
     before = {name: p.detach().clone() for name, p in task.network.named_parameters()}
     trained = {name.removeprefix("network.") for name in parameters_of(task, "model") if name.startswith("network.")}
     stepper = stepped(task, ema=EmaConfig(decay=0.5))
@@ -65,11 +71,12 @@ def test_what_is_frozen_stays_and_is_not_saved(make: Make, keys: dict[str, Any])
     assert changed == trained and trained < before.keys()
     for kind in ("model", "ema"):
         saved = stepper.tensors()[kind]
-        assert {name.removeprefix("network.") for name in saved if name.startswith("network.")} == trained
+        wanted = before.keys() if own else trained
+        assert {name.removeprefix("network.") for name in saved if name.startswith("network.")} == wanted
     moments = {key.partition(".")[2] for key in stepper.tensors()["optimizer"] if "network." in key}
     assert {name.removeprefix("network.") for name in moments} == trained
     task.train()
-    assert not task.network.norm_final.training  # deaf to .train()
+    assert task.network.norm_final.training == own  # what a folder has is deaf to .train()
 
 
 def test_averages_of_adapters_are_what_is_judged(make: Make) -> None:
@@ -92,13 +99,19 @@ def test_bf16_weights_keep_adapters_in_float32(make: Make) -> None:
 
 def test_targets_and_patterns_that_fit_nothing_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"lora\.targets='query' fits no layer: .*to_q"):
-        make(tune="lora", lora={"targets": ["query"]})
+        make(**(LORA | {"lora": {"targets": ["query"]}}))
     with pytest.raises(ConfigError, match=r"tune='attn\.\*' fits no parameter"):
-        make(tune=["attn.*"])
+        make(tune=["attn.*"], init="base")
+
+
+@pytest.mark.parametrize("tune", ["lora", ["patch_out.*"]])
+def test_what_does_not_train_must_come_from_somewhere(make: Make, tune: Any) -> None:
+    with pytest.raises(ConfigError, match=r"nothing says what it is: .*weights=DIR.*init=runs/x/stage"):
+        make(tune=tune)
 
 
 def test_diffusers_name_of_the_output_layer_is_understood(make: Make) -> None:
-    task = make(tune="lora", lora={"rank": 2, "targets": ["to_out.0", "up"]})
+    task = make(**(LORA | {"lora": {"rank": 2, "targets": ["to_out.0", "up"]}}))
     adapted = {name.partition(".lora_")[0] for name in parameters_of(task, "model") if ".lora_" in name}
     assert adapted == {f"network.blocks.{n}.{part}" for n in range(2) for part in ("attention.to_out", "mlp.up")}
 
@@ -174,6 +187,32 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
         assert all(p.grad is not None for p in found.values())
     with pytest.raises(InputError, match=r"weights=nowhere has no folder transformer: set stages\.NAME\.weights"):
         make(weights="nowhere", **keys)
+
+
+# Weights of another stage ----------------------------------------------------------------------------------------
+
+
+def test_adapters_start_from_the_whole_weights_of_a_stage(make: Make) -> None:
+    """q, k and v are one matrix there and three here; back again they are one."""
+    source, task = make(), make(lively=False, **LORA)
+    given = task.adopted({name: value.clone() for name, value in weights_of(source).items()}, "init=x")
+    load_weights(task, weights_of(task) | given)
+    assert torch.allclose(source(clips(), NOISE).error, task(clips(), NOISE).error, rtol=1e-5)
+    state = {name: value for name, value in weights_of(task).items() if ".lora_" not in name}
+    again = make(lively=False, init="x")
+    load_weights(again, again.adopted(state, "init=y"))
+    assert torch.equal(source(clips(), NOISE).error, again(clips(), NOISE).error)
+
+
+def test_a_start_that_lacks_what_does_not_train_is_refused(make: Make, folder: Path) -> None:
+    task, over_folder = make(**LORA), make(**LORA, weights=str(folder))
+    with pytest.raises(InputError, match=r"init=x has no patch_in\.weight of this shape .*weights=DIR"):
+        task.adopted(weights_of(over_folder), "init=x")
+    with pytest.raises(InputError, match=r"init=x has no blocks\.1\.norm1\.linear\.weight of this shape"):
+        task.adopted(weights_of(make(depth=1)), "init=x")
+    with pytest.raises(InputError, match=r"init=x has adapters, and tune=full has no place for them: .*kineo export"):
+        make().adopted(weights_of(task), "init=x")
+    assert over_folder.adopted(weights_of(over_folder), "init=x").keys() == weights_of(over_folder).keys()
 
 
 # Adapters by name ------------------------------------------------------------------------------------------------
