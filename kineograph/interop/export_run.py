@@ -23,7 +23,7 @@ from kineograph.interop.diffusers_folder import DIFFUSERS_STEM, INDEX
 from kineograph.interop.lora import merged, write_lora
 from kineograph.interop.placing import new_folder, refuse_occupied
 from kineograph.interop.released import TRANSFORMER, VAE
-from kineograph.interop.scheduler import write_scheduler
+from kineograph.process.diffusers_scheduler import write_scheduler
 from kineograph.sample.stages import Stages
 from kineograph.text.pretrained import tokenizer_of
 from kineograph.train import checkpoint

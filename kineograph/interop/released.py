@@ -15,7 +15,7 @@ from kineograph.core.errors import InputError
 from kineograph.interop import sat_weights
 from kineograph.interop.diffusers_folder import DiffusersFolder, read_folder
 from kineograph.interop.lora import merged
-from kineograph.interop.scheduler import drawn_otherwise, read_scheduler
+from kineograph.process.diffusers_scheduler import drawn_otherwise, read_scheduler
 from kineograph.process.diffusion import DiffusionConfig
 
 TRANSFORMER, VAE = "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"

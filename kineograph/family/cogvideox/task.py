@@ -56,7 +56,7 @@ class CogVideoX(Task):
             codec = cast(Task, freeze(released_codec(cast(str, config.weights), context)))
             tuning.check_first_frame(config)
         if config.weights is not None:
-            tuning.check_scheduler(config)
+            tuning.check_scheduler(config, context.note)
         self.stages["codec"] = codec
         self.codec: Any = codec  # a submodule under one name: what is frozen is in no checkpoint, by that name
         self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from kineograph.core.weight_files import WeightFiles, open_weights
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.weights import renamed
+from kineograph.process.diffusers_scheduler import differences, drawn_otherwise, read_scheduler
 
 ASSET = "cogvideox/base.json"
 _SAMPLED = 4096  # values of a tensor that tell it apart from another
@@ -171,26 +172,21 @@ def check_first_frame(config: CogVideoXConfig) -> None:
         )
 
 
-def check_scheduler(config: CogVideoXConfig) -> None:
-    """The folder's schedule is what its weights were trained with; a stage that trains on with another one is told."""
+def check_scheduler(config: CogVideoXConfig, note: Callable[[str], None]) -> None:
+    """The folder's schedule is what its weights were trained with: a stage with another one is refused. What differs in drawing is told."""
     place = Path(str(config.weights)).expanduser() / "scheduler" / "scheduler_config.json"
     if not place.is_file():
         return
-    said, own = load_file(place), config.diffusion  # what it leaves out is its class's default
-    objectives = {"epsilon": "eps", "sample": "x0", "v_prediction": "v"}
-    found = {
-        "shift": (float(said.get("snr_shift_scale", 3.0)), own.shift),
-        "steps": (said.get("num_train_timesteps", 1000), own.steps),
-        "zero_terminal": (bool(said.get("rescale_betas_zero_snr", False)), own.zero_terminal),
-        "objective": (objectives.get(said.get("prediction_type", "epsilon"), "?"), own.objective),
-    }
-    for key, (theirs, ours) in found.items():
-        if theirs != ours:
-            shown = str(theirs).lower() if isinstance(theirs, bool) else theirs
-            raise ConfigError(
-                f"{place} says diffusion.{key}={shown}, and the stage has {ours}: set stages.NAME.diffusion.{key}={shown}, or take the file out of "
-                "the folder to train with another schedule"
-            )
+    said = load_file(place)
+    theirs, _ = read_scheduler(said, said.get("_class_name", "CogVideoXDDIMScheduler"), place)
+    for key, (wanted, found) in differences(theirs, config.diffusion).items():
+        shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
+        raise ConfigError(
+            f"{place} says diffusion.{key}={shown}, and the stage has {found}: set stages.NAME.diffusion.{key}={shown}, or take the file out of "
+            "the folder to train with another schedule"
+        )
+    for line in drawn_otherwise(said, place):
+        note(f"warning: {line}")
 
 
 def digest(state: Mapping[str, Tensor]) -> str:

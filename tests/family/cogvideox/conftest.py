@@ -66,14 +66,21 @@ Make = Callable[..., CogVideoX]
 def make() -> Make:
     """A tiny stage; keys are its config's."""
 
-    def make(frames: int = 9, size: int = 8, assets: dict[str, str] | None = None, lively: bool = True, **keys: Any):
+    def make(
+        frames: int = 9,
+        size: int = 8,
+        assets: dict[str, str] | None = None,
+        lively: bool = True,
+        note: Callable[[str], None] = len,
+        **keys: Any,
+    ):
         torch.manual_seed(0)
         config = parse(CogVideoXConfig, {"task": "cogvideox", **TINY, **keys})
         context = BuildContext(
             shape=Shape(frames, size, size, 1, 8.0),
             stage=lambda name: freeze(ToyCodec()),
             captions=lambda: CAPTIONS,
-            note=lambda line: None,
+            note=note,
             assets=assets or {},
         )
         task = CogVideoX.build(config, context)

@@ -169,6 +169,44 @@ def test_a_folder_of_another_shape_is_refused_by_name(make: Make, folder: Path) 
         make(weights=str(folder / "transformer"))
 
 
+OF_THE_FOLDER = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0, "timestep_spacing": "trailing",
+                 "clip_sample": False}  # fmt: skip
+
+
+def scheduled(folder: Path, **changes: Any) -> str:
+    (folder / "scheduler").mkdir(exist_ok=True)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(OF_THE_FOLDER | changes))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"beta_start": 0.001}, "beta_start=0.001"),
+        ({"beta_end": 0.02}, r"beta_end=0\.02, and the stage has 0\.012"),
+        ({"beta_schedule": "linear"}, "schedule=linear"),
+        ({"snr_shift_scale": 3.0}, r"shift=3\.0"),
+        ({"rescale_betas_zero_snr": False}, "zero_terminal=false"),
+        ({"prediction_type": "sample"}, "objective=x0"),
+        ({"num_train_timesteps": 500, "beta_start": 0.0017, "beta_end": 0.024}, "steps=500"),
+    ],
+)
+def test_a_folder_of_another_schedule_is_refused_by_key(
+    make: Make, folder: Path, changes: dict[str, Any], key: str
+) -> None:
+    make(weights=scheduled(folder))
+    with pytest.raises(ConfigError, match=rf"scheduler_config\.json says diffusion\.{key}.*set stages\.NAME\.diffusion"):
+        make(weights=scheduled(folder, **changes))
+
+
+def test_a_folder_that_draws_otherwise_is_told(make: Make, folder: Path) -> None:
+    said: list[str] = []
+    make(weights=scheduled(folder), note=said.append)
+    assert not said
+    make(weights=scheduled(folder, timestep_spacing="leading"), note=said.append)
+    assert len(said) == 1 and "timestep_spacing=leading, but steps are spaced trailing" in said[0]
+
+
 def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
     keys = {
         **LORA,
