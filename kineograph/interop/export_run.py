@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAE
+from kineograph.codec.causal_vae_weights import CLASS as VAE
 from kineograph.codec.causal_vae_weights import config_for, weights_for
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder, write_json
-from kineograph.core.weight_files import write_weights
+from kineograph.core.weight_files import DIFFUSERS_STEM, write_weights
 from kineograph.family.cogvideox.task import CogVideoX
+from kineograph.family.cogvideox.weights import CLASS as TRANSFORMER
 from kineograph.family.cogvideox.weights import diffusers_config, diffusers_state
 from kineograph.interop.adapters import lora_of
-from kineograph.interop.diffusers_folder import DIFFUSERS_STEM, INDEX
+from kineograph.interop.diffusers_folder import INDEX
 from kineograph.interop.lora import merged, write_lora
 from kineograph.interop.placing import new_folder, refuse_occupied
-from kineograph.interop.released import TRANSFORMER, VAE
 from kineograph.process.diffusers_scheduler import write_scheduler
 from kineograph.sample.stages import Stages
 from kineograph.text.pretrained import tokenizer_of

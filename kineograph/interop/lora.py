@@ -23,9 +23,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kineograph.core.config import load_file
 from kineograph.core.errors import InputError
 from kineograph.core.weight_files import WeightFiles
-from kineograph.interop.diffusers_folder import read_json
 
 FILE = "pytorch_lora_weights.safetensors"
 _PEFT_FILE, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -123,7 +123,7 @@ def _module(name: str, known: Mapping[str, str], file: Path) -> str:
 
 def _peft_config(file: Path) -> dict[str, Any] | None:
     path = file.with_name(_PEFT_CONFIG)
-    return read_json(path) if file.name == _PEFT_FILE and path.is_file() else None
+    return load_file(path) if file.name == _PEFT_FILE and path.is_file() else None
 
 
 def _header(found: WeightFiles, file: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kineograph.core.config import load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze, without_numbers
-from kineograph.core.weight_files import WeightFiles, open_weights
+from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weights
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.weights import renamed
@@ -148,7 +148,7 @@ def adopted(network: Transformer, config: CogVideoXConfig, given: dict[str, Tens
 def released_weights(folder: str) -> WeightFiles:
     """The transformer's, in a folder of diffusers' form; tensors are read when they are asked for."""
     check_folder(folder)
-    return open_weights(Path(folder).expanduser() / "transformer", "diffusion_pytorch_model")
+    return open_weights(Path(folder).expanduser() / "transformer", DIFFUSERS_STEM)
 
 
 def check_folder(folder: str) -> None:
