@@ -22,8 +22,6 @@ class CogVideoXSample(DiffusionSample):
     clip: Literal["none", "static", "dynamic"] = "none"
     resample: int = Field(1, ge=1)
     """Continuing given frames: how often each step is taken, so that what is drawn agrees with them."""
-    chunk: int | None = Field(None, ge=1)
-    """Clips whose latents are decoded at a time; null: all."""
 
 
 class LoraConfig(Config):

@@ -64,9 +64,7 @@ class LatentSpace:
         """One sample of it, scaled. A cache of plain latents (c channels) has nothing to draw."""
         if posterior.shape[2] == self.channels:
             return posterior.float() * self.scale
-        mean, log_variance = posterior.float().chunk(2, dim=2)
-        deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
-        return (mean + deviation * noise.normal(name, *mean.shape[1:])) * self.scale
+        return self.codec.latents_of(posterior, noise, name)
 
     def read(self, batch: Batch, noise: Noise, training: bool) -> Clips:
         """Noise and dropout of the first frame happen in training only."""
@@ -163,10 +161,9 @@ class LatentSpace:
         return self.codec.encode(pixels).float()
 
     @torch.no_grad()
-    def decode(self, x0: Tensor, chunk: int | None) -> Tensor:
-        """B t c h w → B T C H W in [0, 1], a few clips at a time."""
-        parts = x0.split(chunk or len(x0))
-        return torch.cat([self.codec.decode(part) for part in parts])
+    def decode(self, x0: Tensor) -> Tensor:
+        """B t c h w → B T C H W in [0, 1]; the codec takes as many clips at a time as fit into its memory."""
+        return self.codec.decode(x0)
 
 
 def _standing(batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import load_file
-from kineograph.core.noise import Noise, key_of
+from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without_numbers
 from kineograph.core.weight_files import files_digest
 from kineograph.family.cogvideox import sampling, tuning
@@ -26,7 +26,6 @@ from kineograph.family.cogvideox.weights import load_network
 from kineograph.process.diffusion import Diffusion
 from kineograph.text.reading import reads_for
 
-GOLDEN = (5**0.5 - 1) / 2
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -135,17 +134,15 @@ class CogVideoX(Task):
         text = self.texts.of_batch(batch, dropped)
         # In training each step shifts the levels of its samples alike: any level is as likely as any other, and a batch covers them all. In
         # judging a sample has the same one every time.
-        shift = key_of(noise.seed, noise.step, "time") / 2**64 if self.training else 0.0
-        t = self._level(noise, 0, self.diffusion.steps, shift)
+        t = self._level(noise, 0, self.diffusion.steps, "time" if self.training else None)
         return Scored(self.scored(clips, text, t, noise.normal("noise", *clips.x0.shape[1:])))
 
     def loss(self, player: str, shared: Scored) -> Loss:
         return Loss(Mean(shared.error.sum(), float(len(shared.error))))
 
-    def _level(self, noise: Noise, low: int, high: int, shift: float = 0.0) -> Tensor:
+    def _level(self, noise: Noise, low: int, high: int, name: str | None = None) -> Tensor:
         """Spread evenly over [low, high) by a sample's place in the global batch."""
-        share = ((noise.slots + 1).double() * GOLDEN + shift) % 1.0
-        return low + (share * (high - low)).long()
+        return low + (noise.spread(name) * (high - low)).long()
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         """The loss in every range of noise levels, with the same noise each time, and their mean: the plain loss is nearly flat, and moves
@@ -177,7 +174,7 @@ class CogVideoX(Task):
 
     def reconstruct(self, batch: Batch) -> Tensor | None:
         """Clips through the released VAE: what the transformer can draw is no better."""
-        return self.space.decode(self.space.encode(batch.video), 1) if self.reconstructs else None
+        return self.space.decode(self.space.encode(batch.video)) if self.reconstructs else None
 
     def sample(self, prompts: Prompts, options: CogVideoXSample) -> Tensor:
         return sampling.draw(self, prompts, options)

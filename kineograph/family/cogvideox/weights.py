@@ -196,27 +196,6 @@ def lora_state(task: CogVideoX) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in _adapters(task.network)}
 
 
-@torch.no_grad()
-def load_lora_state(task: CogVideoX, state: Mapping[str, Tensor], where: str = "the adapters") -> None:
-    """Strict: the same layers, the same rank. Names may begin with `transformer.`, as in diffusers' files."""
-    given = {key.removeprefix("transformer."): value for key, value in state.items()}
-    own = dict(_adapters(task.network))
-    if not own:
-        raise InputError(f"{where}: this stage has no adapters: set tune=lora")
-    for problem, keys in (("lack", own.keys() - given.keys()), ("hold the unknown", given.keys() - own.keys())):
-        if keys:
-            raise InputError(
-                f"{where} {problem} {', '.join(sorted(keys)[:3])}: set lora.targets to the layers that have adapters there"
-            )
-    for name, parameter in own.items():
-        if given[name].shape != parameter.shape:
-            raise InputError(
-                f"{where}: {name} is {_size(given[name].shape)}, and this stage's is {_size(parameter.shape)}: set lora.rank to "
-                f"{min(given[name].shape)}"
-            )
-        parameter.copy_(given[name])
-
-
 # Shapes ----------------------------------------------------------------------------------------------------------
 
 

@@ -195,7 +195,9 @@ def test_a_folder_of_another_schedule_is_refused_by_key(
     make: Make, folder: Path, changes: dict[str, Any], key: str
 ) -> None:
     make(weights=scheduled(folder))
-    with pytest.raises(ConfigError, match=rf"scheduler_config\.json says diffusion\.{key}.*set stages\.NAME\.diffusion"):
+    with pytest.raises(
+        ConfigError, match=rf"scheduler_config\.json says diffusion\.{key}.*set stages\.NAME\.diffusion"
+    ):
         make(weights=scheduled(folder, **changes))
 
 
@@ -256,16 +258,10 @@ def test_a_start_that_lacks_what_does_not_train_is_refused(make: Make, folder: P
 # Adapters by name ------------------------------------------------------------------------------------------------
 
 
-def test_adapters_go_out_and_in_under_diffusers_names(make: Make) -> None:
-    task, other = make(**LORA), make(**LORA)
+def test_adapters_go_out_under_diffusers_names(make: Make) -> None:
+    task = make(**LORA)
     stepped(task, ema=EmaConfig(decay=0))
-    state = {name: value.clone() for name, value in weights.lora_state(task).items()}
+    state = weights.lora_state(task)
     assert "transformer_blocks.1.attn1.to_out.0.lora_B.weight" in state and len(state) == 16
-    weights.load_lora_state(other, {f"transformer.{name}": value for name, value in state.items()})
-    assert all(torch.equal(value, state[name]) for name, value in weights.lora_state(other).items())
-    with pytest.raises(InputError, match=r"set lora\.rank to 3"):
-        weights.load_lora_state(other, {name: value.repeat(2, 2)[:3, :3] for name, value in state.items()})
-    with pytest.raises(InputError, match="lack transformer_blocks"):
-        weights.load_lora_state(other, {})
-    with pytest.raises(InputError, match="tune=lora"):
-        weights.load_lora_state(make(), state)
+    layer = task.network.blocks[1].attention.to_q
+    assert torch.equal(state["transformer_blocks.1.attn1.to_q.lora_A.weight"], layer.lora_A["default"].weight)
