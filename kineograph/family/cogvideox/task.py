@@ -186,9 +186,9 @@ class CogVideoX(Task):
 
     @classmethod
     def cache_facts(cls, config: CogVideoXConfig) -> dict[str, Any]:
-        """What of `weights` made the latents and the texts, and whether the first frame stands in front of a clip's. A stage that is named
-        as `codec` is known by its own digest."""
-        facts: dict[str, Any] = {"first_frame": config.first_frame}
+        """What of `weights` made the latents and the texts, and whether first frames are kept. A stage that is named as `codec` is known by
+        its own digest."""
+        facts: dict[str, Any] = {"first_frame": "kept" if config.first_frame else False}
         if config.codec is None:
             facts["vae"] = files_digest(Path(str(config.weights)).expanduser() / "vae")
         if config.text.name is not None:
@@ -197,8 +197,8 @@ class CogVideoX(Task):
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        """The posterior (not one sample of it), and the text where its encoder is frozen."""
-        return {"latents": self.space.cached(batch), **self.texts.precomputed(batch)}
+        """The posterior (not one sample of it), the first frame of image to video, and the text where its encoder is frozen."""
+        return {**self.space.cached(batch), **self.texts.precomputed(batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
