@@ -108,7 +108,7 @@ def _write_folder(
         write_json(folder / name / file, version | config)
     state: Iterable[tuple[str, Tensor]] = diffusers_state(task).items()
     if task.config.adapts:
-        state = merged(dict(state), lora_of(task))
+        state = merged(dict(state), lora_of(task), dtype)
     write_weights(folder / "transformer", DIFFUSERS_STEM, _cast(state, dtype))
     write_weights(folder / "vae", DIFFUSERS_STEM, _cast(weights_for(task.codec).items(), dtype))
     text = _write_text(folder, task, note)

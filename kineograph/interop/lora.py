@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -193,8 +194,11 @@ def write_lora(folder: Path, lora: Mapping[str, Adapter]) -> Path:
     return path
 
 
-def merged(state: Mapping[str, Tensor], lora: Mapping[str, Adapter]) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors, by their names in diffusers, with the adapters added to their matrices; one at a time."""
+def merged(
+    state: Mapping[str, Tensor], lora: Mapping[str, Adapter], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors, by their names in diffusers, with the adapters added to their matrices; one at a time. The sum is rounded once, to
+    `dtype` or else to the matrix's own."""
     for name in lora:
         if f"{name}.weight" not in state:
             raise InputError(f"the LoRA adapts {name}, which is no module of this model")
@@ -208,4 +212,4 @@ def merged(state: Mapping[str, Tensor], lora: Mapping[str, Adapter]) -> Iterator
             raise InputError(
                 f"the LoRA of {key} gives {tuple(delta.shape)}, but that matrix is {tuple(value.shape)}: it is of another model"
             )
-        yield key, (value.float() + delta.to(value.device)).to(value.dtype)
+        yield key, (value.float() + delta.to(value.device)).to(dtype or value.dtype)

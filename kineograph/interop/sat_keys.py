@@ -11,6 +11,7 @@ from kineograph.codec.causal_vae_weights import SCALES
 
 Convert = Callable[[Any], Any]
 NET, MODULES = "model.network_config.params", "model.network_config.params.modules"
+LORA = f"{MODULES}.lora_config.params"
 DATA, ADAM = "data.params", "deepspeed.optimizer.params"
 DRAW = "model.sampler_config.params"
 TEXT = "model.conditioner_config.params.emb_models.0"
