@@ -36,15 +36,16 @@ _FIXED: dict[str, Any] = {
 }  # what ours has no other way of
 
 
-def config_of(theirs: Mapping[str, Any], where: str = "vae/config.json") -> CausalVAEConfig:
-    """diffusers' config.json → ours. Its chunks are of 2 latents, with norms over each."""
+def config_of(theirs: Mapping[str, Any], where: str = "vae/config.json", **changed: Any) -> CausalVAEConfig:
+    """diffusers' config.json → ours. Its chunks are of 2 latents, with norms over each. `changed` are keys of ours to set otherwise, such as
+    `tile`."""
     if theirs.get("_class_name", CLASS) != CLASS:
         raise InputError(f"{where} is of a {theirs['_class_name']}: causal_vae reads {CLASS}")
     for key, value in _FIXED.items():
         if theirs.get(key, value) != value:
             raise InputError(f"{where}: {key}={theirs[key]!r} is not known here; the released VAEs have {value!r}")
     keys = {ours: theirs[key] for key, ours in _SAME.items() if key in theirs}
-    return parse(CausalVAEConfig, {"scale": SCALES["2b"], **keys}, where)
+    return parse(CausalVAEConfig, {"scale": SCALES["2b"], **keys, **changed}, where)
 
 
 def config_for(task: CausalVAE) -> dict[str, Any]:
@@ -76,15 +77,12 @@ def weights_for(task: CausalVAE) -> dict[str, Tensor]:
 
 
 def from_folder(folder: Path, shape: Shape, **changed: Any) -> CausalVAE:
-    """The VAE of a diffusers folder, or of its vae/, strict: every name must be there in its shape, and nothing else. `changed` are keys of
-    ours to set otherwise, such as `tile`."""
+    """The VAE of a diffusers folder, or of its vae/, strict: every name must be there in its shape, and nothing else."""
     folder = folder / "vae" if (folder / "vae").is_dir() else folder
     place = folder / "config.json"
     if not place.is_file():
         raise InputError(f"{place} does not exist: name a diffusers folder, or its vae/")
-    config = config_of(load_file(place), str(place))
-    if changed:
-        config = parse(CausalVAEConfig, {**config.model_dump(mode="json"), **changed}, str(place))
+    config = config_of(load_file(place), str(place), **changed)
     task, weights = CausalVAE(config, shape), open_weights(folder, DIFFUSERS_STEM)
     check_shapes(weights, {name: value.shape for name, value in weights_for(task).items()}, folder)
     task.load_state_dict(dict(weights), strict=False)

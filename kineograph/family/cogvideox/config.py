@@ -59,6 +59,8 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     """A folder of diffusers' form (transformer, vae, text_encoder, tokenizer): where weights to start from, and what is not given, come from."""
     codec: str | None = None
     """The stage (or runs/x/stage) whose latents are diffused; null: the VAE of `weights`."""
+    tile: tuple[int, int] | None = None
+    """The VAE of `weights` codes larger pictures in tiles of so many pixels, in less memory; null: whole. A stage has this key itself."""
     weights_in: Literal["fp32", "bf16"] = "fp32"
     """How the transformer's weights are kept. bf16: half the memory; frozen ones lose nothing that training in bf16 would see."""
     tune: Literal["full", "lora"] | tuple[str, ...] = "full"
@@ -102,6 +104,10 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     def _fits(self) -> CogVideoXConfig:
         if self.null_text == "empty" and self.text.kind == "given":
             raise ValueError("null_text=empty needs an encoder, and text.kind=given has none: use zeros or learned")
+        if self.tile is not None and self.codec is not None:
+            raise ValueError(
+                "tile is read with the VAE of weights only: set it where codec is trained, or leave it out"
+            )
         if self.tune == ():
             raise ValueError("tune=[] trains nothing: name patterns of parameters, or use lora or full")
         if self.tune != "full" and self.weights is None and self.init is None:

@@ -52,7 +52,7 @@ class CogVideoX(Task):
         if config.codec is not None:
             codec = context.stage(config.codec)
         else:
-            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context)))
+            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context, config.tile)))
             tuning.check_first_frame(config)
         if config.weights is not None:
             tuning.check_scheduler(config, context.note)
@@ -191,6 +191,7 @@ class CogVideoX(Task):
         facts: dict[str, Any] = {"first_frame": "kept" if config.first_frame else False}
         if config.codec is None:
             facts["vae"] = files_digest(Path(str(config.weights)).expanduser() / "vae")
+            facts["tile"] = config.tile
         if config.text.name is not None:
             facts["text_encoder"] = files_digest(Path(config.text.name).expanduser())
         return facts
@@ -229,7 +230,7 @@ class CogVideoX(Task):
         return t * h * w + self.texts.length
 
 
-def released_codec(folder: str, context: BuildContext) -> Task:
+def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | None = None) -> Task:
     """The VAE of a folder of diffusers' form. Where only sizes matter the folder may be yet to come: then it is the released one's."""
     from kineograph.codec.causal_vae import CausalVAE
     from kineograph.codec.causal_vae_weights import config_of, from_folder
@@ -238,8 +239,9 @@ def released_codec(folder: str, context: BuildContext) -> Task:
     place = path / "vae" / "config.json"
     if not without_numbers():
         tuning.check_folder(folder)
-        return from_folder(path, context.shape)
-    return CausalVAE(config_of(load_file(place) if place.is_file() else {}, str(place)), context.shape)
+        return from_folder(path, context.shape, tile=tile)
+    config = config_of(load_file(place) if place.is_file() else {}, str(place), tile=tile)
+    return CausalVAE(config, context.shape)
 
 
 @contextmanager
