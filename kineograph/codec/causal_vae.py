@@ -149,11 +149,11 @@ class CausalVAE(Task):
         return rearrange(torch.cat(found), "b c t h w -> b t c h w")
 
     @torch.no_grad()
-    def latents_of(self, posterior: Tensor, noise: Noise | None = None) -> Tensor:
-        """B t 2c h w → B t c h w, scaled: the means, or with `noise` a sample"""
+    def latents_of(self, posterior: Tensor, noise: Noise | None = None, name: str = "posterior") -> Tensor:
+        """B t 2c h w → B t c h w, scaled: the means, or with `noise` a sample, its draw by that name"""
         mean, log_variance = _parts(posterior)
         if noise is not None:
-            mean = mean + (log_variance / 2).exp() * noise.normal("posterior", *mean.shape[1:])
+            mean = mean + (log_variance / 2).exp() * noise.normal(name, *mean.shape[1:])
         return mean * self.scale
 
     def encode(self, pixels: Tensor, frame_mask: Tensor | None = None, noise: Noise | None = None) -> Tensor:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAE, CausalVAEConfig
 from kineograph.core.batch import Shape
-from kineograph.core.config import parse
+from kineograph.core.config import load_file, parse
 from kineograph.core.errors import InputError
+from kineograph.core.weight_files import DIFFUSERS_STEM, check_shapes, open_weights
 
 CLASS = "AutoencoderKLCogVideoX"
-FILE = "diffusion_pytorch_model"
+SCALES = {"2b": 1.15258426, "5b": 0.7}
+"""What the released VAEs multiply latents by."""
 _SAME = {
     "block_out_channels": "widths",
     "layers_per_block": "layers",
@@ -37,15 +36,16 @@ _FIXED: dict[str, Any] = {
 }  # what ours has no other way of
 
 
-def config_of(theirs: Mapping[str, Any], where: str = "vae/config.json") -> CausalVAEConfig:
-    """diffusers' config.json → ours. Its chunks are of 2 latents, with norms over each."""
+def config_of(theirs: Mapping[str, Any], where: str = "vae/config.json", **changed: Any) -> CausalVAEConfig:
+    """diffusers' config.json → ours. Its chunks are of 2 latents, with norms over each. `changed` are keys of ours to set otherwise, such as
+    `tile`."""
     if theirs.get("_class_name", CLASS) != CLASS:
         raise InputError(f"{where} is of a {theirs['_class_name']}: causal_vae reads {CLASS}")
     for key, value in _FIXED.items():
         if theirs.get(key, value) != value:
             raise InputError(f"{where}: {key}={theirs[key]!r} is not known here; the released VAEs have {value!r}")
     keys = {ours: theirs[key] for key, ours in _SAME.items() if key in theirs}
-    return parse(CausalVAEConfig, {"scale": 1.15258426, **keys}, where)
+    return parse(CausalVAEConfig, {"scale": SCALES["2b"], **keys, **changed}, where)
 
 
 def config_for(task: CausalVAE) -> dict[str, Any]:
@@ -76,46 +76,14 @@ def weights_for(task: CausalVAE) -> dict[str, Tensor]:
     return {name: value for name, value in task.state_dict().items() if name.startswith(("encoder.", "decoder."))}
 
 
-def load_network(task: CausalVAE, weights: Mapping[str, Tensor], where: str = "the VAE's weights") -> None:
-    """Encoder and decoder from diffusers' names; strict: every one must be there in its shape, and nothing else."""
-    wanted = weights_for(task)
-    missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    shapes = [name for name in wanted if name in weights and weights[name].shape != wanted[name].shape]
-    if missing or unknown or shapes:
-        raise InputError(
-            f"{where} do not fit: missing {missing[:3] or 'none'}, unexpected {unknown[:3] or 'none'}, of another shape {shapes[:3] or 'none'} "
-            f"({len(missing)}, {len(unknown)} and {len(shapes)} names); is config.json that of these weights?"
-        )
-    task.load_state_dict(dict(weights), strict=False)
-
-
 def from_folder(folder: Path, shape: Shape, **changed: Any) -> CausalVAE:
-    """The VAE of a diffusers folder, or of its vae/; `changed` are keys of ours to set otherwise, such as `tile`."""
+    """The VAE of a diffusers folder, or of its vae/, strict: every name must be there in its shape, and nothing else."""
     folder = folder / "vae" if (folder / "vae").is_dir() else folder
     place = folder / "config.json"
-    config = config_of(_json(place), str(place))
-    if changed:
-        config = parse(CausalVAEConfig, {**config.model_dump(mode="json"), **changed}, str(place))
-    task = CausalVAE(config, shape)
-    load_network(task, read_weights(folder), f"{folder}'s weights")
+    if not place.is_file():
+        raise InputError(f"{place} does not exist: name a diffusers folder, or its vae/")
+    config = config_of(load_file(place), str(place), **changed)
+    task, weights = CausalVAE(config, shape), open_weights(folder, DIFFUSERS_STEM)
+    check_shapes(weights, {name: value.shape for name, value in weights_for(task).items()}, folder)
+    task.load_state_dict(dict(weights), strict=False)
     return task
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """diffusion_pytorch_model.safetensors, or the shards that its index names."""
-    index = folder / f"{FILE}.safetensors.index.json"
-    names = sorted(set(_json(index)["weight_map"].values())) if index.is_file() else [f"{FILE}.safetensors"]
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            weights |= load_file(folder / Path(name).name)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{folder / name} is not a readable safetensors file: {error}") from None
-    return weights
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}; name a diffusers folder, or its vae/") from None

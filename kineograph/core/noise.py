@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
+_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+GOLDEN = (5**0.5 - 1) / 2  # its multiples lie evenly in [0, 1), however many are taken
 
 
 def _signed(value: int) -> int:
@@ -46,7 +47,7 @@ def key_of(*parts: int | str) -> int:
     key = 0
     for part in parts:
         value = _name_key(part) if isinstance(part, str) else part
-        key = mix_int(key + _GOLDEN + mix_int(value))
+        key = mix_int(key + _GAMMA + mix_int(value))
     return key
 
 
@@ -88,11 +89,11 @@ class Noise:
     def bits(self, name: str, *shape: int) -> Tensor:
         """64 random bits a element, shape B × shape."""
         stream = _signed(key_of(self.seed, self.step, name))
-        keys = _mix(self.slots * _signed(_GOLDEN) + stream)  # B
+        keys = _mix(self.slots * _signed(_GAMMA) + stream)  # B
         count = 1
         for size in shape:
             count *= size
-        counter = torch.arange(1, count + 1, device=self.device, dtype=torch.int64) * _signed(_GOLDEN)
+        counter = torch.arange(1, count + 1, device=self.device, dtype=torch.int64) * _signed(_GAMMA)
         return _mix(keys[:, None] + counter[None]).view(self.batch, *shape)
 
     def uniform(self, name: str, *shape: int) -> Tensor:
@@ -104,6 +105,12 @@ class Noise:
     def normal(self, name: str, *shape: int) -> Tensor:
         """float32, standard normal: the inverse normal distribution function of a uniform draw."""
         return torch.special.ndtri(self.uniform(name, *shape).to(torch.float64)).to(torch.float32)
+
+    def spread(self, name: str | None = None) -> Tensor:
+        """float64 in [0, 1), one a sample, spread evenly over the samples of a step. With a name all are shifted alike by a draw for the step,
+        so that each is uniform over steps; without, a slot has the same number at every step."""
+        start = GOLDEN if name is None else key_of(self.seed, self.step, name) * 2.0**-64
+        return (self.slots.double() * GOLDEN + start) % 1.0
 
     def gumbel(self, name: str, *shape: int) -> Tensor:
         """−log(−log u)."""

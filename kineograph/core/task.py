@@ -170,7 +170,7 @@ class Task(nn.Module):
 
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """What a cache may hold of a batch instead of pixels and captions: `tokens`, `latents` or `image_embed`, and where what reads
-        captions is frozen `text_embed`, and `text_embeds` with `text_mask`."""
+        captions is frozen `text_embed`, and `text_embeds` with `text_mask`; `first_frame`, uint8, where clips' first frames are needed as they are."""
         raise NotImplementedError
 
     # how the outside treats it -----------------------------------------------------------------------------------
@@ -186,6 +186,10 @@ class Task(nn.Module):
     def assets(self) -> dict[str, str]:
         """Text that a rebuild needs beside the weights, such as a learned vocabulary."""
         return {}
+
+    def adopted(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        """Weights that a stage starts from (`init`) by the names that they have here. Refuses, with an InputError, what is no start for it."""
+        return weights
 
     @classmethod
     def lighter(cls, config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 
+DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"  # what these libraries call their files
 SHARD_BYTES = 5 * 10**9
 _PIECE, _PIECES = 4096, 2048  # bytes of a piece, and pieces of a file, that tell it apart
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -1,7 +1,7 @@
 """Tokens, latents or image embeddings (and text embeddings) made once and read in place: what a generator trains on without its codec.
 
 A cache is a folder: cache.json (the header), tokens.npy, latents.npy or image_embed.npy, captions.jsonl ({identity, caption} a line), and
-where they were given text_embed.npy, text_embeds.npy, text_mask.npy, frame_mask.npy and fps.npy. Or a folder of such folders: shards of one
+where they were given text_embed.npy, text_embeds.npy, text_mask.npy, first_frame.npy, frame_mask.npy and fps.npy. Or a folder of such folders: shards of one
 cache (cache_shards.py), or one for each split.
 """
 
@@ -32,7 +32,7 @@ HEADER = "cache.json"
 BF16 = "bfloat16"  # kept as uint16, since NumPy has no such type
 _OPEN_BLOCKS = 64  # folders of arrays that are held open
 KINDS = ("tokens", "latents", "image_embed")  # the one that an item is made of
-EXTRA = ("image_embed", "text_embed")  # go into Sample.extra
+EXTRA = ("image_embed", "text_embed", "first_frame")  # go into Sample.extra
 FIELDS = ("tokens", "latents", *EXTRA, "text_embeds", "text_mask", "frame_mask", "fps")
 
 
@@ -139,7 +139,7 @@ class Block:
             elif self.header.arrays[name] == BF16:
                 found[name] = torch.from_numpy(value.view(np.int16)).view(torch.bfloat16).float()
                 continue
-            elif value.dtype != bool:
+            elif name != "first_frame" and value.dtype != bool:
                 value = value.astype(np.float32)
             found[name] = torch.from_numpy(value)
         return found

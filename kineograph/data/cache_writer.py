@@ -36,9 +36,10 @@ class CacheWriter:
         text_dtype: str = "float16",
         frames: int | None = None,
         text_embed: int | None = None,
+        first_frame: tuple[int, ...] | None = None,
     ) -> None:
         """`text`: length and width of text embeddings to keep; `text_embed`: width of the one embedding of a whole text; `frames`: length of
-        frame masks to keep."""
+        frame masks to keep; `first_frame`: channels, height and width of clips' first frames to keep as they are."""
         if kind == "tokens" and not vocabulary:
             raise InputError("a cache of tokens needs the codec's vocabulary")
         self.folder = Path(folder)
@@ -48,6 +49,8 @@ class CacheWriter:
             shapes |= {"text_embeds": (text_dtype, text), "text_mask": ("bool", text[:1])}
         if text_embed:
             shapes["text_embed"] = (text_dtype, (text_embed,))
+        if first_frame:
+            shapes["first_frame"] = ("uint8", first_frame)
         if frames:
             shapes["frame_mask"] = ("bool", (frames,))
         fresh = Header.model_validate({
@@ -99,6 +102,7 @@ class CacheWriter:
         frame_mask: Tensor | None = None,
         fps: Tensor | float = 8.0,
         text_embed: Tensor | None = None,
+        first_frame: Tensor | None = None,
     ) -> None:
         """One block: B × shape, and what belongs to it. On disk, and counted, when this returns."""
         size, start = len(identities), self.done
@@ -109,6 +113,7 @@ class CacheWriter:
             "text_embed": text_embed,
             "text_embeds": text_embeds,
             "text_mask": text_mask,
+            "first_frame": first_frame,
             "frame_mask": frame_mask,
         }
         for name, array in self._arrays.items():

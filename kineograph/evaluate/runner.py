@@ -213,7 +213,7 @@ class Judge:
         batch: int = 32,
         draws: bool = True,
         shows: bool = False,
-        note: Note = _unheard,
+        note: Note = lambda line: None,
     ) -> None:
         self.name, self.spec, self.task, self.source, self.device = spec.name, spec, task, source, device
         self.run_seed, self.seed, self.batch, self.shows = run_seed, seed, batch, shows

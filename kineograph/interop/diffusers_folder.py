@@ -8,16 +8,15 @@ scheduler/scheduler_config.json · tokenizer/
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kineograph.core.config import load_file
 from kineograph.core.errors import InputError
-from kineograph.core.weight_files import WeightFiles, open_weights
+from kineograph.core.weight_files import DIFFUSERS_STEM, TRANSFORMERS_STEM, WeightFiles, open_weights
 
 INDEX = "model_index.json"
-DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
 _CONFIGS = ("config.json", "scheduler_config.json", "tokenizer_config.json")
 
 
@@ -69,7 +68,7 @@ def read_folder(path: str | Path) -> DiffusersFolder:
         raise InputError(f"{folder} is not a folder: give the folder of a diffusers pipeline, with {INDEX} in it")
     if not (folder / INDEX).is_file():
         raise InputError(f"{folder} has no {INDEX}: it is not the folder of a diffusers pipeline")
-    index = read_json(folder / INDEX)
+    index = load_file(folder / INDEX)
     pipeline = index.get("_class_name")
     if not isinstance(pipeline, str):
         raise InputError(f"{folder / INDEX} has no _class_name: it does not say which pipeline this is")
@@ -88,14 +87,4 @@ def _component(path: Path, library: str, kind: str) -> Component:
     config = next((path / name for name in _CONFIGS if (path / name).is_file()), None)
     if config is None and "Tokenizer" not in kind:
         raise InputError(f"{path} has no config.json: it cannot be told what its weights are")
-    return Component(path, library, kind, read_json(config) if config else {})
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} must hold an object, not {type(found).__name__}")
-    return found
+    return Component(path, library, kind, load_file(config) if config else {})

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAE
+from kineograph.codec.causal_vae_weights import CLASS as VAE
 from kineograph.codec.causal_vae_weights import config_for, weights_for
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder, write_json
-from kineograph.core.weight_files import write_weights
+from kineograph.core.weight_files import DIFFUSERS_STEM, write_weights
 from kineograph.family.cogvideox.task import CogVideoX
+from kineograph.family.cogvideox.weights import CLASS as TRANSFORMER
 from kineograph.family.cogvideox.weights import diffusers_config, diffusers_state
 from kineograph.interop.adapters import lora_of
-from kineograph.interop.diffusers_folder import DIFFUSERS_STEM, INDEX
+from kineograph.interop.diffusers_folder import INDEX
 from kineograph.interop.lora import merged, write_lora
 from kineograph.interop.placing import new_folder, refuse_occupied
-from kineograph.interop.released import TRANSFORMER, VAE
-from kineograph.interop.scheduler import write_scheduler
+from kineograph.process.diffusers_scheduler import write_scheduler
 from kineograph.sample.stages import Stages
 from kineograph.text.pretrained import tokenizer_of
 from kineograph.train import checkpoint
@@ -107,7 +108,7 @@ def _write_folder(
         write_json(folder / name / file, version | config)
     state: Iterable[tuple[str, Tensor]] = diffusers_state(task).items()
     if task.config.adapts:
-        state = merged(dict(state), lora_of(task))
+        state = merged(dict(state), lora_of(task), dtype)
     write_weights(folder / "transformer", DIFFUSERS_STEM, _cast(state, dtype))
     write_weights(folder / "vae", DIFFUSERS_STEM, _cast(weights_for(task.codec).items(), dtype))
     text = _write_text(folder, task, note)

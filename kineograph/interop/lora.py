@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kineograph.core.config import load_file
 from kineograph.core.errors import InputError
 from kineograph.core.weight_files import WeightFiles
-from kineograph.interop.diffusers_folder import read_json
 
 FILE = "pytorch_lora_weights.safetensors"
 _PEFT_FILE, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -123,7 +124,7 @@ def _module(name: str, known: Mapping[str, str], file: Path) -> str:
 
 def _peft_config(file: Path) -> dict[str, Any] | None:
     path = file.with_name(_PEFT_CONFIG)
-    return read_json(path) if file.name == _PEFT_FILE and path.is_file() else None
+    return load_file(path) if file.name == _PEFT_FILE and path.is_file() else None
 
 
 def _header(found: WeightFiles, file: Path) -> dict[str, Any]:
@@ -193,8 +194,11 @@ def write_lora(folder: Path, lora: Mapping[str, Adapter]) -> Path:
     return path
 
 
-def merged(state: Mapping[str, Tensor], lora: Mapping[str, Adapter]) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors, by their names in diffusers, with the adapters added to their matrices; one at a time."""
+def merged(
+    state: Mapping[str, Tensor], lora: Mapping[str, Adapter], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors, by their names in diffusers, with the adapters added to their matrices; one at a time. The sum is rounded once, to
+    `dtype` or else to the matrix's own."""
     for name in lora:
         if f"{name}.weight" not in state:
             raise InputError(f"the LoRA adapts {name}, which is no module of this model")
@@ -208,4 +212,4 @@ def merged(state: Mapping[str, Tensor], lora: Mapping[str, Adapter]) -> Iterator
             raise InputError(
                 f"the LoRA of {key} gives {tuple(delta.shape)}, but that matrix is {tuple(value.shape)}: it is of another model"
             )
-        yield key, (value.float() + delta.to(value.device)).to(value.dtype)
+        yield key, (value.float() + delta.to(value.device)).to(dtype or value.dtype)

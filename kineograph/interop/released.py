@@ -10,15 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAEConfig
-from kineograph.codec.causal_vae_weights import config_of
+from kineograph.codec.causal_vae_weights import CLASS as VAE
+from kineograph.codec.causal_vae_weights import SCALES, config_of
 from kineograph.core.errors import InputError
+from kineograph.family.cogvideox.weights import CLASS as TRANSFORMER
 from kineograph.interop import sat_weights
 from kineograph.interop.diffusers_folder import DiffusersFolder, read_folder
 from kineograph.interop.lora import merged
-from kineograph.interop.scheduler import drawn_otherwise, read_scheduler
+from kineograph.process.diffusers_scheduler import drawn_otherwise, read_scheduler
 from kineograph.process.diffusion import DiffusionConfig
 
-TRANSFORMER, VAE = "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"
 PIPELINES = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline")
 
 
@@ -107,7 +108,7 @@ def from_sat(path: Path) -> Released:
     codec = sat_weights.vae_state(sat_weights.read_sat_file(files["vae"]), files["vae"])
     config = sat_weights.transformer_config(networks, files["transformer"])
     small = not config["use_rotary_positional_embeddings"]  # 2B
-    scale, shift = (1.15258426, 3.0) if small else (0.7, 1.0)
+    scale, shift = (SCALES["2b"], 3.0) if small else (SCALES["5b"], 1.0)
     if config["patch_size_t"]:
         config |= {"sample_height": 300, "sample_width": 300, "sample_frames": 81}
     vae = sat_weights.vae_config(codec, files["vae"])

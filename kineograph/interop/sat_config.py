@@ -15,6 +15,7 @@ from kineograph.interop.sat_keys import (
     DISCRETIZATIONS,
     DRAW,
     GUIDERS,
+    LORA,
     MODULES,
     NET,
     RELEASED_FOLDER,
@@ -159,7 +160,8 @@ class _Reading:
         self.remark(
             f"  kineo import {folder} --from sat --run runs/sat && kineo export runs/sat --to diffusers {RELEASED_FOLDER}"
         )
-        if has_model and place is None:
+        adapts = f"{LORA}.r" in self.left  # adapters need weights below them, whoever loads these
+        if has_model and place is None and not adapts:
             self.give(STAGE, {"weights": None, "codec": "runs/sat/vae"})  # the transformer starts from nothing
 
     # model -----------------------------------------------------------------------------------------------------------
@@ -242,14 +244,13 @@ class _Reading:
         self.take(f"{DRAW}.guider_config.params.num_steps", equal(steps))
 
     def _tuning(self) -> None:
-        place = f"{MODULES}.lora_config.params"
-        rank = self.take(f"{place}.r", count)
+        rank = self.take(f"{LORA}.r", count)
         frozen = self.take("model.not_trainable_prefixes", equal(["all"]))
         if rank is None:
             if frozen:
                 self.remark("not_trainable_prefixes says that nothing is trained, and there is no lora_config")
             return
-        alpha = self.take(f"{place}.lora_alpha", number)
+        alpha = self.take(f"{LORA}.lora_alpha", number)
         self.give(STAGE, {"tune": "lora", "lora": {"rank": rank, "alpha": alpha if alpha is not None else 1}})
 
     def _by_name(self) -> None:

@@ -7,8 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from kineograph.codec.causal_vae_weights import SCALES
+
 Convert = Callable[[Any], Any]
 NET, MODULES = "model.network_config.params", "model.network_config.params.modules"
+LORA = f"{MODULES}.lora_config.params"
 DATA, ADAM = "data.params", "deepspeed.optimizer.params"
 DRAW = "model.sampler_config.params"
 TEXT = "model.conditioner_config.params.emb_models.0"
@@ -148,7 +151,7 @@ TABLE: list[tuple[str, str | None, Convert]] = [
     (f"{DRAW}.num_steps", f"{STAGE}.sample.steps", count),
     (f"{DRAW}.guider_config.params.scale", f"{STAGE}.sample.guidance", number),
     (f"{DRAW}.guider_config.params.exp", None, only(5)),
-    ("model.scale_factor", None, only(1.15258426, 0.7)),  # as the VAE was released
+    ("model.scale_factor", None, only(*SCALES.values())),  # as the VAE was released
     (f"{VAE}.loss_config.target", None, last_of("Identity")),
     (f"{VAE}.regularizer_config.target", None, last_of("DiagonalGaussianRegularizer")),
 ]

@@ -4,10 +4,10 @@
 
 t runs over 0 … T − 1, from nearly clean to nearly (with zero terminal SNR: entirely) noise. A network sees x_t and t and answers with one of
 
-    objective    target             the x0 that an answer implies     the ε that it implies
-    eps          ε                  (x_t − σ_t ε) / α_t               ε
-    x0           x0                 x0                                (x_t − α_t x0) / σ_t
-    v            α_t ε − σ_t x0     α_t x_t − σ_t v                   σ_t x_t + α_t v
+    objective    target             the x0 that an answer implies
+    eps          ε                  (x_t − σ_t ε) / α_t
+    x0           x0                 x0
+    v            α_t ε − σ_t x0     α_t x_t − σ_t v
 
 An error δ of v is an error σ_t δ of x0 and α_t δ of ε, so the squared errors are ‖δε‖² = SNR ‖δx0‖² and ‖δv‖² = (SNR + 1) ‖δx0‖², and a
 weight that a paper states for one objective is divided by these ratios for another:
@@ -226,13 +226,6 @@ class Diffusion(nn.Module):
             return found
         alpha, sigma = _at(self.alpha, t, x), _at(self.sigma, t, x)
         return (x - sigma * found) / alpha if self.config.objective == "eps" else alpha * x - sigma * found
-
-    def to_eps(self, x_t: Tensor, t: Tensor, output: Tensor) -> Tensor:
-        found, x = self.answer(output), x_t.float()
-        if self.config.objective == "eps":
-            return found
-        alpha, sigma = _at(self.alpha, t, x), _at(self.sigma, t, x)
-        return (x - alpha * found) / sigma if self.config.objective == "x0" else sigma * x + alpha * found
 
     # How wrong it is ----------------------------------------------------------------------------------------------
 

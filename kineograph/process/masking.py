@@ -14,15 +14,12 @@ from pydantic import Field
 from torch import Tensor
 
 from kineograph.core.config import Config
-from kineograph.core.noise import Noise, key_of
+from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
 from kineograph.process.guidance import Schedule, guided, scale_at
 from kineograph.process.sampling import draw_tokens
 
 Critic = Callable[[Tensor, int], Tensor]  # tokens B N, step → how wrong each looks, B N
-
-_TURN = (math.sqrt(5) - 1) / 2  # multiples of the golden ratio's fraction lie evenly in [0, 1), however many are taken
-
 
 # Training --------------------------------------------------------------------------------------------------------
 
@@ -41,9 +38,7 @@ def mask_ratios(noise: Noise, bias: float = 1.0) -> Tensor:
     r = frac(u + slot · golden ratio) with u drawn for the step: uniform for each sample, and spread evenly over the samples of a step, so that
     the loss is less noisy and the number of hidden tokens in a batch is nearly known beforehand.
     """
-    start = key_of(noise.seed, noise.step, "mask ratio") * 2.0**-64
-    r = (noise.slots.double() * _TURN + start) % 1.0
-    return torch.cos(r**bias * (math.pi / 2)).float()
+    return torch.cos(noise.spread("mask ratio") ** bias * (math.pi / 2)).float()
 
 
 @lru_cache

@@ -97,7 +97,7 @@ def warm_start(
     else:
         found = _saved(brought) or _trained(init, stages)
         given, words = found.weights(), found.state().get("assets", {}).get(ASSET)
-    own = weights_of(task)
+    given, own = task.adopted(given, f"stages.{stage.name}.init={init}"), weights_of(task)
     left = _misfits(own, given, _of_other_words(task, words))
     taken = {name: given[name] for name in own if name not in left}
     if not taken:

@@ -111,7 +111,8 @@ class Show:
         suffix = self._suffix(pixels)
         listed = []
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
-            path = write_clip(free_name(out, slug(caption), number, f".{suffix}"), clip, self.shape.fps)
+            fps = self.shape.fps if asked.own else self._fps(asked.beside, number)
+            path = write_clip(free_name(out, slug(caption), number, f".{suffix}"), clip, fps)
             write_atomic(path.with_suffix(".txt"), f"{caption}\n")
             listed.append({"file": path.name, "prompt": caption})
             if clip.shape[0] > 1:
@@ -279,10 +280,14 @@ class Show:
         """A file for each clip at its own speed, and its text."""
         shutil.rmtree(out, ignore_errors=True)
         for number, caption in enumerate(captions):
-            fps = float(batch.fps[number]) if batch.fps is not None else self.shape.fps
             for name, rows in clips.items():
-                write_clip(out / f"{number:03d}-{name}.{self.stage.train.format}", rows[number], fps)
+                path = out / f"{number:03d}-{name}.{self.stage.train.format}"
+                write_clip(path, rows[number], self._fps(batch, number))
             write_atomic(out / f"{number:03d}.txt", f"{caption}\n")
+
+    def _fps(self, batch: Batch, number: int) -> float:
+        """Of one item."""
+        return float(batch.fps[number]) if batch.fps is not None else self.shape.fps
 
     def _track(self, step: int, name: str, path: Any, caption: str) -> None:
         for tracker in self.trackers:

@@ -254,6 +254,7 @@ class _Filling:
                     text_mask=made.get("text_mask"),
                     frame_mask=mask,
                     text_embed=made.get("text_embed"),
+                    first_frame=made.get("first_frame"),
                 )
                 self.made += len(batch)
                 pulse.beat()
@@ -300,7 +301,7 @@ class _Filling:
     def _open_writer(
         self, folder: Path, count: int, kind: str, made: dict[str, Tensor], mask: Tensor | None
     ) -> CacheWriter:
-        text, text_embed = made.get("text_embeds"), made.get("text_embed")
+        text, text_embed, picture = made.get("text_embeds"), made.get("text_embed"), made.get("first_frame")
         stored = STORED[self.stage.spec.config.cache_precision]
         return CacheWriter(
             folder,
@@ -316,6 +317,7 @@ class _Filling:
             text=(text.shape[1], text.shape[2]) if text is not None else None,
             frames=mask.shape[1] if mask is not None else None,
             text_embed=text_embed.shape[1] if text_embed is not None else None,
+            first_frame=tuple(picture.shape[1:]) if picture is not None else None,
         )
 
 

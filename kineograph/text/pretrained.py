@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,8 @@ class PretrainedText(nn.Module):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # T5 overflows in float16
         options: dict[str, Any] = {"local_files_only": True} if self.local else {}
         self._parts["tokenizer"] = self._hub(lambda: AutoTokenizer.from_pretrained(tokenizer_of(self.name), **options))
-        model = self._hub(lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options))
+        with _without_bars():
+            model = self._hub(lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options))
         found = model.config.d_model if self.kind == "t5" else model.config.hidden_size
         if found != self.width:
             raise InputError(f"text.width={self.width} does not fit {self.name}: its embeddings have {found} channels")
@@ -168,6 +170,20 @@ def tokenizer_of(name: str) -> str:
     if folder.is_dir() and not _has_tokenizer(folder) and _has_tokenizer(beside):
         return str(beside)
     return name
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No bars of transformers between our own lines."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -29,11 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kineograph.core.noise import GOLDEN
+
 BLOCK = 128
 SMALLEST = 4096  # numbers; a tensor below this keeps its moments in float32
 FIRST, SECOND = (127, 2), (255, 4)  # levels, power
 KINDS = 32  # of parameters, by rank, type and whether blocks fill a row: more than any network has
-GOLDEN, SILVER = 0.6180339887498949, 0.7548776662466927
+SILVER = 0.7548776662466927
 
 
 class Rule(NamedTuple):

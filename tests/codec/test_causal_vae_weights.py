@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kineograph.codec.causal_vae import CausalVAE
-from kineograph.codec.causal_vae_weights import config_for, config_of, from_folder, load_network, weights_for
+from kineograph.codec.causal_vae_weights import config_for, config_of, from_folder, weights_for
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 
@@ -115,8 +118,6 @@ def test_gradients_are_theirs(folder, theirs):
 
 @torch.no_grad()
 def test_ours_goes_back_to_a_folder_that_theirs_reads(ours, theirs, tmp_path):
-    from safetensors.torch import save_file
-
     (tmp_path / "config.json").write_text(json.dumps(config_for(ours)))
     save_file(weights_for(ours), tmp_path / "diffusion_pytorch_model.safetensors")
     again = diffusers.AutoencoderKLCogVideoX.from_pretrained(tmp_path)
@@ -126,12 +127,18 @@ def test_ours_goes_back_to_a_folder_that_theirs_reads(ours, theirs, tmp_path):
     assert close(from_folder(tmp_path, SHAPE).eval().encode(pixels), ours.encode(pixels))
 
 
-def test_sharded_weights_are_read(folder, ours, tmp_path):
+def test_sharded_weights_are_read_and_checked_against_their_index(folder, ours, tmp_path):
     theirs = diffusers.AutoencoderKLCogVideoX.from_pretrained(folder / "vae")
     theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     found = from_folder(tmp_path, SHAPE)
     assert all(torch.equal(p, dict(ours.named_parameters())[name]) for name, p in found.named_parameters())
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"].popitem()
+    index.write_text(json.dumps(said))
+    with pytest.raises(InputError, match=r"which .*index\.json does not name"):
+        from_folder(tmp_path, SHAPE)
 
 
 def test_the_released_config_and_its_names_fit():
@@ -157,12 +164,27 @@ def test_what_does_not_fit_is_refused(folder, ours, tmp_path):
     with pytest.raises(InputError, match="is of a AutoencoderKL: causal_vae reads AutoencoderKLCogVideoX"):
         config_of({"_class_name": "AutoencoderKL"})
     weights = weights_for(ours)
-    weights["encoder.extra"] = weights.pop("encoder.conv_in.conv.bias")
-    with pytest.raises(InputError, match=r"missing \['encoder.conv_in.conv.bias'\], unexpected \['encoder.extra'\]"):
-        load_network(ours, weights)
-    with pytest.raises(InputError, match="of another shape"):
+    broken = Path(shutil.copytree(folder / "vae", tmp_path / "broken"))
+    for change, message in (
+        ({"encoder.extra": torch.zeros(1)}, r"diffusion_pytorch_model\.safetensors holds encoder\.extra"),
+        ({"decoder.conv_out.conv.bias": torch.zeros(2)}, r"decoder\.conv_out\.conv\.bias is 2, but its config says 3"),
+    ):
+        save_file({**weights, **change}, broken / "diffusion_pytorch_model.safetensors")
+        with pytest.raises(InputError, match=message):
+            from_folder(broken, SHAPE)
+    save_file({"encoder.conv_in.conv.bias": torch.zeros(8)}, broken / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(InputError, match=r"broken lacks decoder\..* and \d+ more"):
+        from_folder(broken, SHAPE)
+    (broken / "diffusion_pytorch_model.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match="is not a whole safetensors file"):
+        from_folder(broken, SHAPE)
+    (broken / "diffusion_pytorch_model.safetensors").unlink()
+    (broken / "diffusion_pytorch_model.bin").touch()
+    with pytest.raises(InputError, match=r"neither .*there is diffusion_pytorch_model\.bin \(pickles are not read"):
+        from_folder(broken, SHAPE)
+    with pytest.raises(InputError, match=r"conv_in\.conv\.weight is 8 × 3 × 3 × 3 × 3, but its config says 8 × 1"):
         from_folder(folder, Shape(9, 64, 96, 1, 8.0))
-    with pytest.raises(InputError, match=r"config\.json cannot be read"):
+    with pytest.raises(InputError, match=r"config\.json does not exist: name a diffusers folder"):
         from_folder(tmp_path, SHAPE)
     with pytest.raises(InputError, match="norm=frame, chunk=2"):
         config_for(from_folder(folder, SHAPE, norm="frame"))

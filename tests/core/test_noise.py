@@ -95,6 +95,20 @@ def test_gumbel_max_samples_a_softmax() -> None:
     assert (found - p).abs().max() < 5 * 0.5 / math.sqrt(MANY)
 
 
+def test_spread_numbers_leave_no_gap() -> None:
+    """However many are taken: no share of [0, 1) longer than 3 / n is empty. A name shifts all of a step alike; without one steps agree."""
+    for count in (5, 64, 1000):
+        for first in (0, 77):
+            found = Noise.for_rows(1, 2, count, first=first).spread("time").sort().values
+            gaps = torch.cat([found, found[:1] + 1]).diff()
+            assert found.min() >= 0 and found.max() < 1 and float(gaps.max()) < 3 / count
+    steps = [Noise.for_rows(1, step, 8) for step in range(200)]
+    apart = torch.stack([noise.spread("time") - noise.spread() for noise in steps]) % 1.0
+    torch.testing.assert_close(apart, apart[:, :1].expand_as(apart))  # (0.9999… and 0 are neighbours: none falls there)
+    assert abs(float(torch.stack([noise.spread("time")[0] for noise in steps]).mean()) - 0.5) < 0.06
+    assert torch.equal(steps[0].spread(), steps[1].spread())
+
+
 def test_integers_and_events() -> None:
     k = Noise.for_rows(0, 0, 8).integers("k", 7, 1 << 13).flatten()
     assert (int(k.min()), int(k.max())) == (0, 6)

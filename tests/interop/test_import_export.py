@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kineograph import cli
+from kineograph.codec.causal_vae_weights import from_folder
 from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
@@ -300,28 +301,24 @@ def test_a_stage_that_would_scale_first_frames_otherwise_is_refused(tmp_path: Pa
         CogVideoX.build(parse(CogVideoXConfig, keys), BuildContext(Shape(9, 32, 32, 3, 8.0)))
 
 
-def test_a_stage_that_trains_with_another_schedule_than_its_folder_is_refused(released: Path) -> None:
-    text = {"kind": "t5", "length": TEXT_LENGTH, "padding": "read"}
-    shape = {
-        "depth": 2, "heads": 2, "head_width": 16, "time_width": 8, "positions": "sincos", "base_size": [4, 4], "base_frames": 2,
+def test_clips_are_shown_through_the_folders_vae_in_tiles_where_asked(released: Path) -> None:
+    keys = {
+        "task": "cogvideox", "weights": str(released), "text": {"kind": "t5", "length": TEXT_LENGTH, "padding": "read"}, "depth": 2, "heads": 2,
+        "head_width": 16, "time_width": 8, "positions": "sincos", "base_size": [4, 4], "base_frames": 2,
     }  # fmt: skip
-    keys = {"task": "cogvideox", "weights": str(released), "text": text, **shape}
-    for diffusion, message in (
-        ({"shift": 3.0}, "shift=1"),
-        ({"zero_terminal": False}, "zero_terminal=true"),
-        ({"steps": 500}, "steps=1000"),
-    ):
-        with pytest.raises(
-            ConfigError, match=rf"scheduler_config\.json says diffusion\.{message}.*set stages\.NAME\.diffusion\."
-        ):
-            CogVideoX.build(
-                parse(CogVideoXConfig, {**keys, "diffusion": diffusion}), BuildContext(Shape(5, 32, 32, 3, 8.0))
-            )
-    task = CogVideoX.build(parse(CogVideoXConfig, keys), BuildContext(Shape(5, 32, 32, 3, 8.0)))
     batch = Batch.collate([Sample(pixels=torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8))], range(1))
-    shown = task.reconstruct(batch)  # validation shows clips through the folder's VAE
-    assert task.reconstructs and shown is not None and shown.shape == (1, 5, 3, 32, 32)
-    torch.testing.assert_close(shown, task.codec.decode(task.codec.encode(batch.video)))
+    shown = []
+    for tile in (None, [16, 16]):
+        task = CogVideoX.build(parse(CogVideoXConfig, {**keys, "tile": tile}), BuildContext(Shape(5, 32, 32, 3, 8.0)))
+        shown.append(task.reconstruct(batch))
+        codec = from_folder(released, Shape(5, 32, 32, 3, 8.0), tile=tile).eval()
+        torch.testing.assert_close(shown[-1], codec.decode(codec.encode(batch.video)))
+        assert CogVideoX.cache_facts(task.config)["tile"] == (tuple(tile) if tile else None)
+    assert task.reconstructs and (shown[0] - shown[1]).abs().max() > 1e-3
+    with pytest.raises(ConfigError, match="tile is read with the VAE of weights only"):
+        parse(CogVideoXConfig, {**keys, "codec": "vae", "tile": [16, 16]})
+    with pytest.raises(InputError, match=r"tile=\[12, 16\]: its sides are multiples of 8"):
+        CogVideoX.build(parse(CogVideoXConfig, {**keys, "tile": [12, 16]}), BuildContext(Shape(5, 32, 32, 3, 8.0)))
 
 
 def test_what_has_no_counterpart_is_refused_with_nothing_written(imported: Path, tmp_path: Path) -> None:

@@ -34,6 +34,14 @@ def with_lora(lora: Lora) -> torch.Tensor:
     return answer(model)
 
 
+def test_what_is_merged_is_rounded_once() -> None:
+    """An adapter adds less than bf16 resolves: asked for in fp32, nothing of it is lost."""
+    state = {"layer.weight": torch.ones(2, 2, dtype=torch.bfloat16), "layer.bias": torch.zeros(2, dtype=torch.bfloat16)}
+    lora = {"layer": Adapter(torch.full((1, 2), 1e-2), torch.full((2, 1), 1e-2), 1.0)}
+    assert dict(merged(state, lora))["layer.weight"].dtype == torch.bfloat16
+    torch.testing.assert_close(dict(merged(state, lora, torch.float32))["layer.weight"], torch.full((2, 2), 1.0001))
+
+
 def same(one: Lora, two: Lora) -> bool:
     return one.keys() == two.keys() and all(
         torch.allclose(one[name].delta(), two[name].delta(), atol=1e-6) for name in one

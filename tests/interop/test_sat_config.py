@@ -80,6 +80,12 @@ def test_what_is_printed_is_a_config_that_a_run_can_have() -> None:
     assert (config.depth, config.heads, config.width) == (42, 48, 3072)  # type: ignore[attr-defined]
 
 
+def test_adapters_without_a_word_on_what_they_stand_on_refer_to_the_released_folder() -> None:
+    """The model's file alone: what SAT would load stands in the other one."""
+    stage = ours(MODEL)["stages"]["generator"]
+    assert stage["tune"] == "lora" and stage["weights"] == "released"
+
+
 def test_nothing_is_dropped_in_silence() -> None:
     """Every key is either used up (then changing it changes what is printed, or leaves the key untranslated) or listed."""
     text = translate([TRAIN, MODEL])

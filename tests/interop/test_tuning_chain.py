@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,21 @@ def test_all_weights_tuned_from_an_imported_run(released: Path, tmp_path: Path, 
     here = our_answer(ours(run))
     torch.testing.assert_close(answer(pipeline.transformer), here, **CLOSE)
     assert (answer(tiny_pipeline().transformer) - here).abs().max() > 1e-3
+
+
+def test_adapters_tuned_over_an_imported_run(released: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Its weights stand in every checkpoint, so that nothing but the VAE is asked of that run later."""
+    start, run, out = (tmp_path / name for name in ("start", "run", "out"))
+    assert kineo("import", str(released), "--from", "diffusers", "--run", str(start)) == 0, capsys.readouterr().err
+    text = {"kind": "t5", "name": str(released / "text_encoder"), "length": TEXT_LENGTH, "padding": "read"}
+    stage = {"codec": f"{start}/vae", "init": f"{start}/generator", "text": text, "tune": "lora", "lora": {"rank": 2}}
+    assert kineo("train", config(tmp_path / "c.yaml", stage), "--run", str(run)) == 0, capsys.readouterr().err
+    shutil.rmtree(start / "generator")
+    assert kineo("export", str(run), "--to", "diffusers", "--lora", str(out)) == 0, capsys.readouterr().err
+    here, plain = our_answer(ours(run)), CogVideoXPipeline.from_pretrained(released)
+    assert (answer(plain.transformer) - here).abs().max() > 1e-3  # it learned something
+    plain.load_lora_weights(out)
+    torch.testing.assert_close(answer(plain.transformer), here, **CLOSE)
 
 
 def test_the_examples_in_the_documents_are_plans() -> None:

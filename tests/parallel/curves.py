@@ -57,7 +57,7 @@ TASKS: dict[str, tuple[Callable[[], Task], tuple[int, ...]]] = {
     "cogvideox": (cogvideox, (9, 1, 8, 8)),
     "gan": (gan, (1, 3, 16, 16)),
     "cogvideox-3-heads": (lambda: cogvideox(heads=3), (9, 1, 8, 8)),
-    "cogvideox-lora": (lambda: cogvideox(tune="lora"), (9, 1, 8, 8)),
+    "cogvideox-lora": (lambda: cogvideox(tune="lora", init="base"), (9, 1, 8, 8)),
 }
 
 

@@ -61,9 +61,12 @@ def test_each_clip_keeps_its_own_speed(tmp_path: Path, monkeypatch: pytest.Monke
         return batch
 
     monkeypatch.setattr(StageData, "pictures", mixed)
-    validation = shown(tmp_path, train__format="gif") / "validation" / "step-00000003"
-    speeds = [read_clip(validation / f"{number:03d}-input.gif")[1] for number in range(3)]
+    stage = shown(tmp_path, train__format="gif")
+    speeds = [read_clip(stage / "validation" / "step-00000003" / f"{number:03d}-input.gif")[1] for number in range(3)]
     assert speeds == pytest.approx([4.0, 8.0, 12.5], rel=0.02)
+    samples = stage / "samples" / "step-00000003"  # drawn for the captions of these items
+    files = [row["file"] for row in json.loads((samples / "prompts.json").read_text())]
+    assert [read_clip(samples / file)[1] for file in files] == pytest.approx([4.0, 8.0, 12.5], rel=0.02)
 
 
 def test_rows_are_drawn_a_few_at_a_time_and_alike(tmp_path: Path) -> None:

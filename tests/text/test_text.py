@@ -275,6 +275,11 @@ def test_a_step_never_waits_for_the_device(folders, kind, captions):
         text._parts["model"](input_ids=torch.ones(1, 6, dtype=torch.long), attention_mask=torch.ones(1, 6).long())
 
 
+def test_loading_an_encoder_prints_nothing(folders, capfd):
+    build(kind="t5", name=str(folders["t5"]), length=6).encode(["a red 3"])
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["t5", "clip"])
 def test_a_step_on_the_gpu_never_waits(folders, kind):

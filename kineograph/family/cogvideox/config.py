@@ -22,8 +22,6 @@ class CogVideoXSample(DiffusionSample):
     clip: Literal["none", "static", "dynamic"] = "none"
     resample: int = Field(1, ge=1)
     """Continuing given frames: how often each step is taken, so that what is drawn agrees with them."""
-    chunk: int | None = Field(None, ge=1)
-    """Clips whose latents are decoded at a time; null: all."""
 
 
 class LoraConfig(Config):
@@ -61,10 +59,13 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     """A folder of diffusers' form (transformer, vae, text_encoder, tokenizer): where weights to start from, and what is not given, come from."""
     codec: str | None = None
     """The stage (or runs/x/stage) whose latents are diffused; null: the VAE of `weights`."""
+    tile: tuple[int, int] | None = None
+    """The VAE of `weights` codes larger pictures in tiles of so many pixels, in less memory; null: whole. A stage has this key itself."""
     weights_in: Literal["fp32", "bf16"] = "fp32"
     """How the transformer's weights are kept. bf16: half the memory; frozen ones lose nothing that training in bf16 would see."""
     tune: Literal["full", "lora"] | tuple[str, ...] = "full"
-    """What trains: all; adapters alone; or the parameters whose names fit one of these patterns, such as blocks.*.attention.*"""
+    """What trains: all; adapters alone; or the parameters whose names fit one of these patterns, such as blocks.*.attention.* The rest is
+    that of `weights`, or of `init`, whose weights then stand in every checkpoint."""
     lora: LoraConfig = LoraConfig()
     """Of tune=lora."""
     text: TextConfig = TextConfig()
@@ -103,8 +104,17 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     def _fits(self) -> CogVideoXConfig:
         if self.null_text == "empty" and self.text.kind == "given":
             raise ValueError("null_text=empty needs an encoder, and text.kind=given has none: use zeros or learned")
+        if self.tile is not None and self.codec is not None:
+            raise ValueError(
+                "tile is read with the VAE of weights only: set it where codec is trained, or leave it out"
+            )
         if self.tune == ():
             raise ValueError("tune=[] trains nothing: name patterns of parameters, or use lora or full")
+        if self.tune != "full" and self.weights is None and self.init is None:
+            raise ValueError(
+                f"tune={self.tune if self.adapts else list(self.tune)} leaves the rest of the transformer as it is, and nothing says what it is: "
+                "give the folder of released weights (stages.NAME.weights=DIR), or a trained stage (stages.NAME.init=runs/x/stage)"
+            )
         if self.tune != "lora" and self.lora != LoraConfig():
             raise ValueError(f"lora is read with tune=lora only, not with tune={self.tune!r}: leave it out")
         if not self.first_frame and self.image != FirstFrameConfig():

@@ -64,26 +64,13 @@ class LatentSpace:
         """One sample of it, scaled. A cache of plain latents (c channels) has nothing to draw."""
         if posterior.shape[2] == self.channels:
             return posterior.float() * self.scale
-        mean, log_variance = posterior.float().chunk(2, dim=2)
-        deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
-        return (mean + deviation * noise.normal(name, *mean.shape[1:])) * self.scale
+        return self.codec.latents_of(posterior, noise, name)
 
     def read(self, batch: Batch, noise: Noise, training: bool) -> Clips:
         """Noise and dropout of the first frame happen in training only."""
-        first = None
-        if batch.latents is None:
-            video = _standing(batch)
-            found = self.posterior(video)
-            if self.config.first_frame:
-                first = self.image(video[:, :1], noise, training)
-        else:
-            found = self._cached(batch.latents)
-            if self.config.first_frame:
-                first = self._scaled_first(self.drawn(found[:, :1], noise, "first frame"))
-                found = found[:, 1:]
-                if training:
-                    first = first + self._sigma(noise, first) * noise.normal("image noise", *first.shape[1:])
+        found = self.posterior(_standing(batch)) if batch.latents is None else self._cached(batch.latents)
         x0 = self.drawn(found, noise, "posterior")
+        first = self.image(_first(batch), noise, training) if self.config.first_frame else None
         if first is not None and training and self.config.image.clip and x0.shape[1] > 2:
             first = self._more(first, x0, noise)
         missing = self.padding(x0.shape[1])
@@ -105,13 +92,14 @@ class LatentSpace:
             )
         return latents
 
-    def cached(self, batch: Batch) -> Tensor:
-        """What a cache holds of clips: the posterior; for image to video with that of the first frame alone in front."""
-        pixels = _standing(batch)
-        found = self.posterior(pixels)
-        if not self.config.first_frame:
-            return found
-        return torch.cat([self.posterior(pixels[:, :1]), found], dim=1)
+    def cached(self, batch: Batch) -> dict[str, Tensor]:
+        """What a cache holds of clips: the posterior; for image to video the first frame too, as it is: in training it gets its noise before
+        the codec sees it."""
+        found = {"latents": self.posterior(_standing(batch))}
+        if self.config.first_frame:
+            assert batch.pixels is not None
+            found["first_frame"] = batch.pixels[:, 0]
+        return found
 
     # the first frame -----------------------------------------------------------------------------------------------
 
@@ -163,10 +151,19 @@ class LatentSpace:
         return self.codec.encode(pixels).float()
 
     @torch.no_grad()
-    def decode(self, x0: Tensor, chunk: int | None) -> Tensor:
-        """B t c h w → B T C H W in [0, 1], a few clips at a time."""
-        parts = x0.split(chunk or len(x0))
-        return torch.cat([self.codec.decode(part) for part in parts])
+    def decode(self, x0: Tensor) -> Tensor:
+        """B t c h w → B T C H W in [0, 1]; the codec takes as many clips at a time as fit into its memory."""
+        return self.codec.decode(x0)
+
+
+def _first(batch: Batch) -> Tensor:
+    """B 1 C H W in [0, 1]"""
+    if batch.pixels is None and "first_frame" not in batch.extra:
+        raise InputError(
+            "image to video needs the first frame of each clip, and these latents come without: build the cache anew with kineo cache"
+        )
+    picture = batch.extra["first_frame"] if batch.pixels is None else batch.pixels[:, 0]
+    return picture[:, None].float() / 255
 
 
 def _standing(batch: Batch) -> Tensor:

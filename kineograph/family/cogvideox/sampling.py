@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def draw(task: CogVideoX, prompts: Prompts, options: CogVideoXSample) -> Tensor:
     """B T C H W in [0, 1]. What is given as `prompts.prime` stands at the beginning as it is."""
     prime = _checked(task, prompts)
-    pixels = task.space.decode(draw_latents(task, prompts, options), options.chunk)
+    pixels = task.space.decode(draw_latents(task, prompts, options))
     if prime is not None:  # a codec changes what it only passes on
         pixels = torch.cat([prime.to(pixels.dtype), pixels[:, prime.shape[1] :]], dim=1)
     if pixels.is_cuda:

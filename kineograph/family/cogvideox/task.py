@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import load_file
-from kineograph.core.noise import Noise, key_of
+from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without_numbers
 from kineograph.core.weight_files import files_digest
 from kineograph.family.cogvideox import sampling, tuning
@@ -26,7 +26,6 @@ from kineograph.family.cogvideox.weights import load_network
 from kineograph.process.diffusion import Diffusion
 from kineograph.text.reading import compiled_of, reads_for
 
-GOLDEN = (5**0.5 - 1) / 2
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -53,10 +52,10 @@ class CogVideoX(Task):
         if config.codec is not None:
             codec = context.stage(config.codec)
         else:
-            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context)))
+            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context, config.tile)))
             tuning.check_first_frame(config)
         if config.weights is not None:
-            tuning.check_scheduler(config)
+            tuning.check_scheduler(config, context.note)
         self.stages["codec"] = codec
         self.codec: Any = codec  # a submodule under one name: what is frozen is in no checkpoint, by that name
         self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)
@@ -135,17 +134,15 @@ class CogVideoX(Task):
         text = self.texts.of_batch(batch, dropped)
         # In training each step shifts the levels of its samples alike: any level is as likely as any other, and a batch covers them all. In
         # judging a sample has the same one every time.
-        shift = key_of(noise.seed, noise.step, "time") / 2**64 if self.training else 0.0
-        t = self._level(noise, 0, self.diffusion.steps, shift)
+        t = self._level(noise, 0, self.diffusion.steps, "time" if self.training else None)
         return Scored(self.scored(clips, text, t, noise.normal("noise", *clips.x0.shape[1:])))
 
     def loss(self, player: str, shared: Scored) -> Loss:
         return Loss(Mean(shared.error.sum(), float(len(shared.error))))
 
-    def _level(self, noise: Noise, low: int, high: int, shift: float = 0.0) -> Tensor:
+    def _level(self, noise: Noise, low: int, high: int, name: str | None = None) -> Tensor:
         """Spread evenly over [low, high) by a sample's place in the global batch."""
-        share = ((noise.slots + 1).double() * GOLDEN + shift) % 1.0
-        return low + (share * (high - low)).long()
+        return low + (noise.spread(name) * (high - low)).long()
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         """The loss in every range of noise levels, with the same noise each time, and their mean: the plain loss is nearly flat, and moves
@@ -177,7 +174,7 @@ class CogVideoX(Task):
 
     def reconstruct(self, batch: Batch) -> Tensor | None:
         """Clips through the released VAE: what the transformer can draw is no better."""
-        return self.space.decode(self.space.encode(batch.video), 1) if self.reconstructs else None
+        return self.space.decode(self.space.encode(batch.video)) if self.reconstructs else None
 
     def sample(self, prompts: Prompts, options: CogVideoXSample) -> Tensor:
         return sampling.draw(self, prompts, options)
@@ -189,19 +186,20 @@ class CogVideoX(Task):
 
     @classmethod
     def cache_facts(cls, config: CogVideoXConfig) -> dict[str, Any]:
-        """What of `weights` made the latents and the texts, and whether the first frame stands in front of a clip's. A stage that is named
-        as `codec` is known by its own digest."""
-        facts: dict[str, Any] = {"first_frame": config.first_frame}
+        """What of `weights` made the latents and the texts, and whether first frames are kept. A stage that is named as `codec` is known by
+        its own digest."""
+        facts: dict[str, Any] = {"first_frame": "kept" if config.first_frame else False}
         if config.codec is None:
             facts["vae"] = files_digest(Path(str(config.weights)).expanduser() / "vae")
+            facts["tile"] = config.tile
         if config.text.name is not None:
             facts["text_encoder"] = files_digest(Path(config.text.name).expanduser())
         return facts
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        """The posterior (not one sample of it), and the text where its encoder is frozen."""
-        return {"latents": self.space.cached(batch), **self.texts.precomputed(batch)}
+        """The posterior (not one sample of it), the first frame of image to video, and the text where its encoder is frozen."""
+        return {**self.space.cached(batch), **self.texts.precomputed(batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
@@ -214,6 +212,9 @@ class CogVideoX(Task):
     def assets(self) -> dict[str, str]:
         base = {tuning.ASSET: self._base} if self._base is not None else {}
         return {**self.texts.assets(), **base}
+
+    def adopted(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        return tuning.adopted(self.network, self.config, weights, where)
 
     @classmethod
     def lighter(cls, config: CogVideoXConfig) -> dict[str, Any]:
@@ -229,7 +230,7 @@ class CogVideoX(Task):
         return t * h * w + self.texts.length
 
 
-def released_codec(folder: str, context: BuildContext) -> Task:
+def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | None = None) -> Task:
     """The VAE of a folder of diffusers' form. Where only sizes matter the folder may be yet to come: then it is the released one's."""
     from kineograph.codec.causal_vae import CausalVAE
     from kineograph.codec.causal_vae_weights import config_of, from_folder
@@ -238,8 +239,9 @@ def released_codec(folder: str, context: BuildContext) -> Task:
     place = path / "vae" / "config.json"
     if not without_numbers():
         tuning.check_folder(folder)
-        return from_folder(path, context.shape)
-    return CausalVAE(config_of(load_file(place) if place.is_file() else {}, str(place)), context.shape)
+        return from_folder(path, context.shape, tile=tile)
+    config = config_of(load_file(place) if place.is_file() else {}, str(place), tile=tile)
+    return CausalVAE(config, context.shape)
 
 
 @contextmanager

@@ -1,11 +1,12 @@
-"""What of the transformer trains: everything, adapters, or what some patterns name. The rest is frozen, in no optimizer and in no checkpoint."""
+"""What of the transformer trains: everything, adapters, or what some patterns name. The rest is frozen and in no optimizer; it is in no
+checkpoint either where a folder has it."""
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from kineograph.core.config import load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze, without_numbers
-from kineograph.core.weight_files import WeightFiles, open_weights
+from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weights
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig
 from kineograph.family.cogvideox.network import Transformer
+from kineograph.family.cogvideox.weights import renamed
+from kineograph.process.diffusers_scheduler import differences, drawn_otherwise, read_scheduler
 
 ASSET = "cogvideox/base.json"
 _SAMPLED = 4096  # values of a tensor that tell it apart from another
@@ -33,7 +36,8 @@ def choose(network: Transformer, config: CogVideoXConfig) -> None:
         chosen = _matching(network, config.tune)
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name in chosen)
-    _freeze_rest(network)
+    if config.weights is not None:
+        _freeze_rest(network)
 
 
 def _matching(network: Transformer, patterns: tuple[str, ...]) -> set[str]:
@@ -117,10 +121,34 @@ def _add_sizes(network: Transformer, config: LoraConfig) -> None:
 # The weights below -----------------------------------------------------------------------------------------------
 
 
+def adopted(network: Transformer, config: CogVideoXConfig, given: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Weights of another stage by the names here: with q, k and v in one matrix or apart, below adapters or not. Whatever does not train, and
+    is in no folder, must be among them."""
+    prefix = "network."
+    base = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
+    adapters = [name for name in base if ".lora_" in name]
+    if adapters and not config.adapts:
+        raise InputError(
+            f"{where} has adapters, and tune={config.tune if config.tune == 'full' else list(config.tune)} has no place for them: "
+            "put them into the weights (kineo export RUN --to diffusers DIR) and set weights=DIR in place of init"
+        )
+    taken = {f"{prefix}{name}": value for name, value in renamed(network, base).items()}
+    frozen = {f"{prefix}{name}": p.shape for name, p in network.named_parameters() if not p.requires_grad}
+    fits = {name for name, shape in frozen.items() if name in taken and taken[name].shape == shape}
+    missing = [name for name in frozen if name not in fits] if config.weights is None else []
+    if missing:
+        raise InputError(
+            f"{where} has no {missing[0].removeprefix(prefix)} of this shape ({len(missing)} of {len(frozen)} tensors that do not train are not "
+            "there): name a stage whose checkpoint holds all of such a transformer, or give the folder that has it (weights=DIR)"
+        )
+    kept = {name: value for name, value in given.items() if not name.startswith(prefix) or ".lora_" in name}
+    return kept | taken
+
+
 def released_weights(folder: str) -> WeightFiles:
     """The transformer's, in a folder of diffusers' form; tensors are read when they are asked for."""
     check_folder(folder)
-    return open_weights(Path(folder).expanduser() / "transformer", "diffusion_pytorch_model")
+    return open_weights(Path(folder).expanduser() / "transformer", DIFFUSERS_STEM)
 
 
 def check_folder(folder: str) -> None:
@@ -144,26 +172,21 @@ def check_first_frame(config: CogVideoXConfig) -> None:
         )
 
 
-def check_scheduler(config: CogVideoXConfig) -> None:
-    """The folder's schedule is what its weights were trained with; a stage that trains on with another one is told."""
+def check_scheduler(config: CogVideoXConfig, note: Callable[[str], None]) -> None:
+    """The folder's schedule is what its weights were trained with: a stage with another one is refused. What differs in drawing is told."""
     place = Path(str(config.weights)).expanduser() / "scheduler" / "scheduler_config.json"
     if not place.is_file():
         return
-    said, own = load_file(place), config.diffusion  # what it leaves out is its class's default
-    objectives = {"epsilon": "eps", "sample": "x0", "v_prediction": "v"}
-    found = {
-        "shift": (float(said.get("snr_shift_scale", 3.0)), own.shift),
-        "steps": (said.get("num_train_timesteps", 1000), own.steps),
-        "zero_terminal": (bool(said.get("rescale_betas_zero_snr", False)), own.zero_terminal),
-        "objective": (objectives.get(said.get("prediction_type", "epsilon"), "?"), own.objective),
-    }
-    for key, (theirs, ours) in found.items():
-        if theirs != ours:
-            shown = str(theirs).lower() if isinstance(theirs, bool) else theirs
-            raise ConfigError(
-                f"{place} says diffusion.{key}={shown}, and the stage has {ours}: set stages.NAME.diffusion.{key}={shown}, or take the file out of "
-                "the folder to train with another schedule"
-            )
+    said = load_file(place)
+    theirs, _ = read_scheduler(said, said.get("_class_name", "CogVideoXDDIMScheduler"), place)
+    for key, (wanted, found) in differences(theirs, config.diffusion).items():
+        shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
+        raise ConfigError(
+            f"{place} says diffusion.{key}={shown}, and the stage has {found}: set stages.NAME.diffusion.{key}={shown}, or take the file out of "
+            "the folder to train with another schedule"
+        )
+    for line in drawn_otherwise(said, place):
+        note(f"warning: {line}")
 
 
 def digest(state: Mapping[str, Tensor]) -> str:

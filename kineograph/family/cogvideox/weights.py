@@ -71,14 +71,20 @@ def module_from_diffusers(module: str) -> str | None:
 
 def diffusers_names(name: str) -> tuple[str, ...]:
     """Of one of our parameters: its name there, or three, which ours has one below the other."""
+    names = _names(name)
+    assert names, name
+    return names
+
+
+def _names(name: str) -> tuple[str, ...]:
+    """The same; nothing for what is no parameter of ours."""
     name = name.replace(".base_layer.", ".")
     if name == _TABLE[0]:
         return (_TABLE[1],)
     module, _, leaf = name.rpartition(".")
     modules = [module.removesuffix(_FUSED) + part for part in _PARTS] if module.endswith(_FUSED) else [module]
     found = [module_to_diffusers(part) for part in modules]
-    assert all(found), name
-    return tuple(f"{part}.{leaf}" for part in found)
+    return tuple(f"{part}.{leaf}" for part in found) if all(found) else ()
 
 
 # Weights ---------------------------------------------------------------------------------------------------------
@@ -152,6 +158,21 @@ def network_state(network: Transformer) -> dict[str, Tensor]:
     return found
 
 
+def renamed(network: Transformer, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of another of our networks by the names that they have in this one; what is not there is left out."""
+    theirs: dict[str, Tensor] = {}
+    for name, whole in given.items():
+        names = () if ".lora_" in name else _names(name)
+        theirs |= dict(zip(names, whole.chunk(len(names)) if names else (), strict=True))
+    found: dict[str, Tensor] = {}
+    for name, _, names in _own(network):
+        if name in given:
+            found[name] = given[name]
+        elif all(part in theirs for part in names):
+            found[name] = torch.cat([theirs[part] for part in names]) if len(names) > 1 else theirs[names[0]]
+    return found
+
+
 def diffusers_state(task: CogVideoX) -> dict[str, Tensor]:
     """The weights below adapters, where there are any."""
     return network_state(task.network)
@@ -173,27 +194,6 @@ def _adapters(network: Transformer) -> Iterator[tuple[str, Tensor]]:
 def lora_state(task: CogVideoX) -> dict[str, Tensor]:
     """Adapters under diffusers' module names, with peft's `lora_A.weight` and `lora_B.weight`."""
     return {name: parameter.detach() for name, parameter in _adapters(task.network)}
-
-
-@torch.no_grad()
-def load_lora_state(task: CogVideoX, state: Mapping[str, Tensor], where: str = "the adapters") -> None:
-    """Strict: the same layers, the same rank. Names may begin with `transformer.`, as in diffusers' files."""
-    given = {key.removeprefix("transformer."): value for key, value in state.items()}
-    own = dict(_adapters(task.network))
-    if not own:
-        raise InputError(f"{where}: this stage has no adapters: set tune=lora")
-    for problem, keys in (("lack", own.keys() - given.keys()), ("hold the unknown", given.keys() - own.keys())):
-        if keys:
-            raise InputError(
-                f"{where} {problem} {', '.join(sorted(keys)[:3])}: set lora.targets to the layers that have adapters there"
-            )
-    for name, parameter in own.items():
-        if given[name].shape != parameter.shape:
-            raise InputError(
-                f"{where}: {name} is {_size(given[name].shape)}, and this stage's is {_size(parameter.shape)}: set lora.rank to "
-                f"{min(given[name].shape)}"
-            )
-        parameter.copy_(given[name])
 
 
 # Shapes ----------------------------------------------------------------------------------------------------------

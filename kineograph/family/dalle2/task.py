@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,8 +21,6 @@ from kineograph.family.dalle2.network import Condition, DecoderNetwork
 from kineograph.process.diffusion import Diffusion
 from kineograph.text.embedding import ClipReader, ClipSource
 from kineograph.text.reading import compiled_of, precomputed, reads_for
-
-GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass
@@ -154,8 +151,7 @@ class Decoder(Task):
         """B, int64. In validation spread evenly over all noise levels, and the same for a sample every time."""
         if self.training:
             return noise.integers("time", self.diffusion.steps)
-        share = ((noise.slots + 1).double() * GOLDEN) % 1.0
-        return (share * self.diffusion.steps).long()
+        return (noise.spread() * self.diffusion.steps).long()
 
     def dropped(self, noise: Noise) -> tuple[Tensor | None, Tensor | None]:
         """Which rows lose their image embedding, and which their text; independent draws."""

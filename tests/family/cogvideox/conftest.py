@@ -13,6 +13,7 @@ from torch import Tensor
 from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError
+from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Task, freeze
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 
@@ -50,8 +51,14 @@ class ToyCodec(Task):
         mean = rearrange(torch.cat([pixels[:, :1], rest], 1) * 2 - 1, "b t 1 (h p) (w q) -> b t (p q) h w", p=2, q=2)
         return torch.cat([mean, torch.full_like(mean, -6.0)], dim=2)
 
+    def latents_of(self, posterior: Tensor, noise: Noise | None = None, name: str = "posterior") -> Tensor:
+        mean, log_variance = posterior.chunk(2, dim=2)
+        if noise is not None:
+            mean = mean + (log_variance / 2).exp() * noise.normal(name, *mean.shape[1:])
+        return mean * self.scale
+
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.posterior(pixels).chunk(2, dim=2)[0] * self.scale
+        return self.latents_of(self.posterior(pixels))
 
     def decode(self, latents: Tensor) -> Tensor:
         frames = rearrange(latents / self.scale, "b t (p q) h w -> b t 1 (h p) (w q)", p=2, q=2) / 2 + 0.5
@@ -66,14 +73,21 @@ Make = Callable[..., CogVideoX]
 def make() -> Make:
     """A tiny stage; keys are its config's."""
 
-    def make(frames: int = 9, size: int = 8, assets: dict[str, str] | None = None, lively: bool = True, **keys: Any):
+    def make(
+        frames: int = 9,
+        size: int = 8,
+        assets: dict[str, str] | None = None,
+        lively: bool = True,
+        note: Callable[[str], None] = len,
+        **keys: Any,
+    ):
         torch.manual_seed(0)
         config = parse(CogVideoXConfig, {"task": "cogvideox", **TINY, **keys})
         context = BuildContext(
             shape=Shape(frames, size, size, 1, 8.0),
             stage=lambda name: freeze(ToyCodec()),
             captions=lambda: CAPTIONS,
-            note=lambda line: None,
+            note=note,
             assets=assets or {},
         )
         task = CogVideoX.build(config, context)

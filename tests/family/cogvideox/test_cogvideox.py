@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import parse
@@ -258,6 +260,11 @@ def image_to_video(make: Make, **image) -> object:
     return make(first_frame=True, image={"dropout": 0.0, "noise": None, **image})
 
 
+def from_cache(batch: Batch, kept: dict[str, Tensor]) -> Batch:
+    extra = {"first_frame": kept["first_frame"]}
+    return Batch(slots=batch.slots, captions=batch.captions, latents=kept["latents"], extra=extra)
+
+
 def test_the_first_frame_is_shown_at_the_beginning(make: Make) -> None:
     task, batch = image_to_video(make), clips()
     found = task.space.read(batch, NOISE, True)
@@ -288,14 +295,18 @@ def test_the_first_frame_is_noised_and_dropped_in_training_only(make: Make) -> N
     assert torch.equal(gone.read(batch, NOISE, False).first, clean)
 
 
-def test_a_cache_holds_the_first_frame_by_itself(make: Make) -> None:
-    task, batch = image_to_video(make), clips()
-    kept = task.precompute(batch)["latents"]
-    assert kept.shape[1] == 1 + 3
-    cached = Batch(slots=batch.slots, captions=batch.captions, latents=kept)
-    one, two = (task.space.read(b, NOISE, True) for b in (batch, cached))
-    assert torch.equal(one.x0, two.x0)
-    assert torch.allclose(one.first, two.first, atol=1e-6)
+@pytest.mark.parametrize("keys", [{}, {"noise": (-1.0, 0.5), "dropout": 0.5, "clip": 0.5}])
+def test_a_cache_holds_the_first_frame_and_trains_as_pixels_do(make: Make, keys: dict[str, Any]) -> None:
+    """Its noise comes before the codec, and is the same draw."""
+    task, batch = image_to_video(make, **keys), clips()
+    kept = task.precompute(batch)
+    assert kept["latents"].shape[1] == 3 and torch.equal(kept["first_frame"], batch.pixels[:, 0])
+    cached = from_cache(batch, kept)
+    for training in (True, False):
+        one, two = (task.space.read(b, NOISE, training) for b in (batch, cached))
+        assert torch.equal(one.x0, two.x0) and torch.equal(one.first, two.first)
+    with pytest.raises(InputError, match="first frame of each clip, and these latents come without"):
+        task.space.read(replace(cached, extra={}), NOISE, True)
 
 
 def test_the_released_image_model_divides_its_first_frame_by_the_scale(make: Make) -> None:
@@ -322,9 +333,8 @@ def test_some_clips_are_shown_more_than_their_first_frame(make: Make) -> None:
         if count > 1:
             assert torch.equal(shown[row, :count], found.x0[row, :count])
     assert task.space.read(batch, noise, False).first.shape[1] == 1
-    kept = task.precompute(batch)["latents"]
-    cached = task.space.read(Batch(slots=batch.slots, captions=batch.captions, latents=kept), noise, True)
-    torch.testing.assert_close(cached.first, found.first, atol=1e-6, rtol=0)
+    cached = task.space.read(from_cache(batch, task.precompute(batch)), noise, True)
+    assert torch.equal(cached.first, found.first)
 
 
 def test_what_is_shown_of_a_clip_is_noised_dropped_and_padded_as_a_frame_is(make: Make) -> None:

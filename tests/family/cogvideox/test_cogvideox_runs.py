@@ -79,15 +79,16 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return checkpoint.choose(run / "generator" / "checkpoints").tensors("model")
 
 
+@pytest.mark.parametrize("keys", [{}, {"first_frame": True, "image": {"noise": [0.0, 0.5]}}], ids=["text", "image"])
 def test_clips_of_several_shapes_train_are_cached_and_resume(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     seen: list[tuple[int, ...]] = []
     predict = CogVideoX.predict
     monkeypatch.setattr(
         CogVideoX, "predict", lambda self, x, *rest: seen.append(x.shape[1:]) or predict(self, x, *rest)
     )
-    file, whole, parts = config(tmp_path / "c.yaml", folder), tmp_path / "whole", tmp_path / "parts"
+    file, whole, parts = config(tmp_path / "c.yaml", folder, **keys), tmp_path / "whole", tmp_path / "parts"
     assert kineo("train", file, "--run", str(whole)) == 0, capsys.readouterr().err
     # three widths: latents are a quarter as high, wide and (but for the first) long
     assert set(seen) == {(t, 4, h, w) for t in (2, 3) for h, w in ((4, 6), (6, 4))}

@@ -152,12 +152,3 @@ def test_a_model_that_learned_it_reads_the_clip_that_goes_on(make: Make) -> None
         assert torch.equal(found[:, :5], prime)
         assert seen[-1].flatten(2).any(-1).sum(1).tolist() == [read] * 4
     torch.testing.assert_close(seen[-1][:2, :2], ToyCodec().encode(prime))
-
-
-def test_decoding_in_chunks_changes_nothing(make: Make) -> None:
-    task = make().eval()
-    calls: list[int] = []
-    decode = task.codec.decode
-    task.codec.decode = lambda x: calls.append(len(x)) or decode(x)
-    one, two = task.sample(ASKED, options()), task.sample(ASKED, options(chunk=1))
-    assert torch.equal(one, two) and calls == [2, 1, 1]

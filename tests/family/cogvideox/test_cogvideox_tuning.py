@@ -22,7 +22,7 @@ from kineograph.train.stepper import Stepper
 from .conftest import Make, clips
 
 NOISE = Noise.for_rows(1, 5, 4)
-LORA = {"tune": "lora", "lora": {"rank": 2, "alpha": 4}}
+LORA = {"tune": "lora", "lora": {"rank": 2, "alpha": 4}, "init": "base"}
 
 
 def stepped(task: CogVideoX, steps: int = 2, **keys: Any) -> Stepper:
@@ -55,9 +55,15 @@ def test_adapters_start_silent_and_alone_train(make: Make) -> None:
     assert torch.allclose(plain(clips(), NOISE).error, adapted(clips(), NOISE).error)
 
 
-@pytest.mark.parametrize("keys", [LORA, {"tune": ["blocks.*.attention.*", "patch_out.*"]}])
-def test_what_is_frozen_stays_and_is_not_saved(make: Make, keys: dict[str, Any]) -> None:
-    task = make(**keys)
+PARTS = {"tune": ["blocks.*.attention.*", "patch_out.*"], "init": "base"}
+
+
+@pytest.mark.parametrize("keys", [LORA, PARTS])
+@pytest.mark.parametrize("own", [False, True], ids=["folder", "alone"])
+def test_what_is_frozen_stays_and_is_saved_where_no_folder_has_it(
+    make: Make, folder: Path, keys: dict[str, Any], own: bool
+) -> None:
+    task = make(**keys, weights=None if own else str(folder))
     before = {name: p.detach().clone() for name, p in task.network.named_parameters()}
     trained = {name.removeprefix("network.") for name in parameters_of(task, "model") if name.startswith("network.")}
     stepper = stepped(task, ema=EmaConfig(decay=0.5))
@@ -65,11 +71,12 @@ def test_what_is_frozen_stays_and_is_not_saved(make: Make, keys: dict[str, Any])
     assert changed == trained and trained < before.keys()
     for kind in ("model", "ema"):
         saved = stepper.tensors()[kind]
-        assert {name.removeprefix("network.") for name in saved if name.startswith("network.")} == trained
+        wanted = before.keys() if own else trained
+        assert {name.removeprefix("network.") for name in saved if name.startswith("network.")} == wanted
     moments = {key.partition(".")[2] for key in stepper.tensors()["optimizer"] if "network." in key}
     assert {name.removeprefix("network.") for name in moments} == trained
     task.train()
-    assert not task.network.norm_final.training  # deaf to .train()
+    assert task.network.norm_final.training == own  # what a folder has is deaf to .train()
 
 
 def test_averages_of_adapters_are_what_is_judged(make: Make) -> None:
@@ -92,13 +99,19 @@ def test_bf16_weights_keep_adapters_in_float32(make: Make) -> None:
 
 def test_targets_and_patterns_that_fit_nothing_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"lora\.targets='query' fits no layer: .*to_q"):
-        make(tune="lora", lora={"targets": ["query"]})
+        make(**(LORA | {"lora": {"targets": ["query"]}}))
     with pytest.raises(ConfigError, match=r"tune='attn\.\*' fits no parameter"):
-        make(tune=["attn.*"])
+        make(tune=["attn.*"], init="base")
+
+
+@pytest.mark.parametrize("tune", ["lora", ["patch_out.*"]])
+def test_what_does_not_train_must_come_from_somewhere(make: Make, tune: Any) -> None:
+    with pytest.raises(ConfigError, match=r"nothing says what it is: .*weights=DIR.*init=runs/x/stage"):
+        make(tune=tune)
 
 
 def test_diffusers_name_of_the_output_layer_is_understood(make: Make) -> None:
-    task = make(tune="lora", lora={"rank": 2, "targets": ["to_out.0", "up"]})
+    task = make(**(LORA | {"lora": {"rank": 2, "targets": ["to_out.0", "up"]}}))
     adapted = {name.partition(".lora_")[0] for name in parameters_of(task, "model") if ".lora_" in name}
     assert adapted == {f"network.blocks.{n}.{part}" for n in range(2) for part in ("attention.to_out", "mlp.up")}
 
@@ -156,6 +169,46 @@ def test_a_folder_of_another_shape_is_refused_by_name(make: Make, folder: Path) 
         make(weights=str(folder / "transformer"))
 
 
+OF_THE_FOLDER = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0, "timestep_spacing": "trailing",
+                 "clip_sample": False}  # fmt: skip
+
+
+def scheduled(folder: Path, **changes: Any) -> str:
+    (folder / "scheduler").mkdir(exist_ok=True)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(OF_THE_FOLDER | changes))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"beta_start": 0.001}, "beta_start=0.001"),
+        ({"beta_end": 0.02}, r"beta_end=0\.02, and the stage has 0\.012"),
+        ({"beta_schedule": "linear"}, "schedule=linear"),
+        ({"snr_shift_scale": 3.0}, r"shift=3\.0"),
+        ({"rescale_betas_zero_snr": False}, "zero_terminal=false"),
+        ({"prediction_type": "sample"}, "objective=x0"),
+        ({"num_train_timesteps": 500, "beta_start": 0.0017, "beta_end": 0.024}, "steps=500"),
+    ],
+)
+def test_a_folder_of_another_schedule_is_refused_by_key(
+    make: Make, folder: Path, changes: dict[str, Any], key: str
+) -> None:
+    make(weights=scheduled(folder))
+    with pytest.raises(
+        ConfigError, match=rf"scheduler_config\.json says diffusion\.{key}.*set stages\.NAME\.diffusion"
+    ):
+        make(weights=scheduled(folder, **changes))
+
+
+def test_a_folder_that_draws_otherwise_is_told(make: Make, folder: Path) -> None:
+    said: list[str] = []
+    make(weights=scheduled(folder), note=said.append)
+    assert not said
+    make(weights=scheduled(folder, timestep_spacing="leading"), note=said.append)
+    assert len(said) == 1 and "timestep_spacing=leading, but steps are spaced trailing" in said[0]
+
+
 def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
     keys = {
         **LORA,
@@ -176,19 +229,39 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
         make(weights="nowhere", **keys)
 
 
+# Weights of another stage ----------------------------------------------------------------------------------------
+
+
+def test_adapters_start_from_the_whole_weights_of_a_stage(make: Make) -> None:
+    """q, k and v are one matrix there and three here; back again they are one."""
+    source, task = make(), make(lively=False, **LORA)
+    given = task.adopted({name: value.clone() for name, value in weights_of(source).items()}, "init=x")
+    load_weights(task, weights_of(task) | given)
+    assert torch.allclose(source(clips(), NOISE).error, task(clips(), NOISE).error, rtol=1e-5)
+    state = {name: value for name, value in weights_of(task).items() if ".lora_" not in name}
+    again = make(lively=False, init="x")
+    load_weights(again, again.adopted(state, "init=y"))
+    assert torch.equal(source(clips(), NOISE).error, again(clips(), NOISE).error)
+
+
+def test_a_start_that_lacks_what_does_not_train_is_refused(make: Make, folder: Path) -> None:
+    task, over_folder = make(**LORA), make(**LORA, weights=str(folder))
+    with pytest.raises(InputError, match=r"init=x has no patch_in\.weight of this shape .*weights=DIR"):
+        task.adopted(weights_of(over_folder), "init=x")
+    with pytest.raises(InputError, match=r"init=x has no blocks\.1\.norm1\.linear\.weight of this shape"):
+        task.adopted(weights_of(make(depth=1)), "init=x")
+    with pytest.raises(InputError, match=r"init=x has adapters, and tune=full has no place for them: .*kineo export"):
+        make().adopted(weights_of(task), "init=x")
+    assert over_folder.adopted(weights_of(over_folder), "init=x").keys() == weights_of(over_folder).keys()
+
+
 # Adapters by name ------------------------------------------------------------------------------------------------
 
 
-def test_adapters_go_out_and_in_under_diffusers_names(make: Make) -> None:
-    task, other = make(**LORA), make(**LORA)
+def test_adapters_go_out_under_diffusers_names(make: Make) -> None:
+    task = make(**LORA)
     stepped(task, ema=EmaConfig(decay=0))
-    state = {name: value.clone() for name, value in weights.lora_state(task).items()}
+    state = weights.lora_state(task)
     assert "transformer_blocks.1.attn1.to_out.0.lora_B.weight" in state and len(state) == 16
-    weights.load_lora_state(other, {f"transformer.{name}": value for name, value in state.items()})
-    assert all(torch.equal(value, state[name]) for name, value in weights.lora_state(other).items())
-    with pytest.raises(InputError, match=r"set lora\.rank to 3"):
-        weights.load_lora_state(other, {name: value.repeat(2, 2)[:3, :3] for name, value in state.items()})
-    with pytest.raises(InputError, match="lack transformer_blocks"):
-        weights.load_lora_state(other, {})
-    with pytest.raises(InputError, match="tune=lora"):
-        weights.load_lora_state(make(), state)
+    layer = task.network.blocks[1].attention.to_q
+    assert torch.equal(state["transformer_blocks.1.attn1.to_q.lora_A.weight"], layer.lora_A["default"].weight)

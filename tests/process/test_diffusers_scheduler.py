@@ -10,7 +10,7 @@ import torch
 from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
 from kineograph.core.errors import InputError
-from kineograph.interop.scheduler import drawn_otherwise, read_scheduler, write_scheduler
+from kineograph.process.diffusers_scheduler import drawn_otherwise, read_scheduler, write_scheduler
 from kineograph.process.diffusion import DiffusionConfig, levels
 
 RELEASED = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "clip_sample": False}  # fmt: skip

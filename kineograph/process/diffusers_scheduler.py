@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,20 @@ def read_scheduler(config: dict[str, Any], kind: str, where: Path) -> tuple[Diff
     if tree["schedule"] != "cosine":
         tree |= {"beta_start": full["beta_start"], "beta_end": full["beta_end"]}
     return parse(DiffusionConfig, tree, str(where)), _SOLVERS[kind]
+
+
+def differences(theirs: DiffusionConfig, ours: DiffusionConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys of `diffusion` in which noise levels, or what the network answers with, are not the same, with both values."""
+    keys: dict[str, tuple[Any, Any]] = {
+        name: (getattr(theirs, name), getattr(ours, name))
+        for name in ("steps", "schedule", "shift", "zero_terminal", "objective")
+    }
+    keys |= {name: (theirs.ends[i], ours.ends[i]) for i, name in enumerate(("beta_start", "beta_end"))}
+    return {name: pair for name, pair in keys.items() if not _alike(*pair)}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return math.isclose(a, b, rel_tol=1e-9) if isinstance(a, float) else a == b
 
 
 def drawn_otherwise(config: dict[str, Any], where: Path) -> list[str]:
