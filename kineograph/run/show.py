@@ -103,16 +103,18 @@ class Show:
             with stepper.eval_mode(ema=False) as task:
                 online = self._draw(task, asked.prompts, asked.beside)
         if ranks.is_first():
-            self._left.append(partial(self._write_samples, step, asked.captions, pixels, online))
+            speeds = [self.shape.fps if asked.own else self._fps(asked.beside, row) for row in range(len(pixels))]
+            self._left.append(partial(self._write_samples, step, asked.captions, pixels, online, speeds))
 
-    def _write_samples(self, step: int, captions: list[str], pixels: Tensor, online: Tensor | None) -> None:
+    def _write_samples(
+        self, step: int, captions: list[str], pixels: Tensor, online: Tensor | None, speeds: list[float]
+    ) -> None:
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # a run taken up from before this step draws it again
         suffix = self._suffix(pixels)
         listed = []
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
-            fps = self.shape.fps if asked.own else self._fps(asked.beside, number)
-            path = write_clip(free_name(out, slug(caption), number, f".{suffix}"), clip, fps)
+            path = write_clip(free_name(out, slug(caption), number, f".{suffix}"), clip, speeds[number])
             write_atomic(path.with_suffix(".txt"), f"{caption}\n")
             listed.append({"file": path.name, "prompt": caption})
             if clip.shape[0] > 1:
