@@ -274,7 +274,14 @@ def test_a_decoder_learns_from_embeddings_like_those_its_prior_draws(
                 assert stages[below].spec.data.size == stage.spec.data.size, (stage.name, key)
 
 
+@pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the steps, and tests of their own."""
+    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+
+
 @pytest.mark.parametrize("preset", layers.preset_names())
+@pytest.mark.usefixtures("no_curves")
 def test_takes_two_steps_when_shrunk(
     preset: str,
     t5: Path,

@@ -4,6 +4,7 @@ inputs, and the curves. Or, with `train.show: latents`, what would be decoded, a
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,8 @@ from kineograph.text.embedding import IMAGE
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import Tracker
 
+REDRAWN = 60.0  # seconds between drawings of the curves while a stage trains: each takes the host about one
+
 
 @dataclass(frozen=True)
 class _Asked:
@@ -61,6 +64,7 @@ class Show:
         self.trackers, self.device, self.note = trackers, device, note
         self.shape = stage.spec.data.shape
         self._left: list[Callable[[], None]] = []
+        self._curves_at = time.monotonic()
         self._alone = True  # whether prompts of a person's own can be drawn, as far as is known
 
     def __call__(self, step: int, stepper: Stepper) -> Callable[[], None]:
@@ -75,16 +79,20 @@ class Show:
                     self._grid(step, stepper, split)
             self._reconstructions(step, stepper)
         release_memory()  # drawing is far from training's shapes, and what it took is never asked for again
-        writing = [*self._left, self.curves]
+        writing = self._left
         self._left = []
 
         def write() -> None:
             for each in writing:
                 each()
+            if time.monotonic() - self._curves_at > REDRAWN:
+                self.curves()
 
         return write
 
     def curves(self) -> None:
+        """At the end of a stage always, before it now and then."""
+        self._curves_at = time.monotonic()
         if ranks.is_first() and self.folder.metrics_file.is_file():
             draw_curves(self.folder.metrics_file, self.folder.path / "curves.png")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
@@ -91,6 +91,12 @@ def read_prompts(text: Text | None, prompts: Prompts) -> tuple[Words, Words | No
         return null, None
     wanted = given or read_captions(text, prompts.captions)
     return wanted, null if prompts.negative is None else read_captions(text, prompts.negative)
+
+
+def compiled_of(text: Text | None) -> list[nn.Module]:
+    """What of an encoder that learns with the network runs in every step: as many small kernels as the network, if nothing compiles it."""
+    inner = getattr(text, "transformer", None) if text is not None and text.trained else None
+    return [inner] if inner is not None else []
 
 
 def precomputed(text: Text | None, batch: Batch) -> dict[str, Tensor]:

@@ -142,6 +142,17 @@ def test_prompts_of_ones_own_come_with_a_picture_only_where_one_is_animated(
     assert all(batch.captions == ["a red 3", "a blue 7"] for batch in beside)
 
 
+@pytest.mark.parametrize(("apart", "times"), [(0.0, 5), (60.0, 2)])
+def test_curves_are_drawn_at_the_end_of_each_stage_and_between_only_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: float, times: int
+) -> None:
+    drawn = []
+    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: drawn.append(files))
+    monkeypatch.setattr("kineograph.run.show.REDRAWN", apart)
+    shown(tmp_path, train__steps=3, train__sample_every=1)
+    assert len(drawn) == times  # of the codec's stage one, of the generator's one a showing and one at its end
+
+
 # Encoding --------------------------------------------------------------------------------------------------------
 
 

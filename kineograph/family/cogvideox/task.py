@@ -24,7 +24,7 @@ from kineograph.family.cogvideox.shapes import Latents
 from kineograph.family.cogvideox.texts import Texts
 from kineograph.family.cogvideox.weights import load_network
 from kineograph.process.diffusion import Diffusion
-from kineograph.text.reading import reads_for
+from kineograph.text.reading import compiled_of, reads_for
 
 GOLDEN = (5**0.5 - 1) / 2
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -206,7 +206,7 @@ class CogVideoX(Task):
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compiled(self) -> list[nn.Module]:
-        return [self.network]
+        return [self.network, *compiled_of(self.texts.reader)]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.blocks)

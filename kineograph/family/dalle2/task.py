@@ -21,7 +21,7 @@ from kineograph.family.dalle2.low_res import cut, enlarge, shrink, spoil
 from kineograph.family.dalle2.network import Condition, DecoderNetwork
 from kineograph.process.diffusion import Diffusion
 from kineograph.text.embedding import ClipReader, ClipSource
-from kineograph.text.reading import precomputed, reads_for
+from kineograph.text.reading import compiled_of, precomputed, reads_for
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -288,10 +288,7 @@ class Decoder(Task):
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compiled(self) -> list[nn.Module]:
-        encoder = getattr(
-            self.text, "transformer", None
-        )  # of an encoder that learns with the network: it runs at every step
-        return [self.network, self.scores, *([encoder] if encoder is not None else [])]
+        return [self.network, self.scores, *compiled_of(self.conditioner.reader)]
 
     def blocks(self) -> list[nn.Module]:
         return self.network.unet.parts()

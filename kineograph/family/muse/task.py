@@ -19,7 +19,7 @@ from kineograph.family.muse.network import Condition, MuseNetwork
 from kineograph.nn.head import Head
 from kineograph.process.masking import Critic, Masked, Scored, critic_loss, find_guided, hide, redraw
 from kineograph.text import Text, build_text
-from kineograph.text.reading import precomputed, read_batch, read_prompts, reads_for
+from kineograph.text.reading import compiled_of, precomputed, read_batch, read_prompts, reads_for
 
 
 class Muse(Task):
@@ -269,7 +269,7 @@ class Muse(Task):
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compiled(self) -> list[nn.Module]:
-        return [self.network, self.head.softmax]
+        return [self.network, self.head.softmax, *compiled_of(self.reader)]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.transformer.blocks)

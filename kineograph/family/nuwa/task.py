@@ -19,7 +19,7 @@ from kineograph.family.nuwa.generation import draw
 from kineograph.family.nuwa.network import Condition, NuwaNetwork, OneStep
 from kineograph.nn.head import Head
 from kineograph.text import Text, build_text
-from kineograph.text.reading import precomputed, read_batch, reads_for
+from kineograph.text.reading import compiled_of, precomputed, read_batch, reads_for
 
 
 @dataclass
@@ -178,8 +178,7 @@ class Nuwa(Task):
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compiled(self) -> list[nn.Module]:
-        inner = getattr(self.text, "transformer", None) if self.words is not None and self.words.trained else None
-        return [self.network, self.one_step, self.head.softmax, *([inner] if inner is not None else [])]
+        return [self.network, self.one_step, self.head.softmax, *compiled_of(self.words)]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.blocks)

@@ -18,7 +18,7 @@ from kineograph.family.phenaki.sampling import draw, overlap_of
 from kineograph.nn.head import Head
 from kineograph.process.masking import Masked, Scored, critic_loss, hide, judge, redraw
 from kineograph.text import Text, build_text
-from kineograph.text.reading import Words, precomputed, read_batch, reads_for
+from kineograph.text.reading import Words, compiled_of, precomputed, read_batch, reads_for
 
 
 @dataclass
@@ -236,7 +236,7 @@ class Phenaki(Task):
 
     def compiled(self) -> list[nn.Module]:
         critic = [self.critic.network] if isinstance(self.critic, TokenCritic) else []
-        return [self.network, self.head.softmax, *critic]
+        return [self.network, self.head.softmax, *critic, *compiled_of(self.reader)]
 
     def blocks(self) -> list[nn.Module]:
         networks = [self.network, *([self.critic.network] if isinstance(self.critic, TokenCritic) else [])]

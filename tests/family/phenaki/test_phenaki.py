@@ -294,7 +294,7 @@ def test_every_parameter_gets_a_gradient(make, batch, noise, keys):
 def test_how_the_outside_treats_it(make):
     task = make(critic="network")
     assert set(task.blocks()) == {*task.network.transformer.blocks, *task.critic.network.transformer.blocks}
-    assert {task.network, task.critic.network, task.head.softmax} == set(task.compiled())
+    assert {task.network, task.critic.network, task.head.softmax, task.text.transformer} == set(task.compiled())
     assert task.tokens_per_clip() == 12
     assert task.assets().keys() == {"text/tokenizer.json"}
     assert task.continues
