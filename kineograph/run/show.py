@@ -35,7 +35,7 @@ from kineograph.text.embedding import IMAGE
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import Tracker
 
-REDRAWN = 60.0  # seconds between drawings of the curves while a stage trains: each takes about one, in which nothing is trained
+REDRAWN = 60.0  # seconds between drawings of the curves while a stage trains: each takes the host about one
 
 
 @dataclass(frozen=True)
