@@ -37,6 +37,9 @@ class WeightFiles(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._open[self._file[name]].get_tensor(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._file  # a mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file)
 

@@ -22,7 +22,7 @@ from kineograph.family.cogvideox.latents import Clips, LatentSpace
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import Latents
 from kineograph.family.cogvideox.texts import Texts
-from kineograph.family.cogvideox.weights import load_network
+from kineograph.family.cogvideox.weights import check_state, load_network
 from kineograph.process.diffusion import Diffusion
 from kineograph.text.reading import compiled_of, reads_for
 
@@ -95,6 +95,10 @@ class CogVideoX(Task):
                 self._base = tuning.base_asset(folder, state)
             else:
                 tuning.check_base(saved, state, folder)
+        elif (
+            folder is not None and (Path(folder).expanduser() / "transformer").is_dir()
+        ):  # where sizes matter it may be yet to come
+            check_state(network, tuning.released_weights(folder), f"{folder}/transformer")
         tuning.choose(network, config)
         return network
 

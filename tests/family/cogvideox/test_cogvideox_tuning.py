@@ -169,6 +169,18 @@ def test_a_folder_of_another_shape_is_refused_by_name(make: Make, folder: Path) 
         make(weights=str(folder / "transformer"))
 
 
+def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(make: Make, folder: Path) -> None:
+    """Where a run is checked, of tensors without numbers: by the headers of the files that are there."""
+    keys = {"text": {"kind": "given", "width": 16, "length": 6}, "null_text": "zeros", "lively": False}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        make(weights=str(folder), **keys)
+        with pytest.raises(InputError, match=r"lack transformer_blocks\.2\."):
+            make(weights=str(folder), depth=3, **keys)
+        (folder / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"short")
+        with pytest.raises(InputError, match="is not a whole safetensors file"):
+            make(weights=str(folder), **keys)
+
+
 OF_THE_FOLDER = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0, "timestep_spacing": "trailing",
                  "clip_sample": False}  # fmt: skip
 
