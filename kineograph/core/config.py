@@ -132,10 +132,15 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 # Layers ----------------------------------------------------------------------------------------------------------
 
 
+_WORDS = {"parallel": "layout"}  # sections that may be one word, and the key that it stands for
+
+
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     """A new tree: mappings join key by key, anything else in `over` replaces."""
     result = dict(base)
     for key, value in over.items():
+        if key in _WORDS and isinstance(value, Mapping) and isinstance(result.get(key), str):
+            result[key] = {_WORDS[key]: result[key]}
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
             result[key] = merge(_of_kind(result[key], value), value)
         else:

@@ -88,6 +88,12 @@ def test_merge_joins_mappings_and_replaces_the_rest() -> None:
     assert base == {"a": {"b": 1, "c": [1, 2]}, "d": 1}
 
 
+def test_a_word_stays_when_keys_are_laid_over_it() -> None:
+    base = {"parallel": "hybrid"}
+    assert merge(base, {"parallel": {"shard": 3}}) == {"parallel": {"layout": "hybrid", "shard": 3}}
+    assert merge(base, {"parallel": "shard"}) == {"parallel": "shard"}
+
+
 def test_merge_shares_nothing_with_what_was_laid_over() -> None:
     over = {"a": {"b": [1]}}
     merged = merge({}, over)
