@@ -99,7 +99,7 @@ def test_spread_numbers_leave_no_gap() -> None:
     """However many are taken: no share of [0, 1) longer than 3 / n is empty. A name shifts all of a step alike; without one steps agree."""
     for count in (5, 64, 1000):
         for first in (0, 77):
-            found = Noise.for_rows(1, 2, count, first=first).spread("time").sort().values
+            found = Noise(1, 2, torch.arange(first, first + count)).spread("time").sort().values
             gaps = torch.cat([found, found[:1] + 1]).diff()
             assert found.min() >= 0 and found.max() < 1 and float(gaps.max()) < 3 / count
     steps = [Noise.for_rows(1, step, 8) for step in range(200)]
