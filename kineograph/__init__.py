@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from kineograph.sample.draw import Sampler
+    from kineograph.sample.sampler import Sampler
 
 __version__ = "0.1.0"
 __all__ = ["load", "train"]
@@ -56,6 +56,6 @@ _train = train  # where kineograph.train, the package, finds it
 
 def load(run: str | Path, checkpoint: str | int = "last", device: str = "auto", stage: str | None = None) -> Sampler:
     """Open a trained run: `.sample([...])` draws prompts, `.story([...])` one long clip, a scene a caption."""
-    from kineograph.sample.draw import Sampler
+    from kineograph.sample.sampler import Sampler
 
     return Sampler.open(run, checkpoint=checkpoint, device=device, stage=stage)

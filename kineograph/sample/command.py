@@ -9,7 +9,7 @@ from kineograph.core import ranks
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.sample.draw import Sampler
+from kineograph.sample.sampler import Sampler
 from kineograph.sample.story import check_story_format, read_scenes
 from kineograph.sample.write import check_format, write
 

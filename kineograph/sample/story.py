@@ -21,11 +21,11 @@ from kineograph.media.clips import growing_clip
 from kineograph.media.frames import to_bytes
 from kineograph.media.grids import STRIP, evenly, strips
 from kineograph.media.names import free_name, slug
-from kineograph.sample.draw import Origin, draw
+from kineograph.sample.draw import draw
 from kineograph.sample.write import option_words, versions
 
 if TYPE_CHECKING:
-    from kineograph.sample.draw import Sampler
+    from kineograph.sample.sampler import Origin, Sampler
     from kineograph.sample.sketch import Sketch
 
 FORMATS = ("gif", "mp4")

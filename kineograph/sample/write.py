@@ -18,7 +18,7 @@ from kineograph.core.run_folder import write_json
 from kineograph.media.clips import write_clip
 from kineograph.media.grids import grid
 from kineograph.media.names import free_name, slug
-from kineograph.sample.draw import Drawn, Origin
+from kineograph.sample.sampler import Drawn, Origin
 
 FORMATS = ("gif", "mp4", "png")
 SHEET = 64  # pictures on a contact sheet at most

@@ -29,7 +29,7 @@ from kineograph.evaluate.evidence import Evidence, LeftOut, Subject
 from kineograph.evaluate.extractor.clip import open_clip
 from kineograph.evaluate.extractor.opening import Extractors
 from kineograph.evaluate.runner import evaluate
-from kineograph.sample.draw import Sampler
+from kineograph.sample.sampler import Sampler
 from kineograph.sample.stages import Stages, read_stage
 from tests.evaluate.test_extractors import Colours, scripted
 from tests.run.test_prior_runs import BASE

@@ -14,7 +14,7 @@ from kineograph.core.errors import InputError
 from kineograph.family.dalle2.conditioning import Conditioner
 from kineograph.run.train import train
 from kineograph.sample.command import draw_and_write
-from kineograph.sample.draw import Sampler
+from kineograph.sample.sampler import Sampler
 from kineograph.sample.stages import Stages
 
 CONFIG = {

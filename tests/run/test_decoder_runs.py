@@ -17,7 +17,7 @@ from kineograph.core.errors import ConfigError
 from kineograph.evaluate.evidence import Evidence, Result, Subject
 from kineograph.evaluate.runner import evaluate
 from kineograph.family.dalle2.conditioning import Conditioner
-from kineograph.sample.draw import Sampler
+from kineograph.sample.sampler import Sampler
 
 TRAIN = {
     "steps": 2, "batch_size": 4, "save_every": 2, "validate_every": 0, "sample_every": 2, "samples": 2, "evaluate_every": 2,

@@ -17,7 +17,7 @@ from kineograph.family.nuwa.task import Nuwa
 from kineograph.media.clips import write_clip
 from kineograph.run.train import train
 from kineograph.sample.command import draw_and_write
-from kineograph.sample.draw import Sampler
+from kineograph.sample.sampler import Sampler
 from tests.sample.tiny_task import make_run
 
 QUICK = [

@@ -13,7 +13,8 @@ from kineograph.core.batch import Batch, Prompts, Sample
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext
 from kineograph.media.clips import write_clip
-from kineograph.sample.draw import Sampler, draw_for_training
+from kineograph.sample.draw import draw_for_training
+from kineograph.sample.sampler import Sampler
 from kineograph.train import checkpoint
 from tests.sample.tiny_task import TinyConfig, TinyGenerator, make_run, save_stage
 

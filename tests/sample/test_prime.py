@@ -8,7 +8,7 @@ from PIL import Image
 
 from kineograph.core.errors import InputError
 from kineograph.media.clips import write_clip
-from kineograph.sample.draw import Sampler
+from kineograph.sample.sampler import Sampler
 from tests.sample.tiny_task import Counting, make_run
 
 

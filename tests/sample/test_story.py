@@ -16,7 +16,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.media.clips import write_clip
 from kineograph.sample import story as stories
 from kineograph.sample.command import tell_and_write
-from kineograph.sample.draw import Sampler
+from kineograph.sample.sampler import Sampler
 from kineograph.sample.story import read_scenes
 from tests.media.reading import read_clip
 from tests.sample.tiny_task import Counting, make_run

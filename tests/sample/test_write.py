@@ -9,7 +9,7 @@ from PIL import Image
 
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.sample.command import draw_and_write
-from kineograph.sample.draw import Sampler
+from kineograph.sample.sampler import Sampler
 from tests.media.reading import read_clip
 from tests.sample.tiny_task import make_run
 
