@@ -147,7 +147,7 @@ def _open(
             out(f"{stage.name}: estimated without data, for clips of data.frames × data.size")
             blank = Blank(stage.spec.data.shape)
             data[stage.name] = StageData(stage, plan.seed, blank, blank, {})
-    check_stages(plan, data, folder, planned=world)
+    check_stages(plan, data, folder, building=world.processes > 1, planned=world)  # one alone is built for the estimate
     return data
 
 
