@@ -199,7 +199,8 @@ class NuwaNetwork(nn.Module):
         init_weights(self, 1)
         self.places = Places(config, grid)
         self.sketch = SketchTokens(*sketch, width) if sketch is not None else None
-        around = Around(grid, sketch[1], config.sketch_window) if sketch is not None else None
+        head_width = width // config.heads
+        around = Around(grid, sketch[1], config.sketch_window, head_width) if sketch is not None else None
         self.blocks = nn.ModuleList(
             Block(config, self._window(config, layer), text_width is not None, around) for layer in range(config.depth)
         )

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from kineograph.nn.attention import Memory, attend
 from kineograph.nn.norms import norm_layer
-from kineograph.nn.positions import LearnedPositions, grid_positions
+from kineograph.nn.positions import LearnedPositions, Rotation, grid_positions
 from kineograph.nn.transformer import init_weights
 from kineograph.nn.window import Grid
+
+BASE = 100.0  # wavelengths of the turns reach from 2π to 2π · BASE tokens: a window is a few tokens wide
 
 
 class SketchTokens(nn.Module):
@@ -55,18 +57,27 @@ def around(grid: Grid, sketch: Grid, window: Grid) -> tuple[Tensor, Tensor]:
 
 
 class Around(nn.Module):
-    """`around` as tables that all blocks share."""
+    """`around` as tables that all blocks share, and how queries and keys turn by where they lie on the sketch's grid: without turns a block
+    would have to learn for every place anew which token of its window lies right there."""
 
     near: Tensor
     exists: Tensor
     mask: Tensor
+    places: Tensor
+    tokens: Tensor
 
-    def __init__(self, grid: Grid, sketch: Grid, window: Grid) -> None:
+    def __init__(self, grid: Grid, sketch: Grid, window: Grid, head_width: int) -> None:
         super().__init__()
         near, exists = around(grid, sketch, window)
         there = torch.where(exists, near, near[:, near.shape[1] // 2, None])  # the middle always exists
         mask = torch.zeros(prod(grid), prod(sketch), dtype=torch.bool).scatter(1, there, True)  # N M
-        for name, table in (("near", near), ("exists", exists), ("mask", mask)):
+        scale = torch.tensor(sketch) / torch.tensor(grid)
+        turns = [
+            Rotation.of(at, head_width, BASE) for at in ((grid_positions(grid) + 0.5) * scale - 0.5, grid_positions(sketch))
+        ]
+        places, tokens = (torch.stack([turn.cos, turn.sin]) for turn in turns)  # 2 N d/2, 2 M d/2
+        tables = {"near": near, "exists": exists, "mask": mask, "places": places, "tokens": tokens}
+        for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
 
 
@@ -94,21 +105,23 @@ class SketchAttention(nn.Module):
     def memory(self, sketch: Tensor) -> Memory:
         """Keys and values of a sketch, B M D."""
         k, v = rearrange(self.kv(sketch), "b m (two h d) -> two b h m d", two=2, h=self.heads)
-        return self.norm_k(k).to(v.dtype), v
+        return Rotation(*self.around.tokens)(self.norm_k(k)).to(v.dtype), v
 
-    def _query(self, x: Tensor) -> Tensor:
-        return self.norm_q(rearrange(self.q(x), "b n (h d) -> b h n d", h=self.heads))
+    def _query(self, x: Tensor, turns: Tensor) -> Tensor:
+        """`turns` are those of the places of x, 2 N d/2."""
+        return Rotation(*turns)(self.norm_q(rearrange(self.q(x), "b n (h d) -> b h n d", h=self.heads)))
 
     def forward(self, x: Tensor, memory: Memory) -> Tensor:
         """The first N places, B N D."""
         k, v = memory
-        mask = self.around.mask[: x.shape[1]]  # N M
-        mixed = attend(self._query(x).to(v.dtype), k, v, mask, self.dropout if self.training else 0.0)
+        places, mask = self.around.places[:, : x.shape[1]], self.around.mask[: x.shape[1]]  # 2 N d/2, N M
+        mixed = attend(self._query(x, places).to(v.dtype), k, v, mask, self.dropout if self.training else 0.0)
         return self.out(rearrange(mixed, "b h n d -> b n (h d)"))
 
     def step(self, x: Tensor, index: Tensor, memory: Memory) -> Tensor:
         """One place, B 1 D; `index` is its number on the device."""
         near = self.around.near.index_select(0, index)[0]  # W
         k, v = (part.index_select(2, near) for part in memory)
-        mixed = attend(self._query(x).to(v.dtype), k, v, self.around.exists.index_select(0, index))
+        query = self._query(x, self.around.places.index_select(1, index))
+        mixed = attend(query.to(v.dtype), k, v, self.around.exists.index_select(0, index))
         return self.out(rearrange(mixed, "b h n d -> b n (h d)"))

@@ -50,7 +50,7 @@ def hidden(nuwa, batch):
 @pytest.mark.parametrize("window", [(3, 3, 3), (1, 5, 1)])
 def test_the_window_lies_around_the_same_place(grid, window):
     near, exists = around(grid, grid, window)
-    mask = Around(grid, grid, window).mask
+    mask = Around(grid, grid, window, 8).mask
     cells = [(t, y, x) for t in range(grid[0]) for y in range(grid[1]) for x in range(grid[2])]
     for place, cell in enumerate(cells):
         expected = {
