@@ -15,7 +15,8 @@ from kineograph.core.config import StageConfig
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 
-MOST_SHAPES = 64  # that a compiled module is prepared for
+MOST_SHAPES = 128  # that a compiled module is prepared for, training and drawing counted apart
+LARGE = 500_000_000  # weights in blocks
 
 
 @dataclass(frozen=True)
@@ -213,10 +214,16 @@ def drawn_shape(task: Task, shape: Shape) -> Shape:
     return replace(shape, height=height, width=width)
 
 
+def large(task: Task) -> bool:
+    """Whether blocks are best compiled one by one: dynamo compiles one and takes it for all that are alike, where the whole network is
+    minutes of compilation (and again for each bucket's shape), and a step of so many weights is too long for graphs to shorten it."""
+    return sum(p.numel() for block in task.blocks() for p in block.parameters()) >= LARGE
+
+
 def compile_parts(task: Task, graphs: bool, by_block: bool = False) -> None:
     """torch.compile on the parts that the task names, in place; `graphs` runs them as CUDA graphs, so that the host launches
     one graph instead of hundreds of kernels. `by_block` takes blocks, and their forward passes alone, in place of a part that holds them:
-    what processes do with a block before and after it is not compiled."""
+    what is done with a block before and after it (by processes that shard it, say) is not compiled."""
     if task.any_shape:  # every bucket is a compilation of its own, and dynamo gives up after a few
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_SHAPES)

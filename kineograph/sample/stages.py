@@ -14,7 +14,7 @@ from kineograph.core.config import StageConfig, Tree, merge, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.lookup import find_task
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import BuildContext, Task, compile_parts, freeze, load_weights
+from kineograph.core.task import BuildContext, Task, compile_parts, freeze, large, load_weights
 from kineograph.data.config import DataConfig, without_strangers
 from kineograph.data.opening import data_config
 from kineograph.train import checkpoint
@@ -83,7 +83,7 @@ class Stages:
             task.precision = run.config()["stages"][name].get("train", {}).get("precision", "auto")
             self._loaded[key] = freeze(task.to(self.device))  # type: ignore[assignment]
             if self.compiled:
-                compile_parts(task, self.graphs)
+                compile_parts(task, self.graphs and not large(task), by_block=large(task))
             self.opened[f"{run.path}/{name}"] = found.digest(ema)
         return self._loaded[key]
 

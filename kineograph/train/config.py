@@ -61,8 +61,9 @@ class TrainConfig(PlayerConfig):
     """Micro-batches a step."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on GPUs that have it, fp32 elsewhere."""
-    compile: Literal["auto", "graphs"] | bool = "auto"
-    """torch.compile; graphs: as CUDA graphs too; auto: on GPUs, as graphs where nothing is accumulated."""
+    compile: Literal["auto", "graphs", "blocks"] | bool = "auto"
+    """torch.compile; graphs: as CUDA graphs too; blocks: one block for all that are alike, which takes seconds where a deep network takes
+    minutes; auto: on GPUs, blocks from half a billion weights on, below that graphs where nothing is accumulated."""
     checkpointing: bool | Literal["selective"] = False
     """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: not what attention gives."""
     device: str = "auto"

@@ -19,7 +19,7 @@ from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import Loss, Task, check_weights, compile_parts, parameters_of, weights_of
+from kineograph.core.task import Loss, Task, check_weights, compile_parts, large, parameters_of, weights_of
 from kineograph.core.transfer import fetched
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
@@ -176,9 +176,10 @@ class Stepper:
         if config.checkpointing:
             for block in task.blocks():
                 recompute(block, selective=config.checkpointing == "selective")
-        self.graphs = graphs_for(config, self.device)
+        by_block = config.compile == "blocks" or (config.compile == "auto" and large(task))
+        self.graphs = graphs_for(config, self.device) and not by_block
         if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
-            compile_parts(task, self.graphs, by_block=bool(self.layout) and parallel.speaks_inside)
+            compile_parts(task, self.graphs, by_block or (bool(self.layout) and parallel.speaks_inside))
             if self.layout and (config.checkpointing or self.graphs):
                 # For DDP the compiler cuts a network at the borders of buckets, and can do so neither in recomputed blocks nor in a CUDA graph.
                 torch._dynamo.config.optimize_ddp = False
