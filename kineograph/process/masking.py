@@ -61,8 +61,8 @@ def capacity(samples: int, tokens: int, bias: float = 1.0) -> int:
 def hide(noise: Noise, tokens: int, keep: Tensor | None = None, bias: float = 1.0) -> Masked:
     """Hide a share γ of each sample's tokens, at least one, at random places. All shapes are known without asking the device.
 
-    `keep` (B N, None: all) marks real tokens: γ is a share of those, padding is never hidden, and what is hidden of a sample does not
-    depend on how much padding follows. Were more hidden than `capacity` allows (slots that are far from neighbours), a random choice of
+    `keep` (B N, None: all) marks the tokens that may be hidden, at least one a sample: γ is a share of those, padding is never hidden, and
+    what is hidden of a sample does not depend on how much padding follows. Were more hidden than `capacity` allows (slots that are far from neighbours), a random choice of
     them is scored.
     """
     real = tokens if keep is None else keep.sum(dim=1)  # B

@@ -32,6 +32,8 @@ class PhenakiConfig(StageConfig, TransformerConfig):
     """Rotate queries and keys by time, row and column, beside the sines and cosines that are added to the tokens."""
     mask_bias: float = Field(1.0, gt=0)
     """Training hides a share cos(π/2 · r^mask_bias) of the tokens, r uniform. Above 1, more is hidden, and more of it can be known from the caption alone."""
+    primed: float = Field(0.0, ge=0, le=1)
+    """Share of training clips whose beginning, up to all times but the last, is shown and not scored: as clips that go on from given frames are drawn."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all tokens."""
     critic: Literal["none", "self", "network"] = "none"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
 import torch
+from einops import repeat
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
@@ -159,9 +160,20 @@ class Phenaki(Task):
         """B N D"""
         return self.network(clips.tokens, clips.grid, *words, clips.keep)
 
+    def unknown(self, clips: Clips, noise: Noise) -> Tensor | None:
+        """What may be hidden, B N: what is no padding, and in a share of the training clips what comes after a beginning. None: all."""
+        times, rows, columns = clips.grid
+        if not (self.training and self.config.primed and times > 1):
+            return clips.keep
+        real = times if clips.keep is None else clips.keep[:, :: rows * columns].sum(dim=1)  # B
+        begun = (noise.uniform("primed times") * (real - 1)).ceil() * noise.happens("primed", self.config.primed)  # B
+        later = torch.arange(times, device=begun.device) >= begun[:, None]  # B t
+        later = repeat(later, "b t -> b (t n)", n=rows * columns)
+        return later if clips.keep is None else later & clips.keep
+
     def predict(self, clips: Clips, words: Words, noise: Noise) -> tuple[Masked, Tensor]:
         """Hide tokens and run the network: where the scored ones lie, and their hidden states, R D."""
-        masked = hide(noise, clips.tokens.shape[1], clips.keep, self.config.mask_bias)
+        masked = hide(noise, clips.tokens.shape[1], self.unknown(clips, noise), self.config.mask_bias)
         hidden = self.hidden(clips.of_tokens(clips.tokens.masked_fill(masked.mask, self.mask_id)), words)
         return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
 
