@@ -62,8 +62,8 @@ def hide(noise: Noise, tokens: int, keep: Tensor | None = None, bias: float = 1.
     """Hide a share γ of each sample's tokens, at least one, at random places. All shapes are known without asking the device.
 
     `keep` (B N, None: all) marks the tokens that may be hidden, at least one a sample: γ is a share of those, padding is never hidden, and
-    what is hidden of a sample does not depend on how much padding follows. Were more hidden than `capacity` allows (slots that are far from neighbours), a random choice of
-    them is scored.
+    what is hidden of a sample does not depend on how much padding follows. Were more hidden than `capacity` allows (slots that are far from
+    neighbours), a random choice of them is scored.
     """
     real = tokens if keep is None else keep.sum(dim=1)  # B
     counts = (mask_ratios(noise, bias) * real).ceil().clamp_(1, tokens)  # B
