@@ -71,7 +71,8 @@ def hide(noise: Noise, tokens: int, keep: Tensor | None = None, bias: float = 1.
     order = (lots if keep is None else torch.where(keep, lots, 2.0)).argsort(dim=1)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(tokens, device=order.device).expand_as(order))
     mask = ranks < counts[:, None]
-    chance = torch.where(mask, noise.uniform("mask scored", tokens), 2.0).flatten()
+    # The lower bits of a lot say nothing about its rank: they serve as a second one.
+    chance = torch.where(mask, (lots * 64) % 1, 2.0).flatten()
     values, rows = chance.sort()
     limit = capacity(noise.batch, tokens, bias)
     return Masked(mask, rows[:limit], (values[:limit] < 2.0).float())
