@@ -70,7 +70,7 @@ def _explain(cls: type[Config], problem: Any, where: str) -> tuple[str, str]:
     if problem["type"] == "extra_forbidden":
         return unknown_key(key, known_keys(cls, path[:-1])), ""
     if problem["type"] == "missing":
-        return f"{key} is required and not set", ""
+        return f"{key} is required and not set: give {key}=VALUE on the command line, or write it into the config", ""
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(problem["input"], Mapping) and problem["type"] == "value_error":  # about several keys together
         return f"{key}: " if key else "", message

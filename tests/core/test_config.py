@@ -63,7 +63,7 @@ def test_where_stands_before_the_key() -> None:
 
 
 def test_a_required_key_is_named() -> None:
-    assert refusal({}) == "steps is required and not set"
+    assert refusal({}) == "steps is required and not set: give steps=VALUE on the command line, or write it into the config"
 
 
 def test_every_mistake_is_told_at_once() -> None:
