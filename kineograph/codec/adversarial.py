@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from kineograph.core import ranks
+from kineograph.core.batch import Shape
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
@@ -114,6 +116,21 @@ def check_size(config: AdversarialConfig, height: int, width: int) -> None:
 
 
 # What the discriminator descends -----------------------------------------------------------------------------------
+
+
+D = TypeVar("D", Discriminator, VideoDiscriminator)
+
+
+def opponent(config: AdversarialConfig | None, shape: Shape, kind: type[D]) -> D | None:
+    """The discriminator that a codec plays against; None: it plays against nobody."""
+    if config is None or not config.weight:
+        return None
+    check_size(config, shape.height, shape.width)
+    return kind(shape.channels, config)
+
+
+def players_with(discriminator: nn.Module | None) -> tuple[str, ...]:
+    return ("generator",) if discriminator is None else ("generator", "discriminator")
 
 
 def hinge(real: Tensor, fake: Tensor) -> Tensor:

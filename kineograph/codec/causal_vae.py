@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
-from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, check_size
+from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, opponent, players_with
 from kineograph.codec.causal_vae_chunks import Tiling, spans
 from kineograph.codec.causal_vae_network import CausalVAEShape, Decoder, Encoder
 from kineograph.codec.fitting import real_times, times_of, tokens_across
@@ -20,11 +20,10 @@ from kineograph.codec.game import (
     Divergence,
     Reconstruction,
     clip_judge,
-    discriminator_loss,
     game_on,
-    generator_loss,
     held,
     inward,
+    player_loss,
     scores,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
@@ -100,12 +99,8 @@ class CausalVAE(Task):
         if config.scale == "auto":
             self.register_buffer("spread", torch.zeros(3, config.latent_channels))
         self.perceptual = perceptual
-        self.discriminator: VideoDiscriminator | None = None
-        self.players = ("generator",)  # type: ignore[misc]
-        if config.adversarial and config.adversarial.weight:
-            check_size(config.adversarial, shape.height, shape.width)
-            self.discriminator = VideoDiscriminator(shape.channels, config.adversarial)
-            self.players = ("generator", "discriminator")  # type: ignore[misc]
+        self.discriminator = opponent(config.adversarial, shape, VideoDiscriminator)
+        self.players = players_with(self.discriminator)  # type: ignore[misc]
 
     @classmethod
     def build(cls, config: CausalVAEConfig, context: BuildContext) -> CausalVAE:
@@ -275,13 +270,9 @@ class CausalVAE(Task):
         self.spread.lerp_(total / total[0], FORGETS)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        game = self.config.adversarial
-        judge = clip_judge(self.discriminator, game, shared)
-        if player == "discriminator":
-            assert game is not None
-            assert judge is not None
-            return discriminator_loss(shared, game, judge)
-        return generator_loss(shared, self.config, None, self.perceptual, judge, [self.decoder.conv_out.conv.weight])
+        judge = clip_judge(self.discriminator, self.config.adversarial, shared)
+        last = [self.decoder.conv_out.conv.weight]
+        return player_loss(player, shared, self.config, None, self.perceptual, judge, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         """Beside the scores, the deviation of each channel of the latents as generators see them."""

@@ -11,17 +11,16 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
-from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, check_size
+from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, opponent, players_with
 from kineograph.codec.fitting import real_times, times_of, tokens_across
 from kineograph.codec.game import (
     Reconstruction,
     clip_judge,
-    discriminator_loss,
     game_on,
-    generator_loss,
     held,
     inward,
     outward,
+    player_loss,
     scores,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
@@ -213,12 +212,8 @@ class CViViT(Task):
         self.to_pixels = ToPixels(shape.channels, config)
         self.vocabulary = self.quantizer.codes
         self.perceptual = perceptual
-        self.discriminator: VideoDiscriminator | None = None
-        self.players = ("generator",)  # type: ignore[misc]
-        if config.adversarial and config.adversarial.weight:
-            check_size(config.adversarial, shape.height, shape.width)
-            self.discriminator = VideoDiscriminator(shape.channels, config.adversarial)
-            self.players = ("generator", "discriminator")  # type: ignore[misc]
+        self.discriminator = opponent(config.adversarial, shape, VideoDiscriminator)
+        self.players = players_with(self.discriminator)  # type: ignore[misc]
 
     @classmethod
     def build(cls, config: CViViTConfig, context: BuildContext) -> CViViT:
@@ -287,14 +282,9 @@ class CViViT(Task):
         return Reconstruction(real, fake, keep, quantized, None if times is None else times.flatten(), noise)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        game = self.config.adversarial
-        judge = clip_judge(self.discriminator, game, shared)
-        if player == "discriminator":
-            assert game is not None
-            assert judge is not None
-            return discriminator_loss(shared, game, judge)
+        judge = clip_judge(self.discriminator, self.config.adversarial, shared)
         last = self.to_pixels.weights(shared.real.shape[0] // shared.noise.batch)
-        return generator_loss(shared, self.config, self.vocabulary, self.perceptual, judge, last)
+        return player_loss(player, shared, self.config, self.vocabulary, self.perceptual, judge, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         return scores(self(batch, noise), self.config, self.vocabulary, self.perceptual)

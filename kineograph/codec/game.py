@@ -92,6 +92,23 @@ def clip_judge(
 # Losses ------------------------------------------------------------------------------------------------------------
 
 
+def player_loss(
+    player: str,
+    shared: Reconstruction,
+    config: Judged,
+    codes: int | None,
+    look: Lpips | None,
+    judge: Judge | None,
+    last: Sequence[Tensor],
+) -> Loss:
+    """What a player descends; the arguments are those of `generator_loss`."""
+    if player == "discriminator":
+        assert config.adversarial is not None
+        assert judge is not None
+        return discriminator_loss(shared, config.adversarial, judge)
+    return generator_loss(shared, config, codes, look, judge, last)
+
+
 def generator_loss(
     shared: Reconstruction,
     config: Judged,

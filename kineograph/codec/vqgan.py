@@ -12,9 +12,9 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
-from kineograph.codec.adversarial import AdversarialConfig, Discriminator, check_size
+from kineograph.codec.adversarial import AdversarialConfig, Discriminator, opponent, players_with
 from kineograph.codec.fitting import tokens_across
-from kineograph.codec.game import Reconstruction, discriminator_loss, game_on, generator_loss, inward, outward, scores
+from kineograph.codec.game import Reconstruction, game_on, inward, outward, player_loss, scores
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
@@ -143,12 +143,8 @@ class VQGAN(Task):
         self.to_pixels = ToPixels(shape.channels, config)
         self.vocabulary = self.quantizer.codes
         self.perceptual = perceptual
-        self.discriminator: Discriminator | None = None
-        self.players = ("generator",)  # type: ignore[misc]
-        if config.adversarial and config.adversarial.weight:
-            check_size(config.adversarial, shape.height, shape.width)
-            self.discriminator = Discriminator(shape.channels, config.adversarial)
-            self.players = ("generator", "discriminator")  # type: ignore[misc]
+        self.discriminator = opponent(config.adversarial, shape, Discriminator)
+        self.players = players_with(self.discriminator)  # type: ignore[misc]
 
     @classmethod
     def build(cls, config: VQGANConfig, context: BuildContext) -> VQGAN:
@@ -216,15 +212,9 @@ class VQGAN(Task):
         return Reconstruction(real, fake, weights, quantized, keep, noise)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        game = self.config.adversarial
-        judge = self._judge if game_on(game, shared.noise.step) else None
-        if player == "discriminator":
-            assert game is not None
-            assert judge is not None
-            return discriminator_loss(shared, game, judge)
-        return generator_loss(
-            shared, self.config, self.vocabulary, self.perceptual, judge, [self.to_pixels.conv.weight]
-        )
+        judge = self._judge if game_on(self.config.adversarial, shared.noise.step) else None
+        last = [self.to_pixels.conv.weight]
+        return player_loss(player, shared, self.config, self.vocabulary, self.perceptual, judge, last)
 
     def _judge(self, pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
         """Frame by frame, so that clips and padding make no difference."""
