@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, str, str]] = {  # what it is called → preset, s
     "Phenaki": ("phenaki-tiny", "generator", NARROW),
     "NUWA": ("nuwa-tiny", "generator", NARROW),
     "CLIP": ("dalle2-tiny", "clip", NARROW),
-    "DALL-E 2, prior": ("dalle2-tiny", "prior", "depth=2 width=32"),
+    "DALL-E 2, prior": ("dalle2-tiny", "prior", "depth=2 width=32 text_encodings=true"),
     "DALL-E 2, decoder": ("dalle2-tiny", "decoder", "width=16"),
     "CogVideoX": ("cogvideox-tiny", "generator", "depth=2 head_width=16 time_width=32 text.width=32 text.dropout=0"),
 }
