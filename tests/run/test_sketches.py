@@ -52,7 +52,7 @@ def test_samples_while_training_follow_the_sketches_of_the_data(run):
     folder, seen = run
     expected = MovingDigits.open(
         MovingDigitsConfig(
-            size=32, frames=4, fps=4, glyphs=3, directions=4, speed=4, grid=4, bounce=False, count=40, sketch=True
+            size=32, frames=4, fps=4, directions=4, speed=4, grid=4, bounce=False, kept_out=0, count=40, sketch=True
         ),
         "validation",
     )
