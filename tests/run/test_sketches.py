@@ -52,7 +52,7 @@ def test_samples_while_training_follow_the_sketches_of_the_data(run):
     folder, seen = run
     expected = MovingDigits.open(
         MovingDigitsConfig(
-            size=32, frames=4, fps=4, glyphs=3, directions=4, speed=4, grid=4, bounce=False, count=40, sketch=True
+            size=32, frames=4, fps=4, directions=4, speed=4, grid=4, bounce=False, kept_out=0, count=40, sketch=True
         ),
         "validation",
     )
@@ -172,11 +172,11 @@ def test_missing_sketches_are_refused_before_anything_is_written(tmp_path):
 
 def test_codebook_ids_from_elsewhere_train_a_generator(run, tmp_path):
     """A raw file of int64, stored flat, with its shape and vocabulary told; frames to sample are a key."""
-    ids = np.random.default_rng(0).integers(0, 1920, (24, 4 * 4 * 4))
+    ids = np.random.default_rng(0).integers(0, 216, (24, 4 * 8 * 8))
     ids.astype(np.int64).tofile(tmp_path / "ids.bin")
     (tmp_path / "ids.yaml").write_text(
         f"""
-data: {{source: cache, folder: {tmp_path / "ids.bin"}, array_shape: [24, 64], vocabulary: 1920, tokens_shape: [4, 4, 4], size: 32, frames: 4}}
+data: {{source: cache, folder: {tmp_path / "ids.bin"}, array_shape: [24, 256], vocabulary: 216, tokens_shape: [4, 8, 8], size: 32, frames: 4}}
 stages:
   generator: {{task: nuwa, codec: {run[0]}/tokenizer, width: 32, heads: 2, depth: 1, window: [2, 3, 3], dilations: [1], text: {{kind: none}}}}
 """
@@ -185,7 +185,7 @@ stages:
     (gif, *_) = sorted((made / "generator" / "samples" / "step-00000002").glob("*[0-9].gif"))
     with Image.open(gif) as image:
         assert image.n_frames == 2
-    with pytest.raises(InputError, match="allows 0 to 999"):
-        train([str(tmp_path / "ids.yaml"), *QUICK, "data.vocabulary=1000"], run=tmp_path / "other", quiet=True)
+    with pytest.raises(InputError, match="allows 0 to 99"):
+        train([str(tmp_path / "ids.yaml"), *QUICK, "data.vocabulary=100"], run=tmp_path / "other", quiet=True)
     with pytest.raises(InputError, match="holds items of shape"):
-        train([str(tmp_path / "ids.yaml"), *QUICK, "data.tokens_shape=[1, 8, 8]"], run=tmp_path / "other", quiet=True)
+        train([str(tmp_path / "ids.yaml"), *QUICK, "data.tokens_shape=[1, 16, 16]"], run=tmp_path / "other", quiet=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.family.nuwa.config import NuwaConfig
-from kineograph.family.nuwa.sketch import Around, SketchAttention, SketchTokens
+from kineograph.family.nuwa.sketch import Around, SketchAttention, SketchGlance, SketchTokens
 from kineograph.nn.attention import CrossAttention, Memory
 from kineograph.nn.nearby import Located, NearbyAttention, NearbyCache, Turns
 from kineograph.nn.norms import norm_layer
@@ -139,7 +139,7 @@ class Block(nn.Module):
 class Decoding(NamedTuple):
     """A batch of clips that is being drawn: where positions are, what each block hears and what it keeps."""
 
-    added: Tensor  # N D
+    added: Tensor  # 1 N D; B N D where there is a sketch
     turns: Tensor | None  # 4 N d/2
     heard: list[Heard]
     caches: list[BlockCache]
@@ -201,6 +201,7 @@ class NuwaNetwork(nn.Module):
         self.sketch = SketchTokens(*sketch, width) if sketch is not None else None
         head_width = width // config.heads
         around = Around(grid, sketch[1], config.sketch_window, head_width) if sketch is not None else None
+        self.glance = SketchGlance(width, around) if around is not None else None
         self.blocks = nn.ModuleList(
             Block(config, self._window(config, layer), text_width is not None, around) for layer in range(config.depth)
         )
@@ -227,6 +228,14 @@ class NuwaNetwork(nn.Module):
             sketch = self.sketch(sketch)
         return text, sketch
 
+    def _places(self, first: int, sketch: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Of the first positions: what is added to the tokens that they hold, where they are and what is sketched there, 1 n D or B n D; and
+        how they turn."""
+        added, turns = self.places(first)
+        if self.glance is not None and sketch is not None:
+            return added + self.glance(sketch, first), turns
+        return added[None], turns
+
     def _shifted(self, tokens: Tensor) -> Tensor:
         """Tokens B N → what the positions hold, B N: BOS and all but the last."""
         return torch.cat([torch.full_like(tokens[:, :1], self.bos), tokens[:, :-1]], dim=1)
@@ -243,9 +252,9 @@ class NuwaNetwork(nn.Module):
         sketch: Tensor | None = None,  # B M
     ) -> Tensor:
         """Hidden states from which each token is predicted, B N D; no token is seen by its own."""
-        added, turns = self.places(tokens.shape[1])
-        x = stream(self._embed(self._shifted(tokens)) + added, self.residual)
         text, sketch = self._context(text, sketch)
+        added, turns = self._places(tokens.shape[1], sketch)
+        x = stream(self._embed(self._shifted(tokens)) + added, self.residual)
         for block in self.blocks:
             x = block(x, self._frames(tokens), turn_by(turns), text, mask, sketch)
         return self.norm(x)
@@ -258,13 +267,13 @@ class NuwaNetwork(nn.Module):
         grid = (frames, *self.grid[1:])
         blocks = [cast(Block, block) for block in self.blocks]
         heard = [block.hear(text, condition.mask, sketch) for block in blocks]
-        added, turns = self.places(frames * grid[1] * grid[2])
+        added, turns = self._places(frames * grid[1] * grid[2], sketch)
         return Decoding(added, turns, heard, [block.cache(rows, grid) for block in blocks])
 
     def restart(self, condition: Condition, state: Decoding) -> None:
         """As `start`, in the memory of a state of the same shape: what has recorded its places goes on with it."""
         text, sketch = self._context(condition.text, condition.sketch)
-        state.added.copy_(self.places(state.added.shape[0])[0])
+        state.added.copy_(self._places(state.added.shape[1], sketch)[0])
         for block, heard, cache in zip(self.blocks, state.heard, state.caches, strict=True):
             fresh = cast(Block, block).hear(text, condition.mask, sketch)
             for kept, value in zip(heard.tensors(), fresh.tensors(), strict=True):
@@ -273,14 +282,15 @@ class NuwaNetwork(nn.Module):
 
     def fill(self, tokens: Tensor, state: Decoding) -> None:
         """Pass the positions before token N in one go, for whole times B N of given tokens."""
-        added, turns = self.places(tokens.shape[1])
-        x = stream(self._embed(self._shifted(tokens)) + added, self.residual)
+        first = tokens.shape[1]
+        turns = None if state.turns is None else state.turns[:, :first]
+        x = stream(self._embed(self._shifted(tokens)) + state.added[:, :first], self.residual)
         for block, heard, cache in zip(self.blocks, state.heard, state.caches, strict=True):
             x = block(x, self._frames(tokens), turn_by(turns), heard=heard, cache=cache)
 
     def step(self, token: Tensor, index: Tensor, state: Decoding) -> Tensor:
         """The hidden state from which token `index` (1, on the device) is predicted, B 1 D; `token` (B 1) is the one before it."""
-        x = stream(self._embed(token) + state.added.index_select(0, index), self.residual)
+        x = stream(self._embed(token) + state.added.index_select(1, index), self.residual)
         rotary = turn_by(None if state.turns is None else state.turns.index_select(1, index))
         located: dict[int, Located] = {}  # blocks of one dilation look to the same places
         for module, heard, cache in zip(self.blocks, state.heard, state.caches, strict=True):

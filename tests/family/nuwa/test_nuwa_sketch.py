@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from einops import repeat
+from einops import rearrange, repeat
 from torch import Tensor
 
 from kineograph.core.batch import Batch, Prompts
@@ -10,7 +10,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import freeze
 from kineograph.family.nuwa import Nuwa, NuwaSample
-from kineograph.family.nuwa.sketch import Around, around
+from kineograph.family.nuwa.sketch import Around, SketchGlance, around
 
 from .conftest import CAPTIONS, FRAMES, SIDE, PatchCodec, batch_of, train
 
@@ -69,12 +69,53 @@ def test_grids_of_different_sizes_lie_on_one_picture():
 
 
 def test_a_place_sees_the_sketch_around_it_later_times_too(sketched):
-    nuwa = sketched(depth=1, token_shift=False, sketch_window=(3, 1, 1)).eval()
+    alone = {"window": (1, 1, 1), "dilations": 1}  # no place hears from another what that one has seen
+    nuwa = sketched(depth=1, token_shift=False, sketch_window=(3, 1, 1), **alone).eval()
     batch = with_sketch()
     plain = hidden(nuwa, batch)
     batch.extra["sketch"][:, 2, :, :4, :4] = 255 - batch.extra["sketch"][:, 2, :, :4, :4]  # cell (2, 0, 0)
     moved = ((hidden(nuwa, batch) - plain).abs().amax(-1) > 1e-6).all(0).view(FRAMES, SIDE, SIDE)
     assert moved.nonzero().tolist() == [[1, 0, 0], [2, 0, 0], [3, 0, 0]]
+
+
+@torch.no_grad()
+def test_a_glance_is_a_convolution_where_both_grids_are_the_same():
+    grid, window, width = (3, 4, 5), (3, 3, 1), 8
+    glance = SketchGlance(width, Around(grid, grid, window, 8))
+    sketch = torch.randn(2, 60, width, generator=torch.Generator().manual_seed(0))
+    weight = rearrange(
+        torch.stack([linear.weight for linear in glance.offsets]), "(t h w) o i -> o i t h w", t=3, h=3, w=1
+    )
+    volume = rearrange(sketch, "b (t h w) d -> b d t h w", t=3, h=4)
+    expected = rearrange(torch.nn.functional.conv3d(volume, weight, padding=(1, 1, 0)), "b d t h w -> b (t h w) d")
+    torch.testing.assert_close(glance(sketch, 60), expected)
+    torch.testing.assert_close(glance(sketch, 20), expected[:, :20])
+
+
+@torch.no_grad()
+def test_a_place_takes_in_the_sketch_before_any_block(sketched):
+    """Without attention to it, and each place by its own token: both grids lie on one picture."""
+    nuwa = sketched(patch=2, depth=1, sketch_window=(1, 1, 1)).eval()
+    for block in nuwa.network.blocks:
+        block.sketch.out.weight.zero_()
+    batch = with_sketch()
+    plain = hidden(nuwa, batch)
+    batch.extra["sketch"][:, -1, :, -2:, -2:] = (
+        255 - batch.extra["sketch"][:, -1, :, -2:, -2:]
+    )  # seen by the last place alone
+    moved = ((hidden(nuwa, batch) - plain).abs().amax(-1) > 1e-6).all(0)
+    assert moved.nonzero().tolist() == [[FRAMES * PLACES - 1]]
+
+
+@torch.no_grad()
+def test_a_state_that_starts_again_takes_in_the_new_sketch(sketched):
+    nuwa = sketched().eval()
+    one, other = (with_sketch(seed=seed) for seed in (0, 1))
+    state = nuwa.network.start(nuwa.condition(one), 4, FRAMES)
+    nuwa.network.restart(nuwa.condition(other), state)
+    fresh = nuwa.network.start(nuwa.condition(other), 4, FRAMES)
+    assert torch.equal(state.added, fresh.added)
+    assert not torch.equal(nuwa.network.start(nuwa.condition(one), 4, FRAMES).added, fresh.added)
 
 
 @pytest.mark.parametrize("patch", [4, 2, 12])
