@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.torture import lives
 from tests.torture.faults import Outcome, Place
 
+ROOT = Path(__file__).parents[2]
 _RUNNER = "from tests.torture import lives; lives.lighten(); from kineograph.cli import main; main()"
 
 
@@ -34,7 +35,7 @@ def elastic(place: Place, kills: int, rng: random.Random) -> Outcome:
     ]  # fmt: skip
     log = place.folder / "log"
     with open(log, "w") as file:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # a script does not look where it is started
         job = subprocess.Popen(words, stdout=file, stderr=file, env=env, start_new_session=True)
         done = 0
         for _ in range(kills):
