@@ -63,7 +63,8 @@ def test_where_stands_before_the_key() -> None:
 
 
 def test_a_required_key_is_named() -> None:
-    assert refusal({}) == "steps is required and not set: give steps=VALUE on the command line, or write it into the config"
+    remedy = "give steps=VALUE on the command line, or write it into the config"
+    assert refusal({}) == f"steps is required and not set: {remedy}"
 
 
 def test_every_mistake_is_told_at_once() -> None:

@@ -35,7 +35,8 @@ def elastic(place: Place, kills: int, rng: random.Random) -> Outcome:
     ]  # fmt: skip
     log = place.folder / "log"
     with open(log, "w") as file:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # a script does not look where it is started
+        # A script does not look for modules where it is started.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         job = subprocess.Popen(words, stdout=file, stderr=file, env=env, start_new_session=True)
         done = 0
         for _ in range(kills):
