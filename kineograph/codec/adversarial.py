@@ -115,9 +115,6 @@ def check_size(config: AdversarialConfig, height: int, width: int) -> None:
         )
 
 
-# What the discriminator descends -----------------------------------------------------------------------------------
-
-
 D = TypeVar("D", Discriminator, VideoDiscriminator)
 
 
@@ -131,6 +128,9 @@ def opponent(config: AdversarialConfig | None, shape: Shape, kind: type[D]) -> D
 
 def players_with(discriminator: nn.Module | None) -> tuple[str, ...]:
     return ("generator",) if discriminator is None else ("generator", "discriminator")
+
+
+# What the discriminator descends -----------------------------------------------------------------------------------
 
 
 def hinge(real: Tensor, fake: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ from kineograph.codec.game import (
     Divergence,
     Reconstruction,
     clip_judge,
+    discriminator_loss,
     game_on,
+    generator_loss,
     held,
     inward,
-    player_loss,
     scores,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
@@ -271,8 +272,10 @@ class CausalVAE(Task):
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
         judge = clip_judge(self.discriminator, self.config.adversarial, shared)
+        if player == "discriminator":
+            return discriminator_loss(shared, self.config.adversarial, judge)
         last = [self.decoder.conv_out.conv.weight]
-        return player_loss(player, shared, self.config, None, self.perceptual, judge, last)
+        return generator_loss(shared, self.config, None, self.perceptual, judge, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         """Beside the scores, the deviation of each channel of the latents as generators see them."""

@@ -16,11 +16,12 @@ from kineograph.codec.fitting import real_times, times_of, tokens_across
 from kineograph.codec.game import (
     Reconstruction,
     clip_judge,
+    discriminator_loss,
     game_on,
+    generator_loss,
     held,
     inward,
     outward,
-    player_loss,
     scores,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
@@ -283,8 +284,10 @@ class CViViT(Task):
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
         judge = clip_judge(self.discriminator, self.config.adversarial, shared)
+        if player == "discriminator":
+            return discriminator_loss(shared, self.config.adversarial, judge)
         last = self.to_pixels.weights(shared.real.shape[0] // shared.noise.batch)
-        return player_loss(player, shared, self.config, self.vocabulary, self.perceptual, judge, last)
+        return generator_loss(shared, self.config, self.vocabulary, self.perceptual, judge, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         return scores(self(batch, noise), self.config, self.vocabulary, self.perceptual)

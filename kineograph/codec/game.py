@@ -92,23 +92,6 @@ def clip_judge(
 # Losses ------------------------------------------------------------------------------------------------------------
 
 
-def player_loss(
-    player: str,
-    shared: Reconstruction,
-    config: Judged,
-    codes: int | None,
-    look: Lpips | None,
-    judge: Judge | None,
-    last: Sequence[Tensor],
-) -> Loss:
-    """What a player descends; the arguments are those of `generator_loss`."""
-    if player == "discriminator":
-        assert config.adversarial is not None
-        assert judge is not None
-        return discriminator_loss(shared, config.adversarial, judge)
-    return generator_loss(shared, config, codes, look, judge, last)
-
-
 def generator_loss(
     shared: Reconstruction,
     config: Judged,
@@ -157,8 +140,10 @@ def generator_loss(
     return Loss(Mean(total, count), named | _codes(shared, codes))
 
 
-def discriminator_loss(shared: Reconstruction, game: AdversarialConfig, judge: Judge) -> Loss:
-    """hinge + γ/2 · penalty, the latter once in a while"""
+def discriminator_loss(shared: Reconstruction, game: AdversarialConfig | None, judge: Judge | None) -> Loss:
+    """hinge + γ/2 · penalty, the latter once in a while. Asked for in steps of the game alone."""
+    assert game is not None
+    assert judge is not None
     scene = Scene.of(shared, game)
     pictures = [shared.real, shared.fake.detach()]
     if game.penalty and shared.noise.step % game.penalty_every == 0:

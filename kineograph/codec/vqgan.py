@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, Discriminator, opponent, players_with
 from kineograph.codec.fitting import tokens_across
-from kineograph.codec.game import Reconstruction, game_on, inward, outward, player_loss, scores
+from kineograph.codec.game import Reconstruction, discriminator_loss, game_on, generator_loss, inward, outward, scores
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
@@ -213,8 +213,10 @@ class VQGAN(Task):
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
         judge = self._judge if game_on(self.config.adversarial, shared.noise.step) else None
+        if player == "discriminator":
+            return discriminator_loss(shared, self.config.adversarial, judge)
         last = [self.to_pixels.conv.weight]
-        return player_loss(player, shared, self.config, self.vocabulary, self.perceptual, judge, last)
+        return generator_loss(shared, self.config, self.vocabulary, self.perceptual, judge, last)
 
     def _judge(self, pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
         """Frame by frame, so that clips and padding make no difference."""

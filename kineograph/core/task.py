@@ -215,8 +215,8 @@ def drawn_shape(task: Task, shape: Shape) -> Shape:
 
 
 def large(task: Task) -> bool:
-    """Whether blocks are best compiled one by one: dynamo compiles one and takes it for all that are alike, where the whole network is
-    minutes of compilation (and again for each bucket's shape), and a step of so many weights is too long for graphs to shorten it."""
+    """Whether blocks are compiled one by one: dynamo compiles one and takes it for all that are alike. The whole of CogVideoX-2B took 155 s,
+    and would again for each bucket's shape; a step of so many weights is too long for graphs to shorten it."""
     return sum(p.numel() for block in task.blocks() for p in block.parameters()) >= LARGE
 
 

@@ -62,8 +62,8 @@ class TrainConfig(PlayerConfig):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on GPUs that have it, fp32 elsewhere."""
     compile: Literal["auto", "graphs", "blocks"] | bool = "auto"
-    """torch.compile; graphs: as CUDA graphs too; blocks: one block for all that are alike, which takes seconds where a deep network takes
-    minutes; auto: on GPUs, blocks from half a billion weights on, below that graphs where nothing is accumulated."""
+    """torch.compile; graphs: as CUDA graphs too; blocks: one block for all that are alike, so that compiling does not grow with depth;
+    auto: on GPUs, blocks from half a billion weights on, below that graphs where nothing is accumulated."""
     checkpointing: bool | Literal["selective"] = False
     """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: not what attention gives."""
     device: str = "auto"

@@ -23,7 +23,7 @@ def test_a_share_of_the_clips_has_its_beginning_shown(make) -> None:
     assert set(shown) == {0, 1, 2}  # never all of them
     assert 0.18 < 1 - shown[0] / ROWS < 0.32
     assert 0.6 < shown[1] / shown[2] < 1.6
-    assert times[:, 1:, 0].int().diff(dim=1).min() >= 0  # beginnings, nothing from the middle
+    assert times[:, :, 0].int().diff(dim=1).min() >= 0  # beginnings, nothing from the middle
 
 
 def test_only_what_is_unknown_is_hidden_and_scored(make, batch) -> None:
