@@ -234,6 +234,16 @@ class Transformer(nn.Module):
 
     # ---------------------------------------------------------------------------------------------------------------
 
+    def _adapted(self, x: Tensor) -> bool:
+        """Whether the first block trains on what takes no gradient. Taking one, it is as all other blocks are, and where blocks are compiled one
+        by one their graph serves it too; compiled with all else it needs no such help."""
+        return (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not x.requires_grad
+            and any(p.requires_grad for p in self.blocks[0].parameters())
+        )
+
     def forward(self, latents: Tensor, t: Tensor, text: Tensor, at: Places) -> Tensor:
         """B t c h w, times B, text B L E → B t c h w; `at` is what `places` gives for this size."""
         p, pt = self.shape.patch, self.shape.patch_time
@@ -252,6 +262,8 @@ class Transformer(nn.Module):
             vector = vector + self.ofs(torch.full_like(t, OFS, dtype=torch.float32))
         vector = F.silu(vector)
         is_text = (torch.arange(x.shape[1], device=x.device) < text.shape[1])[None, :, None]
+        if self._adapted(x):
+            x = x.detach().requires_grad_()
         for block in self.blocks:
             x = block(x, vector, is_text, at)
         x = self.norm_final(x[:, text.shape[1] :])

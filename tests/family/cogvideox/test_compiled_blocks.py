@@ -46,12 +46,21 @@ def test_one_graph_serves_all_blocks(make: Make, counter: CompileCounterWithBack
     assert counter.frame_count == 1
 
 
-def test_adapters_take_two(make: Make, counter: CompileCounterWithBackend) -> None:
-    """The first block reads what takes no gradient; all others are alike."""
+def test_adapters_take_no_second_graph(make: Make, counter: CompileCounterWithBackend) -> None:
+    """Though what the first block reads comes from frozen layers."""
     lora = {"tune": "lora", "init": "another", "lora": {"rank": 2}}
     expected = losses(make(**BLOCKS, **lora), compile=False)
     assert losses(make(**BLOCKS, **lora), compile="blocks") == pytest.approx(expected, rel=1e-5)
-    assert counter.frame_count == 2
+    assert counter.frame_count == 1
+
+
+def test_blocks_before_the_first_that_trains_are_not_walked_back(make: Make) -> None:
+    task = make(**BLOCKS, tune=["blocks.2.*"], init="another")
+    seen = {}
+    for number, block in enumerate(task.network.blocks):
+        block.register_forward_hook(lambda _, given, __, number=number: seen.update({number: given[0].requires_grad}))
+    losses(task, compile=False)
+    assert seen == {0: False, 1: False, 2: False, 3: True}
 
 
 def test_auto_goes_by_the_weights(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
