@@ -45,6 +45,10 @@ class Texts(nn.Module):
             return torch.zeros(len(batch), 1, self.width, device=batch.slots.device)
         if batch.text_embeds is not None and not reader.trained:
             found = self._given(batch)
+        elif batch.captions is not None and dropped is not None and reader.trained and self.null_text == "empty":
+            # The empty caption is read beside the others: alone it would be a second call, and compiled a second graph.
+            found = self._of_captions([*batch.captions, ""])
+            return torch.where(dropped[:, None, None], found[-1:], found[:-1])
         else:
             found = self._of_captions(batch.captions)
         return found if dropped is None else self.drop(found, dropped)

@@ -218,6 +218,20 @@ def test_captions_matter_and_dropped_ones_do_not(make: Make) -> None:
     assert torch.equal(task.texts.of_batch(batch, dropped), task.texts.of_batch(other, dropped))
 
 
+def test_a_learning_encoder_is_asked_once_a_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call for the empty caption would be compiled by itself."""
+    task = make(null_text="empty")
+    asked: list[int] = []
+    encode = task.texts.reader.encode
+    monkeypatch.setattr(task.texts.reader, "encode", lambda captions: asked.append(len(captions)) or encode(captions))
+    dropped = torch.tensor([True, False, True, False])
+    found = task.texts.of_batch(clips(), dropped)
+    assert asked == [5]
+    kept = task.texts.of_batch(clips())
+    assert torch.allclose(found[~dropped], kept[~dropped])
+    assert torch.allclose(found[dropped], task.texts.null(found.device).expand_as(found[dropped]))
+
+
 @pytest.mark.parametrize("null", ["empty", "zeros", "learned"])
 def test_no_caption_is_the_same_in_training_and_drawing(make: Make, null: str) -> None:
     task = make(null_text=null)
