@@ -61,6 +61,11 @@ class PhenakiConfig(StageConfig, TransformerConfig):
             raise ValueError(f"only={self.only} chooses between generator and critic, and critic=none: leave it out")
         if self.only == "critic" and self.init is None:
             raise ValueError("only=critic needs init: the trained generator whose samples are judged")
+        if self.only == "generator" and self.init is None and self.sample.critic:
+            raise ValueError(
+                "only=generator leaves the critic as init gave it, and without init it has learned nothing and would decide what is drawn again: "
+                "set sample.critic=false, or critic=none in place of only"
+            )
         self.critic_transformer()
         if self.text.kind != "none":
             check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)

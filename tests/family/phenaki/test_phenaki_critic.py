@@ -37,9 +37,9 @@ GENERATOR, CRITIC = {"network", "head", "text"}, {"critic"}
         ({"critic": "none"}, ("generator",), GENERATOR),
         ({"critic": "self"}, ("generator",), GENERATOR | CRITIC),
         ({"critic": "network"}, ("generator", "critic"), GENERATOR | CRITIC),
-        ({"critic": "network", "only": "generator"}, ("generator",), GENERATOR),
+        ({"critic": "network", "only": "generator", "init": "x"}, ("generator",), GENERATOR),
         ({"critic": "network", "only": "critic", "init": "x"}, ("critic",), CRITIC),
-        ({"critic": "self", "only": "generator"}, ("generator",), GENERATOR),
+        ({"critic": "self", "only": "generator", "init": "x"}, ("generator",), GENERATOR),
         ({"critic": "self", "only": "critic", "init": "x"}, ("critic",), CRITIC),
     ],
 )
