@@ -47,7 +47,7 @@ class PhenakiConfig(StageConfig, TransformerConfig):
     critic_heads: int | None = Field(None, ge=1)
     """network: attention heads of the critic; null: as the generator."""
     only: Literal["generator", "critic"] | None = None
-    """Train one of the two; the other stays as `init` gave it. null: both."""
+    """Train one of the two; the other stays as `init` gave it (a critic that nothing gave has no part in drawing). null: both."""
     sample: PhenakiSample = PhenakiSample()
     """How clips are drawn."""
 
@@ -61,11 +61,6 @@ class PhenakiConfig(StageConfig, TransformerConfig):
             raise ValueError(f"only={self.only} chooses between generator and critic, and critic=none: leave it out")
         if self.only == "critic" and self.init is None:
             raise ValueError("only=critic needs init: the trained generator whose samples are judged")
-        if self.only == "generator" and self.init is None and self.sample.critic:
-            raise ValueError(
-                "only=generator leaves the critic as init gave it, and without init it has learned nothing and would decide what is drawn again: "
-                "set sample.critic=false, or critic=none in place of only"
-            )
         self.critic_transformer()
         if self.text.kind != "none":
             check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
