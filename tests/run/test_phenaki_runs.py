@@ -11,9 +11,11 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+import kineograph as kg
 from kineograph.cli import main
 from kineograph.codec.perceptual import Lpips
 from kineograph.core.config import merge
+from kineograph.core.errors import InputError
 
 TOKENIZER: dict[str, Any] = {
     "task": "cvivit", "width": 8, "heads": 2, "spatial_depth": 1, "temporal_depth": 1, "patch": 8, "temporal_patch": 2,
@@ -71,3 +73,33 @@ def test_a_tokenizer_with_all_its_losses_trains_by_command(tmp_path: Path) -> No
     assert kineo("train", config, "--run", tmp_path / "run") == 0
     for line in logged(tmp_path / "run", "tokenizer"):
         assert line["perceptual"] > 0 and line["adversarial_weight"] > 0
+
+
+class Clips(torch.utils.data.Dataset):
+    """Clips with text embeddings of 6 channels, or with captions alone."""
+
+    def __init__(self, embedded: bool = True) -> None:
+        self.embedded = embedded
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return torch.rand(5, 1, 16, 16), torch.rand(3, 6) if self.embedded else "a ball"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "width", "message"),
+    [
+        (Clips(), 8, r"stage generator .*text\.width=8.*item-\d+ have 6 channels: set stages\.generator\.text\.width=6"),
+        (Clips(embedded=False), 6, r"stage generator .*data\.source=dataset have none: give them as text_embeds"),
+    ],
+)
+def test_text_embeddings_are_looked_at_before_the_tokenizer_trains(
+    tmp_path: Path, dataset: Clips, width: int, message: str
+) -> None:
+    given = GENERATOR | {"text": {"kind": "given", "width": width, "length": 3}}
+    config = write(tmp_path, {"stages": {"generator": given}})
+    with pytest.raises(InputError, match=message):
+        kg.train(config, dataset=dataset, run=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
