@@ -92,7 +92,9 @@ def load(path: Path) -> dict[str, Tensor]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     try:
-        with unset_fake_temporarily():  # a stage may be built of tensors without numbers; a file cannot be read into such
+        with (
+            unset_fake_temporarily()
+        ):  # a stage may be built of tensors without numbers; a file cannot be read into such
             return load_file(path)
     except Exception as error:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from None

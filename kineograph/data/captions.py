@@ -219,4 +219,6 @@ def require_captions(source: Any, reader: str) -> None:
         "put a .txt beside each, or list them in metadata.jsonl (file_name, text), labels/ or prompts.txt + videos.txt; "
         "kineo data check shows what was found"
     )
-    raise InputError(f"{reader} reads captions, and {len(missing)} of {len(source)} items have none ({shown}): {remedy}")
+    raise InputError(
+        f"{reader} reads captions, and {len(missing)} of {len(source)} items have none ({shown}): {remedy}"
+    )

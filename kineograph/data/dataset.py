@@ -59,7 +59,9 @@ class DatasetConfig(DataConfig):
 class DatasetSource:
     Config = DatasetConfig
     in_memory = True  # worker processes share it by forking, since it may be large or live in a notebook
-    how_to_caption = "give one as a str in each item, in a dict under the name texts; or train without text (text.kind=none)"
+    how_to_caption = (
+        "give one as a str in each item, in a dict under the name texts; or train without text (text.kind=none)"
+    )
 
     def __init__(self, dataset: Dataset, config: DataConfig, split: Split) -> None:
         """`config` may be any source's: `fields` is read where it is there."""

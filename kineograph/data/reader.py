@@ -114,7 +114,9 @@ def _collate(samples: list[Sample], slots: list[int]) -> Batch:
     try:
         return Batch.collate(samples, slots)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"items of different shapes or fields cannot share a batch: {_unlike(samples) or error}") from None
+        raise InputError(
+            f"items of different shapes or fields cannot share a batch: {_unlike(samples) or error}"
+        ) from None
 
 
 def _unlike(samples: list[Sample]) -> str | None:

@@ -87,7 +87,9 @@ class Takes:
     def nothing_left(self, frames: int) -> str:
         """Why so few frames cannot be begun from, and what can be done."""
         count = min(frames, self.shape.frames)
-        remedy = "ask for more (--frames)" if count < self.shape.frames else "name a stage trained on longer clips (--stage)"
+        remedy = (
+            "ask for more (--frames)" if count < self.shape.frames else "name a stage trained on longer clips (--stage)"
+        )
         return f"{self.name} draws {count} frame{'s' * (count > 1)} at a time and cannot begin from fewer: {remedy}"
 
     def check_continues(self, what: str) -> None:

@@ -75,7 +75,10 @@ def test_crops_keep_their_axes(
     found = read(kind, ramps(height, width), size, tmp_path, make_video)
     assert found.shape[1:] == (*size, 3)
     scale = max(size[0] / height, size[1] / width)  # until the clip covers the size
-    for channel, axis, whole, kept in ((0, 2, width, size[1]), (1, 1, height, size[0])):  # red along columns, green along rows
+    for channel, axis, whole, kept in (
+        (0, 2, width, size[1]),
+        (1, 1, height, size[0]),
+    ):  # red along columns, green along rows
         seen = 240 * min(1.0, kept / scale / whole)  # of the ramp, in the middle
         line = found[0, :, :, channel].mean(axis=0 if axis == 2 else 1)
         across = found[0, :, :, channel].mean(axis=1 if axis == 2 else 0)

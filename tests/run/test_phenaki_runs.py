@@ -91,7 +91,11 @@ class Clips(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     ("dataset", "width", "message"),
     [
-        (Clips(), 8, r"stage generator .*text\.width=8.*item-\d+ have 6 channels: set stages\.generator\.text\.width=6"),
+        (
+            Clips(),
+            8,
+            r"stage generator .*text\.width=8.*item-\d+ have 6 channels: set stages\.generator\.text\.width=6",
+        ),
         (Clips(embedded=False), 6, r"stage generator .*data\.source=dataset have none: give them as text_embeds"),
     ],
 )
@@ -102,4 +106,23 @@ def test_text_embeddings_are_looked_at_before_the_tokenizer_trains(
     config = write(tmp_path, {"stages": {"generator": given}})
     with pytest.raises(InputError, match=message):
         kg.train(config, dataset=dataset, run=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_encoder_that_cannot_be_had_is_told_before_the_tokenizer_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    def unreachable(*given: Any, **named: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    t5 = GENERATOR | {"text": {"kind": "t5", "name": "some-owner/some-t5", "width": 8, "length": 4}}
+    config = write(tmp_path, {"stages": {"generator": t5}})
+    assert kineo("train", config, "--run", tmp_path / "run") == 2
+    assert (
+        "text.name=some-owner/some-t5 cannot be loaded as t5: no network; give a local folder"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()

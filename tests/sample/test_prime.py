@@ -117,7 +117,9 @@ def test_a_stage_of_pictures_is_not_told_to_ask_for_more_frames(sampler):
 
 
 def test_a_prime_needs_something_to_draw(sampler, tmp_path):
-    with pytest.raises(InputError, match=r"--prime: .* draws 1 frame at a time and cannot begin from fewer: ask for more \(--frames\)"):
+    with pytest.raises(
+        InputError, match=r"--prime: .* draws 1 frame at a time and cannot begin from fewer: ask for more \(--frames\)"
+    ):
         sampler.sample("a 3", prime=clip(1), frames=1)
     with pytest.raises(InputError, match="T C H W"):
         sampler.sample("a 3", prime=torch.zeros(3, 32, 32))
