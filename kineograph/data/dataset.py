@@ -219,7 +219,7 @@ class DatasetSource:
         unknown = [label for label, _ in kept if label not in _FIELD_OF]
         named = given.values() if isinstance(given, dict) else given or ()
         if unknown and unknown[0] in named:
-            close = difflib.get_close_matches(unknown[0], _FIELD_OF, 1)
+            close = difflib.get_close_matches(str(unknown[0]), _FIELD_OF, 1)
             raise ConfigError(
                 f"data.fields names {unknown[0]!r}, which is no field"
                 + (f": did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(_FIELD_OF))}")

@@ -242,7 +242,7 @@ def _require_pixels(data: StageData) -> None:
 def _require_text(data: StageData) -> None:
     """Text embeddings of the right width in the data, where they are all the text that there is."""
     stage, source = data.stage, data.source
-    text = getattr(stage.spec.config, "text", None)
+    text: Any = getattr(stage.spec.config, "text", None)
     if getattr(text, "kind", None) != "given" or not hasattr(source, "gives"):
         return
     who = f"stage {stage.name} ({stage.spec.config.task}) with text.kind=given"

@@ -252,7 +252,7 @@ def test_explicit_names_win():
     assert first({"mine": CLIP, "label": 3}, fields={"mine": "videos", "label": "_"}).pixels.shape == (2, 3, 8, 8)
     with pytest.raises(ConfigError, match="names 2 parts"):
         source(two, fields=["videos", "texts"])
-    with pytest.raises(ConfigError, match="data.fields names 'nonsense', which is no field; known: caption"):
+    with pytest.raises(ConfigError, match=r"data\.fields names 'nonsense', which is no field; known: caption"):
         source(two, fields=["videos", "nonsense", "texts"])
     with pytest.raises(ConfigError, match="did you mean texts"):
         source(two, fields=["videos", "_", "txts"])
