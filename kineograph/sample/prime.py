@@ -226,9 +226,13 @@ def _framing(data: DataConfig, size: tuple[int, int]) -> Framing:
 
 
 def checked(prime: Tensor, what: str = "prime") -> Tensor:
-    if prime.ndim != 4 or not len(prime):
-        raise InputError(f"{what} has shape {tuple(prime.shape)}: give frames as T C H W")
-    return (prime if prime.is_floating_point() else prime.float() / 255).float().cpu()
+    if prime.ndim != 4 or not prime.numel() or prime.shape[1] > 4:
+        raise InputError(f"{what} has shape {tuple(prime.shape)}: give frames as T C H W, of 1 to 4 channels")
+    clip = (prime if prime.is_floating_point() else prime.float() / 255).float().cpu()
+    low, high = clip.aminmax()
+    if not (low >= 0 and high <= 1):  # also refuses nan
+        raise InputError(f"{what} goes from {low:g} to {high:g}: give uint8, or float in [0, 1]")
+    return clip
 
 
 def digest(prime: Tensor) -> str:

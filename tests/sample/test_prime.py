@@ -121,8 +121,13 @@ def test_a_prime_needs_something_to_draw(sampler, tmp_path):
         InputError, match=r"--prime: .* draws 1 frame at a time and cannot begin from fewer: ask for more \(--frames\)"
     ):
         sampler.sample("a 3", prime=clip(1), frames=1)
-    with pytest.raises(InputError, match="T C H W"):
-        sampler.sample("a 3", prime=torch.zeros(3, 32, 32))
+    for wrong in (torch.zeros(3, 32, 32), torch.zeros(0, 3, 32, 32), torch.zeros(1, 5, 32, 32)):
+        with pytest.raises(InputError, match="T C H W"):
+            sampler.sample("a 3", prime=wrong)
+    gray = torch.full((1, 3, 32, 32), 0.5)
+    for wrong in (gray * 255, gray - 1, gray * float("nan")):
+        with pytest.raises(InputError, match=r"prime goes from .*float in \[0, 1\]"):
+            sampler.sample("a 3", prime=wrong)
     with pytest.raises(InputError, match="does not exist"):
         sampler.sample("a 3", prime=tmp_path / "gone.gif")
 

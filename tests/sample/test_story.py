@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(sampler, monkeypatch
         sampler.story("a 3")
     with pytest.raises(InputError, match="at least one caption"):
         sampler.story([])
-    for wrong in ("", "# later", "a 3\nmoves"):
+    for wrong in ("", "# later", "a 3\nmoves", 3):
         with pytest.raises(InputError, match="scene 2, "):
             sampler.story(["a 3", wrong])
 
