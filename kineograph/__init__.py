@@ -21,7 +21,7 @@ __all__ = ["load", "train"]
 
 
 def train(
-    *what: str,
+    *what: str | Path,
     dataset: Any = None,
     on_log: Callable[[dict[str, Any]], None] | None = None,
     run: str | Path | None = None,
@@ -40,7 +40,7 @@ def train(
     if dataset is not None:
         settings = {"data.source": "dataset", **settings}
     return run_training(
-        what,
+        [str(item) for item in what],
         run=run,
         resume=resume,
         dataset=dataset,

@@ -176,7 +176,7 @@ def sample(
 
 @app.command()
 def story(
-    run: Run,
+    run: Annotated[Path, typer.Argument(help="A run folder, such as runs/phenaki-tiny.", show_default=False)],
     scenes: Annotated[
         Path,
         typer.Argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -147,3 +148,14 @@ def test_ci_runs_what_people_run():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert script.read_text(encoding="utf-8").rstrip().endswith("make test")
+
+
+def test_nothing_is_asked_at_a_keyboard():
+    """Runs have none: of many processes each would wait for an answer of its own."""
+    asking = {"input", "confirm", "prompt", "getpass"}
+    for path in sorted((ROOT / "kineograph").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                called = node.func
+                name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", None)
+                assert name not in asking, f"{path}:{node.lineno} asks"

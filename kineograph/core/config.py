@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Tag, ValidationError
 
 from kineograph.core.errors import ConfigError
 
@@ -65,35 +65,49 @@ def parse(cls: type[C], tree: Mapping[str, Any], where: str = "") -> C:
 
 def _explain(cls: type[Config], problem: Any, where: str) -> tuple[str, str]:
     """→ the key and its value, and what is wrong with them."""
-    path = _keys(cls, problem["loc"])
+    path, known = _keys(cls, problem["loc"])
     key = ".".join([where, *path] if where else path)
     if problem["type"] == "extra_forbidden":
-        return unknown_key(key, known_keys(cls, path[:-1])), ""
+        return unknown_key(key, known), ""
     if problem["type"] == "missing":
         return f"{key} is required and not set: give {key}=VALUE on the command line, or write it into the config", ""
+    if problem["type"] == "union_tag_invalid":  # sections that have a kind
+        return f"{key}.kind={problem['ctx']['tag']}: ", f"use one of {problem['ctx']['expected_tags']}"
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(problem["input"], Mapping) and problem["type"] == "value_error":  # about several keys together
         return f"{key}: " if key else "", message
     return f"{key}={problem['input']!r}: ", f"{message[0].lower()}{message[1:]}"
 
 
-def _keys(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys in a pydantic location, which also names the members of unions (`compile`, `literal['auto']`)."""
+def _keys(cls: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
+    """The keys in a pydantic location, which also names the members of unions (`compile`, `literal['auto']`), and those known beside the last."""
     path: list[str] = []
     model: type[BaseModel] | None = cls
-    in_union = False
+    holder: type[BaseModel] | None = cls  # of the last key
+    union: Any = None
     for part in location:
         field = model.model_fields.get(str(part)) if model else None
-        if field is None and in_union and not isinstance(part, int):
-            in_union = False
+        if field is None and union is not None and not isinstance(part, int):
+            model = _member(union, str(part)) or model
+            union = None
             continue
         path.append(str(part))
+        holder = model
         if field is not None:
-            in_union = len([a for a in get_args(field.annotation) if a is not type(None)]) > 1 and get_origin(
-                field.annotation
-            ) in (Union, UnionType)
+            several = len([a for a in get_args(field.annotation) if a is not type(None)]) > 1
+            union = field.annotation if several and get_origin(field.annotation) in (Union, UnionType) else None
             model = _model_in(field.annotation)
-    return path
+    return path, list(holder.model_fields) if holder else []
+
+
+def _member(union: Any, name: str) -> type[BaseModel] | None:
+    """The model that pydantic calls so: by its tag, or else by its class."""
+    for argument in get_args(union):
+        model = _model_in(argument)
+        tags = [part.tag for part in getattr(argument, "__metadata__", ()) if isinstance(part, Tag)]
+        if model is not None and name in (tags or [model.__name__]):
+            return model
+    return None
 
 
 def unknown_key(key: str, known: list[str]) -> str:
@@ -106,17 +120,6 @@ def unknown_key(key: str, known: list[str]) -> str:
         else f"known here: {', '.join(sorted(known)) or 'none'}"
     )
     return f"unknown key {key}: {hint}"
-
-
-def known_keys(cls: type[BaseModel], path: list[str]) -> list[str]:
-    """Field names at a path inside a config class."""
-    for part in path:
-        field = cls.model_fields.get(part)
-        inner = _model_in(field.annotation) if field else None
-        if inner is None:
-            return []
-        cls = inner
-    return list(cls.model_fields)
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -89,8 +89,12 @@ def store(name: str, tensors: dict[str, Tensor], **told: str) -> Found:
 
 def load(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     try:
-        return load_file(path)
+        with (
+            unset_fake_temporarily()
+        ):  # a stage may be built of tensors without numbers; a file cannot be read into such
+            return load_file(path)
     except Exception as error:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from None

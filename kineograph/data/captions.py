@@ -215,7 +215,10 @@ def require_captions(source: Any, reader: str) -> None:
     if not missing:
         return
     shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+    remedy = getattr(source, "how_to_caption", None) or (
+        "put a .txt beside each, or list them in metadata.jsonl (file_name, text), labels/ or prompts.txt + videos.txt; "
+        "kineo data check shows what was found"
+    )
     raise InputError(
-        f"{reader} reads captions, and {len(missing)} of {len(source)} items have none ({shown}): put a .txt beside each, "
-        "or list them in metadata.jsonl (file_name, text), labels/ or prompts.txt + videos.txt; kineo data check shows what was found"
+        f"{reader} reads captions, and {len(missing)} of {len(source)} items have none ({shown}): {remedy}"
     )

@@ -8,6 +8,7 @@ rank 1 = frame mask. Names in a dict, or `data.fields`, always win over the type
 
 from __future__ import annotations
 
+import difflib
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +59,9 @@ class DatasetConfig(DataConfig):
 class DatasetSource:
     Config = DatasetConfig
     in_memory = True  # worker processes share it by forking, since it may be large or live in a notebook
+    how_to_caption = (
+        "give one as a str in each item, in a dict under the name texts; or train without text (text.kind=none)"
+    )
 
     def __init__(self, dataset: Dataset, config: DataConfig, split: Split) -> None:
         """`config` may be any source's: `fields` is read where it is there."""
@@ -213,6 +217,13 @@ class DatasetSource:
             pairs = list(zip(given, values, strict=True))
         kept = [(label, value) for label, value in pairs if label != "_" and value is not None]
         unknown = [label for label, _ in kept if label not in _FIELD_OF]
+        named = given.values() if isinstance(given, dict) else given or ()
+        if unknown and unknown[0] in named:
+            close = difflib.get_close_matches(str(unknown[0]), _FIELD_OF, 1)
+            raise ConfigError(
+                f"data.fields names {unknown[0]!r}, which is no field"
+                + (f": did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(_FIELD_OF))}")
+            )
         if unknown:
             raise InputError(
                 f"{name} has the field {unknown[0]!r}, which nothing reads: rename it with data.fields={{{unknown[0]}: videos}}, or leave it out "
@@ -260,7 +271,7 @@ def checked(field: str, value: Any, name: str) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         if not isinstance(value, str):
-            raise InputError(f"{name}: the caption is a {type(value).__name__}, not a str")
+            raise InputError(f"{name}: the caption is of type {type(value).__name__}, not str")
         return value
     if field == "fps":
         return _checked_fps(value, name)

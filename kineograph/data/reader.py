@@ -114,7 +114,27 @@ def _collate(samples: list[Sample], slots: list[int]) -> Batch:
     try:
         return Batch.collate(samples, slots)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"items of different shapes or fields cannot share a batch: {error}") from None
+        raise InputError(
+            f"items of different shapes or fields cannot share a batch: {_unlike(samples) or error}"
+        ) from None
+
+
+def _unlike(samples: list[Sample]) -> str | None:
+    """The first field that is not alike in all, and what can be done."""
+    for name, remedy in (
+        ("pixels", "give all the same height, width and channels"),
+        ("tokens", "give all the same rows and columns"),
+        ("latents", "give all the same shape"),
+        ("text_embeds", "pad them with zeros to one length, which are read as no text"),
+        ("text_mask", "make it as long as text_embeds are in all"),
+    ):
+        found = [getattr(sample, name) for sample in samples]
+        skip = name == "pixels"  # clips of different lengths are padded
+        shapes = dict.fromkeys(None if value is None else tuple(value.shape)[skip:] for value in found)
+        if len(shapes) > 1:
+            told = " and ".join("none" if shape is None else str(shape) for shape in list(shapes)[:2])
+            return f"{name} are of shape {told}: {remedy}"
+    return None
 
 
 def _lengthened(batch: Batch, frames: int) -> Batch:

@@ -19,6 +19,7 @@ from kineograph.media.grids import film_strip
 from kineograph.media.mp4 import Mp4Writer
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v"})
+_WANTED = "give a picture (png, jpg, webp) or a clip (gif, mp4, webm, mov)"
 UNTOLD_FPS = 8.0  # of a film whose frames have no times and which states no speed
 
 
@@ -108,7 +109,7 @@ def frames_of(path: str | Path) -> Iterator[Shown]:
     """The frames of a picture or clip in the order shown, decoded as they are asked for."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"{path} does not exist: give a picture (png, jpg, webp) or a clip (gif, mp4, webm, mov)")
+        raise InputError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: {_WANTED}")
     return _video_frames(path) if path.suffix.lower() in VIDEO_SUFFIXES else _image_frames(path)
 
 
@@ -130,7 +131,7 @@ def _image_frames(path: Path) -> Iterator[Shown]:
     except Image.DecompressionBombError as error:
         raise InputError(f"{path} is {too_large(error)}") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"{path} cannot be read ({error}): {_WANTED}") from None
 
 
 def _video_frames(path: Path) -> Iterator[Shown]:
@@ -140,9 +141,7 @@ def _video_frames(path: Path) -> Iterator[Shown]:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise InputError(
-                    f"{path} holds no pictures: give a picture (png, jpg, webp) or a clip (gif, mp4, webm, mov)"
-                )
+                raise InputError(f"{path} holds no pictures: {_WANTED}")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             spacing = 1 / float(stream.average_rate or stream.guessed_rate or UNTOLD_FPS)
@@ -155,6 +154,6 @@ def _video_frames(path: Path) -> Iterator[Shown]:
                 upright = np.rot90(frame.to_ndarray(format="rgb24"), turns)
                 yield Shown(Image.fromarray(upright), start, "video")
     except av.FFmpegError as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"{path} cannot be read ({error.strerror}): {_WANTED}") from None
     if start is None:
-        raise InputError(f"{path} holds no frames that can be read")
+        raise InputError(f"{path} holds no frames that can be read: {_WANTED}")

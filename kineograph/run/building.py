@@ -97,6 +97,7 @@ def warm_start(
     else:
         found = _saved(brought) or _trained(init, stages)
         given, words = found.weights(), found.state().get("assets", {}).get(ASSET)
+        _compare_codecs(found, stage, stages, note)
     given, own = task.adopted(given, f"stages.{stage.name}.init={init}"), weights_of(task)
     left = _misfits(own, given, _of_other_words(task, words))
     taken = {name: given[name] for name in own if name not in left}
@@ -111,6 +112,19 @@ def warm_start(
 def _trained(init: str, stages: Stages) -> checkpoint.Checkpoint:
     run, name = stages.locate(init)
     return checkpoint.choose(run.checkpoints(name))
+
+
+def _compare_codecs(
+    found: checkpoint.Checkpoint, stage: StagePlan, stages: Stages, note: Callable[[str], None]
+) -> None:
+    """Say so where the weights that a stage starts from know another codec's tokens or latents, which mean something else."""
+    config, known = stage.spec.config, found.state().get("references", {})
+    codec = stages.codec_of(config) if "codec" in config.references and known else None
+    if codec is not None and codec[1] not in known.values():
+        note(
+            f"warning: {stage.name}: {config.init} was trained with another codec than {codec[0]}, whose tokens mean something else: "
+            f"unless that is meant, set stages.{stage.name}.codec to the codec of {config.init}"
+        )
 
 
 def _of_other_words(task: Task, words: str | None) -> set[str]:

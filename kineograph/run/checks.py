@@ -15,9 +15,10 @@ from kineograph.core.task import Task
 from kineograph.run.builder import Builder, pretending
 from kineograph.run.fetching import is_remote, probe
 from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData, expect_codec, expect_shapes, expect_tokens
+from kineograph.run.stage_data import StageData, expect_codec, expect_shapes, expect_tokens, gives
 from kineograph.run.token_cache import check_cachable
 from kineograph.sample.stages import Stages
+from kineograph.text.pretrained import PretrainedText
 from kineograph.train import checkpoint
 from kineograph.train.stepper import check_layout, graphs_for, precision_for
 
@@ -62,6 +63,13 @@ def check_stages(
             task.check_precision(precision)
             if several:
                 check_layout(task, stage.train.parallel, stage.players)
+            text = getattr(task, "text", None)
+            if (
+                planned is None
+                and isinstance(text, PretrainedText)
+                and "text_embeds" not in gives(data[stage.name].source)
+            ):
+                text.check()
             expect_tokens(task, data[stage.name])
             expect_shapes(task, data[stage.name])
             _check_show(stage, task)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.noise import key_of
+from kineograph.core.noise import key_of, numpy_rng
 from kineograph.core.ranks import World
 from kineograph.core.run_folder import write_json
 from kineograph.core.seams import Source
@@ -209,6 +209,7 @@ def open_data(
         _require_pixels(found)
     if "sketch" in reads:
         _require_sketch(found)
+    _require_text(found)
     if "captions" in reads:
         require_captions(found.source, f"stage {stage.name} ({stage.spec.config.task})")
         if stage.spec.config.init in (opened or {}):
@@ -236,6 +237,27 @@ def _require_pixels(data: StageData) -> None:
     raise InputError(
         f"{who} reads pixels, and the items of data.source={stage.spec.data.source} hold {', '.join(sorted(there))} only: {remedy}"
     )
+
+
+def _require_text(data: StageData) -> None:
+    """Text embeddings of the right width in the data, where they are all the text that there is."""
+    stage, source = data.stage, data.source
+    text: Any = getattr(stage.spec.config, "text", None)
+    if getattr(text, "kind", None) != "given" or not hasattr(source, "gives"):
+        return
+    who = f"stage {stage.name} ({stage.spec.config.task}) with text.kind=given"
+    if "text_embeds" not in source.gives:
+        raise InputError(
+            f"{who} reads text embeddings, and the items of data.source={stage.spec.data.source} have none: give them as text_embeds in "
+            f"your own Dataset or with data.text_encoding (webdataset), or set stages.{stage.name}.text.kind to learned, t5 or clip"
+        )
+    if isinstance(source, DatasetSource):
+        embeds = source.read(0, numpy_rng(0, "probe")).text_embeds
+        if embeds is not None and embeds.shape[-1] != text.width:
+            raise InputError(
+                f"{who} has text.width={text.width}, and the text embeddings of {source.identity(0)} have {embeds.shape[-1]} channels: "
+                f"set stages.{stage.name}.text.width={embeds.shape[-1]}"
+            )
 
 
 def _require_sketch(data: StageData) -> None:

@@ -77,15 +77,20 @@ class Takes:
         """`key` is what the person set."""
         fitting = self.fitting(self.longest(frames))
         if not fitting:
-            raise InputError(
-                f"{self.name} draws {min(frames, self.shape.frames)} frames at a time and cannot begin from fewer: "
-                "continuing needs clips of more frames (--frames, or a stage trained on longer clips)"
-            )
+            raise InputError(f"a story: {self.nothing_left(frames)}")
         if overlap not in fitting:
             raise InputError(
                 f"{key}={overlap} does not fit scenes of {frames} frames: use {_listed(fitting)}"
                 + ("" if key.startswith("--") else " with --overlap")
             )
+
+    def nothing_left(self, frames: int) -> str:
+        """Why so few frames cannot be begun from, and what can be done."""
+        count = min(frames, self.shape.frames)
+        remedy = (
+            "ask for more (--frames)" if count < self.shape.frames else "name a stage trained on longer clips (--stage)"
+        )
+        return f"{self.name} draws {count} frame{'s' * (count > 1)} at a time and cannot begin from fewer: {remedy}"
 
     def check_continues(self, what: str) -> None:
         if not self.task.continues:
@@ -133,9 +138,7 @@ def read_prime(
         return _first_picture(prime, data, height_width, note, masked)
     fitting = takes.fitting(takes.longest(frames), size)
     if not fitting:
-        raise InputError(
-            f"--prime leaves nothing to draw: {takes.name} draws {min(frames, takes.shape.frames)} frames at a time here; ask for more (--frames)"
-        )
+        raise InputError(f"--prime: {takes.nothing_left(frames)}")
     window = takes.longest(frames) + 1
     if isinstance(prime, Tensor):
         given, there = checked(prime)[-window:], len(prime)
@@ -223,9 +226,13 @@ def _framing(data: DataConfig, size: tuple[int, int]) -> Framing:
 
 
 def checked(prime: Tensor, what: str = "prime") -> Tensor:
-    if prime.ndim != 4 or not len(prime):
-        raise InputError(f"{what} has shape {tuple(prime.shape)}: give frames as T C H W")
-    return (prime if prime.is_floating_point() else prime.float() / 255).float().cpu()
+    if prime.ndim != 4 or not prime.numel() or prime.shape[1] > 4:
+        raise InputError(f"{what} has shape {tuple(prime.shape)}: give frames as T C H W, of 1 to 4 channels")
+    clip = (prime if prime.is_floating_point() else prime.float() / 255).float().cpu()
+    low, high = clip.aminmax()
+    if not (low >= 0 and high <= 1):  # also refuses nan
+        raise InputError(f"{what} goes from {low:g} to {high:g}: give uint8, or float in [0, 1]")
+    return clip
 
 
 def digest(prime: Tensor) -> str:

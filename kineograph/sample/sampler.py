@@ -288,6 +288,9 @@ class Sampler:
             raise InputError(
                 "there is nothing to draw: give at least one caption (or None for a model without captions)"
             )
+        for text in texts or ():
+            if not isinstance(text, str):
+                raise InputError(f"a caption is a str, and {text!r} is of type {type(text).__name__}")
         if texts is not None and not self.task.takes_captions():
             raise InputError(
                 f"{self.task_name} was trained without captions: leave out the prompts, and say how many with --count"

@@ -53,7 +53,12 @@ def read_sketch(
 ) -> Sketch:
     """What a clip of `frames` frames is drawn after; `note` hears what is left out. With `scenes` it is drawn in parts, each with its own of the sketch."""
     if "sketch" not in task.reads or "sketch" not in task.stages:
-        raise InputError(f"--sketch: {name} was trained without sketches: set stages.x.sketch and train with them")
+        remedy = (
+            "train it with them (the stage's key sketch)"
+            if "sketch" in type(task).Config.model_fields
+            else "it draws after none; name a run (or with --stage a stage) of nuwa that was"
+        )
+        raise InputError(f"--sketch: {name} was trained without sketches: {remedy}")
     codec: Any = task.stages["sketch"]
     like = data.model_copy(update={"channels": codec.shape.channels})
     if isinstance(sketch, Tensor):

@@ -239,9 +239,9 @@ def check_scenes(captions: Sequence[str]) -> list[str]:
     """Scenes as a file of them could hold them, which is how a story is drawn again."""
     if isinstance(captions, str):
         raise InputError("a story is a list of captions, a scene each: give [caption, caption, …]")
-    scenes = [caption.strip() for caption in captions]
+    scenes = [caption.strip() if isinstance(caption, str) else caption for caption in captions]
     for number, scene in enumerate(scenes, 1):
-        if not scene or scene.startswith("#") or len(scene.splitlines()) > 1:
+        if not isinstance(scene, str) or not scene or scene.startswith("#") or len(scene.splitlines()) > 1:
             raise InputError(
                 f"scene {number}, {scene!r}, is not a scene: give one line of text that does not begin with #"
             )

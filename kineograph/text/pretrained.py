@@ -54,25 +54,41 @@ class PretrainedText(nn.Module):
             raise InputError(f"{self.name}: config.json has neither d_model nor hidden_size; set text.width")
         return int(width)
 
+    def check(self) -> None:
+        """Refuse now what could not be loaded or read later, when stages before have been trained. Nothing large is fetched."""
+        found = self._config_width()
+        if found != self.width:
+            raise self._misfit(found)
+        self._load_tokenizer()
+
+    def _misfit(self, found: int) -> InputError:
+        return InputError(f"text.width={self.width} does not fit {self.name}: its embeddings have {found} channels")
+
     def _hub(self, load: Callable[[], Any]) -> Any:
         return fetched(load, "text.name", self.name, self.kind)
 
     def _load(self, device: torch.device) -> None:
-        from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+        from transformers import CLIPTextModel, T5EncoderModel
 
         family = T5EncoderModel if self.kind == "t5" else CLIPTextModel
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # T5 overflows in float16
         options: dict[str, Any] = {"local_files_only": True} if self.local else {}
-        self._parts["tokenizer"] = self._hub(lambda: AutoTokenizer.from_pretrained(tokenizer_of(self.name), **options))
+        self._parts["tokenizer"] = self._load_tokenizer()
         with _without_bars():
             model = self._hub(lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options))
         found = model.config.d_model if self.kind == "t5" else model.config.hidden_size
         if found != self.width:
-            raise InputError(f"text.width={self.width} does not fit {self.name}: its embeddings have {found} channels")
+            raise self._misfit(found)
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is not None and self.length > positions:
             raise InputError(f"text.length={self.length} is more than {self.name} reads: at most {positions}")
         self._parts["model"] = freeze(model)
+
+    def _load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        options: dict[str, Any] = {"local_files_only": True} if self.local else {}
+        return self._hub(lambda: AutoTokenizer.from_pretrained(tokenizer_of(self.name), **options))
 
     def _ids(self, caption: str) -> tuple[tuple[int, ...], int]:
         """Token ids padded to the length, and how many are real."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from kineograph.core.config import Config, dump_yaml, flatten, load_file, merge, nest, parse, parse_override, read_yaml
 from kineograph.core.errors import ConfigError
@@ -17,6 +17,11 @@ class Inner(Config):
     every: int = 1
 
 
+class Other(Config):
+    kind: Literal["other"] = "other"
+    levels: int = 8
+
+
 class Outer(Config):
     steps: int
     betas: tuple[float, float] = (0.9, 0.99)
@@ -25,6 +30,10 @@ class Outer(Config):
     inner: Inner = Inner()
     either: Inner | int = 3
     named: dict[str, int] = Field(default_factory=dict)
+    kinds: Annotated[
+        Annotated[Inner, Tag("inner")] | Annotated[Other, Tag("other")],
+        Discriminator(lambda value: value.get("kind", "inner") if isinstance(value, dict) else "inner"),
+    ] = Inner()
 
 
 def refusal(tree: dict, where: str = "") -> str:
@@ -44,7 +53,7 @@ def test_a_good_tree_is_typed() -> None:
     [
         ({"step": 5}, "unknown key step: did you mean steps?"),
         ({"inner": {"evry": 5}}, "unknown key inner.evry: did you mean inner.every?"),
-        ({"qqq": 5}, "unknown key qqq: known here: betas, clip, either, inner, mode, named, steps"),
+        ({"qqq": 5}, "unknown key qqq: known here: betas, clip, either, inner, kinds, mode, named, steps"),
         ({"steps": "many"}, "steps='many': input should be a valid integer"),
         ({"steps": 1.5}, "steps=1.5: input should be a valid integer"),
         ({"inner": {"decay": 1}}, "inner.decay=1: input should be less than 1"),
@@ -78,6 +87,13 @@ def test_the_members_of_a_union_are_no_keys() -> None:
     assert message.startswith("mode='sometimes': input should be 'auto', or input should be a valid boolean")
     assert "\n" not in message
     assert "either.decay=7" in refusal({"steps": 1, "either": {"decay": 7}})
+
+
+def test_keys_and_kinds_of_a_section_that_has_several() -> None:
+    """A key of one kind is not the remedy for another."""
+    wrong = {"kinds": {"kind": "other", "every": 3}}
+    assert refusal({"steps": 1, **wrong}) == "unknown key kinds.every: did you mean kinds.levels?"
+    assert refusal({"steps": 1, "kinds": {"kind": "third"}}) == "kinds.kind=third: use one of 'inner', 'other'"
 
 
 # Layers ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data.captions import require_captions
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.given_tokens import TokenGrid
 from kineograph.data.loader import Loader
@@ -212,7 +213,7 @@ def test_masked_frames_are_never_chosen():
         ((CLIP, ["a", "b"]), "list of 2 texts"),
         ({"videos": CLIP, "speed": 3}, "'speed', which nothing reads"),
         ({"videos": "a ball"}, "pixels is a str"),
-        ({"texts": CLIP}, "caption is a Tensor"),
+        ({"texts": CLIP}, "caption is of type Tensor"),
         ({"videos": torch.zeros(2, 3, 8, 8, dtype=torch.int64)}, "uint8 or float"),
         ({"videos": torch.rand(8, 8)}, "T C H W"),
         ({"video_codebook_ids": torch.rand(2, 4, 4)}, "int64 of rank 2 or 3"),
@@ -251,8 +252,23 @@ def test_explicit_names_win():
     assert first({"mine": CLIP, "label": 3}, fields={"mine": "videos", "label": "_"}).pixels.shape == (2, 3, 8, 8)
     with pytest.raises(ConfigError, match="names 2 parts"):
         source(two, fields=["videos", "texts"])
-    with pytest.raises(InputError, match="'nonsense'"):
+    with pytest.raises(ConfigError, match=r"data\.fields names 'nonsense', which is no field; known: caption"):
         source(two, fields=["videos", "nonsense", "texts"])
+    with pytest.raises(ConfigError, match="did you mean texts"):
+        source(two, fields=["videos", "_", "txts"])
+    with pytest.raises(ConfigError, match="did you mean videos"):
+        source({"mine": CLIP}, fields={"mine": "vidoes"})
+
+
+def test_missing_captions_are_told_of_as_a_dataset_gives_them():
+    with pytest.raises(InputError, match=r"1 of 1 items have none.*a str in each item.*texts"):
+        require_captions(source(CLIP), "stage generator")
+
+
+def test_text_embeddings_of_different_lengths_are_told_what_to_do():
+    loader = Loader(source((CLIP, torch.rand(5, 4)), (CLIP, torch.rand(3, 4))), 0, 2)
+    with pytest.raises(InputError, match=r"text_embeds are of shape .*\(5, 4\).*pad them with zeros to one length"):
+        next(loader.steps(0, 1))
 
 
 def test_later_failures_are_skipped_and_counted():

@@ -266,11 +266,13 @@ def test_messages_name_the_file_and_the_remedy(tmp_path):
         write_clip(tmp_path / "x.bmp", moving_square(), 8)
     with pytest.raises(InputError, match="fps=0"):
         write_clip(tmp_path / "x.gif", moving_square(), 0)
+    with pytest.raises(InputError, match="is a folder: give a picture"):
+        next(frames_of(tmp_path))
     with pytest.raises(InputError, match=r"missing\.png does not exist"):
         read_clip(tmp_path / "missing.png")
     for name in ("broken.png", "broken.mp4", "broken.gif"):
         (tmp_path / name).write_bytes(b"not a picture")
-        with pytest.raises(InputError, match=f"{name} cannot be read"):
+        with pytest.raises(InputError, match=rf"{name} cannot be read \((?!\[Errno).*\): give a picture"):
             read_clip(tmp_path / name)
 
 

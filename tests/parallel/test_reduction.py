@@ -13,7 +13,7 @@ from kineograph.core.errors import ConfigError
 from kineograph.train.config import TrainConfig
 from kineograph.train.reduction import Reduction
 from kineograph.train.stepper import Stepper
-from tests.train.test_stepper import batch, duel
+from tests.train.test_stepper import batch, duel, toy
 from tests.train.together import together
 
 SHAPES = {"one": (3, 2), "two": (4,), "three": (2, 2), "four": (1,)}
@@ -107,3 +107,28 @@ def test_the_key_reaches_tasks_of_two_players(find_unused: bool) -> None:
     first, second = together(2, work)
     assert first == second
     assert first == "" if find_unused else "generator.spare took no part" in first
+
+
+def test_micro_batches_are_joined_once_a_step() -> None:
+    """DDP would reduce after each of them."""
+    config = TrainConfig.model_validate({"batch_size": 8, "accumulate": 2, "warmup": 0})
+
+    def work(rank: int) -> int:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        stepper = Stepper(toy(), config)
+        assert stepper.whole_way is not None
+        reduced = 0
+
+        def counted(group, bucket):  # type: ignore[no-untyped-def]  # DDP wants its own annotations or none
+            nonlocal reduced
+            reduced += 1
+            return allreduce_hook(group, bucket)
+
+        stepper.whole_way.module.register_comm_hook(None, counted)
+        for step in range(3):
+            slots = range(4 * rank, 4 * rank + 4)
+            stepper.step(step, [batch(step, slots[:2]), batch(step, slots[2:])])
+        return reduced
+
+    assert together(2, work) == [3, 3]

@@ -159,7 +159,7 @@ def test_a_story_after_a_sketch_needs_a_stage_that_knows_sketches(tmp_path):
     plain = Sampler.open(
         make_run(tmp_path / "run", frames=7, generator="Counting", codec_task="PairCodec").path, device="cpu"
     )
-    with pytest.raises(InputError, match=r"--sketch: .* was trained without sketches"):
+    with pytest.raises(InputError, match=r"--sketch: .* was trained without sketches: it draws after none"):
         plain.story(["one", "two"], sketch=torch.zeros(1, 1, 8, 8))
 
 

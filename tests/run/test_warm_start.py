@@ -89,6 +89,17 @@ def test_another_runs_words_come_with_its_weights(tmp_path: Path) -> None:
     assert "tensors taken from" in told(lines, "clips")
 
 
+def test_weights_that_know_another_codec_are_told_of(tmp_path: Path) -> None:
+    first, lines = run(tmp_path, stages(images=FIRST), "first"), list[str]()
+    start = FIRST | {"init": f"{first}/images"}
+    run(tmp_path, stages(images=start | {"codec": f"{first}/codec"}), "same", lines=lines)
+    assert not any("another codec" in line for line in lines)
+    run(tmp_path, stages(images=start), "other", lines=lines, seed=9)
+    (line,) = [line for line in lines if "another codec" in line]
+    assert f"{first}/images was trained with another codec than {tmp_path}/other/codec" in line
+    assert "set stages.images.codec" in line
+
+
 def file_of(path: Path, stage: str, folder: Path, **changed: torch.Tensor) -> str:
     save_file(weights(path, stage) | changed, folder / "given.safetensors")
     return str(folder / "given.safetensors")

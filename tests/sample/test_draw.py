@@ -69,6 +69,11 @@ def test_negative_prompt_and_count_without_captions(sampler):
     assert drawn.captions == [None] * 3
 
 
+def test_captions_are_text(sampler):
+    with pytest.raises(InputError, match="a caption is a str, and 3 is of type int"):
+        sampler.sample(["a 3", 3])
+
+
 def test_frames_and_size(sampler):
     assert sampler.sample("a 3", frames=6, size=(16, 40)).pixels.shape == (1, 6, 3, 16, 40)
     with pytest.raises(ConfigError, match="multiples of 8"):

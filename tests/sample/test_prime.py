@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from PIL import Image
@@ -108,11 +110,24 @@ def test_a_picture_is_one_frame_upright_in_the_runs_size_and_colours(sampler, tm
     assert (seen[0][..., 18:] - 200 / 255).abs().max() < 0.02
 
 
+def test_a_stage_of_pictures_is_not_told_to_ask_for_more_frames(sampler):
+    alone = replace(sampler.takes, shape=replace(sampler.takes.shape, frames=1))
+    with pytest.raises(InputError, match=r"draws 1 frame at a time.*name a stage trained on longer clips"):
+        alone.check_overlap(1, 9, "--overlap")
+
+
 def test_a_prime_needs_something_to_draw(sampler, tmp_path):
-    with pytest.raises(InputError, match=r"--prime leaves nothing to draw.*1 frames"):
+    with pytest.raises(
+        InputError, match=r"--prime: .* draws 1 frame at a time and cannot begin from fewer: ask for more \(--frames\)"
+    ):
         sampler.sample("a 3", prime=clip(1), frames=1)
-    with pytest.raises(InputError, match="T C H W"):
-        sampler.sample("a 3", prime=torch.zeros(3, 32, 32))
+    for wrong in (torch.zeros(3, 32, 32), torch.zeros(0, 3, 32, 32), torch.zeros(1, 5, 32, 32)):
+        with pytest.raises(InputError, match="T C H W"):
+            sampler.sample("a 3", prime=wrong)
+    gray = torch.full((1, 3, 32, 32), 0.5)
+    for wrong in (gray * 255, gray - 1, gray * float("nan")):
+        with pytest.raises(InputError, match=r"prime goes from .*float in \[0, 1\]"):
+            sampler.sample("a 3", prime=wrong)
     with pytest.raises(InputError, match="does not exist"):
         sampler.sample("a 3", prime=tmp_path / "gone.gif")
 

@@ -88,7 +88,9 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(sampler, monkeypatch
         sampler.story(SCENES, overlap=7, frames=21)
     with pytest.raises(InputError, match=r"sample\.overlap=3 does not fit scenes of 3 frames: use 1 with --overlap"):
         sampler.story(SCENES, frames=3)
-    with pytest.raises(InputError, match="draws 1 frames at a time"):
+    with pytest.raises(
+        InputError, match=r"draws 1 frame at a time and cannot begin from fewer: ask for more \(--frames\)"
+    ):
         sampler.story(SCENES, frames=1)
     with pytest.raises(ConfigError, match="frames=8 does not fit pairs: use 2k"):
         sampler.story(SCENES, frames=8)
@@ -98,7 +100,7 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(sampler, monkeypatch
         sampler.story("a 3")
     with pytest.raises(InputError, match="at least one caption"):
         sampler.story([])
-    for wrong in ("", "# later", "a 3\nmoves"):
+    for wrong in ("", "# later", "a 3\nmoves", 3):
         with pytest.raises(InputError, match="scene 2, "):
             sampler.story(["a 3", wrong])
 

@@ -350,5 +350,9 @@ def test_a_hub_name_that_cannot_be_reached_is_an_input_error():
 def test_lengths_and_widths_that_the_weights_do_not_have(folders):
     with pytest.raises(InputError, match="at most 10"):
         build(kind="clip", name=str(folders["clip"]), length=11).encode(["a"])
-    with pytest.raises(InputError, match="24 channels"):
-        build(kind="t5", name=str(folders["t5"]), width=32).encode(["a"])
+    for asked in (lambda text: text.encode(["a"]), lambda text: text.check()):
+        with pytest.raises(InputError, match="24 channels"):
+            asked(build(kind="t5", name=str(folders["t5"]), width=32))
+    fitting = build(kind="t5", name=str(folders["t5"]))
+    fitting.check()
+    assert not fitting._parts  # nothing large is loaded

@@ -73,6 +73,20 @@ def test_accumulation_equals_one_big_batch(parts: int) -> None:
         assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_clipping_is_of_the_whole_steps_gradient() -> None:
+    """Clipped one by one, two micro-batches whose gradients are of different length would pull alike."""
+    config = CONFIG.model_copy(update={"clip": 1e-3, "eps": 1.0})  # a large eps: the length of a gradient counts
+    whole, split = Stepper(toy(), config), Stepper(toy(), config)
+    before = weights(whole.task)
+    for step in range(5):
+        one = whole.step(step, [batch(step)])
+        split.step(step, [batch(step, range(1)), batch(step, range(1, 8))])
+        assert one["gradient_norm"] > 1e-3
+    moved = {name: value - before[name] for name, value in weights(whole.task).items()}
+    for name, value in weights(split.task).items():
+        torch.testing.assert_close(value - before[name], moved[name], rtol=1e-3, atol=1e-9)
+
+
 def test_the_loss_is_the_mean_and_parity_with_a_plain_loop() -> None:
     stepper = Stepper(toy(), CONFIG)
     plain = toy()

@@ -47,7 +47,7 @@ class PhenakiConfig(StageConfig, TransformerConfig):
     critic_heads: int | None = Field(None, ge=1)
     """network: attention heads of the critic; null: as the generator."""
     only: Literal["generator", "critic"] | None = None
-    """Train one of the two; the other stays as `init` gave it. null: both."""
+    """Train one of the two; the other stays as `init` gave it (a critic that nothing gave has no part in drawing). null: both."""
     sample: PhenakiSample = PhenakiSample()
     """How clips are drawn."""
 

@@ -71,7 +71,7 @@ def overlap_of(codec: Any, shape: Shape, options: PhenakiSample) -> int:
     fitting = [frames for frames in range(1, shape.frames) if fits(codec, frames, shape)]
     if not fitting:
         raise InputError(
-            f"this phenaki draws {shape.frames} frames at a time, as trained, and cannot go on from fewer: "
+            f"this phenaki draws {shape.frames} frame{'s' * (shape.frames > 1)} at a time, as trained, and cannot go on from fewer: "
             "ask for no more, or train on longer clips (data.frames)"
         )
     if options.overlap is None:

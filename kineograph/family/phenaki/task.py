@@ -232,7 +232,8 @@ class Phenaki(Task):
     # sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:
-        return draw(self, prompts, options, self.critic)
+        learned = self.learns("critic") or self.config.init is not None  # else its weights are still random
+        return draw(self, prompts, options, self.critic if learned else None)
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:

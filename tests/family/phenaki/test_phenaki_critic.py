@@ -209,6 +209,17 @@ def test_a_critic_decides_what_is_drawn_again_and_can_be_left_out(make, kind):
 
 
 @pytest.mark.parametrize("kind", ["self", "network"])
+def test_a_critic_that_has_learned_nothing_has_no_part_in_drawing(make, kind):
+    def unlike(**keys) -> bool:
+        task = make(critic=kind, only="generator", **keys).eval()
+        drawn, without = (task.sample(prompts(), PhenakiSample(steps=5, critic=asked)) for asked in (True, False))
+        return not torch.equal(drawn, without)
+
+    assert not unlike()
+    assert unlike(init="x")
+
+
+@pytest.mark.parametrize("kind", ["self", "network"])
 def test_critics_read_the_text_from_memory_as_from_words(make, kind, codec):
     """The scores in sampling are those of training, at the same tokens and words."""
     task = make(critic=kind).eval()

@@ -183,7 +183,7 @@ def test_sizes_that_the_codec_does_not_take_are_refused(make):
             task.sample(prompts(**keys), PhenakiSample(steps=2))
     image = make(frames=1).eval()
     assert image.sample(prompts(), PhenakiSample(steps=2)).shape == (4, 1, 3, 8, 8)
-    with pytest.raises(InputError, match=r"draws 1 frames at a time, .*data\.frames"):
+    with pytest.raises(InputError, match=r"draws 1 frame at a time, .*data\.frames"):
         image.sample(prompts(frames=5), PhenakiSample(steps=2))
 
 
