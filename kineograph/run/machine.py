@@ -19,7 +19,6 @@ OPTIONAL = (  # package, what it is for, how it is installed
     ("torchmetrics", "FID, KID and IS", "pip install 'kineograph[metrics]'"),
     ("diffusers", "CogVideoX weights in and out", "pip install 'kineograph[cogvideox]'"),
     ("peft", "LoRA adapters", "pip install 'kineograph[cogvideox]'"),
-    ("gradio", "kineo studio", "pip install 'kineograph[studio]'"),
 )
 NEEDED = (
     "torch",
