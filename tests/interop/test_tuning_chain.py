@@ -79,6 +79,27 @@ def test_adapters_tuned_on_a_folder(released: Path, clips: Path, tmp_path: Path,
     assert (answer(online) - here).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize(("gone", "message"), [("", "does not exist"), ("vae", "has no folder vae")])
+def test_weights_that_are_not_there_leave_no_run(
+    folder: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture, gone: str, message: str
+) -> None:
+    shutil.rmtree(folder / gone)
+    run = tmp_path / "run"
+    made = config(tmp_path / "c.yaml", {"weights": str(folder), "tune": "lora"}, clips)
+    assert kineo("train", made, "--run", str(run)) == 2
+    assert f"weights={folder} {message}: set stages.NAME.weights" in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_an_estimate_needs_no_weights_and_says_so(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = config(tmp_path / "c.yaml", {"weights": "gone", "tune": "lora"}, clips)
+    assert kineo("doctor", made, "stages.generator.text.width=16", "--memory", "8") == 0
+    assert re.search(r"MISSING +weights=gone does not exist.*estimated without", capsys.readouterr().out)
+
+
 def test_all_weights_tuned_on_a_folder(
     released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
