@@ -151,7 +151,9 @@ def test_mistakes_leave_nothing(folder: Path, tmp_path: Path) -> None:
     assert "transformer/latest" in said(source="sat") or "SAT" in said(source="sat")
     assert "--from sat" in said(source="sat", link=True)
     write_lora(tmp_path, random_lora(tiny_transformer(num_attention_heads=4)))
-    assert "64 × 64" in said(lora=tmp_path)
+    assert "64 × 64" in said(lora=tmp_path) and "trained on another model" in said(lora=tmp_path)
+    write_lora(tmp_path, random_lora(tiny_transformer(num_layers=3)))
+    assert "adapts transformer_blocks.2." in said(lora=tmp_path) and "trained on another model" in said(lora=tmp_path)
     config = folder / "vae" / "config.json"
     tree = json.loads(config.read_text())
     config.write_text(json.dumps(tree | {"layers_per_block": 2}))
