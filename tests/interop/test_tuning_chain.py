@@ -111,13 +111,24 @@ def test_all_weights_tuned_on_a_folder(
     file = config(tmp_path / "c.yaml", stage, clips)
     assert kineo("cache", file, "--run", str(run)) == 0, capsys.readouterr().err  # nothing is to be trained before
     assert kineo("train", file, "--run", str(run)) == 0
-    assert "cached items" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "cached items" in told and "warning" not in told
     assert kineo("export", str(run), "--to", "diffusers", "--dtype", "fp32", str(out)) == 0, capsys.readouterr().err
     task = ours(run)
     task.network.float()
     here = our_answer(task)
     torch.testing.assert_close(answer(CogVideoXPipeline.from_pretrained(out).transformer), here, **CLOSE)
     assert (answer(CogVideoXPipeline.from_pretrained(released).transformer) - here).abs().max() > 1e-2
+
+
+def test_weights_of_16_bits_with_a_plain_optimizer_are_warned_of(
+    released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    stage = {"weights": str(released), "weights_in": "bf16", "train": {"steps": 1}}
+    for tune, warned in (("full", True), ("lora", False)):  # adapters are float32
+        file = config(tmp_path / f"{tune}.yaml", {**stage, "tune": tune}, clips)
+        assert kineo("train", file, "--run", str(tmp_path / tune)) == 0, capsys.readouterr().err
+        assert ("set train.optimizer=adamw_8bit" in capsys.readouterr().err) == warned
 
 
 @pytest.mark.slow

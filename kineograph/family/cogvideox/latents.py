@@ -41,7 +41,10 @@ class LatentSpace:
     def shape_for(self, frames: int, height: int, width: int) -> Latents:
         """Latents (t, h, w) of a clip, before padding to whole patches."""
         side = self.codec.spatial * self.config.patch
-        for name, size in (("height", height), ("width", width)):  # before the codec, which names sizes that do not fit here
+        for name, size in (
+            ("height", height),
+            ("width", width),
+        ):  # before the codec, which names sizes that do not fit here
             if size % side:
                 near = f"{size // side * side} or " if size > side else ""
                 raise ConfigError(
