@@ -296,7 +296,8 @@ def test_a_stage_that_would_scale_first_frames_otherwise_is_refused(tmp_path: Pa
     pipeline.vae.register_to_config(invert_scale_latents=True)
     pipeline.save_pretrained(tmp_path)
     text = {"kind": "t5", "length": TEXT_LENGTH, "padding": "read"}
-    keys = {"task": "cogvideox", "weights": str(tmp_path), "first_frame": True, "text": text}
+    small = {"depth": 2, "heads": 2, "head_width": 16, "time_width": 8, "patch_time": 2, "grid": "slice", "ofs": True}
+    keys = {"task": "cogvideox", "weights": str(tmp_path), "first_frame": True, "text": text, **small}
     with pytest.raises(
         ConfigError, match=r"invert_scale_latents=true: set stages\.NAME\.first_frame_inverse_scale=true"
     ):
