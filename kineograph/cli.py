@@ -516,9 +516,10 @@ def _report(error: Any) -> None:
         if str(error):  # else another process has said it
             print(error if error.exit_code == 75 else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    if type(error).__name__ == "OutOfMemoryError":
+    on_gpu = type(error).__name__ == "OutOfMemoryError"
+    if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's words of a CPU
         print(
-            "error: the GPU is out of memory: lower train.batch_size or raise train.accumulate, set train.checkpointing=true, "
+            f"error: the {'GPU' if on_gpu else 'machine'} is out of memory: lower train.batch_size or raise train.accumulate, set train.checkpointing=true, "
             f"or make the model smaller (kineo doctor shows what takes how much)\n{error}",
             file=sys.stderr,
         )

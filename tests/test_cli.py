@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import yaml
 
 from kineograph import cli
@@ -341,3 +342,20 @@ def test_the_function_train_survives_the_package_train(here: Path, monkeypatch: 
         run = kg.train("toy.yaml", on_log=heard.append, quiet=True, **{"train.steps": 1})
     assert checkpoint.steps(run / "only/checkpoints") == [1]
     assert [record["step"] for record in heard if record["split"] == "train"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes"), "machine"),
+        (MemoryError(), "machine"),
+        (torch.OutOfMemoryError("tried to allocate"), "GPU"),
+    ],
+)
+def test_memory_that_ran_out_is_told_with_what_helps(
+    error: Exception, where: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli._report(error)
+    assert end.value.code == 1
+    assert f"the {where} is out of memory: lower train.batch_size" in capsys.readouterr().err

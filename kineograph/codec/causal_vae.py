@@ -115,6 +115,11 @@ class CausalVAE(Task):
         times = times_of("causal_vae", frames, self.config.temporal)
         return times, *tokens_across("causal_vae", height, width, (side, side))
 
+    @property
+    def spatial(self) -> int:
+        """Pixels on a side that a latent covers."""
+        return self.config.spatial
+
     def mask_for(self, frame_mask: Tensor) -> Tensor:
         """A latent is real where any of its frames is."""
         return real_times(frame_mask, self.config.temporal)

@@ -63,7 +63,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
+        raise InputError(f"{path} does not exist: look at its name, or copy or download it again") from None
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"{path} is not a whole safetensors file ({str(error).strip()}): it may be cut short; copy or download it again"

@@ -35,6 +35,13 @@ class DataConfig(Config):
     def _square(cls, value: object) -> object:
         return (value, value) if isinstance(value, int) else value
 
+    @field_validator("size")
+    @classmethod
+    def _some_pixels(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if min(value) < 1:
+            raise ValueError("height and width are at least 1 pixel")
+        return value
+
     @model_validator(mode="after")
     def _something_to_train_on(self) -> DataConfig:
         if self.validation + self.test >= 1:

@@ -15,6 +15,7 @@ from kineograph.family.cogvideox.weights import lora_state, module_from_diffuser
 from kineograph.interop.lora import Adapter, Lora
 
 IDLE = "to_out"  # adapters that add nothing sit here
+_OTHERS = "it was trained on another model; name the folder of that one"
 
 
 def diffusers_modules(network: Transformer) -> list[str]:
@@ -37,11 +38,12 @@ def own_adapters(network: Transformer, lora: Lora, where: str) -> tuple[dict[str
     for theirs, adapter in lora.items():
         name = module_from_diffusers(theirs)
         if name is None or name not in layers:
-            raise InputError(f"{where} adapts {theirs}, which is no layer of this transformer")
+            raise InputError(f"{where} adapts {theirs}, which is no layer of this transformer: {_OTHERS}")
         out, into = layers[name].weight.shape
         if (adapter.up.shape[0], adapter.down.shape[1]) != (out, into):
             raise InputError(
-                f"{where}: {theirs} is for a {adapter.up.shape[0]} × {adapter.down.shape[1]} matrix, and this transformer's is {out} × {into}"
+                f"{where}: {theirs} is for a {adapter.up.shape[0]} × {adapter.down.shape[1]} matrix, and this transformer's is "
+                f"{out} × {into}: {_OTHERS}"
             )
         missing = rank - adapter.rank
         own[f"{name}.lora_A.default.weight"] = F.pad(adapter.down.float(), (0, 0, 0, missing))

@@ -120,6 +120,7 @@ TABLE: list[tuple[str, str | None, Convert]] = [
     ("args.lr", "train.lr", number),
     ("args.train_data", "data.folder", only_entry),
     ("args.checkpoint_activations", "train.checkpointing", flag),
+    ("args.only_log_video_latents", "train.show", lambda value: "latents" if flag(value) else "media"),
     ("deepspeed.gradient_clipping", "train.clip", number),
     (f"{ADAM}.lr", "train.lr", number),
     (f"{ADAM}.betas", "train.betas", lambda value: [number(part) for part in value]),

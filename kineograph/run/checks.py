@@ -47,6 +47,9 @@ def check_stages(
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
+        missing = stage.spec.task.missing(stage.spec.config) if building and planned is None else None
+        if missing is not None:
+            raise InputError(missing)
         if folder is not None:
             _check_warm_start(plan, stage, folder)
             _check_trained(plan, stage, folder)

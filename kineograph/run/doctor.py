@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from kineograph.core import ranks
+from kineograph.core.config import Tree
 from kineograph.core.errors import InputError, NoData
 from kineograph.core.ranks import World
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.blank import Blank
+from kineograph.data.config import source_name
 from kineograph.run import layers, machine
 from kineograph.run.builder import Builder
 from kineograph.run.checks import check_stages
@@ -25,6 +27,8 @@ from kineograph.run.tracing import Memory
 from kineograph.train.stepper import precision_for
 
 _LABEL = 14  # characters
+_PLACES = {"folder": "folder", "memmap": "folder", "cache": "folder", "webdataset": "shards"}
+"""The key of each source that says where its data lie."""
 
 
 def examine(
@@ -44,10 +48,24 @@ def examine(
     with ranks.alone():
         environment(out)
         if arguments:
-            plan, world = make_plan(layers.read(arguments)), planned_world(processes)
+            plan, world = make_plan(_with_places(layers.read(arguments))), planned_world(processes)
             out("")
             data = _open(plan, out, world, without_data=True)
             _report(plan, data, out, world, None if memory is None else int(memory * 2**30))
+
+
+def _with_places(tree: Tree) -> Tree:
+    """Where a source's data lie need not be said yet: what they are estimated for is data.frames × data.size."""
+    tree["data"] = _with_place(tree.get("data") or {})
+    for stage in (tree.get("stages") or {}).values():
+        if stage.get("data"):
+            stage["data"] = _with_place(stage["data"])
+    return tree
+
+
+def _with_place(data: Tree) -> Tree:
+    key = _PLACES.get(source_name(data)) if data.get("source") else None
+    return data if key is None or data.get(key) else {**data, key: "(not said)"}
 
 
 def dry_run(
@@ -185,6 +203,9 @@ def describe(found: Estimate, data: StageData) -> list[str]:
     )
     shape = found.stage.spec.data.shape
     items = len(data.source)
+    missing = found.stage.spec.task.missing(found.stage.spec.config)
+    if missing is not None:
+        line("MISSING", f"{missing}; estimated without")
     line("data", f"{found.stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
     clip = f"{shape.frames} frame{'s' * (shape.frames > 1)} of {shape.height} × {shape.width}, {shape.channels} channel{'s' * (shape.channels > 1)}"
     line(

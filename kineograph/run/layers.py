@@ -47,7 +47,9 @@ def layer(tree: Tree, over: Tree) -> Tree:
         for stage in tree["stages"].values():
             if stage.get(section):
                 inner = without_strangers(stage[section], wanted, before) if section == "data" else stage[section]
-                stage[section] = _without(inner, wanted)
+                # What a stage has of a source that it names itself stays there: at the top it would be a stranger's.
+                own_source = section == "data" and inner.get("source")
+                stage[section] = _replaced(inner, wanted) if own_source else _without(inner, wanted)
             if section == "train":
                 _free_players(stage, wanted)
     for name, wanted in (over.get("stages") or {}).items():
@@ -74,6 +76,11 @@ def _without(tree: Tree, over: Tree) -> Tree:
         elif isinstance(value, dict) and isinstance(over[key], dict):
             left[key] = _without(value, over[key])
     return left
+
+
+def _replaced(tree: Tree, over: Tree) -> Tree:
+    """`tree` with the value that `over` has for each of its leaves."""
+    return merge(tree, {key: value for key, value in over.items() if key in tree})
 
 
 def _check_sections(tree: Tree) -> None:

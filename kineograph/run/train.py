@@ -295,6 +295,12 @@ class _StageRun:
             + (f", from step {start.step}" if start.step else "")
             + (f", to {start.phase}" if start.phase != "train" else "")
         )
+        plain = any(player.optimizer == "adamw" for player in self.stage.players.values())
+        if plain and any(p.requires_grad and p.dtype == torch.bfloat16 for p in task.parameters()):
+            self.note(
+                f"warning: {self.stage.name} trains weights of 16 bits with optimizer=adamw, which loses what is small beside a weight: "
+                "set train.optimizer=adamw_8bit (or adamw_split)"
+            )
 
     def _log(self, record: dict[str, Any]) -> None:
         if not ranks.is_first():

@@ -151,7 +151,9 @@ def test_mistakes_leave_nothing(folder: Path, tmp_path: Path) -> None:
     assert "transformer/latest" in said(source="sat") or "SAT" in said(source="sat")
     assert "--from sat" in said(source="sat", link=True)
     write_lora(tmp_path, random_lora(tiny_transformer(num_attention_heads=4)))
-    assert "64 × 64" in said(lora=tmp_path)
+    assert "64 × 64" in said(lora=tmp_path) and "trained on another model" in said(lora=tmp_path)
+    write_lora(tmp_path, random_lora(tiny_transformer(num_layers=3)))
+    assert "adapts transformer_blocks.2." in said(lora=tmp_path) and "trained on another model" in said(lora=tmp_path)
     config = folder / "vae" / "config.json"
     tree = json.loads(config.read_text())
     config.write_text(json.dumps(tree | {"layers_per_block": 2}))
@@ -294,7 +296,8 @@ def test_a_stage_that_would_scale_first_frames_otherwise_is_refused(tmp_path: Pa
     pipeline.vae.register_to_config(invert_scale_latents=True)
     pipeline.save_pretrained(tmp_path)
     text = {"kind": "t5", "length": TEXT_LENGTH, "padding": "read"}
-    keys = {"task": "cogvideox", "weights": str(tmp_path), "first_frame": True, "text": text}
+    small = {"depth": 2, "heads": 2, "head_width": 16, "time_width": 8, "patch_time": 2, "grid": "slice", "ofs": True}
+    keys = {"task": "cogvideox", "weights": str(tmp_path), "first_frame": True, "text": text, **small}
     with pytest.raises(
         ConfigError, match=r"invert_scale_latents=true: set stages\.NAME\.first_frame_inverse_scale=true"
     ):

@@ -79,6 +79,27 @@ def test_adapters_tuned_on_a_folder(released: Path, clips: Path, tmp_path: Path,
     assert (answer(online) - here).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize(("gone", "message"), [("", "does not exist"), ("vae", "has no folder vae")])
+def test_weights_that_are_not_there_leave_no_run(
+    folder: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture, gone: str, message: str
+) -> None:
+    shutil.rmtree(folder / gone)
+    run = tmp_path / "run"
+    made = config(tmp_path / "c.yaml", {"weights": str(folder), "tune": "lora"}, clips)
+    assert kineo("train", made, "--run", str(run)) == 2
+    assert f"weights={folder} {message}: set stages.NAME.weights" in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_an_estimate_needs_no_weights_and_says_so(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = config(tmp_path / "c.yaml", {"weights": "gone", "tune": "lora"}, clips)
+    assert kineo("doctor", made, "stages.generator.text.width=16", "--memory", "8") == 0
+    assert re.search(r"MISSING +weights=gone does not exist.*estimated without", capsys.readouterr().out)
+
+
 def test_all_weights_tuned_on_a_folder(
     released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -90,13 +111,24 @@ def test_all_weights_tuned_on_a_folder(
     file = config(tmp_path / "c.yaml", stage, clips)
     assert kineo("cache", file, "--run", str(run)) == 0, capsys.readouterr().err  # nothing is to be trained before
     assert kineo("train", file, "--run", str(run)) == 0
-    assert "cached items" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "cached items" in told and "warning" not in told
     assert kineo("export", str(run), "--to", "diffusers", "--dtype", "fp32", str(out)) == 0, capsys.readouterr().err
     task = ours(run)
     task.network.float()
     here = our_answer(task)
     torch.testing.assert_close(answer(CogVideoXPipeline.from_pretrained(out).transformer), here, **CLOSE)
     assert (answer(CogVideoXPipeline.from_pretrained(released).transformer) - here).abs().max() > 1e-2
+
+
+def test_weights_of_16_bits_with_a_plain_optimizer_are_warned_of(
+    released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    stage = {"weights": str(released), "weights_in": "bf16", "train": {"steps": 1}}
+    for tune, warned in (("full", True), ("lora", False)):  # adapters are float32
+        file = config(tmp_path / f"{tune}.yaml", {**stage, "tune": tune}, clips)
+        assert kineo("train", file, "--run", str(tmp_path / tune)) == 0, capsys.readouterr().err
+        assert ("set train.optimizer=adamw_8bit" in capsys.readouterr().err) == warned
 
 
 @pytest.mark.slow

@@ -456,6 +456,9 @@ def test_a_run_without_its_data_is_estimated_all_the_same(tmp_path: Path, capsys
     "words",
     [
         ["data.source=memmap", "data.folder=gone.npy"],
+        ["data.source=folder"],  # and where it lies need not be said
+        ["data.source=webdataset"],
+        ["stages.only.data.source=memmap"],
         ["data.source=webdataset", "data.shards=gone.tar"],
         ["data.source=webdataset", "data.shards=gone.tar.gz"],
         ["data.source=webdataset", "data.shards=gone-*.tar"],

@@ -157,6 +157,19 @@ def test_a_resolved_config_takes_a_new_source() -> None:
     assert {stage["data"]["folder"] for stage in tree["stages"].values()} == {"x"}
 
 
+def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
+    """The same command again: the preset that named the source is not read then, the saved stages name it themselves."""
+    (shelf / "photos.yaml").write_text(
+        yaml.safe_dump({"data": {"source": "folder"}, "stages": {"first": {"task": DUEL}, "second": {"task": TOY}}})
+    )
+    typed = ["data.folder=x", "data.flip=0.5", "data.size=24"]
+    first = planned("photos", *typed)
+    saved = file("saved.yaml", **first)
+    assert planned(saved, *typed)["stages"] == first["stages"]
+    tree = planned(saved, "data.folder=y", "stages.second.data.folder=z")
+    assert [stage["data"]["folder"] for stage in tree["stages"].values()] == ["y", "z"]
+
+
 # Mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +181,7 @@ def test_a_resolved_config_takes_a_new_source() -> None:
         (["gone.yaml"], "gone.yaml does not exist"),
         (["small", "train.stepps=3"], "unknown key train.stepps: did you mean train.steps?"),
         (["small", "trian.steps=3"], "unknown key trian: did you mean train?"),
+        (["small", "data.size=-16"], "data.size=-16: height and width are at least 1 pixel"),
         (["small", "data.siez=3"], "did you mean data.size?"),
         (["small", "stages.second.data.glyps=3"], "did you mean stages.second.data.glyphs?"),
         (["small", "stages.first.train.lrr=3"], "did you mean stages.first.train.lr?"),

@@ -40,14 +40,18 @@ class LatentSpace:
 
     def shape_for(self, frames: int, height: int, width: int) -> Latents:
         """Latents (t, h, w) of a clip, before padding to whole patches."""
-        t, h, w = self.codec.shape_for(frames, height, width)
-        patch = self.config.patch
-        if h % patch or w % patch:
-            side = height // h * patch
-            raise ConfigError(
-                f"{height} × {width} pixels do not fit cogvideox: its tokens cover {side} × {side}; use multiples of {side}"
-            )
-        return t, h, w
+        side = self.codec.spatial * self.config.patch
+        for name, size in (
+            ("height", height),
+            ("width", width),
+        ):  # before the codec, which names sizes that do not fit here
+            if size % side:
+                near = f"{size // side * side} or " if size > side else ""
+                raise ConfigError(
+                    f"{height} × {width} pixels do not fit cogvideox: its tokens cover {side} × {side}, "
+                    f"so the {name} must be a multiple of {side} ({near}{(size // side + 1) * side}): set data.size, or --size of kineo sample"
+                )
+        return self.codec.shape_for(frames, height, width)
 
     def padding(self, frames: int) -> int:
         """Latent frames that are missing to whole tokens in time."""

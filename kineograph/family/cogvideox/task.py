@@ -42,6 +42,12 @@ class CogVideoX(Task):
         return reads_for(config.text)
 
     @classmethod
+    def missing(cls, config: CogVideoXConfig) -> str | None:
+        if config.weights is None:
+            return None
+        return tuning.missing_part(config.weights, "transformer" if config.codec else "transformer vae")
+
+    @classmethod
     def caches(cls, config: CogVideoXConfig) -> bool:
         return True
 
@@ -53,9 +59,6 @@ class CogVideoX(Task):
             codec = context.stage(config.codec)
         else:
             codec = cast(Task, freeze(released_codec(cast(str, config.weights), context, config.tile)))
-            tuning.check_first_frame(config)
-        if config.weights is not None:
-            tuning.check_scheduler(config, context.note)
         self.stages["codec"] = codec
         self.codec: Any = codec  # a submodule under one name: what is frozen is in no checkpoint, by that name
         self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)
@@ -63,6 +66,12 @@ class CogVideoX(Task):
         self.texts = Texts(config, context)
         self.diffusion = Diffusion(config.diffusion)
         self.network = self._network(context)
+        if (
+            config.weights is not None
+        ):  # after its weights: of another model's folder its shape is to be said, not its schedule
+            if config.codec is None:
+                tuning.check_first_frame(config)
+            tuning.check_scheduler(config, context.note)
         self.reads = self.reads_for(config)  # type: ignore[misc]
         self.any_shape = config.positions != "rotary+learned"  # a table has rows for one shape
 
@@ -242,7 +251,7 @@ def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | N
     path = Path(folder).expanduser()
     place = path / "vae" / "config.json"
     if not without_numbers():
-        tuning.check_folder(folder)
+        tuning.check_folder(folder, "transformer vae")
         return from_folder(path, context.shape, tile=tile)
     config = config_of(load_file(place) if place.is_file() else {}, str(place), tile=tile)
     return CausalVAE(config, context.shape)

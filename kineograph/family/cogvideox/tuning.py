@@ -151,12 +151,23 @@ def released_weights(folder: str) -> WeightFiles:
     return open_weights(Path(folder).expanduser() / "transformer", DIFFUSERS_STEM)
 
 
-def check_folder(folder: str) -> None:
-    if not (Path(folder).expanduser() / "transformer").is_dir():
-        raise InputError(
-            f"weights={folder} has no folder transformer: set stages.NAME.weights to a folder of diffusers' form, with transformer, vae, "
-            "text_encoder and tokenizer in it"
-        )
+def check_folder(folder: str, parts: str = "transformer") -> None:
+    problem = missing_part(folder, parts)
+    if problem is not None:
+        raise InputError(problem)
+
+
+def missing_part(folder: str, parts: str) -> str | None:
+    """Which of the folders `parts` (words) a folder of weights lacks."""
+    path = Path(folder).expanduser()
+    lacks = next((part for part in parts.split() if not (path / part).is_dir()), None)
+    if lacks is None:
+        return None
+    what = f"has no folder {lacks}" if path.is_dir() else "does not exist"
+    return (
+        f"weights={folder} {what}: set stages.NAME.weights to a folder of diffusers' form, with transformer, vae, "
+        "text_encoder and tokenizer in it"
+    )
 
 
 def check_first_frame(config: CogVideoXConfig) -> None:

@@ -112,15 +112,15 @@ def diffusers_shapes(network: Transformer) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_state(network: Transformer, state: Mapping[str, Any], where: str = "the weights") -> None:
+def check_state(network: Transformer, state: Mapping[str, Any], where: str = "the state dict") -> None:
     """Refuse a state that lacks a name, has one too many, or another shape."""
     expected = diffusers_shapes(network)
     missing, strangers = [key for key in expected if key not in state], [key for key in state if key not in expected]
-    for problem, keys in (("lack", missing), ("hold the unknown", strangers)):
+    for problem, keys in (("lacks", missing), ("holds the unknown", strangers)):
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
             raise InputError(
-                f"{where} {problem} {', '.join(keys[:3])}{more}: they are not of this shape of CogVideoX; "
+                f"{where} {problem} {', '.join(keys[:3])}{more}: not of this shape of CogVideoX; "
                 "set shape (and positions, first_frame, ofs) as the folder's transformer/config.json says"
             )
     shape_of: Callable[[str], Any] = getattr(state, "shape", lambda key: state[key].shape)
@@ -137,7 +137,7 @@ def _size(shape: Any) -> str:
 
 
 @torch.no_grad()
-def load_network(network: Transformer, state: Mapping[str, Tensor], where: str = "the weights") -> None:
+def load_network(network: Transformer, state: Mapping[str, Tensor], where: str = "the state dict") -> None:
     """Copy a diffusers state dict in, tensor by tensor, so that a mapping that reads when asked never lies in memory as a whole."""
     check_state(network, state, where)
     for _, parameter, names in _own(network):

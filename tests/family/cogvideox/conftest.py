@@ -36,7 +36,7 @@ class ToyCodec(Task):
 
     Config = StageConfig
     vocabulary = None
-    latent_channels, scale = 4, 0.7
+    latent_channels, scale, spatial = 4, 0.7, 2
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         if frames % 4 != 1:

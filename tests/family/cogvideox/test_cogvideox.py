@@ -66,8 +66,12 @@ def test_keys_that_do_not_fit_are_refused(keys: dict, message: str) -> None:
 def test_sizes_that_do_not_fit_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"use 4k\+1"):
         make(frames=12)
-    with pytest.raises(ConfigError, match=r"10 × 10 pixels .* use multiples of 4"):
+    with pytest.raises(ConfigError, match=r"10 × 10 pixels .* a multiple of 4 \(8 or 12\)"):
         make(size=10)
+    with pytest.raises(ConfigError, match=r"8 × 9 pixels .* the width must be a multiple of 4 \(8 or 12\)"):
+        make().shape_for(9, 8, 9)  # 9 or 10 would fit the codec, and not this
+    with pytest.raises(ConfigError, match=r"the height must be a multiple of 4 \(4\)"):
+        make().shape_for(9, 2, 8)
 
 
 # Latents ---------------------------------------------------------------------------------------------------------

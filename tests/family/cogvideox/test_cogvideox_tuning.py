@@ -163,7 +163,7 @@ def test_a_stage_that_trains_everything_needs_its_folder_once(make: Make, folder
 
 
 def test_a_folder_of_another_shape_is_refused_by_name(make: Make, folder: Path) -> None:
-    with pytest.raises(InputError, match=r"lack transformer_blocks\.2\."):
+    with pytest.raises(InputError, match=r"lacks transformer_blocks\.2\."):
         make(weights=str(folder), depth=3)
     with pytest.raises(InputError, match="has no folder transformer"):
         make(weights=str(folder / "transformer"))
@@ -174,7 +174,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(make: 
     keys = {"text": {"kind": "given", "width": 16, "length": 6}, "null_text": "zeros", "lively": False}
     with FakeTensorMode(allow_non_fake_inputs=True):
         make(weights=str(folder), **keys)
-        with pytest.raises(InputError, match=r"lack transformer_blocks\.2\."):
+        with pytest.raises(InputError, match=r"lacks transformer_blocks\.2\."):
             make(weights=str(folder), depth=3, **keys)
         (folder / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"short")
         with pytest.raises(InputError, match="is not a whole safetensors file"):
@@ -213,6 +213,11 @@ def test_a_folder_of_another_schedule_is_refused_by_key(
         make(weights=scheduled(folder, **changes))
 
 
+def test_of_another_models_folder_the_shape_is_told_before_its_schedule(make: Make, folder: Path) -> None:
+    with pytest.raises(InputError, match=r"lacks transformer_blocks\.2\."):
+        make(weights=scheduled(folder, snr_shift_scale=3.0), depth=3)
+
+
 def test_a_folder_that_draws_otherwise_is_told(make: Make, folder: Path) -> None:
     said: list[str] = []
     make(weights=scheduled(folder), note=said.append)
@@ -237,7 +242,7 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
         assert sorted(p.shape for p in found.values()) == sorted(wanted.values())
         task.loss("model", task(batch, NOISE)).total.sum.backward()
         assert all(p.grad is not None for p in found.values())
-    with pytest.raises(InputError, match=r"weights=nowhere has no folder transformer: set stages\.NAME\.weights"):
+    with pytest.raises(InputError, match=r"weights=nowhere does not exist: set stages\.NAME\.weights"):
         make(weights="nowhere", **keys)
 
 

@@ -165,7 +165,7 @@ def test_a_missing_unknown_or_misshapen_weight_is_named() -> None:
     network = ours("5b")
     state = dict(weights.network_state(network))
     key = "transformer_blocks.1.attn1.to_k.weight"
-    with pytest.raises(InputError, match=f"lack {key}"):
+    with pytest.raises(InputError, match=f"lacks {key}"):
         weights.load_network(network, {name: value for name, value in state.items() if name != key})
     with pytest.raises(InputError, match=r"unknown ofs_embedding\.linear_1\.weight"):
         weights.load_network(network, {**state, "ofs_embedding.linear_1.weight": torch.zeros(1)})
