@@ -33,7 +33,7 @@ def _codec(sizes: Sizes) -> Task:
 
     class Given(Task):
         Config = StageConfig
-        vocabulary, latent_channels, scale = None, CHANNELS, 1.15258426
+        vocabulary, latent_channels, scale, spatial = None, CHANNELS, 1.15258426, 8
 
         def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
             return sizes["latents"]
