@@ -92,9 +92,7 @@ def load(path: Path) -> dict[str, Tensor]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     try:
-        with (
-            unset_fake_temporarily()
-        ):  # a stage may be built of tensors without numbers; a file cannot be read into such
+        with unset_fake_temporarily():  # in a stage of tensors without numbers too
             return load_file(path)
     except Exception as error:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from None

@@ -13,17 +13,11 @@ import torch
 import yaml
 from diffusers import CogVideoXPipeline
 
-from kineograph import cli
 from kineograph.core.config import read_yaml
 from kineograph.run.plan import make_plan
 from tests.interop.test_import_export import CLOSE, our_answer, ours
 from tests.interop.tiny import TEXT_LENGTH, answer, tiny_pipeline
-
-
-def kineo(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main(list(words))
-    return int(end.value.code or 0)
+from tests.run.calling import kineo
 
 
 @pytest.fixture(scope="module")

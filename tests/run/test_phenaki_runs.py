@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file
 
 import kineograph as kg
-from kineograph.cli import main
 from kineograph.codec.perceptual import Lpips
-from kineograph.core.config import merge
 from kineograph.core.errors import InputError
+from tests.run.calling import kineo, written
 
 TOKENIZER: dict[str, Any] = {
     "task": "cvivit", "width": 8, "heads": 2, "spatial_depth": 1, "temporal_depth": 1, "patch": 8, "temporal_patch": 2,
@@ -41,19 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(folder: Path, *changes: dict[str, Any]) -> Path:
-    tree = BASE
-    for change in changes:
-        tree = merge(tree, change)
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    return path
-
-
-def kineo(*words: object) -> int:
-    """The exit code of a call of the command line."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(ended.value.code or 0)
+    return written(folder, BASE, *changes)
 
 
 def logged(run: Path, stage: str) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import yaml
 from torch.utils.data import Dataset
 
 import kineograph as kg
-from kineograph.cli import main
 from kineograph.core.batch import Prompts
 from kineograph.core.config import merge
 from kineograph.core.errors import InputError
@@ -21,6 +20,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.sample.stages import Stages
 from kineograph.text.clip import TrainedClip
 from kineograph.train import checkpoint
+from tests.run.calling import kineo
 
 BASE: dict[str, Any] = {
     "seed": 1,
@@ -43,12 +43,6 @@ def write(folder: Path, **prior: Any) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(merge(BASE, {"stages": {"prior": prior}}), sort_keys=False))
     return path
-
-
-def kineo(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(ended.value.code or 0)
 
 
 def metrics(run: Path, stage: str, split: str) -> list[dict[str, Any]]:

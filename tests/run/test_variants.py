@@ -13,11 +13,10 @@ import yaml
 from PIL import Image
 
 import kineograph as kg
-from kineograph.cli import main
-from kineograph.core.config import merge
 from kineograph.core.run_folder import RunFolder
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
+from tests.run.calling import kineo, written
 
 TOKENIZER: dict[str, Any] = {
     "task": "vqgan", "width": 8, "multipliers": [1, 2], "patch": 2, "quantizer": {"kind": "fsq", "levels": [5, 5]}, "perceptual": {"weight": 0},
@@ -38,19 +37,7 @@ BASE: dict[str, Any] = {
 
 
 def write(folder: Path, *changes: dict[str, Any]) -> Path:
-    tree = BASE
-    for change in changes:
-        tree = merge(tree, change)
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    return path
-
-
-def kineo(*words: object) -> int:
-    """The exit code of a call of the command line."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(ended.value.code or 0)
+    return written(folder, BASE, *changes)
 
 
 def weights(run: Path, stage: str) -> dict[str, torch.Tensor]:

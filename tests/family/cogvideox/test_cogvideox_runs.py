@@ -13,12 +13,12 @@ import torch
 import yaml
 from PIL import Image
 
-from kineograph import cli
 from kineograph.core.batch import Prompts
 from kineograph.core.config import parse
 from kineograph.core.noise import Noise
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig, CogVideoXSample
 from kineograph.train import checkpoint
+from tests.run.calling import kineo
 
 from .conftest import CAPTIONS, TINY, Make, ToyCodec
 
@@ -32,12 +32,6 @@ TEXT = {"kind": "learned", "width": 16, "depth": 1, "heads": 2, "length": 6}
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
-
-
-def kineo(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main(list(words))
-    return int(end.value.code or 0)
 
 
 @pytest.fixture
