@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import UnionType
@@ -24,6 +24,15 @@ class Config(BaseModel):
     """Base of every config class: unknown keys are errors, defaults are checked too."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, protected_namespaces=())
+
+    def check_pretrained(self, given: Collection[str], hub: bool) -> None:
+        """Refuse, with an InputError that begins with the key, what others trained (a folder of weights, a text encoder) and would not be found
+        when it is read, or does not fit. Training asks before it begins, and an estimate says what is not there; sections are asked in turn.
+        `given`: what the data's items hold. `hub`: names on a hub are looked up too. Nothing large is read or fetched.
+        """
+        for _, section in self:
+            if isinstance(section, Config):
+                section.check_pretrained(given, hub)
 
 
 class StageConfig(Config):

@@ -89,11 +89,6 @@ class Task(nn.Module):
         """What training needs under this config: an unconditional model needs no captions."""
         return cls.reads
 
-    @classmethod
-    def missing(cls, config: Any) -> str | None:
-        """What the stage will read besides data and is not there, in words: training refuses to begin, an estimate says it."""
-        return None
-
     # training ----------------------------------------------------------------------------------------------------
 
     def check_precision(self, precision: str) -> None:

@@ -18,7 +18,6 @@ from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData, expect_codec, expect_shapes, expect_tokens, gives
 from kineograph.run.token_cache import check_cachable
 from kineograph.sample.stages import Stages
-from kineograph.text.pretrained import PretrainedText
 from kineograph.train import checkpoint
 from kineograph.train.stepper import check_layout, graphs_for, precision_for
 
@@ -47,9 +46,10 @@ def check_stages(
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
-        missing = stage.spec.task.missing(stage.spec.config) if building and planned is None else None
-        if missing is not None:
-            raise InputError(missing)
+        if building and planned is None:
+            lacks = missing(stage, data[stage.name], hub=True)
+            if lacks is not None:
+                raise InputError(lacks)
         if folder is not None:
             _check_warm_start(plan, stage, folder)
             _check_trained(plan, stage, folder)
@@ -66,16 +66,18 @@ def check_stages(
             task.check_precision(precision)
             if several:
                 check_layout(task, stage.train.parallel, stage.players)
-            text = getattr(task, "text", None)
-            if (
-                planned is None
-                and isinstance(text, PretrainedText)
-                and "text_embeds" not in gives(data[stage.name].source)
-            ):
-                text.check()
             expect_tokens(task, data[stage.name])
             expect_shapes(task, data[stage.name])
             _check_show(stage, task)
+
+
+def missing(stage: StagePlan, data: StageData, hub: bool) -> str | None:
+    """What the stage will read besides data and is not there, or does not fit, in words. `hub`: names on a hub are looked up too."""
+    try:
+        stage.spec.config.check_pretrained(gives(data.source), hub)
+    except InputError as error:
+        return f"stages.{stage.name}.{error}"
+    return None
 
 
 def _check_show(stage: StagePlan, task: Task) -> None:

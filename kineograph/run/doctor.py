@@ -17,7 +17,7 @@ from kineograph.data.blank import Blank
 from kineograph.data.config import source_name
 from kineograph.run import layers, machine
 from kineograph.run.builder import Builder
-from kineograph.run.checks import check_stages
+from kineograph.run.checks import check_stages, missing
 from kineograph.run.dividing import parts_of
 from kineograph.run.estimate import ROOM, Estimate, data_world, estimate
 from kineograph.run.launch import placed
@@ -203,9 +203,9 @@ def describe(found: Estimate, data: StageData) -> list[str]:
     )
     shape = found.stage.spec.data.shape
     items = len(data.source)
-    missing = found.stage.spec.task.missing(found.stage.spec.config)
-    if missing is not None:
-        line("MISSING", f"{missing}; estimated without")
+    lacks = missing(found.stage, data, hub=False)
+    if lacks is not None:
+        line("MISSING", f"{lacks}; estimated without")
     line("data", f"{found.stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
     clip = f"{shape.frames} frame{'s' * (shape.frames > 1)} of {shape.height} × {shape.width}, {shape.channels} channel{'s' * (shape.channels > 1)}"
     line(

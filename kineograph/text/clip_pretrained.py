@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from kineograph.core.errors import InputError
 from kineograph.core.task import freeze
 from kineograph.text.clip import mean, unit
-from kineograph.text.pretrained import fetched, located, on_device, seen_by, token_ids
+from kineograph.text.pretrained import check_folder, fetched, located, on_device, seen_by, token_ids
 
 KEY = "clip.name"
 # What OpenAI's models were trained with, for folders that do not say.
@@ -84,7 +85,9 @@ class PretrainedClip(nn.Module):
         super().__init__()
         from transformers import CLIPConfig
 
-        self.name, self.local = located(name, KEY)
+        self.name, self.local = located(name)
+        if self.local:
+            check_folder(Path(self.name), KEY)
         self.options: dict[str, Any] = {"local_files_only": True} if self.local else {}
         config = self._fetch(lambda: CLIPConfig.from_pretrained(self.name, **self.options))
         self.width, self.text_width = int(config.projection_dim), int(config.text_config.hidden_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, Protocol
 
 from pydantic import Field, model_validator
@@ -75,6 +76,13 @@ class TextConfig(Config):
         if self.kind == "learned" and (self.width or 256) % (2 * self.heads):
             raise ValueError(f"width={self.width or 256} must be a multiple of 2 × heads = {2 * self.heads}")
         return self
+
+    def check_pretrained(self, given: Collection[str], hub: bool) -> None:
+        """An encoder that is never asked, where embeddings come with the data, need not be there."""
+        if self.kind in ("t5", "clip") and "text_embeds" not in given:
+            from kineograph.text.pretrained import check_encoder
+
+            check_encoder(self, hub)
 
 
 def build_text(config: TextConfig, context: BuildContext) -> Text | None:

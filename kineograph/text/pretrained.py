@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
-from kineograph.core.task import freeze
+from kineograph.core.task import freeze, without_numbers
 from kineograph.core.transfer import to_device
 from kineograph.text.null import NullText
 
 if TYPE_CHECKING:
     from kineograph.text.config import TextConfig
 
+KEY = "text.name"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -34,38 +35,14 @@ class PretrainedText(nn.Module):
         assert config.name is not None
         self.kind, self.length, self.note = config.kind, config.length, note
         self.reads_padding = config.padding == "read"
-        self.name, self.local = located(config.name, "text.name")
-        self.width = config.width or self._config_width()
+        self.name, self.local = located(config.name)
+        if self.local and not without_numbers():  # where sizes matter it may be yet to come
+            check_folder(Path(self.name), KEY)
+        self.width = config.width or _width_of(_described(self.name, self.local, self.kind), self.name)
         self.ids = lru_cache(maxsize=65536)(self._ids)
         self.null = NullText(self.width)
         self._parts: dict[str, Any] = {}  # a plain dict, so that modules in it do not become submodules
         self._said = False
-
-    def _config_width(self) -> int:
-        if self.local:
-            found = json.loads((Path(self.name) / "config.json").read_text(encoding="utf-8"))
-        else:
-            from transformers import AutoConfig
-
-            found = self._hub(lambda: AutoConfig.from_pretrained(self.name)).to_dict()
-        text = found.get("text_config") or found  # a whole CLIP keeps its text tower's config inside
-        width = text.get("d_model") or text.get("hidden_size")
-        if not width:
-            raise InputError(f"{self.name}: config.json has neither d_model nor hidden_size; set text.width")
-        return int(width)
-
-    def check(self) -> None:
-        """Refuse now what could not be loaded or read later, when stages before have been trained. Nothing large is fetched."""
-        found = self._config_width()
-        if found != self.width:
-            raise self._misfit(found)
-        self._load_tokenizer()
-
-    def _misfit(self, found: int) -> InputError:
-        return InputError(f"text.width={self.width} does not fit {self.name}: its embeddings have {found} channels")
-
-    def _hub(self, load: Callable[[], Any]) -> Any:
-        return fetched(load, "text.name", self.name, self.kind)
 
     def _load(self, device: torch.device) -> None:
         from transformers import CLIPTextModel, T5EncoderModel
@@ -73,22 +50,16 @@ class PretrainedText(nn.Module):
         family = T5EncoderModel if self.kind == "t5" else CLIPTextModel
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # T5 overflows in float16
         options: dict[str, Any] = {"local_files_only": True} if self.local else {}
-        self._parts["tokenizer"] = self._load_tokenizer()
+        self._parts["tokenizer"] = _load_tokenizer(self.name, self.local, self.kind)
         with _without_bars():
-            model = self._hub(lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options))
-        found = model.config.d_model if self.kind == "t5" else model.config.hidden_size
-        if found != self.width:
-            raise self._misfit(found)
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions is not None and self.length > positions:
-            raise InputError(f"text.length={self.length} is more than {self.name} reads: at most {positions}")
+            model = fetched(
+                lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options),
+                KEY,
+                self.name,
+                self.kind,
+            )
+        _check_fits(self.width, self.length, model.config.to_dict(), self.name)
         self._parts["model"] = freeze(model)
-
-    def _load_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        options: dict[str, Any] = {"local_files_only": True} if self.local else {}
-        return self._hub(lambda: AutoTokenizer.from_pretrained(tokenizer_of(self.name), **options))
 
     def _ids(self, caption: str) -> tuple[tuple[int, ...], int]:
         """Token ids padded to the length, and how many are real."""
@@ -122,12 +93,56 @@ class PretrainedText(nn.Module):
         return {}
 
 
-def located(name: str, key: str) -> tuple[str, bool]:
-    """A folder that was checked, or a hub name as it is; and whether it is a folder."""
+def check_encoder(config: TextConfig, hub: bool) -> None:
+    """Refuse what could not be loaded or read later: a folder that is not there or lacks something, another width. `hub`: or a name there."""
+    assert config.name is not None
+    name, local = located(config.name)
+    if not (local or hub):
+        return
+    _check_fits(config.width, config.length, _described(name, local, config.kind), name)
+    _load_tokenizer(name, local, config.kind)
+
+
+def _check_fits(width: int | None, length: int, described: dict[str, Any], name: str) -> None:
+    """`described` is the encoder's own config."""
+    channels, positions = _width_of(described, name), described.get("max_position_embeddings")
+    if width not in (None, channels):
+        raise InputError(f"text.width={width} does not fit {name}: its embeddings have {channels} channels")
+    if positions is not None and length > positions:
+        raise InputError(f"text.length={length} is more than {name} reads: at most {positions}")
+
+
+def _described(name: str, local: bool, kind: str) -> dict[str, Any]:
+    """What an encoder's config.json says of it."""
+    if local:
+        check_folder(Path(name), KEY)
+        found = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+    else:
+        from transformers import AutoConfig
+
+        found = fetched(lambda: AutoConfig.from_pretrained(name), KEY, name, kind).to_dict()
+    return found.get("text_config") or found  # a whole CLIP keeps its text tower's config inside
+
+
+def _width_of(described: dict[str, Any], name: str) -> int:
+    width = described.get("d_model") or described.get("hidden_size")
+    if not width:
+        raise InputError(f"{KEY}={name}: config.json has neither d_model nor hidden_size; set text.width")
+    return int(width)
+
+
+def _load_tokenizer(name: str, local: bool, kind: str) -> Any:
+    from transformers import AutoTokenizer
+
+    options: dict[str, Any] = {"local_files_only": True} if local else {}
+    return fetched(lambda: AutoTokenizer.from_pretrained(tokenizer_of(name), **options), KEY, name, kind)
+
+
+def located(name: str) -> tuple[str, bool]:
+    """A folder, whether it is there or not, or a hub name as it is; and whether it is a folder."""
     folder = Path(name).expanduser()
     if not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         return name, False
-    check_folder(folder, key)
     return str(folder), True
 
 

@@ -299,9 +299,9 @@ def test_a_stage_that_would_scale_first_frames_otherwise_is_refused(tmp_path: Pa
     small = {"depth": 2, "heads": 2, "head_width": 16, "time_width": 8, "patch_time": 2, "grid": "slice", "ofs": True}
     keys = {"task": "cogvideox", "weights": str(tmp_path), "first_frame": True, "text": text, **small}
     with pytest.raises(
-        ConfigError, match=r"invert_scale_latents=true: set stages\.NAME\.first_frame_inverse_scale=true"
+        ConfigError, match=r"invert_scale_latents=true: set stages\.tuned\.first_frame_inverse_scale=true"
     ):
-        CogVideoX.build(parse(CogVideoXConfig, keys), BuildContext(Shape(9, 32, 32, 3, 8.0)))
+        CogVideoX.build(parse(CogVideoXConfig, keys), BuildContext(Shape(9, 32, 32, 3, 8.0), name="tuned"))
 
 
 def test_clips_are_shown_through_the_folders_vae_in_tiles_where_asked(released: Path) -> None:

@@ -81,7 +81,7 @@ def test_weights_that_are_not_there_leave_no_run(
     run = tmp_path / "run"
     made = config(tmp_path / "c.yaml", {"weights": str(folder), "tune": "lora"}, clips)
     assert kineo("train", made, "--run", str(run)) == 2
-    assert f"weights={folder} {message}: set stages.NAME.weights" in capsys.readouterr().err
+    assert f"stages.generator.weights={folder} {message}: give a folder of diffusers' form" in capsys.readouterr().err
     assert not run.exists()
 
 
@@ -89,9 +89,11 @@ def test_an_estimate_needs_no_weights_and_says_so(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = config(tmp_path / "c.yaml", {"weights": "gone", "tune": "lora"}, clips)
-    assert kineo("doctor", made, "stages.generator.text.width=16", "--memory", "8") == 0
-    assert re.search(r"MISSING +weights=gone does not exist.*estimated without", capsys.readouterr().out)
+    for gone in ("gone", str(tmp_path / "gone")):  # a path in full is no name on a hub, and is looked for
+        made = config(tmp_path / "c.yaml", {"weights": gone, "tune": "lora"}, clips)
+        assert kineo("doctor", made, "stages.generator.text.width=16", "--memory", "8") == 0, capsys.readouterr().err
+        told = rf"MISSING +stages\.generator\.weights={gone} does not exist.*estimated without"
+        assert re.search(told, capsys.readouterr().out)
 
 
 def test_all_weights_tuned_on_a_folder(

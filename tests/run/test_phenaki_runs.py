@@ -108,7 +108,7 @@ def test_a_text_encoder_that_cannot_be_had_is_told_before_the_tokenizer_trains(
     config = write(tmp_path, {"stages": {"generator": t5}})
     assert kineo("train", config, "--run", tmp_path / "run") == 2
     assert (
-        "text.name=some-owner/some-t5 cannot be loaded as t5: no network; give a local folder"
+        "stages.generator.text.name=some-owner/some-t5 cannot be loaded as t5: no network; give a local folder"
         in capsys.readouterr().err
     )
     assert not (tmp_path / "run").exists()

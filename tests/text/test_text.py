@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kineograph.core.batch import Shape
 from kineograph.core.config import parse
@@ -348,11 +349,31 @@ def test_a_hub_name_that_cannot_be_reached_is_an_input_error():
 
 
 def test_lengths_and_widths_that_the_weights_do_not_have(folders):
-    with pytest.raises(InputError, match="at most 10"):
-        build(kind="clip", name=str(folders["clip"]), length=11).encode(["a"])
-    for asked in (lambda text: text.encode(["a"]), lambda text: text.check()):
-        with pytest.raises(InputError, match="24 channels"):
-            asked(build(kind="t5", name=str(folders["t5"]), width=32))
-    fitting = build(kind="t5", name=str(folders["t5"]))
-    fitting.check()
-    assert not fitting._parts  # nothing large is loaded
+    """Whether a caption is read, or it is only looked whether one could be."""
+    long, wide = ({"kind": "clip", "length": 11}, "at most 10"), ({"kind": "t5", "width": 32}, "24 channels")
+    for keys, message in (long, wide):
+        keys = keys | {"name": str(folders[keys["kind"]])}
+        with pytest.raises(InputError, match=message):
+            build(**keys).encode(["a"])
+        config = TextConfig(**keys)
+        with pytest.raises(InputError, match=message):
+            config.check_pretrained([], hub=False)
+        config.check_pretrained(["text_embeds"], False)  # is never asked
+
+
+def test_an_encoder_is_looked_for_without_loading_it(folders, tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers.T5EncoderModel, "from_pretrained", lambda *a, **k: pytest.fail("loaded"))
+    TextConfig(kind="t5", name=str(folders["t5"])).check_pretrained([], False)
+    shutil.copytree(folders["t5"], tmp_path / "bare")
+    (tmp_path / "bare/tokenizer.json").unlink()
+    gone = TextConfig(kind="t5", name=str(tmp_path / "bare"), width=24)
+    with pytest.raises(InputError, match=r"^text\.name=.*bare lacks a tokenizer"):
+        gone.check_pretrained([], False)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # its size is known
+        assert build(**gone.model_dump(exclude_unset=True)).width == 24
+    hub = TextConfig(kind="t5", name="nobody/nothing", width=24)
+    hub.check_pretrained([], hub=False)
+    with pytest.raises(InputError, match=r"^text\.name=nobody/nothing"):
+        hub.check_pretrained([], hub=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.config import Config, StageConfig
+from kineograph.core.errors import InputError
 from kineograph.family.cogvideox.shapes import Released, TransformerShape, filled
 from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.guidance import check_null
@@ -90,7 +92,7 @@ class CogVideoXConfig(StageConfig, TransformerShape):
             return tree
         if tree.get("codec") is None and tree.get("weights") is None:
             raise ValueError(
-                "codec or weights is required: name the stage of a causal_vae, or give the folder of released weights (stages.NAME.weights=DIR)"
+                "codec or weights is required: name the stage of a causal_vae, or give the folder of released weights (weights=DIR)"
             )
         tree = filled(tree)
         if isinstance(tree.get("diffusion", {}), Mapping):
@@ -113,7 +115,7 @@ class CogVideoXConfig(StageConfig, TransformerShape):
         if self.tune != "full" and self.weights is None and self.init is None:
             raise ValueError(
                 f"tune={self.tune if self.adapts else list(self.tune)} leaves the rest of the transformer as it is, and nothing says what it is: "
-                "give the folder of released weights (stages.NAME.weights=DIR), or a trained stage (stages.NAME.init=runs/x/stage)"
+                "give the folder of released weights (weights=DIR), or a trained stage (init=runs/x/stage)"
             )
         if self.tune != "lora" and self.lora != LoraConfig():
             raise ValueError(f"lora is read with tune=lora only, not with tune={self.tune!r}: leave it out")
@@ -131,3 +133,19 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     @property
     def adapts(self) -> bool:
         return self.tune == "lora"
+
+    def check_pretrained(self, given: Collection[str], hub: bool) -> None:
+        if self.weights is not None:
+            check_folder(self.weights, "transformer" if self.codec else "transformer vae")
+        super().check_pretrained(given, hub)
+
+
+def check_folder(folder: str, parts: str = "transformer") -> None:
+    """A folder of weights must have these folders (words)."""
+    path = Path(folder).expanduser()
+    lacks = next((part for part in parts.split() if not (path / part).is_dir()), None)
+    if lacks is not None:
+        what = f"has no folder {lacks}" if path.is_dir() else "does not exist"
+        raise InputError(
+            f"weights={folder} {what}: give a folder of diffusers' form, with transformer, vae, text_encoder and tokenizer in it"
+        )

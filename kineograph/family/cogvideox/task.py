@@ -17,7 +17,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without_numbers
 from kineograph.core.weight_files import files_digest
 from kineograph.family.cogvideox import sampling, tuning
-from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample
+from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, check_folder
 from kineograph.family.cogvideox.latents import Clips, LatentSpace
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import Latents
@@ -42,12 +42,6 @@ class CogVideoX(Task):
         return reads_for(config.text)
 
     @classmethod
-    def missing(cls, config: CogVideoXConfig) -> str | None:
-        if config.weights is None:
-            return None
-        return tuning.missing_part(config.weights, "transformer" if config.codec else "transformer vae")
-
-    @classmethod
     def caches(cls, config: CogVideoXConfig) -> bool:
         return True
 
@@ -70,8 +64,8 @@ class CogVideoX(Task):
             config.weights is not None
         ):  # after its weights: of another model's folder its shape is to be said, not its schedule
             if config.codec is None:
-                tuning.check_first_frame(config)
-            tuning.check_scheduler(config, context.note)
+                tuning.check_first_frame(config, context.name)
+            tuning.check_scheduler(config, context.name, context.note)
         self.reads = self.reads_for(config)  # type: ignore[misc]
         self.any_shape = config.positions != "rotary+learned"  # a table has rows for one shape
 
@@ -251,7 +245,7 @@ def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | N
     path = Path(folder).expanduser()
     place = path / "vae" / "config.json"
     if not without_numbers():
-        tuning.check_folder(folder, "transformer vae")
+        check_folder(folder, "transformer vae")
         return from_folder(path, context.shape, tile=tile)
     config = config_of(load_file(place) if place.is_file() else {}, str(place), tile=tile)
     return CausalVAE(config, context.shape)

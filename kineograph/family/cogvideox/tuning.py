@@ -16,7 +16,7 @@ from kineograph.core.config import load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze, without_numbers
 from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weights
-from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig
+from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig, check_folder
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.weights import renamed
 from kineograph.process.diffusers_scheduler import differences, drawn_otherwise, read_scheduler
@@ -151,26 +151,7 @@ def released_weights(folder: str) -> WeightFiles:
     return open_weights(Path(folder).expanduser() / "transformer", DIFFUSERS_STEM)
 
 
-def check_folder(folder: str, parts: str = "transformer") -> None:
-    problem = missing_part(folder, parts)
-    if problem is not None:
-        raise InputError(problem)
-
-
-def missing_part(folder: str, parts: str) -> str | None:
-    """Which of the folders `parts` (words) a folder of weights lacks."""
-    path = Path(folder).expanduser()
-    lacks = next((part for part in parts.split() if not (path / part).is_dir()), None)
-    if lacks is None:
-        return None
-    what = f"has no folder {lacks}" if path.is_dir() else "does not exist"
-    return (
-        f"weights={folder} {what}: set stages.NAME.weights to a folder of diffusers' form, with transformer, vae, "
-        "text_encoder and tokenizer in it"
-    )
-
-
-def check_first_frame(config: CogVideoXConfig) -> None:
+def check_first_frame(config: CogVideoXConfig, stage: str) -> None:
     """How latents of first frames are scaled stands in the VAE's config.json, and the network was trained with it."""
     place = Path(str(config.weights)).expanduser() / "vae" / "config.json"
     if not config.first_frame or not place.is_file():
@@ -178,12 +159,12 @@ def check_first_frame(config: CogVideoXConfig) -> None:
     inverse = bool(load_file(place).get("invert_scale_latents"))
     if inverse != config.first_frame_inverse_scale:
         raise ConfigError(
-            f"{place} has invert_scale_latents={str(inverse).lower()}: set stages.NAME.first_frame_inverse_scale={str(inverse).lower()}, or the "
+            f"{place} has invert_scale_latents={str(inverse).lower()}: set stages.{stage}.first_frame_inverse_scale={str(inverse).lower()}, or the "
             "first frame will not be what the weights know"
         )
 
 
-def check_scheduler(config: CogVideoXConfig, note: Callable[[str], None]) -> None:
+def check_scheduler(config: CogVideoXConfig, stage: str, note: Callable[[str], None]) -> None:
     """The folder's schedule is what its weights were trained with: a stage with another one is refused. What differs in drawing is told."""
     place = Path(str(config.weights)).expanduser() / "scheduler" / "scheduler_config.json"
     if not place.is_file():
@@ -193,7 +174,7 @@ def check_scheduler(config: CogVideoXConfig, note: Callable[[str], None]) -> Non
     for key, (wanted, found) in differences(theirs, config.diffusion).items():
         shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
         raise ConfigError(
-            f"{place} says diffusion.{key}={shown}, and the stage has {found}: set stages.NAME.diffusion.{key}={shown}, or take the file out of "
+            f"{place} says diffusion.{key}={shown}, and the stage has {found}: set stages.{stage}.diffusion.{key}={shown}, or take the file out of "
             "the folder to train with another schedule"
         )
     for line in drawn_otherwise(said, place):

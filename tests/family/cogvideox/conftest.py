@@ -89,6 +89,7 @@ def make() -> Make:
             captions=lambda: CAPTIONS,
             note=note,
             assets=assets or {},
+            name="generator",
         )
         task = CogVideoX.build(config, context)
         return enlivened(task) if lively else task

@@ -208,7 +208,7 @@ def test_a_folder_of_another_schedule_is_refused_by_key(
 ) -> None:
     make(weights=scheduled(folder))
     with pytest.raises(
-        ConfigError, match=rf"scheduler_config\.json says diffusion\.{key}.*set stages\.NAME\.diffusion"
+        ConfigError, match=rf"scheduler_config\.json says diffusion\.{key}.*set stages\.generator\.diffusion"
     ):
         make(weights=scheduled(folder, **changes))
 
@@ -242,7 +242,7 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
         assert sorted(p.shape for p in found.values()) == sorted(wanted.values())
         task.loss("model", task(batch, NOISE)).total.sum.backward()
         assert all(p.grad is not None for p in found.values())
-    with pytest.raises(InputError, match=r"weights=nowhere does not exist: set stages\.NAME\.weights"):
+    with pytest.raises(InputError, match=r"weights=nowhere does not exist: give a folder of diffusers' form"):
         make(weights="nowhere", **keys)
 
 
