@@ -8,7 +8,7 @@ Without `bounces` that is the whole way, so that every frame is the start plus a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -78,17 +78,21 @@ class Stage:
                     f"data.speed={asked} is {what} in {self.frames} frames of {self.height}×{self.width}: "
                     f"use {slowest:.2f} to {fastest:.2f} pixels a frame"
                 )
-        shortest = self.room.min()
-        spans = (
-            [self._span(sign, shortest) for sign in (-1, 1)]
-            if self.frames > 1
-            else [_cell(k, shortest) for k in range(3)]
-        )
-        if any(self._choices(np.array(low), np.array(high)).min() < 1 for low, high in spans):
+        if not self._has_starts():
+            fitting = [grid for grid in range(1, int(self.room.max()) + 1) if replace(self, grid=grid)._has_starts()]
             raise ConfigError(
                 f"data.grid={self.grid} leaves no start for some motion or place at {self.height}×{self.width}: "
-                f"use a smaller one{' or a lower data.speed' if self.frames > 1 else ''}"
+                f"use {_ranges(fitting)}{', or a lower data.speed' if self.frames > 1 else ''}"
             )
+
+    def _has_starts(self) -> bool:
+        """Whether some start on the grid lets a digit go every way, or stand in every place."""
+        rooms = self.room.tolist()
+        if self.frames > 1:
+            spans = [self._span(sign, room) for sign in (-1, 1) for room in rooms]
+        else:
+            spans = [_cell(k, room) for k in range(3) for room in rooms]
+        return all(self._choices(np.array(low), np.array(high)) >= 1 for low, high in spans)
 
     def _span(self, sign: int, room: float) -> tuple[float, float]:
         """Starts along one axis that let a digit go as far as it must."""
@@ -128,6 +132,13 @@ def _ways(stage: Stage, direction: str | None, place: str | None) -> tuple[np.nd
     low, high = np.array(spans, dtype=np.float64).T
     away = step * (stage.speed * np.arange(stage.frames))[:, None]
     return np.ceil(low / stage.grid - 1e-6), stage._choices(low, high), away
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`1 to 4, 6, 8 to 9` of numbers that rise."""
+    first = [number for number in numbers if number - 1 not in numbers]
+    last = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(f"{a} to {b}" if a < b else str(a) for a, b in zip(first, last, strict=True))
 
 
 def tries(digits: int) -> int:

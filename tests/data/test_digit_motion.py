@@ -61,8 +61,24 @@ def test_starts_lie_on_the_grid(frames):
 
     assert (starts(gridded) % 4 == 0).all()
     assert not (starts(free) % 4 == 0).all()
-    with pytest.raises(ConfigError, match=r"data\.grid=9"):
-        source(size=32, frames=frames, grid=9)
+
+
+@pytest.mark.parametrize(("size", "frames"), [(32, 1), ([32, 56], 1), (32, 8), (64, 9)])
+def test_a_grid_without_starts_is_told_which_ones_have_some(size, frames):
+    with pytest.raises(ConfigError, match=r"data\.grid=40 leaves no start.*: use 1 to ") as told:
+        source(size=size, frames=frames, grid=40)
+    ranges = [part.split(" to ") for part in str(told.value).partition(": use ")[2].split(", or")[0].split(", ")]
+    named = {grid for part in ranges for grid in range(int(part[0]), int(part[-1]) + 1)}
+    assert 1 in named
+    for grid in range(1, 40):
+        if grid in named:
+            opened = source(size=size, frames=frames, grid=grid)
+            for item in (opened.item(index) for index in range(40)):
+                path = opened.stage.paths(item.facts, item.starts)
+                assert (path[:, 0] % grid == 0).all() and (path >= 0).all() and (path <= opened.stage.room).all()
+        else:
+            with pytest.raises(ConfigError, match=rf"data\.grid={grid} "):
+                source(size=size, frames=frames, grid=grid)
 
 
 @pytest.mark.parametrize(("size", "frames"), [(64, 9), ([64, 96], 9), (96, 17)])
