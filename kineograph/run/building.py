@@ -13,6 +13,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Task, load_weights, weights_of
+from kineograph.core.weight_files import WeightFiles
 from kineograph.run.fetching import fetched, is_remote
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
@@ -98,15 +99,45 @@ def warm_start(
         found = _saved(brought) or _trained(init, stages)
         given, words = found.weights(), found.state().get("assets", {}).get(ASSET)
         _compare_codecs(found, stage, stages, note)
-    given, own = task.adopted(given, f"stages.{stage.name}.init={init}"), weights_of(task)
-    left = _misfits(own, given, _of_other_words(task, words))
+    given, left = _fitted(task, stage, given, words)
+    own = weights_of(task)
     taken = {name: given[name] for name in own if name not in left}
-    if not taken:
-        raise InputError(
-            f"stages.{stage.name}.init={init}: none of its {len(given)} tensors fits a name and shape of this stage"
-        )
     load_weights(task, own | taken)
     note(f"{stage.name}: {len(taken)} of {len(own)} tensors taken from {init}{_told(left)}")
+
+
+def check_start(task: Task, stage: StagePlan, stages: Stages, untrained: Callable[[str], Task]) -> None:
+    """Refuse an `init` whose weights do not fit, before anything is trained: by names and shapes, of which nothing is read but headers.
+
+    `untrained` builds an earlier stage of the plan that has no checkpoint yet. What is to be fetched is looked at when it is there.
+    """
+    init = stage.spec.config.init
+    if init is None or is_remote(init) or checkpoint.latest(stages.run.checkpoints(stage.name)) is not None:
+        return
+    if init.endswith(".safetensors"):
+        found = WeightFiles([Path(init)])
+        shapes = {name: found.shape(name) for name in found}
+    else:
+        run, name = stages.locate(init)
+        saved = checkpoint.latest(run.checkpoints(name))
+        made = weights_of(untrained(init)) if saved is None else {}
+        shapes = saved.shapes("model") if saved else {name: tuple(value.shape) for name, value in made.items()}
+    _fitted(task, stage, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, None)
+
+
+def _fitted(
+    task: Task, stage: StagePlan, given: dict[str, Tensor], words: str | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights that a stage starts from by their names here; and what of the stage they cannot fill, and why. At least one must fit."""
+    where = f"stages.{stage.name}.init={stage.spec.config.init}"
+    renamed = task.adopted(given, where)
+    own = weights_of(task)
+    left = _misfits(own, renamed, _of_other_words(task, words))
+    if len(left) == len(own):
+        raise InputError(
+            f"{where}: none of its {len(given)} tensors fits a name and shape of this stage: start from weights of a {stage.spec.config.task}"
+        )
+    return renamed, left
 
 
 def _trained(init: str, stages: Stages) -> checkpoint.Checkpoint:

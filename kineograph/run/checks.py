@@ -13,6 +13,7 @@ from kineograph.core.ranks import World
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.run.builder import Builder, pretending
+from kineograph.run.building import check_start
 from kineograph.run.fetching import is_remote, probe
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData, expect_codec, expect_shapes, expect_tokens, gives
@@ -59,6 +60,8 @@ def check_stages(
             try:
                 with pretending():
                     task = builder.build(stage.name, torch.device("cpu"))
+                    if folder is not None:
+                        check_start(task, stage, Stages(folder), lambda name: builder.build(name, torch.device("cpu")))
             except KineoError:
                 raise
             except Exception:  # a Task that looks at numbers while it is built: training will tell

@@ -142,10 +142,25 @@ def test_the_log_names_what_was_not_taken(tmp_path: Path) -> None:
     assert "; not there: text.transformer." in told(lines, "images") and " more" in told(lines, "images")
 
 
-def test_nothing_that_fits_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["stage", "run", "file"])
+def test_nothing_that_fits_is_an_error_before_anything_is_trained(tmp_path: Path, kind: str) -> None:
+    """A codec is no start for a generator, wherever its weights lie or are yet to come from."""
+    init, many = "codec", r"\d+"
+    if kind == "run":
+        init = str(run(tmp_path, {"codec": BASE["stages"]["codec"]}, "other") / "codec")
+    elif kind == "file":
+        save_file({"strange": torch.zeros(3)}, tmp_path / "strange.safetensors")
+        init, many = str(tmp_path / "strange.safetensors"), "1"
+    told = rf"stages\.images\.init={init}: none of its {many} tensors fits .* of a {FIRST['task']}"
+    with pytest.raises(InputError, match=told):
+        run(tmp_path, stages(images=FIRST | {"init": init}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fetched_start_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     save_file({"strange": torch.zeros(3)}, tmp_path / "strange.safetensors")
-    with pytest.raises(InputError, match=r"stages\.images\.init=.*none of its 1 tensors fits"):
-        run(tmp_path, stages(images=FIRST | {"init": str(tmp_path / "strange.safetensors")}))
+    with pytest.raises(InputError, match=r"stages\.images\.init=file:.*none of its 1 tensors fits"):
+        run(tmp_path, stages(images=FIRST | {"init": f"file://{tmp_path}/strange.safetensors"}))
 
 
 def test_a_stage_that_has_begun_goes_on_without_what_it_began_with(tmp_path: Path) -> None:
