@@ -42,6 +42,8 @@ class StageConfig(Config):
     """Which of the keys name another stage (`codec`)."""
     draws_with: ClassVar[tuple[str, ...]] = ()
     """Which name a stage that only drawing needs (`prior`): it is loaded then, and may be trained later."""
+    draws_like: ClassVar[str | None] = None
+    """Which of the keys names the stage whose `sample` counts wherever this one's own does not say (`generator`)."""
     task: str
     """Which Task trains here: a module of family, codec or text (`muse`), or a dotted path to a class of yours."""
     skip: bool = False

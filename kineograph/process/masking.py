@@ -178,6 +178,16 @@ class MaskedSample(Config):
     critic_noise_schedule: Literal["falling", "constant"] = "falling"
     """falling: to 0 by the last step. constant: as strong at every step."""
 
+    def check_without_critic(self) -> None:
+        """For configs of stages that have none."""
+        for name in ("critic_noise", "critic_noise_schedule"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"sample.{name}={value} is read with a critic's scores only, and this stage has no trained critic: "
+                    "leave it out (sample.noise is what counts), or train one (critic=self)"
+                )
+
 
 def hidden_counts(tokens: int, steps: int, pace: float = 1.0) -> list[int]:
     """Tokens still hidden before each step, and 0 after the last: N cos(π/2 · (step / steps)^pace), and each step finds one at least."""

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,11 +42,24 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
     if not isinstance(stage.get("task"), str):
         raise ConfigError(f"{where}.task is required and not set")
     task = find_task(stage["task"], f"{where}.task")
-    config = parse(task.Config, {key: value for key, value in stage.items() if key not in OUTSIDE_TASK}, where)
+    keys = {key: value for key, value in stage.items() if key not in OUTSIDE_TASK}
+    if task.Config.draws_like is not None and not tree.get("resolved"):
+        keys = merge({"sample": _sample_of(tree, stage.get(task.Config.draws_like))}, keys)
+    config = parse(task.Config, keys, where)
     own = stage.get("data") or {}
     data_tree = merge(without_strangers(tree.get("data") or {}, own), own)
     data = data_config(data_tree, where="data" if not stage.get("data") else f"{where}.data")
     return StageSpec(name, task, config, data)
+
+
+def _sample_of(tree: Tree, reference: Any) -> Tree:
+    """The `sample` section of a stage of this config or of another run's; empty where there is none yet, which is refused elsewhere."""
+    run, _, name = str(reference).rpartition("/")
+    if run:
+        folder = RunFolder(run)
+        tree = folder.config() if folder.exists() else {}
+    found = (tree.get("stages", {}).get(name) or {}).get("sample")
+    return found if isinstance(found, dict) else {}
 
 
 class Stages:

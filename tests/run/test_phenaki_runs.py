@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 import kineograph as kg
 from kineograph.codec.perceptual import Lpips
+from kineograph.core.config import read_yaml
 from kineograph.core.errors import InputError
+from kineograph.family.phenaki.sampling import Drawing
+from kineograph.train import checkpoint
 from tests.run.calling import kineo, written
 
 TOKENIZER: dict[str, Any] = {
@@ -112,3 +116,55 @@ def test_a_text_encoder_that_cannot_be_had_is_told_before_the_tokenizer_trains(
         in capsys.readouterr().err
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_critics_steer_only_where_something_trained_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage whose `init` holds no critic has none, is asked for nothing of one, and a critic's stage draws as its generator does."""
+    plain = GENERATOR | {"sample": {"steps": 2, "guidance": 1.5, "temperature": 0.25}}
+    tuned = plain | {"init": "generator", "critic": "self", "only": "generator"}
+    judge = {"task": "phenaki.critic", "generator": "tuned", "width": 8, "depth": 1, "heads": 2}
+    changes = {"stages": {"generator": plain, "tuned": tuned, "critic": judge | {"sample": {"temperature": 0.5}}}}
+    run = tmp_path / "run"
+    assert kineo("train", write(tmp_path, changes), "--run", run) == 0
+    assert "stages.tuned.init=generator has no critic=self of this shape: clips are" in capsys.readouterr().err
+    tuned_weights = checkpoint.choose(run / "tuned" / "checkpoints").weights()
+    assert tuned_weights and not any(name.startswith("critic") for name in tuned_weights)
+
+    saved = read_yaml((run / "config.yaml").read_text(), "config.yaml")["stages"]
+    expected = saved["generator"]["sample"] | {"temperature": 0.5}
+    assert saved["critic"]["sample"] == expected and expected["guidance"] == 1.5
+
+    seen: list[bool] = []
+
+    def watched(self: Any, grid: Any) -> Any:
+        found = judging(self, grid)
+        seen.append(found is not None)
+        return found
+
+    judging = Drawing.judge
+    monkeypatch.setattr(Drawing, "judge", watched)
+    for stage in ("tuned", "critic"):
+        assert kineo("sample", run, "a 3 moves left", "--stage", stage, "--out", tmp_path / stage) == 0
+    assert seen == [False, True]
+
+    ask = ("sample", run, "a 3 moves left", "--out", tmp_path / "x", "--set", "sample.critic_noise=2")
+    capsys.readouterr()
+    assert kineo(*ask, "--stage", "generator") == 2
+    told = "sample.critic_noise=2.0 is read with a critic's scores only, and this stage has no trained critic: leave it out"
+    assert told in capsys.readouterr().err
+    assert kineo(*ask, "--stage", "critic") == 0
+
+
+def test_a_critic_of_another_runs_generator_draws_as_that_one(tmp_path: Path) -> None:
+    config = write(tmp_path, {"stages": {"generator": GENERATOR | {"sample": {"steps": 3, "guidance": 1.5}}}})
+    assert kineo("train", config, "--run", tmp_path / "first") == 0
+    judge = {"task": "phenaki.critic", "generator": f"{tmp_path}/first/generator", "width": 8, "depth": 1, "heads": 2}
+    alone = {**BASE, "stages": {"critic": judge | {"sample": {"steps": 2}}}}
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(alone))
+    again = ("train", tmp_path / "alone.yaml", "--run", tmp_path / "second")
+    assert kineo(*again) == 0
+    sample = read_yaml((tmp_path / "second/config.yaml").read_text(), "config.yaml")["stages"]["critic"]["sample"]
+    assert (sample["steps"], sample["guidance"]) == (2, 1.5)
+    assert kineo(*again) == 0  # the same command goes on

@@ -50,6 +50,17 @@ class MuseConfig(StageConfig, TransformerConfig):
         return (value, value) if isinstance(value, int) else value
 
     @model_validator(mode="after")
+    def _ranks_by_what_is_there(self) -> MuseConfig:
+        if self.critic == "none":
+            self.sample.check_without_critic()
+        elif self.sample.noise != MuseSample().noise:
+            raise ValueError(
+                f"sample.noise={self.sample.noise:g} is noise on the generator's confidence, and critic={self.critic} decides in its place: "
+                "leave it out, or set sample.critic_noise"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _knows_the_null_text(self) -> MuseConfig:
         if self.text.kind != "none":
             check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
@@ -58,6 +69,7 @@ class MuseConfig(StageConfig, TransformerConfig):
 
 class CriticConfig(StageConfig, TransformerConfig):
     references: ClassVar[tuple[str, ...]] = ("generator",)
+    draws_like: ClassVar[str | None] = "generator"
     generator: str
     """The trained Muse stage (or runs/x/stage) whose samples are judged. Its text encoder is read too."""
     positions: Literal["learned", "sincos"] = "learned"
@@ -67,4 +79,4 @@ class CriticConfig(StageConfig, TransformerConfig):
     temperature: float = Field(1.0, gt=0)
     """Of the generator's tokens that the critic learns to doubt."""
     sample: MuseSample = MuseSample()
-    """How images are drawn, with the generator and this critic."""
+    """How images are drawn, with the generator and this critic; what is not said here is as in the generator's stage."""

@@ -47,7 +47,7 @@ class PhenakiConfig(StageConfig, TransformerConfig):
     critic_heads: int | None = Field(None, ge=1)
     """network: attention heads of the critic; null: as the generator."""
     only: Literal["generator", "critic"] | None = None
-    """Train one of the two; the other stays as `init` gave it (a critic that nothing gave has no part in drawing). null: both."""
+    """Train one of the two; the other stays as `init` gave it (a critic that nothing gave is not there). null: both."""
     sample: PhenakiSample = PhenakiSample()
     """How clips are drawn."""
 
@@ -61,6 +61,8 @@ class PhenakiConfig(StageConfig, TransformerConfig):
             raise ValueError(f"only={self.only} chooses between generator and critic, and critic=none: leave it out")
         if self.only == "critic" and self.init is None:
             raise ValueError("only=critic needs init: the trained generator whose samples are judged")
+        if self.critic == "none" or (self.only == "generator" and self.init is None):
+            self.sample.check_without_critic()
         self.critic_transformer()
         if self.text.kind != "none":
             check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
@@ -75,6 +77,7 @@ class PhenakiConfig(StageConfig, TransformerConfig):
 
 class CriticConfig(StageConfig, TransformerConfig):
     references: ClassVar[tuple[str, ...]] = ("generator",)
+    draws_like: ClassVar[str | None] = "generator"
     generator: str
     """The trained Phenaki stage (or runs/x/stage) whose samples are judged. Its text encoder is read too."""
     rotary: bool = True
@@ -82,4 +85,4 @@ class CriticConfig(StageConfig, TransformerConfig):
     temperature: float = Field(1.0, gt=0)
     """Of the generator's tokens that the critic learns to doubt."""
     sample: PhenakiSample = PhenakiSample()
-    """How clips are drawn, with the generator and this critic."""
+    """How clips are drawn, with the generator and this critic; what is not said here is as in the generator's stage."""

@@ -21,6 +21,8 @@ from kineograph.process.masking import Masked, Scored, critic_loss, hide, judge,
 from kineograph.text import Text, build_text
 from kineograph.text.reading import Words, compiled_of, precomputed, read_batch, reads_for
 
+ASSET = "phenaki/critic"  # "none": there is none to be rebuilt, whatever the config says
+
 
 @dataclass
 class Challenge:
@@ -72,10 +74,13 @@ class Phenaki(Task):
         self.text_width = text.width if text is not None else None
         self.network = PhenakiNetwork(config, config.rotary, self.vocabulary, self.grid, self.text_width)
         self.head = Head(config.width, self.vocabulary, config.label_smoothing)
+        self.note = context.note
         self.critic: nn.Linear | TokenCritic | None = None
-        if config.critic == "self":
+        # One that nobody trained is not there at all: neither here nor in a stage that starts from this one may it steer.
+        known = self.learns("critic") or (config.init is not None and ASSET not in context.assets)
+        if known and config.critic == "self":
             self.critic = nn.Linear(config.width, 1)
-        elif config.critic == "network":
+        elif known and config.critic == "network":
             shape = config.critic_transformer()
             self.critic = TokenCritic(shape, config.rotary, self.vocabulary, self.grid, self.text_width)
         together = config.critic == "network" and config.only is None
@@ -100,7 +105,7 @@ class Phenaki(Task):
 
     def learns(self, part: str) -> bool:
         """Whether the generator, or the critic, is trained here."""
-        return self.config.only in (None, part) and (part == "generator" or self.critic is not None)
+        return self.config.only in (None, part) and (part == "generator" or self.config.critic != "none")
 
     def trainable(self, player: str) -> list[nn.Module]:
         generator: list[nn.Module] = [part for part in (self.network, self.head, self.text) if part is not None]
@@ -232,8 +237,7 @@ class Phenaki(Task):
     # sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:
-        learned = self.learns("critic") or self.config.init is not None  # else its weights are still random
-        return draw(self, prompts, options, self.critic if learned else None)
+        return draw(self, prompts, options, self.critic)
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
@@ -256,7 +260,17 @@ class Phenaki(Task):
         return [block for network in networks for block in network.transformer.blocks]
 
     def assets(self) -> dict[str, str]:
-        return self.reader.assets() if self.reader is not None else {}
+        words = self.reader.assets() if self.reader is not None else {}
+        return words if self.critic is not None or self.config.critic == "none" else words | {ASSET: "none"}
+
+    def adopted(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        """A critic that is not trained here comes from there as a whole, or there is none."""
+        if self.critic is not None and not self.learns("critic"):
+            own = {f"critic.{name}": value.shape for name, value in self.critic.state_dict().items()}
+            if any(name not in weights or weights[name].shape != shape for name, shape in own.items()):
+                self.note(f"{where} has no critic={self.config.critic} of this shape: clips are drawn without one")
+                self.critic = None
+        return weights
 
     def tokens_per_clip(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]

@@ -71,7 +71,15 @@ def codec() -> ClipCodec:
 def make(codec: ClipCodec) -> Callable[..., Phenaki]:
     """A tiny Phenaki; keys are its config's."""
 
-    def make(stages: dict | None = None, frames: int = FRAMES, size: int = SIZE, seed: int = 0, **keys) -> Phenaki:
+    def make(
+        stages: dict | None = None,
+        frames: int = FRAMES,
+        size: int = SIZE,
+        seed: int = 0,
+        assets: dict | None = None,
+        note=lambda line: None,
+        **keys,
+    ) -> Phenaki:
         torch.manual_seed(seed)
         text = {"width": 32, "heads": 2, "depth": 1, "length": 16}
         keys = {"width": 32, "depth": 2, "heads": 2, "text": text, **keys}
@@ -79,7 +87,8 @@ def make(codec: ClipCodec) -> Callable[..., Phenaki]:
             shape=Shape(frames, size, size, 3, 8.0),
             stage={"tokenizer": codec, **(stages or {})}.__getitem__,
             captions=lambda: CAPTIONS,
-            note=lambda line: None,
+            assets=assets or {},
+            note=note,
         )
         return Phenaki.build(parse(PhenakiConfig, {"task": "phenaki", "codec": "tokenizer", **keys}), context)
 

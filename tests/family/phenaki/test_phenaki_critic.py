@@ -9,7 +9,7 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, freeze, parameters_of, weights_of
+from kineograph.core.task import BuildContext, freeze, load_weights, parameters_of, weights_of
 from kineograph.family.phenaki import PhenakiSample
 from kineograph.family.phenaki.config import CriticConfig
 from kineograph.family.phenaki.critic import PhenakiCritic
@@ -217,6 +217,36 @@ def test_a_critic_that_has_learned_nothing_has_no_part_in_drawing(make, kind):
 
     assert not unlike()
     assert unlike(init="x")
+
+
+@pytest.mark.parametrize("kind", ["self", "network"])
+def test_a_critic_that_init_does_not_hold_has_no_part_in_drawing(make, kind):
+    keys = {"critic": kind, "only": "generator", "init": "x"}
+
+    def steered(task) -> bool:
+        options = PhenakiSample(steps=5)
+        unsteered = options.model_copy(update={"critic": False})
+        return not torch.equal(task.eval().sample(prompts(), options), task.sample(prompts(), unsteered))
+
+    notes: list[str] = []
+    task = make(note=notes.append, **keys)
+    task.adopted(weights_of(make()), "stages.clips.init=x")
+    assert not steered(task)
+    assert notes == [f"stages.clips.init=x has no critic={kind} of this shape: clips are drawn without one"]
+    again = make(assets=task.assets(), **keys)  # from its checkpoint, or as the start of another
+    load_weights(again, weights_of(task))
+    assert not steered(again)
+    assert not any(name.startswith("critic") for name in weights_of(again))  # a file of its weights tells it too
+
+    other = make(**keys, **({"critic_width": 16} if kind == "network" else {}))
+    other.adopted(weights_of(make(critic=kind)) | {"critic.weight": torch.zeros(1, 8)}, "x")
+    assert not steered(other)  # of another shape
+    given = make(**keys)
+    given.adopted(weights_of(make(critic=kind)), "x")
+    assert steered(given) and not any("critic" in name for name in given.assets())
+    learning = make(assets=task.assets(), critic=kind, only="critic", init="x")  # trained after a generator without
+    learning.adopted(weights_of(task), "x")
+    assert steered(learning)
 
 
 @pytest.mark.parametrize("kind", ["self", "network"])
