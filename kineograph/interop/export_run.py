@@ -23,6 +23,7 @@ from kineograph.family.cogvideox.weights import diffusers_config, diffusers_stat
 from kineograph.interop.adapters import lora_of
 from kineograph.interop.diffusers_folder import INDEX
 from kineograph.interop.lora import merged, write_lora
+from kineograph.interop.lora_base import base_header
 from kineograph.interop.placing import new_folder, refuse_occupied
 from kineograph.process.diffusers_scheduler import write_scheduler
 from kineograph.sample.stages import Stages
@@ -52,9 +53,9 @@ def export_diffusers(
     assert isinstance(task, CogVideoX)
     wanted = DTYPES[dtype] if dtype else None
     if lora:
-        adapters = lora_of(task)
+        adapters, header = lora_of(task), base_header(task)
         with new_folder(target) as folder:
-            write_lora(folder, adapters)
+            write_lora(folder, adapters, header)
     else:
         parts = _described(task)
         with new_folder(target) as folder:

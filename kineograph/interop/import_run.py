@@ -10,6 +10,7 @@ LoRA file they are its.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.weights import check_state, diffusers_names, shape_of
 from kineograph.interop.adapters import diffusers_modules, idle_adapters, own_adapters
 from kineograph.interop.lora import read_lora
+from kineograph.interop.lora_base import check_base
 from kineograph.interop.placing import new_folder, refuse_occupied
 from kineograph.interop.released import Released, from_diffusers, from_sat
 from kineograph.run.plan import Plan, make_plan
@@ -59,7 +61,7 @@ def import_run(
     tensors: dict[str, dict[str, Tensor]] = {}
     assets: dict[str, str] = {}
     if link or lora is not None:
-        tensors[GENERATOR], assets = _linked(found, tree, lora)
+        tensors[GENERATOR], assets = _linked(found, tree, lora, note)
     else:
         tensors[CODEC] = _codec_weights(found)
         tensors[GENERATOR] = _generator_weights(found, tree["stages"][GENERATOR])
@@ -158,15 +160,18 @@ def _generator_weights(found: Released, stage: Tree) -> dict[str, Tensor]:
     return own
 
 
-def _linked(found: Released, tree: Tree, lora: Path | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _linked(
+    found: Released, tree: Tree, lora: Path | None, note: Callable[[str], None]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Nothing is copied: the stage stands on the folder, and its own weights are adapters. → them, and the folder's mark."""
     place = str(found.path.resolve())
     stage = {key: value for key, value in tree["stages"][GENERATOR].items() if key != "codec"} | {"weights": place}
     network = network_of(found, stage, fused=False)
+    mark = tuning.base_asset(place, found.transformer.state)
     if lora is None:
         own, keys = idle_adapters(network)
     else:
+        check_base(lora, network, str(found.path), json.loads(mark)["digest"], note)
         own, keys = own_adapters(network, read_lora(lora, diffusers_modules(network)), str(lora))
     tree["stages"] = {GENERATOR: stage | {"tune": "lora", "lora": keys}}
-    mark = {tuning.ASSET: tuning.base_asset(place, found.transformer.state)}
-    return {f"network.{name}": value for name, value in own.items()}, mark
+    return {f"network.{name}": value for name, value in own.items()}, {tuning.ASSET: mark}

@@ -96,6 +96,11 @@ def read_lora(path: str | Path, modules: Iterable[str] = ()) -> Lora:
     return lora
 
 
+def header_of(path: str | Path) -> dict[str, str]:
+    """What a LoRA file says beside its tensors."""
+    return WeightFiles([_located(Path(path).expanduser())]).metadata()
+
+
 def _located(path: Path) -> Path:
     if path.is_dir():
         for name in (FILE, _PEFT_FILE):
@@ -172,8 +177,8 @@ def _apart(name: str, adapter: Adapter) -> Lora:
 # Writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_lora(folder: Path, lora: Mapping[str, Adapter]) -> Path:
-    """`pytorch_lora_weights.safetensors` as diffusers writes it, with rank and alpha of every module in the header."""
+def write_lora(folder: Path, lora: Mapping[str, Adapter], header: Mapping[str, str] | None = None) -> Path:
+    """`pytorch_lora_weights.safetensors` as diffusers writes it, with rank and alpha of every module in the header; and `header` beside them."""
     tensors = {}
     for name, adapter in lora.items():
         tensors[f"transformer.{name}.lora_A.weight"] = adapter.down.detach().cpu().clone().contiguous()
@@ -190,7 +195,7 @@ def write_lora(folder: Path, lora: Mapping[str, Adapter]) -> Path:
     }
     text = json.dumps({f"transformer.{key}": value for key, value in described.items()}, indent=2, sort_keys=True)
     path = folder / FILE
-    save_file(tensors, path, metadata={"format": "pt", _METADATA: text})
+    save_file(tensors, path, metadata={"format": "pt", _METADATA: text, **(header or {})})
     return path
 
 

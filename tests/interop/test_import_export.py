@@ -25,6 +25,7 @@ from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 from kineograph.interop.export_run import export_diffusers
 from kineograph.interop.import_run import import_run
 from kineograph.interop.lora import read_lora, write_lora
+from kineograph.interop.lora_base import base_header
 from kineograph.sample.stages import Stages
 from tests.interop.test_lora import random_lora, with_lora
 from tests.interop.test_sat_weights import as_sat, vae_as_sat
@@ -238,6 +239,50 @@ def test_adapters_are_merged_or_written_alone(released: Path, tmp_path: Path) ->
     pipeline.load_lora_weights(tmp_path / "alone")
     torch.testing.assert_close(answer(pipeline.transformer), with_lora(lora), **CLOSE)
     assert {adapter.alpha for adapter in read_lora(tmp_path / "alone").values()} == {7.0}
+
+
+def test_a_lora_knows_its_base(released: Path, tmp_path: Path) -> None:
+    write_lora(tmp_path, random_lora(tiny_transformer()))
+    run = RunFolder(import_run(released, "diffusers", tmp_path / "run", lora=tmp_path))
+    (file,) = export_diffusers(run, tmp_path / "alone", lora=True)
+    with safe_open(file, framework="pt") as opened:
+        told = json.loads(opened.metadata()["kineograph_base"])
+    assert told["shape"]["depth"] == 2 and told["shape"]["heads"] == 2 and told["shape"]["in_channels"] == 4
+    assert told["weights"]["name"] == "tiny" and str(tmp_path) not in json.dumps(told)
+
+    def brought(name: str, **shape: Any) -> list[str]:
+        if not (tmp_path / name).exists():
+            tiny_pipeline(**shape).save_pretrained(tmp_path / name)
+        notes: list[str] = []
+        import_run(tmp_path / name, "diffusers", tmp_path / f"on-{name}", lora=file, note=notes.append)
+        return [line for line in notes if "warning" in line]
+
+    assert brought("same") == []  # the same numbers, elsewhere
+    for name, shape, message in (
+        ("deep", {"num_layers": 3}, "depth=2 there and 3 here; name the folder"),  # each matrix would fit
+        ("image", {"in_channels": 8}, "in_channels=4 there and 8 here"),
+        ("wide", {"num_attention_heads": 4}, "heads=2 there and 4 here"),
+    ):
+        with pytest.raises(InputError, match=rf"trained on another model \(tiny\) than .*{name} holds: {message}"):
+            brought(name, **shape)
+        assert not (tmp_path / f"on-{name}").exists()
+    shutil.copytree(released, tmp_path / "tuned")
+    shard = sorted((tmp_path / "tuned" / "transformer").glob("*.safetensors"))[0]
+    save_file({key: value + 1 for key, value in load_file(shard).items()}, shard, metadata={"format": "pt"})
+    (line,) = brought("tuned")
+    assert "was trained on tiny, and" in line and "holds other weights of the same shape" in line
+
+    save_file(load_file(file), tmp_path / "bare.safetensors")  # as of others: nothing is told
+    file = tmp_path / "bare.safetensors"
+    assert brought("deep") == []
+
+
+def test_weights_without_a_folder_are_known_by_their_numbers(released: Path, imported: Path, tmp_path: Path) -> None:
+    """Adapters over `init` stand on weights in their own checkpoint."""
+    linked = ours(import_run(released, "diffusers", tmp_path / "run", link=True))
+    (one,), (two,) = (base_header(task).values() for task in (ours(imported), linked))
+    one, two = json.loads(one), json.loads(two)
+    assert one["weights"] == {"digest": two["weights"]["digest"]} and one["shape"] == two["shape"]
 
 
 def test_other_precisions(imported: Path, tmp_path: Path) -> None:
