@@ -30,7 +30,7 @@ from kineograph.codec.game import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import ranks
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.config import StageConfig
+from kineograph.core.config import Size, StageConfig
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.nn.causal_conv import CausalResidual
@@ -43,7 +43,7 @@ class CausalVAEConfig(StageConfig, CausalVAEShape):
     task: str = "causal_vae"
     chunk: int = Field(2, ge=1)
     """Latents that are coded together: chunks of so many, and what is left over goes to the first. With `norm: chunk` it belongs to the weights."""
-    tile: tuple[int, int] | None = None
+    tile: Size | None = None
     """Pixels of a tile, one number or height and width: larger pictures are coded in tiles that overlap and are blended, in less memory; null: whole."""
     tile_overlap: tuple[float, float] = (1 / 6, 1 / 5)
     """Share of a tile that the next one overlaps, in height and width."""
@@ -57,11 +57,6 @@ class CausalVAEConfig(StageConfig, CausalVAEShape):
     perceptual: PerceptualConfig = PerceptualConfig()
     adversarial: AdversarialConfig | None = None
     """The GAN, whose discriminator sees motion; null: none."""
-
-    @field_validator("tile", mode="before")
-    @classmethod
-    def _square(cls, value: object) -> object:
-        return (value, value) if isinstance(value, int) else value
 
     @field_validator("scale")
     @classmethod

@@ -26,7 +26,7 @@ from kineograph.codec.game import (
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.config import StageConfig
+from kineograph.core.config import Size, StageConfig
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.nn.positions import Rotation, grid_positions, sincos
@@ -44,7 +44,7 @@ class CViViTConfig(StageConfig, BlockConfig):
     """The same of the decoder; null: as the encoder."""
     decoder_temporal_depth: int | None = Field(None, ge=1)
     """The same of the decoder; null: as the encoder."""
-    patch: tuple[int, int] = (8, 8)
+    patch: Size = (8, 8)
     """Pixels that a token covers: one number, or height and width."""
     temporal_patch: int = Field(2, ge=1)
     """Frames that a token covers, after the first frame, which is coded alone: clips have 1 + k · temporal_patch frames."""
@@ -57,11 +57,6 @@ class CViViTConfig(StageConfig, BlockConfig):
     perceptual: PerceptualConfig = PerceptualConfig()
     adversarial: AdversarialConfig | None = None
     """The GAN, whose discriminator sees motion; null: none."""
-
-    @field_validator("patch", mode="before")
-    @classmethod
-    def _square(cls, value: object) -> object:
-        return (value, value) if isinstance(value, int) else value
 
     @field_validator("patch")
     @classmethod

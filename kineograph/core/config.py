@@ -9,15 +9,19 @@ from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Tag, ValidationError
 
 from kineograph.core.errors import ConfigError
 
 Tree = dict[str, Any]
 C = TypeVar("C", bound="Config")
+
+
+Size = Annotated[tuple[int, int], BeforeValidator(lambda value: (value, value) if isinstance(value, int) else value)]
+"""Height and width; one number is both."""
 
 
 class Config(BaseModel):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.batch import Shape
-from kineograph.core.config import Config
+from kineograph.core.config import Config, Size
 
 Split = Literal["train", "validation", "test"]
 
@@ -15,7 +15,7 @@ Split = Literal["train", "validation", "test"]
 class DataConfig(Config):
     source: str = "moving_digits"
     """Where samples come from: moving_digits, folder, memmap, webdataset, cache, or a dotted path to a Dataset or source of yours."""
-    size: tuple[int, int] = (32, 32)
+    size: Size = (32, 32)
     """Height and width in pixels; one number means a square."""
     frames: int = Field(1, ge=1)
     """Frames a clip; 1 means images."""
@@ -29,11 +29,6 @@ class DataConfig(Config):
     """Share of items held out for the test split."""
     max_unreadable: float = Field(0.2, ge=0, le=1)
     """Stop when more than this share of the items cannot be read."""
-
-    @field_validator("size", mode="before")
-    @classmethod
-    def _square(cls, value: object) -> object:
-        return (value, value) if isinstance(value, int) else value
 
     @field_validator("size")
     @classmethod

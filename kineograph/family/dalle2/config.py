@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from kineograph.core.config import StageConfig
+from kineograph.core.config import Size, StageConfig
 from kineograph.family.dalle2.low_res import AugmentConfig
 from kineograph.nn.unet import UnetConfig
 from kineograph.process.diffusion import DiffusionConfig
@@ -28,7 +28,7 @@ class DecoderSample(DiffusionSample):
 class DecoderConfig(StageConfig, UnetConfig):
     references: ClassVar[tuple[str, ...]] = ("clip", "codec")
     draws_with: ClassVar[tuple[str, ...]] = ("prior", "low_res")
-    size: tuple[int, int] | None = None
+    size: Size | None = None
     """Height and width of what is drawn: the data's pictures made smaller. Null: data.size, which is what the CLIP is shown in either case."""
     clip: ClipChoice | None = None
     """What embeds images and captions: a clip stage (or runs/x/stage), or {kind: transformers, name: …} or {kind: given, width: …}."""
@@ -46,7 +46,7 @@ class DecoderConfig(StageConfig, UnetConfig):
     """Share of training samples without image embedding, for classifier-free guidance."""
     text_dropout: float = Field(0.5, ge=0, le=1)
     """Share of training samples without text, drawn apart from image_dropout."""
-    low_res_size: tuple[int, int] | None = None
+    low_res_size: Size | None = None
     """Super-resolution: height and width of the smaller picture that is enlarged; null: none, the picture is drawn from noise alone."""
     low_res: str | None = None
     """Super-resolution: the stage that draws the smaller picture; needed for drawing only. Null: pictures to enlarge are given."""
@@ -64,11 +64,6 @@ class DecoderConfig(StageConfig, UnetConfig):
     """Noise levels, objective and loss."""
     sample: DecoderSample = DecoderSample()
     """How pictures are drawn."""
-
-    @field_validator("size", "low_res_size", mode="before")
-    @classmethod
-    def _square(cls, value: object) -> object:
-        return (value, value) if isinstance(value, int) else value
 
     @model_validator(mode="after")
     def _fits(self) -> DecoderConfig:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from kineograph.core.config import StageConfig
+from kineograph.core.config import Size, StageConfig
 from kineograph.nn.transformer import TransformerConfig
 from kineograph.process.guidance import check_null
 from kineograph.process.masking import MaskedSample
@@ -39,15 +39,10 @@ class MuseConfig(StageConfig, TransformerConfig):
     """Weight of the self-critic's loss."""
     low_res: str | None = None
     """Super-resolution: the generator stage to enlarge from, or a codec stage whose tokens of a smaller image are given."""
-    low_res_size: tuple[int, int] | None = None
+    low_res_size: Size | None = None
     """Height and width of the smaller image; null: the generator's, or half of data.size with a codec."""
     sample: MuseSample = MuseSample()
     """How images are drawn."""
-
-    @field_validator("low_res_size", mode="before")
-    @classmethod
-    def _square(cls, value: object) -> object:
-        return (value, value) if isinstance(value, int) else value
 
     @model_validator(mode="after")
     def _ranks_by_what_is_there(self) -> MuseConfig:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from kineograph.codec.tokens import read_tokens, with_codebook
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
@@ -40,7 +41,7 @@ class Muse(Task):
         if shape.frames != 1:
             raise ConfigError(f"data.frames={shape.frames} does not fit muse, which draws images: set data.frames=1")
         self.config, self.shape = config, shape
-        codec = self._codec(config.codec, context.stage(config.codec), "codec")
+        codec = with_codebook(context.stage(config.codec), config.codec, "codec", "muse")
         _, height, width = codec.shape_for(1, shape.height, shape.width)
         self.grid = (height, width)
         self.vocabulary = self.mask_id = int(codec.vocabulary)
@@ -61,12 +62,6 @@ class Muse(Task):
     def build(cls, config: MuseConfig, context: BuildContext) -> Muse:
         return cls(config, context)
 
-    @staticmethod
-    def _codec(name: str, stage: Any, key: str) -> Any:
-        if not hasattr(stage, "encode") or getattr(stage, "vocabulary", None) is None:
-            raise ConfigError(f"{key}={name} gives no tokens: muse needs a codec with a codebook, such as vqgan")
-        return stage
-
     def _find_low_res(self, config: MuseConfig, context: BuildContext) -> tuple[int, tuple[int, int]]:
         """Vocabulary and grid of the smaller image's tokens."""
         assert config.low_res is not None
@@ -79,7 +74,7 @@ class Muse(Task):
                     f"low_res_size={config.low_res_size} does not fit low_res={config.low_res}, which draws {size}: leave it out"
                 )
         else:
-            codec = self._codec(config.low_res, stage, "low_res")
+            codec = with_codebook(stage, config.low_res, "low_res", "muse")
             size = config.low_res_size or (self.shape.height // 2, self.shape.width // 2)
         self.stages["low_res"], self.low_res_size = codec, size
         _, height, width = cast(Any, codec).shape_for(1, *size)
@@ -89,16 +84,7 @@ class Muse(Task):
 
     def tokens(self, batch: Batch) -> Tensor:
         """B N: from a cache, or from the codec."""
-        if batch.tokens is not None:
-            tokens = batch.tokens
-        else:
-            with torch.no_grad():
-                tokens = cast(Any, self.stages["codec"]).encode(batch.video, batch.frame_mask)
-        if tuple(tokens.shape[1:]) != (1, *self.grid):
-            raise InputError(
-                f"tokens of shape {tuple(tokens.shape[1:])} do not fit muse's grid {(1, *self.grid)}: were they cached at another data.size?"
-            )
-        return rearrange(tokens, "b 1 h w -> b (h w)")
+        return rearrange(read_tokens(self.stages["codec"], batch, (1, *self.grid), "muse"), "b 1 h w -> b (h w)")
 
     @property
     def reader(self) -> Text | None:

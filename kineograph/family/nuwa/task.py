@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kineograph.codec.tokens import read_tokens, with_codebook
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.family.nuwa.canvas import Easel
@@ -48,13 +49,13 @@ class Nuwa(Task):
         super().__init__()
         self.config, self.shape = config, context.shape
         size = (context.shape.frames, context.shape.height, context.shape.width)
-        codec = _codec(config.codec, context.stage(config.codec), "codec")
+        codec = with_codebook(context.stage(config.codec), config.codec, "codec", "nuwa")
         self.stages["codec"] = codec
         self.grid: tuple[int, int, int] = codec.shape_for(*size)
         self.vocabulary = int(codec.vocabulary)
         sketch = None
         if config.sketch is not None:
-            drawn = self.stages["sketch"] = _codec(config.sketch, context.stage(config.sketch), "sketch")
+            drawn = self.stages["sketch"] = with_codebook(context.stage(config.sketch), config.sketch, "sketch", "nuwa")
             sketch = int(drawn.vocabulary), drawn.shape_for(*size)
         text = build_text(config.text, context)
         self.text = cast(nn.Module, text)
@@ -88,15 +89,7 @@ class Nuwa(Task):
 
     def tokens(self, batch: Batch) -> Tensor:
         """B t h w: from a cache, or from the codec."""
-        tokens = batch.tokens
-        if tokens is None:
-            with torch.no_grad():
-                tokens = cast(Tensor, self.codec.encode(batch.video, batch.frame_mask))
-        if tokens.shape[1] > self.grid[0] or tuple(tokens.shape[2:]) != self.grid[1:]:
-            raise InputError(
-                f"tokens of shape {tuple(tokens.shape[1:])} do not fit nuwa's grid {self.grid}: were they cached at another data.size or data.frames?"
-            )
-        return tokens
+        return read_tokens(self.codec, batch, self.grid, "nuwa")
 
     def sketch_tokens(self, batch: Batch) -> Tensor | None:
         """Tokens of the sketches that come with a batch, B t h w, the id for nothing where frames are padding. None: there are no sketches."""
@@ -188,9 +181,3 @@ class Nuwa(Task):
 
     def tokens_per_clip(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
-
-
-def _codec(name: str, stage: Any, key: str) -> Any:
-    if not hasattr(stage, "encode") or getattr(stage, "vocabulary", None) is None:
-        raise ConfigError(f"{key}={name} gives no tokens: nuwa needs a codec with a codebook, such as vqgan")
-    return stage

@@ -9,8 +9,9 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
+from kineograph.codec.tokens import read_tokens, with_codebook
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.family.phenaki.config import PhenakiConfig, PhenakiSample
@@ -59,11 +60,7 @@ class Phenaki(Task):
     def __init__(self, config: PhenakiConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.shape = config, context.shape
-        self.stages["codec"] = context.stage(config.codec)
-        if not hasattr(self.codec, "encode") or getattr(self.codec, "vocabulary", None) is None:
-            raise ConfigError(
-                f"codec={config.codec} gives no tokens: phenaki needs a codec with a codebook, such as cvivit or vqgan"
-            )
+        self.stages["codec"] = with_codebook(context.stage(config.codec), config.codec, "codec", "phenaki")
         self.grid: Grid = self.codec.shape_for(self.shape.frames, self.shape.height, self.shape.width)
         if self.shape.frames > 1:
             overlap_of(self.codec, self.shape, config.sample)
@@ -130,16 +127,7 @@ class Phenaki(Task):
 
     def tokens(self, batch: Batch) -> Tensor:
         """B t h w: from a cache, or from the codec."""
-        tokens = batch.tokens
-        if tokens is None:
-            with torch.no_grad():
-                tokens = cast(Tensor, self.codec.encode(batch.video, batch.frame_mask))
-        if tokens.shape[1] > self.grid[0] or tuple(tokens.shape[2:]) != self.grid[1:]:
-            raise InputError(
-                f"tokens of shape {tuple(tokens.shape[1:])} do not fit phenaki's grid {self.grid}: "
-                "were they cached at another data.size or data.frames?"
-            )
-        return tokens
+        return read_tokens(self.codec, batch, self.grid, "phenaki")
 
     def clips(self, batch: Batch) -> Clips:
         """Tokens with their padding."""
