@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import InputError
-from kineograph.media.clips import read_clip, write_clip
+from kineograph.media.clips import write_clip
 from kineograph.sample.sampler import Sampler
+from tests.media.reading import read_clip
 from tests.sample.tiny_task import Counting, make_run
 
 
