@@ -77,8 +77,8 @@ class TextConfig(Config):
         return self
 
 
-def build_text(config: TextConfig, context: BuildContext) -> Text | None:
-    """The encoder as a module; None for kind=none."""
+def build_text(config: TextConfig, context: BuildContext, there: bool = True) -> Text | None:
+    """The encoder as a module; None for kind=none. `there`: whether a folder that it names must be there already."""
     if config.kind == "none":
         return None
     if config.kind == "learned":
@@ -92,4 +92,4 @@ def build_text(config: TextConfig, context: BuildContext) -> Text | None:
         return GivenText(config.width, config.length)
     from kineograph.text.pretrained import PretrainedText
 
-    return PretrainedText(config, context.note)
+    return PretrainedText(config, context.note, there)

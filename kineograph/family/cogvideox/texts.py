@@ -5,6 +5,7 @@ There is no mask: what is no token is zero, or with text.padding=read what the e
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -23,7 +24,9 @@ class Texts(nn.Module):
     def __init__(self, config: CogVideoXConfig, context: BuildContext) -> None:
         super().__init__()
         self.null_text = config.null_text
-        self.encoder = cast("nn.Module | None", build_text(config.text, context))
+        # Where sizes matter the folder of weights may be yet to come, and the encoder with it.
+        there = not without_numbers() or config.weights is None or Path(config.weights).expanduser().is_dir()
+        self.encoder = cast("nn.Module | None", build_text(config.text, context, there))
         reader = self.reader
         self.width, self.length = (reader.width, reader.length) if reader is not None else (2, 1)
         self.trained = reader is not None and (reader.trained or config.null_text == "learned")
