@@ -35,7 +35,9 @@ from kineograph.media.clips import Shown, frames_of
 class Prime:
     frames: Tensor  # K C H W, float in [0, 1]
     told: dict[str, Any]  # what a sidecar says about them
-    fps: float | None = None  # of the clip that they end, where the run has no rate of its own: what follows is shown at it
+    fps: float | None = (
+        None  # of the clip that they end, where the run has no rate of its own: what follows is shown at it
+    )
 
 
 @dataclass(frozen=True)

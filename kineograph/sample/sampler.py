@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +54,11 @@ class Origin:
 class Drawn:
     """Pictures or clips, a row each, with the caption of each row."""
 
-    pixels: Tensor  # B T C H W, float in [0, 1], on the CPU
+    pixels: Tensor = field(repr=False)  # B T C H W, float in [0, 1], on the CPU
     fps: float
     captions: list[str | None]
     options: Any
-    origin: Origin
+    origin: Origin = field(repr=False)
 
     def __len__(self) -> int:
         return self.pixels.shape[0]

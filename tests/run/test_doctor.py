@@ -447,7 +447,9 @@ def test_the_memory_of_a_text_encoder_counts_unless_captions_are_cached(tmp_path
     (tmp_path / "tokenizer.json").write_text("{}")
     parameters = sum(p.numel() for p in model.parameters())
     task = torch.nn.ModuleList([_encoder(tmp_path, 512)])
-    assert encoder_bytes(task) == 2 * parameters and encoder_bytes(task, 4) == 4 * parameters  # however the files keep them
+    assert (
+        encoder_bytes(task) == 2 * parameters and encoder_bytes(task, 4) == 4 * parameters
+    )  # however the files keep them
     absent = torch.nn.ModuleList([_encoder(tmp_path / "yet-to-come", 512, there=False)])
     assert encoder_bytes(absent) == 2 * parameters  # as every T5 of that width has
     assert _encoder(tmp_path / "yet-to-come", 4096, there=False).count() == 4_762_310_656  # xxl
@@ -467,7 +469,14 @@ def test_a_folder_of_weights_that_is_yet_to_come_is_estimated_wherever_it_will_l
 ) -> None:
     path = tmp_path / "small.yaml"
     text = {"kind": "t5", "width": 512, "length": 4, "padding": "read"}
-    stage = {"task": "cogvideox", "weights": str(tmp_path / "none"), "tune": "lora", "depth": 1, "heads": 1, "text": text}
+    stage = {
+        "task": "cogvideox",
+        "weights": str(tmp_path / "none"),
+        "tune": "lora",
+        "depth": 1,
+        "heads": 1,
+        "text": text,
+    }
     data = {"source": "folder", "size": 16, "frames": 1}
     path.write_text(yaml.safe_dump({"data": data, "train": {"batch_size": 1}, "stages": {"only": stage}}))
     examine([str(path)], memory=8)

@@ -51,7 +51,9 @@ class LatentSpace:
 
     def shape_for(self, frames: int, height: int, width: int) -> Latents:
         """Latents (t, h, w) of a clip, before padding to whole patches."""
-        check_sides(height, width, self.codec.spatial * self.config.patch)  # before the codec, which names sizes that do not fit here
+        check_sides(
+            height, width, self.codec.spatial * self.config.patch
+        )  # before the codec, which names sizes that do not fit here
         return self.codec.shape_for(frames, height, width)
 
     def padding(self, frames: int) -> int:

@@ -244,7 +244,8 @@ class CogVideoX(Task):
 
 
 def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | None, patch: int) -> Task:
-    """The VAE of a folder of diffusers' form, for tokens of `patch` latents on a side. Where only sizes matter the folder may be yet to come: then it is the released one's."""
+    """The VAE of a folder of diffusers' form, for tokens of `patch` latents on a side. Where only sizes matter the folder may be yet to come:
+    then it is the released one's."""
     from kineograph.codec.causal_vae import CausalVAE
     from kineograph.codec.causal_vae_weights import config_of, from_folder
 
