@@ -91,7 +91,8 @@ class Task(nn.Module):
 
     @classmethod
     def missing(cls, config: Any) -> str | None:
-        """What the stage will read besides data and is not there, in words: training refuses to begin, an estimate says it."""
+        """What the stage will read besides data and is not there, in words that begin with its key: training refuses to begin, an estimate
+        says it."""
         return None
 
     # training ----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def check_stages(
         check_cachable(stage, data[stage.name].source)
         missing = stage.spec.task.missing(stage.spec.config) if building and planned is None else None
         if missing is not None:
-            raise InputError(missing)
+            raise InputError(f"stages.{stage.name}.{missing}")
         if folder is not None:
             _check_warm_start(plan, stage, folder)
             _check_trained(plan, stage, folder)

@@ -205,7 +205,7 @@ def describe(found: Estimate, data: StageData) -> list[str]:
     items = len(data.source)
     missing = found.stage.spec.task.missing(found.stage.spec.config)
     if missing is not None:
-        line("MISSING", f"{missing}; estimated without")
+        line("MISSING", f"stages.{found.stage.name}.{missing}; estimated without")
     line("data", f"{found.stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
     clip = f"{shape.frames} frame{'s' * (shape.frames > 1)} of {shape.height} × {shape.width}, {shape.channels} channel{'s' * (shape.channels > 1)}"
     line(

@@ -81,7 +81,7 @@ def test_weights_that_are_not_there_leave_no_run(
     run = tmp_path / "run"
     made = config(tmp_path / "c.yaml", {"weights": str(folder), "tune": "lora"}, clips)
     assert kineo("train", made, "--run", str(run)) == 2
-    assert f"weights={folder} {message}: set stages.NAME.weights" in capsys.readouterr().err
+    assert f"stages.generator.weights={folder} {message}: set it to a folder" in capsys.readouterr().err
     assert not run.exists()
 
 
@@ -95,13 +95,24 @@ def test_sizes_that_are_named_fit_the_transformer_and_not_its_vae_alone(
     assert "the height must be a multiple of 16 (32 or 48)" in capsys.readouterr().err
 
 
+def test_another_schedule_than_the_folders_is_refused_with_the_key_to_set(
+    released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    stage = {"weights": str(released), "tune": "lora", "diffusion": {"shift": 3.0}}
+    place = config(tmp_path / "c.yaml", stage, clips)
+    assert kineo("train", place, "--run", str(tmp_path / "run")) == 2
+    assert "set stages.generator.diffusion.shift=1.0" in capsys.readouterr().err
+
+
 def test_an_estimate_needs_no_weights_and_says_so(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = config(tmp_path / "c.yaml", {"weights": "gone", "tune": "lora"}, clips)
     assert kineo("doctor", made, "stages.generator.text.width=16", "--memory", "8") == 0
-    assert re.search(r"MISSING +weights=gone does not exist.*estimated without", capsys.readouterr().out)
+    assert re.search(
+        r"MISSING +stages.generator.weights=gone does not exist.*estimated without", capsys.readouterr().out
+    )
 
 
 def test_all_weights_tuned_on_a_folder(

@@ -70,8 +70,8 @@ class CogVideoX(Task):
             config.weights is not None
         ):  # after its weights: of another model's folder its shape is to be said, not its schedule
             if config.codec is None:
-                tuning.check_first_frame(config)
-            tuning.check_scheduler(config, context.note)
+                tuning.check_first_frame(config, context.name or "NAME")
+            tuning.check_scheduler(config, context.name or "NAME", context.note)
         self.reads = self.reads_for(config)  # type: ignore[misc]
         self.any_shape = config.positions != "rotary+learned"  # a table has rows for one shape
 

@@ -165,12 +165,12 @@ def missing_part(folder: str, parts: str) -> str | None:
         return None
     what = f"has no folder {lacks}" if path.is_dir() else "does not exist"
     return (
-        f"weights={folder} {what}: set stages.NAME.weights to a folder of diffusers' form, with transformer, vae, "
-        "text_encoder and tokenizer in it"
+        f"weights={folder} {what}: set it to a folder of diffusers' form, with transformer, vae, text_encoder and "
+        "tokenizer in it"
     )
 
 
-def check_first_frame(config: CogVideoXConfig) -> None:
+def check_first_frame(config: CogVideoXConfig, stage: str) -> None:
     """How latents of first frames are scaled stands in the VAE's config.json, and the network was trained with it."""
     place = Path(str(config.weights)).expanduser() / "vae" / "config.json"
     if not config.first_frame or not place.is_file():
@@ -178,12 +178,12 @@ def check_first_frame(config: CogVideoXConfig) -> None:
     inverse = bool(load_file(place).get("invert_scale_latents"))
     if inverse != config.first_frame_inverse_scale:
         raise ConfigError(
-            f"{place} has invert_scale_latents={str(inverse).lower()}: set stages.NAME.first_frame_inverse_scale={str(inverse).lower()}, or the "
+            f"{place} has invert_scale_latents={str(inverse).lower()}: set stages.{stage}.first_frame_inverse_scale={str(inverse).lower()}, or the "
             "first frame will not be what the weights know"
         )
 
 
-def check_scheduler(config: CogVideoXConfig, note: Callable[[str], None]) -> None:
+def check_scheduler(config: CogVideoXConfig, stage: str, note: Callable[[str], None]) -> None:
     """The folder's schedule is what its weights were trained with: a stage with another one is refused. What differs in drawing is told."""
     place = Path(str(config.weights)).expanduser() / "scheduler" / "scheduler_config.json"
     if not place.is_file():
@@ -193,7 +193,7 @@ def check_scheduler(config: CogVideoXConfig, note: Callable[[str], None]) -> Non
     for key, (wanted, found) in differences(theirs, config.diffusion).items():
         shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
         raise ConfigError(
-            f"{place} says diffusion.{key}={shown}, and the stage has {found}: set stages.NAME.diffusion.{key}={shown}, or take the file out of "
+            f"{place} says diffusion.{key}={shown}, and the stage has {found}: set stages.{stage}.diffusion.{key}={shown}, or take the file out of "
             "the folder to train with another schedule"
         )
     for line in drawn_otherwise(said, place):
