@@ -209,21 +209,20 @@ class Buckets:
 
     def rows(self, batch_size: int) -> list[int]:
         """Clips a batch of each bucket; 0 for an empty one. A clip that is beyond the budget alone is refused."""
-        budget = self.budget(batch_size)
-        found = []
-        for shape, members in zip(self.shapes, self.members, strict=True):
-            each = self.config.tokens(shape)
-            if len(members) and each > budget:
-                given = f"data.buckets.budget={self.config.budget}" if self.config.budget else f"{budget:,} tokens"
-                source = (
-                    "" if self.config.budget else f", which train.batch_size={batch_size} clips of {self.usual} have"
-                )
-                raise ConfigError(
-                    f"one clip of bucket {shape} has {each:,} tokens, and a batch may hold {given}{source}: raise data.buckets.budget to {each} "
-                    "or more, or leave that size out of data.buckets"
-                )
-            found.append(budget // each if len(members) else 0)
-        return found
+        budget, tokens = self.budget(batch_size), self.config.tokens
+        filled = [shape for shape, members in zip(self.shapes, self.members, strict=True) if len(members)]
+        largest = max(filled, key=tokens, default=None)
+        if largest is not None and (each := tokens(largest)) > budget:
+            given = f"data.buckets.budget={self.config.budget}" if self.config.budget else f"{budget:,} tokens"
+            source = "" if self.config.budget else f", which train.batch_size={batch_size} clips of {self.usual} have"
+            raise ConfigError(
+                f"one clip of bucket {largest} has {each:,} tokens, and a batch may hold {given}{source}: raise data.buckets.budget to {each} "
+                "or more, or leave such sizes out of data.buckets"
+            )
+        return [
+            budget // tokens(shape) if len(members) else 0
+            for shape, members in zip(self.shapes, self.members, strict=True)
+        ]
 
     # for people ---------------------------------------------------------------------------------------------------
 

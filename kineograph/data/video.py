@@ -110,7 +110,8 @@ def _frames_from(container: Any, stream: Any, start: float, truncated: bool) -> 
             yield at, frame
     except av.FFmpegError:
         if not truncated or first:
-            raise
+            where = "no frame can be decoded" if first else f"nothing can be decoded after {last:.3g} s"
+            raise Unreadable("", f"damaged or cut off: {where}") from None
 
 
 class Converter:

@@ -38,7 +38,6 @@ from kineograph.train import checkpoint
 
 CODEC, GENERATOR = "vae", "generator"
 STEP = 1  # of the checkpoints: a stage of one step that was made
-FPS = 8.0
 
 
 def import_run(
@@ -108,7 +107,7 @@ def run_tree(found: Released, name: str) -> Tree:
     return {
         "name": name,
         "prompts": ["a sailing boat on a calm sea at sunrise"],
-        "data": {"size": list(found.size), "frames": found.frames, "fps": FPS, "channels": found.channels},
+        "data": {"size": list(found.size), "frames": found.frames, "fps": found.fps, "channels": found.channels},
         "train": {"steps": STEP, "validate_every": 0, "sample_every": 0, "ema": {"decay": 0.0}},
         "stages": {CODEC: codec, GENERATOR: generator},
     }
@@ -129,7 +128,7 @@ def _codec_weights(found: Released) -> dict[str, Tensor]:
     """The names are the same on both sides."""
     part, side = found.vae, found.codec.spatial
     with torch.device("meta"):
-        codec = CausalVAE(found.codec, Shape(1, side, side, found.channels, FPS))
+        codec = CausalVAE(found.codec, Shape(1, side, side, found.channels, found.fps))
     expected = {name: tuple(value.shape) for name, value in weights_for(codec).items()}
     if isinstance(part.state, WeightFiles):
         check_shapes(part.state, expected, part.where)

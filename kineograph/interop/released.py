@@ -61,6 +61,11 @@ class Released:
     def frames(self) -> int:
         return int(self.transformer.config.get("sample_frames", 49))
 
+    @property
+    def fps(self) -> float:
+        """Frames a second that it was trained on. No config says so: 16 in 1.5, whose tokens cover two latent frames, 8 before."""
+        return 16.0 if self.transformer.config.get("patch_size_t") else 8.0
+
 
 def from_diffusers(path: Path) -> Released:
     folder = read_folder(path)

@@ -34,6 +34,8 @@ from kineograph.interop.sat_keys import (
 )
 from kineograph.run.plan import make_plan
 
+FIRST_STEPS = 100  # of a fine-tuning
+
 
 def translate(files: Sequence[Path]) -> str:
     """SAT's files, later ones over earlier ones, as a Kineograph YAML with comments."""
@@ -94,6 +96,7 @@ class _Reading:
         for key, name in CLASSES.items():
             self.take(key, last_of(name))
         self._cadence()
+        self._learning_rate()
         self._batch()
         self._precision()
         self._split()
@@ -112,11 +115,34 @@ class _Reading:
 
     def _cadence(self) -> None:
         every = self.take("args.eval_interval", count)
-        if every is not None:  # SAT draws its samples where it validates
-            self.give("train", {"validate_every": every, "sample_every": every})
+        if every is not None:  # SAT draws its samples where it validates, and writes them as MP4
+            self.give("train", {"validate_every": every, "sample_every": every, "format": "mp4"})
         rounds, size = self.take("args.eval_iters", count), self.take("args.eval_batch_size", count)
         if rounds is not None:
             self.give("train.validation_samples", rounds * (size or 1))
+
+    def _learning_rate(self) -> None:
+        """SAT lowers it linearly after a warm-up of 1 % of the steps unless told, and a fine-tuning begins with 100 steps at a twentieth of it:
+        what its files leave to SAT's own defaults is said here, where the defaults are others."""
+        steps = self.ours.get("train", {}).get("steps")
+        if steps is None:
+            return
+        given = "args.lr_decay_style" in self.left
+        style = self.take("args.lr_decay_style", last_of("constant", "linear", "cosine"))
+        if style is None and not given:
+            style = "linear"
+        if style is not None:
+            self.give("train.schedule", style)
+        ratio = self.take("args.lr_decay_ratio", number)
+        if style == "cosine":
+            self.give("train.final_lr", ratio if ratio is not None else 0.1)
+        share = self.take("args.warmup", number)
+        warmup = round(steps * (share if share is not None else 0.01))
+        if self.left.get("args.mode") == "finetune":
+            self.take("args.mode")
+            warmup = max(warmup, FIRST_STEPS)
+            self.remark(f"SAT takes the first {FIRST_STEPS} steps of a fine-tuning at lr / 20; here lr rises over them")
+        self.give("train.warmup", warmup)
 
     def _batch(self) -> None:
         """SAT counts a GPU's micro-batch; here batch_size is global, and accumulate divides it."""
@@ -250,6 +276,8 @@ class _Reading:
             if frozen:
                 self.remark("not_trainable_prefixes says that nothing is trained, and there is no lora_config")
             return
+        if self.ours.get("train", {}).get("precision") == "bf16":  # as SAT keeps them, which is how they are released
+            self.give(f"{STAGE}.weights_in", "bf16")
         alpha = self.take(f"{LORA}.lora_alpha", number)
         self.give(STAGE, {"tune": "lora", "lora": {"rank": rank, "alpha": alpha if alpha is not None else 1}})
 

@@ -293,7 +293,8 @@ def _not_one(found: Estimate) -> str:
     if lean is not None and state + lean.activations / found.micro <= room:
         fitting = max(1, int((room - state) / (lean.activations / found.micro)))
         return f"what helps: train.checkpointing=true with train.accumulate={_enough(found, fitting)}"
-    return f"weights, gradients, optimizer and EMA take {size(state)}, one sample {size(found.sample_bytes)}: make the model smaller or use a larger device"
+    remedy = "make clips smaller (data.frames, data.size)" if state < room else "make the model smaller"
+    return f"weights, gradients, optimizer and EMA take {size(state)}, one sample {size(found.sample_bytes)}: {remedy} or use a larger device"
 
 
 def _enough(found: Estimate, largest: int) -> int:

@@ -152,7 +152,9 @@ def estimate(
         over = {key.removeprefix("train."): value for key, value in changes.items() if key.startswith("train.")}
         precision = over.get("precision", target.precision)
         config = _changed(stage.spec.config, own) if own else None
-        return trace(builder, stage, train.model_copy(update=over), precision, sample, rows, numbers, config, world)
+        wide = 4 if target.device.type == "cpu" and precision == "fp32" else 2  # text encoders: bf16 on GPUs
+        over_train = train.model_copy(update=over)
+        return trace(builder, stage, over_train, precision, sample, rows, numbers, config, world, wide)
 
     try:
         found = traced()

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,11 +108,13 @@ def trace(
     numbers: torch.device | None = None,
     config: StageConfig | None = None,
     world: World = ONE,
+    encoders_in: int = 2,
 ) -> Traced:
     """One step's gradients on a micro-batch of `micro` rows shaped after `sample`; with `numbers`, on a small one for real there, and scaled.
 
     Without numbers the device does not matter but for its precision: the tensors pretend to lie in main memory. `config` in place of the stage's.
     The step is that of one process, of the whole model; what it holds of it in a `world` under `train.parallel` is worked out from that.
+    `encoders_in`: bytes a parameter of frozen text encoders.
     """
     rows = min(micro, READ) if numbers else micro
     device = numbers or torch.device("cpu")
@@ -150,7 +151,7 @@ def trace(
             optimizer=round(sum(moments)),
             ema=round(sum(here.part(p, p.numel() * max(4, p.element_size())) for p in averaged)),  # float32 at least
             activations=round(ledger.peak * micro / rows),
-            text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task),
+            text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task, encoders_in),
             gathered=here.gathered,
             lean_optimizer=round(sum(here.part(p, Lean(p, eight_bits=True).bytes) for p in owned)),
         )
@@ -185,13 +186,9 @@ def as_encoded(batch: Batch, task: Task) -> Batch:
     )
 
 
-def encoder_bytes(task: nn.Module) -> int:
-    """Of the pretrained text encoders that a task loads when it meets a caption: as large as their files, in 16 bits."""
-    total = 0
-    for module in task.modules():
-        if isinstance(module, PretrainedText) and Path(module.name).is_dir():
-            total += sum(file.stat().st_size for file in Path(module.name).glob("*.safetensors"))
-    return total
+def encoder_bytes(task: nn.Module, wide: int = 2) -> int:
+    """Of the pretrained text encoders that a task loads when it meets a caption; `wide`: bytes a parameter."""
+    return wide * sum(module.count() for module in task.modules() if isinstance(module, PretrainedText))
 
 
 def tensors_of(task: nn.Module) -> list[Tensor]:

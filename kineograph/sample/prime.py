@@ -35,6 +35,9 @@ from kineograph.media.clips import Shown, frames_of
 class Prime:
     frames: Tensor  # K C H W, float in [0, 1]
     told: dict[str, Any]  # what a sidecar says about them
+    fps: float | None = (
+        None  # of the clip that they end, where the run has no rate of its own: what follows is shown at it
+    )
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,12 @@ def read_prime(
     if not fitting:
         raise InputError(f"--prime: {takes.nothing_left(frames)}")
     window = takes.longest(frames) + 1
+    fps: float | None = None
     if isinstance(prime, Tensor):
         given, there = checked(prime)[-window:], len(prime)
         clip, told = fitted_tensor(given, data, height_width), {"sha256": digest(prime)}
     else:
-        images, there = _last_images(prime, data.fps, window, takes.shape.fps, note)
+        images, there, fps = _last_images(prime, data.fps, window)
         clip, told = fitted(images, data, height_width), {"file": str(prime), "sha256": file_digest(prime)}
     most = takes.usual_overlap(frames, options) if there >= window else there
     used = max((number for number in fitting if number <= most), default=fitting[0])
@@ -154,7 +158,7 @@ def read_prime(
         )
     if used < there:
         note(f"--prime: the last {used} of {there} frames are continued")
-    return Prime(clip[-used:], {**told, "frames": used, "of": there})
+    return Prime(clip[-used:], {**told, "frames": used, "of": there}, fps)
 
 
 def _first_picture(
@@ -171,11 +175,9 @@ def _first_picture(
 # Which frames ----------------------------------------------------------------------------------------------------
 
 
-def _last_images(
-    path: str | Path, fps: float | None, most: int, shown_at: float, note: Callable[[str], None]
-) -> tuple[list[Image.Image], int]:
-    """At most `most` frames up to the last one, and how many there would be in all. Frames are taken as training takes them:
-    `fps` a second by timestamps, or without a `data.fps` one after another. Memory holds no more than those."""
+def _last_images(path: str | Path, fps: float | None, most: int) -> tuple[list[Image.Image], int, float | None]:
+    """At most `most` frames up to the last one, how many there would be in all, and without a `data.fps` the clip's own rate. Frames are
+    taken as training takes them: `fps` a second by timestamps, or without one after another. Memory holds no more than those."""
     kept: deque[Shown] = deque()
     count, first, late = 0, 0.0, TOLERANCE
     span = (most - 1) / fps if fps is not None else 0.0
@@ -186,19 +188,14 @@ def _last_images(
         while len(kept) > most if fps is None else len(kept) > 1 and kept[1].start <= shown.start - span + late:
             kept.popleft()
     if fps is None:
-        rate = (count - 1) / (kept[-1].start - first) if count > 1 else shown_at
-        if abs(rate - shown_at) > 0.1 * shown_at:
-            note(
-                f"--prime: {path} has {rate:.3g} frames a second; this run has no data.fps, so they are taken one after another "
-                f"(and shown at {shown_at:g})"
-            )
-        return [shown.image for shown in kept], count
+        seconds = kept[-1].start - first
+        return [shown.image for shown in kept], count, (count - 1) / seconds if seconds > 0 else None
     last = kept[-1].start
     there = int((last - first + late) * fps) + 1
     times = last - np.arange(min(most, there))[::-1] / fps
     starts = np.array([shown.start for shown in kept])
     places = np.searchsorted(starts, times + late, side="right") - 1
-    return [kept[max(0, place)].image for place in places], there
+    return [kept[max(0, place)].image for place in places], there, None
 
 
 # In the run's size and colours -----------------------------------------------------------------------------------

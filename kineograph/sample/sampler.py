@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +54,11 @@ class Origin:
 class Drawn:
     """Pictures or clips, a row each, with the caption of each row."""
 
-    pixels: Tensor  # B T C H W, float in [0, 1], on the CPU
+    pixels: Tensor = field(repr=False)  # B T C H W, float in [0, 1], on the CPU
     fps: float
     captions: list[str | None]
     options: Any
-    origin: Origin
+    origin: Origin = field(repr=False)
 
     def __len__(self) -> int:
         return self.pixels.shape[0]
@@ -165,7 +165,7 @@ class Sampler:
         )
         origin = self._origin(texts, count, seed, negative, frames, height_width, start, chosen, drawn_after, masked)
         named: list[str | None] = list(rows) if rows is not None else [None] * total
-        return Drawn(pixels, self.shape.fps, named[: len(pixels)], chosen, origin)
+        return Drawn(pixels, self._speed(start), named[: len(pixels)], chosen, origin)
 
     def story(
         self,
@@ -210,7 +210,11 @@ class Sampler:
         drawn_after = self._sketch(sketch, total, None, scenes=True)
         origin = self._origin(texts, 1, seed, negative, frames, None, start, chosen, drawn_after)
         given = start.frames if start is not None else None
-        return Story(self, texts or [], overlap, length, given, chosen, origin, drawn_after)
+        return Story(self, texts or [], overlap, length, given, chosen, origin, drawn_after, self._speed(start))
+
+    def _speed(self, start: Prime | None) -> float:
+        """Frames a second of what is drawn: the run's own rate; without one, that of the clip that it continues."""
+        return start.fps if start is not None and start.fps is not None else self.shape.fps
 
     def _prime(
         self,
@@ -221,6 +225,10 @@ class Sampler:
         masked: bool = False,
     ) -> Prime | None:
         if prime is None:
+            if self.task.animates:
+                self._stages.note(
+                    f"{self.task_name} starts from a picture, and none is given (--prime): it draws from the caption alone"
+                )
             return None
         return read_prime(
             prime, self.takes, self._data, frames or self.shape.frames, size, chosen, self._stages.note, masked

@@ -48,12 +48,13 @@ class Story:
         options: Any,
         origin: Origin,
         sketch: Sketch | None = None,
+        fps: float | None = None,
     ) -> None:
         self.captions, self.overlap, self.frames = captions, overlap, frames
         self.prime = prime  # K C H W: what the first scene begins with
         self.options, self.origin = options, origin
         self.sketch = sketch  # from the first frame of the story on
-        self.fps = sampler.shape.fps
+        self.fps = fps if fps is not None else sampler.shape.fps
         self._sampler = sampler
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from kineograph.core.errors import InputError
 from kineograph.core.task import freeze, without_numbers
 from kineograph.core.transfer import to_device
+from kineograph.core.weight_files import TRANSFORMERS_STEM, open_weights
 from kineograph.text.null import NullText
 
 if TYPE_CHECKING:
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
 
 KEY = "text.name"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def _t5(width: int, layers: int, heads: int, inner: int) -> int:
+    """Parameters of an encoder of T5 v1.1: 32,128 words; in each layer attention with heads of 64, a gated MLP and two norms."""
+    return 32128 * width + layers * (4 * width * 64 * heads + 3 * width * inner + 2 * width) + 32 * heads + width
+
+
+_T5 = {size[0]: _t5(*size) for size in ((512, 8, 6, 1024), (768, 12, 12, 2048), (1024, 24, 16, 2816), (2048, 24, 32, 5120), (4096, 24, 64, 10240))}  # fmt: skip
+"""By width: small, base, large, xl, xxl."""
 
 
 class PretrainedText(nn.Module):
@@ -43,6 +54,16 @@ class PretrainedText(nn.Module):
         self.null = NullText(self.width)
         self._parts: dict[str, Any] = {}  # a plain dict, so that modules in it do not become submodules
         self._said = False
+
+    def count(self) -> int:
+        """Parameters of the encoder: by the headers of its files; where they are not here, as the T5 of that width has them (0: not known)."""
+        folder = Path(self.name).expanduser()
+        if not folder.is_dir():
+            return _T5.get(self.width, 0) if self.kind == "t5" else 0
+        files = open_weights(folder, TRANSFORMERS_STEM)
+        read = ("shared.", "encoder.") if self.kind == "t5" else ("text_model.",)  # other halves stay on the disk
+        named = [name for name in files if name.startswith(read) and name != "encoder.embed_tokens.weight"]
+        return sum(math.prod(files.shape(name)) for name in named)
 
     def _load(self, device: torch.device) -> None:
         from transformers import CLIPTextModel, T5EncoderModel

@@ -128,6 +128,10 @@ def test_rows_follow_from_the_budget(mixed: Path) -> None:
 
 
 def test_a_clip_beyond_the_budget_is_refused(mixed: Path) -> None:
+    """What is named is enough for all of them."""
+    shapes = {"sizes": [[32, 32], [32, 48], [48, 32]], "budget": 1000}
+    with pytest.raises(ConfigError, match="to 1536 or more"):
+        Loader(opened(mixed, buckets=shapes), seed=0, batch_size=4).check()
     with pytest.raises(ConfigError, match=r"bucket 1 × 32 × 48 has 1,536 tokens.*budget=1100.*to 1536"):
         Loader(opened(mixed, buckets={"budget": 1100}), seed=0, batch_size=4).check()
 

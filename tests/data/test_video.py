@@ -145,6 +145,8 @@ def test_cut_video(tmp_path, make_video, counting, numbers):
     for seed in range(8):
         clip = read_media(path, "a.mp4", wanted(frames=2, fps=10.0, truncated=True), np.random.default_rng(seed))
         assert 1 <= len(clip.pixels) <= 2
+    with pytest.raises(Unreadable, match=r"damaged or cut off: nothing can be decoded after [\d.]+ s$"):
+        video.measure(path)
 
 
 def test_sound_only(tmp_path):

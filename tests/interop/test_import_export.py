@@ -304,6 +304,7 @@ def test_image_to_video_there_and_back(tmp_path: Path, shape: dict[str, Any]) ->
     CogVideoXImageToVideoPipeline(**pipeline.components).save_pretrained(tmp_path / "folder")
     run = RunFolder(import_run(tmp_path / "folder", "diffusers", tmp_path / "run"))
     assert run.config()["stages"]["generator"]["first_frame"] is True
+    assert run.config()["stages"]["generator"]["data"]["fps"] == (16 if "patch_size_t" in shape else 8)
     export_diffusers(run, tmp_path / "out")
     back = CogVideoXImageToVideoPipeline.from_pretrained(tmp_path / "out").transformer
     state = back.state_dict()

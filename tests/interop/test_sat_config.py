@@ -52,7 +52,7 @@ def test_training_is_translated() -> None:
     assert found["train"] == {
         "steps": 1200, "log_every": 25, "save_every": 300, "workers": 6, "checkpointing": True, "clip": 0.1, "lr": 2e-4,
         "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 1e-4, "validate_every": 150, "sample_every": 150, "validation_samples": 6,
-        "batch_size": 8, "accumulate": 4, "precision": "bf16",
+        "batch_size": 8, "accumulate": 4, "precision": "bf16", "format": "mp4", "schedule": "linear", "warmup": 100,
         "show": "latents",
     }  # fmt: skip
     assert found["data"] == {
@@ -66,6 +66,7 @@ def test_the_model_is_translated() -> None:
         "task": "cogvideox",
         "shape": "5b",
         "weights": "released",
+        "weights_in": "bf16",
         "text": {"length": 226, "name": "weights/t5-v1_1-xxl", "kind": "t5", "padding": "read"},
         "caption_dropout": 0.2,
         "diffusion": {"steps": 1000, "schedule": "scaled_linear", "zero_terminal": True, "objective": "v", "shift": 1.0},
@@ -73,6 +74,32 @@ def test_the_model_is_translated() -> None:
         "tune": "lora",
         "lora": {"rank": 128, "alpha": 1},
     }  # fmt: skip
+
+
+def test_the_learning_rate_falls_as_it_does_there(tmp_path: Path) -> None:
+    """What no file says is SAT's own default: linear to 0 after a hundredth of the steps."""
+
+    def train(**changes: Any) -> Tree:
+        found = ours(changed(tmp_path, TRAIN, {f"args.{key}": value for key, value in changes.items()}))["train"]
+        return {key: found[key] for key in ("schedule", "final_lr", "warmup") if key in found}
+
+    assert train() == {"schedule": "linear", "warmup": 100}  # those of a fine-tuning
+    assert train(mode="pretrain") == {"schedule": "linear", "warmup": 12}
+    assert train(warmup=0.25) == {"schedule": "linear", "warmup": 300}
+    assert train(lr_decay_style="constant") == {"schedule": "constant", "warmup": 100}
+    assert train(lr_decay_style="cosine") == {"schedule": "cosine", "final_lr": 0.1, "warmup": 100}
+    assert train(lr_decay_style="cosine", lr_decay_ratio=0.2)["final_lr"] == 0.2
+    strange = changed(tmp_path, TRAIN, {"args.lr_decay_style": "exponential"})
+    assert "schedule" not in ours(strange)["train"] and left(translate([strange]))["args.lr_decay_style"]
+
+
+def test_frozen_weights_are_kept_as_there(tmp_path: Path) -> None:
+    """Under adapters alone: what is trained is kept in float32 on both sides."""
+    assert ours(TRAIN, MODEL)["stages"]["generator"]["weights_in"] == "bf16"
+    halves = changed(tmp_path, TRAIN, {"deepspeed.bf16.enabled": False, "deepspeed.fp16.enabled": True})
+    assert "weights_in" not in ours(halves, MODEL)["stages"]["generator"]
+    whole = changed(tmp_path, MODEL, {"model.network_config.params.modules.lora_config": None})
+    assert "weights_in" not in ours(TRAIN, whole)["stages"]["generator"]
 
 
 def test_what_is_printed_is_a_config_that_a_run_can_have() -> None:
@@ -92,7 +119,7 @@ def test_nothing_is_dropped_in_silence() -> None:
     text = translate([TRAIN, MODEL])
     listed = left(text)
     assert {
-        "args.mode",
+        "args.no_load_rng",
         "args.save",
         "args.valid_data",
         "data.params.skip_frms_num",

@@ -85,6 +85,25 @@ def test_weights_that_are_not_there_leave_no_run(
     assert not run.exists()
 
 
+def test_sizes_that_are_named_fit_the_transformer_and_not_its_vae_alone(
+    released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    place = config(tmp_path / "c.yaml", {"weights": str(released), "tune": "lora"}, clips)
+    assert kineo("train", place, "--run", str(tmp_path / "run"), "data.size=[40, 32]") == 2
+    assert "the height must be a multiple of 16 (32 or 48)" in capsys.readouterr().err
+    assert kineo("train", place, "--run", str(tmp_path / "run"), "data.size=[42, 32]") == 2
+    assert "the height must be a multiple of 16 (32 or 48)" in capsys.readouterr().err
+
+
+def test_another_schedule_than_the_folders_is_refused_with_the_key_to_set(
+    released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    stage = {"weights": str(released), "tune": "lora", "diffusion": {"shift": 3.0}}
+    place = config(tmp_path / "c.yaml", stage, clips)
+    assert kineo("train", place, "--run", str(tmp_path / "run")) == 2
+    assert "set stages.generator.diffusion.shift=1.0" in capsys.readouterr().err
+
+
 def test_an_estimate_needs_no_weights_and_says_so(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

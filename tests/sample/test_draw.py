@@ -35,6 +35,11 @@ def test_rows_are_captions_times_count(sampler):
     assert not torch.equal(drawn.pixels[0], drawn.pixels[1])  # two samples of one caption differ
 
 
+def test_what_is_drawn_shows_itself_without_its_pixels(sampler):
+    shown = repr(sampler.sample("a 3"))
+    assert "captions=['a 3']" in shown and "tensor" not in shown and len(shown) < 500
+
+
 def test_same_seed_same_pictures_whatever_the_batch(sampler):
     whole = sampler.sample(CAPTIONS, count=2, seed=5, batch=6)
     parts = sampler.sample(CAPTIONS, count=2, seed=5, batch=4)

@@ -11,6 +11,7 @@ from PIL import Image
 from kineograph.core.errors import InputError
 from kineograph.media.clips import write_clip
 from kineograph.sample.sampler import Sampler
+from tests.media.reading import read_clip
 from tests.sample.tiny_task import Counting, make_run
 
 
@@ -85,14 +86,29 @@ def test_a_clip_of_another_speed_is_taken_at_the_runs(sampler, tmp_path, given, 
     assert given == [wanted]
 
 
-def test_without_a_speed_of_its_own_a_run_takes_frames_as_they_come_and_says_so(tmp_path, given, capsys):
+def test_without_a_speed_of_its_own_a_run_takes_frames_as_they_come_and_goes_on_at_their_speed(tmp_path, given):
     run = make_run(tmp_path / "run", frames=7, generator="Counting", codec_task="PairCodec")
     plain = Sampler.open(run.path, device="cpu")
-    plain.sample("a 3", prime=write_clip(tmp_path / "slow.gif", clip(3), 8))
+    drawn = plain.sample("a 3", prime=write_clip(tmp_path / "fast.gif", clip(5), 20))
+    assert given == [[0, 1, 2, 3, 4]] and drawn.fps == pytest.approx(20)
+    assert plain.sample("a 3", prime=write_clip(tmp_path / "one.png", clip(1), 20)).fps == 8  # a picture has none
+    story = plain.story(["a 3", "a 4"], prime=tmp_path / "fast.gif")
+    (video, *_) = story.save(tmp_path / "told", "gif")
+    assert story.fps == pytest.approx(20) and read_clip(video)[1] == pytest.approx(20, rel=0.1)
+
+
+def test_a_model_that_starts_from_a_picture_says_when_it_has_none(sampler, tmp_path, monkeypatch, capsys):
+    sampler.sample("a 3")
     assert capsys.readouterr().err == ""
-    plain.sample("a 3", prime=write_clip(tmp_path / "fast.gif", clip(5), 20))
-    assert given == [[0, 1, 2], [0, 1, 2, 3, 4]]
-    assert "fast.gif has 20 frames a second; this run has no data.fps" in capsys.readouterr().err
+    monkeypatch.setattr(Counting, "animates", True)
+    sampler.sample("a 3", prime=write_clip(tmp_path / "one.png", clip(1), 8))
+    assert capsys.readouterr().err == ""
+    sampler.sample("a 3")
+    assert "starts from a picture, and none is given (--prime)" in capsys.readouterr().err
+
+
+def test_a_run_with_a_speed_keeps_it(sampler, tmp_path):
+    assert sampler.sample("a 3", prime=write_clip(tmp_path / "fast.gif", clip(15), 20)).fps == 8
 
 
 def test_a_picture_is_one_frame_upright_in_the_runs_size_and_colours(sampler, tmp_path, monkeypatch):

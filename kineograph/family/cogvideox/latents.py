@@ -15,6 +15,17 @@ from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.family.cogvideox.shapes import Latents
 
 
+def check_sides(height: int, width: int, side: int) -> None:
+    """Whole tokens, each of `side` pixels on a side; a ConfigError names the sizes that fit."""
+    for name, size in (("height", height), ("width", width)):
+        if size % side:
+            near = f"{size // side * side} or " if size > side else ""
+            raise ConfigError(
+                f"{height} × {width} pixels do not fit cogvideox: its tokens cover {side} × {side}, "
+                f"so the {name} must be a multiple of {side} ({near}{(size // side + 1) * side}): set data.size, or --size of kineo sample"
+            )
+
+
 class Clips(NamedTuple):
     x0: Tensor  # B t c h w, with the padding in front
     first: (
@@ -40,17 +51,9 @@ class LatentSpace:
 
     def shape_for(self, frames: int, height: int, width: int) -> Latents:
         """Latents (t, h, w) of a clip, before padding to whole patches."""
-        side = self.codec.spatial * self.config.patch
-        for name, size in (
-            ("height", height),
-            ("width", width),
-        ):  # before the codec, which names sizes that do not fit here
-            if size % side:
-                near = f"{size // side * side} or " if size > side else ""
-                raise ConfigError(
-                    f"{height} × {width} pixels do not fit cogvideox: its tokens cover {side} × {side}, "
-                    f"so the {name} must be a multiple of {side} ({near}{(size // side + 1) * side}): set data.size, or --size of kineo sample"
-                )
+        check_sides(
+            height, width, self.codec.spatial * self.config.patch
+        )  # before the codec, which names sizes that do not fit here
         return self.codec.shape_for(frames, height, width)
 
     def padding(self, frames: int) -> int:

@@ -18,7 +18,7 @@ from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without
 from kineograph.core.weight_files import files_digest
 from kineograph.family.cogvideox import sampling, tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, check_folder
-from kineograph.family.cogvideox.latents import Clips, LatentSpace
+from kineograph.family.cogvideox.latents import Clips, LatentSpace, check_sides
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import Latents
 from kineograph.family.cogvideox.texts import Texts
@@ -52,7 +52,7 @@ class CogVideoX(Task):
         if config.codec is not None:
             codec = context.stage(config.codec)
         else:
-            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context, config.tile)))
+            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context, config.tile, config.patch)))
         self.stages["codec"] = codec
         self.codec: Any = codec  # a submodule under one name: what is frozen is in no checkpoint, by that name
         self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)
@@ -237,8 +237,9 @@ class CogVideoX(Task):
         return t * h * w + self.texts.length
 
 
-def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | None = None) -> Task:
-    """The VAE of a folder of diffusers' form. Where only sizes matter the folder may be yet to come: then it is the released one's."""
+def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | None, patch: int) -> Task:
+    """The VAE of a folder of diffusers' form, for tokens of `patch` latents on a side. Where only sizes matter the folder may be yet to come:
+    then it is the released one's."""
     from kineograph.codec.causal_vae import CausalVAE
     from kineograph.codec.causal_vae_weights import config_of, from_folder
 
@@ -248,6 +249,7 @@ def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | N
         check_folder(folder, "transformer vae")
         return from_folder(path, context.shape, tile=tile)
     config = config_of(load_file(place) if place.is_file() else {}, str(place), tile=tile)
+    check_sides(context.shape.height, context.shape.width, config.spatial * patch)
     return CausalVAE(config, context.shape)
 
 
