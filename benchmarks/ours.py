@@ -29,6 +29,7 @@ def training(task: Task, batch: Batch, device: torch.device, **settings: Any) ->
     flops = count_flops(lambda: Stepper(task.train(), eager, device=device).step(0, [batch]))
     gc.collect()  # the moments of that step are not ours
     stepper = Stepper(task, config, device=device)
+    stepper.compile_stages()
     steps = count()
     sizes = {player: sum(p.numel() for p in parameters_of(task, player).values()) for player in task.players}
     notes = [f"{player}: {size / 1e6:.2f} M parameters" for player, size in sizes.items()] if len(sizes) > 1 else []

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder
@@ -56,7 +57,20 @@ def build_task(
         note=note,
         name=stage.name,
     )
-    return stage.spec.task.build(stage.spec.config, context)
+    task = stage.spec.task.build(stage.spec.config, context)
+    _tell_of_longer_clips(task, stage, note)
+    return task
+
+
+def _tell_of_longer_clips(task: Task, stage: StagePlan, note: Callable[[str], None]) -> None:
+    """A codec of clips takes any length, but knows those that it was trained on: beyond, its latents drift and its frames smear."""
+    trained: Shape | None = getattr(task.stages.get("codec"), "shape", None)
+    frames = stage.spec.data.shape.frames
+    if trained is not None and 1 < trained.frames < frames:
+        note(
+            f"warning: {stage.name}: its codec was trained on clips of {trained.frames} frames, and these have {frames}: "
+            "what it makes of the later ones may be far off; train it on clips as long"
+        )
 
 
 def _ancestor(stage: StagePlan, stages: Stages) -> checkpoint.Checkpoint | None:

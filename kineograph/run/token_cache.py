@@ -31,6 +31,7 @@ from kineograph.data.cache_shards import Layout, Shard, ShardList, claimed, lay_
 from kineograph.data.cache_writer import CacheWriter
 from kineograph.data.reader import streams
 from kineograph.run.building import build_task
+from kineograph.run.encoders import Encoders
 from kineograph.run.encoding_progress import EncodingProgress
 from kineograph.run.plan import Plan, StagePlan, make_plan
 from kineograph.run.resolve import resolve
@@ -164,7 +165,9 @@ def fill(
         usual=_usual(shape) if buckets is not None else None,
         buckets=buckets.config if buckets is not None else None,
     )
-    filling = _Filling(path, task, data, device, stop, lay_out(path, listed, buckets), codec[1] if codec else "")
+    train = data.stage.train
+    encoders = Encoders(task, device, train.compile is not False, max(1, len(listed.shapes)), note)
+    filling = _Filling(path, encoders, data, stop, lay_out(path, listed, buckets), codec[1] if codec else "")
     was_training = task.training
     task.eval()
     try:
@@ -187,18 +190,17 @@ class _Filling:
     def __init__(
         self,
         path: Path,
-        task: Task,
+        encoders: Encoders,
         data: StageData,
-        device: torch.device,
         stop: StopRequest,
         layout: Layout,
         codec: str,
     ) -> None:
-        self.path, self.task, self.data, self.device, self.stop, self.layout = path, task, data, device, stop, layout
+        self.path, self.encoders, self.data, self.stop, self.layout = path, encoders, data, stop, layout
         self.stage, self.codec = data.stage, codec
         with ranks.alone():  # items are divided by shards, not by batches: those need not divide into the processes
             self.loader = data.loader(data.source)
-        self.precision = precision_for(self.stage.train.precision, device)
+        self.precision = precision_for(self.stage.train.precision, encoders.device)
         self.made = 0  # items, by this process
         self._seen = 0  # items of shards that are done
         self._progress = EncodingProgress(self.stage.name, layout.listed.count)
@@ -239,8 +241,8 @@ class _Filling:
         writer: CacheWriter | None = None
         try:
             for batch in self.loader.in_order(shard.items[done:], together, shard.shape):
-                with autocast(self.precision, self.device):
-                    made = _encoded(self.task, batch, self._rows(shard.shape), self.device)
+                with autocast(self.precision, self.encoders.device):
+                    made = self.encoders.encode(batch, self._rows(shard.shape), self._left())
                 kind = next(kind for kind in KINDS if kind in made)
                 mask = _frame_mask(batch, clip.frames)
                 self._check_room(made, len(batch), clip)
@@ -270,6 +272,10 @@ class _Filling:
             f"stopped by {self.stop.by} while encoding the data of {self.stage.name} ({self.made} items kept by this call); "
             "run the same command to go on"
         )
+
+    def _left(self) -> int:
+        """Items that this process has still to encode, about: the others of its group take their share."""
+        return (self.layout.listed.count - self._seen) // ranks.world()
 
     def _rows(self, shape: Bucket | None) -> int:
         """As many rows at a time as training takes: what fits there fits here."""
@@ -308,7 +314,7 @@ class _Filling:
             kind,
             count,
             tuple(made[kind].shape[1:]),
-            vocabulary=getattr(self.task.stages.get("codec"), "vocabulary", None),
+            vocabulary=getattr(self.encoders.task.stages.get("codec"), "vocabulary", None),
             key=self.path.name,
             codec=self.codec,
             split="train",
@@ -332,13 +338,6 @@ def _usual(shape: Shape) -> tuple[int, int, int]:
 
 def _pixel_bytes(clip: Bucket, channels: int) -> int:
     return clip.frames * clip.height * clip.width * channels
-
-
-def _encoded(task: Task, batch: Batch, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """What `precompute` gives, for as many rows at a time as training takes: what fits there fits here."""
-    places = range(len(batch))
-    parts = [task.precompute(batch.rows(places[start : start + rows]).to(device)) for start in places[::rows]]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _frame_mask(batch: Batch, frames: int) -> Tensor | None:

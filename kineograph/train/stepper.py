@@ -178,16 +178,23 @@ class Stepper:
                 recompute(block, selective=config.checkpointing == "selective")
         by_block = config.compile == "blocks" or (config.compile == "auto" and large(task))
         self.graphs = graphs_for(config, self.device) and not by_block
-        if config.compile not in (False, "auto") or (config.compile == "auto" and self.device.type == "cuda"):
+        self.compiles = config.compile not in (False, "auto") or (
+            config.compile == "auto" and self.device.type == "cuda"
+        )
+        if self.compiles:
             compile_parts(task, self.graphs, by_block or (bool(self.layout) and parallel.speaks_inside))
             if self.layout and (config.checkpointing or self.graphs):
                 # For DDP the compiler cuts a network at the borders of buckets, and can do so neither in recomputed blocks nor in a CUDA graph.
                 torch._dynamo.config.optimize_ddp = False
-            for stage in task.stages.values():  # frozen, but asked in every step
-                compile_parts(stage, graphs=False)
         if self.layout.shards:
             self.sharded = ShardedTask(task, self.layout, self.precision)
             self.pieces |= {name: Sharded(p) for name, p in task.named_parameters() if isinstance(p, DTensor)}
+
+    def compile_stages(self) -> None:
+        """The frozen stages too, where training is compiled: for steps that ask them each time, since no cache holds their answers."""
+        if self.compiles:
+            for stage in self.task.stages.values():
+                compile_parts(stage, graphs=False)
 
     def _join(self) -> None:
         """Choose how gradients of several processes come together."""

@@ -71,6 +71,7 @@ class ClipCodec(Task):
     def __init__(self, config: ClipCodecConfig, context: BuildContext) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(()))
+        self.shape = context.shape
         self.shape_for(context.shape.frames, context.shape.height, context.shape.width)
 
     @classmethod

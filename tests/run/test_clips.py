@@ -77,6 +77,24 @@ def test_pictures_are_cached_without_masks(tmp_path: Path) -> None:
     assert not (folder / "frame_mask.npy").exists()
 
 
+def test_codecs_are_compiled_only_where_every_step_asks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("kineograph.train.stepper.Stepper.compile_stages", lambda self: asked.extend(self.task.stages))
+    train(tmp_path, "cached", stages__generator__cache=True)
+    assert asked == []
+    train(tmp_path, "direct")
+    assert asked == ["codec"]
+
+
+def test_a_codec_that_has_seen_only_shorter_clips_is_told_of(tmp_path: Path) -> None:
+    lines: list[str] = []
+    train(tmp_path, "same", lines)
+    assert not any("its codec was trained on" in line for line in lines)
+    train(tmp_path, "longer", lines, stages__generator__data__frames=9)
+    told = "trained on clips of 5 frames, and these have 9"
+    assert [line.split(":")[1].strip() for line in lines if told in line] == ["generator"]
+
+
 def test_the_command_makes_the_cache_that_training_finds(tmp_path: Path) -> None:
     run = train(tmp_path)
     (path,) = cache_run([str(run)], note=lambda line: None)
