@@ -150,7 +150,7 @@ CASES = (
     Case(
         name="cogvideox-train-checkpointed",
         about=f"{_ABOUT}; activations are recomputed, ours but for attention",
-        sizes={**TRAIN, "checkpointing": "selective"},
+        sizes={**TRAIN, "checkpointing": "light"},
         small=SMALL,
         ours=ours_train,
         peer=_PEER,

@@ -68,8 +68,8 @@ class CausalConv(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Over groups of channels, all places, and the frames of a chunk (`chunk`) or each frame alone (`frame`). In float32, given
-    back in the input's type: autocast alone would double all traffic from here on."""
+    """Over groups of channels, all places, and the frames of a chunk (`chunk`) or each frame alone (`frame`). In the input's own type, with
+    statistics in float32: autocast would copy each map to float32 and back."""
 
     def __init__(self, width: int, groups: int, statistics: Statistics) -> None:
         super().__init__()
@@ -78,10 +78,11 @@ class GroupNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.statistics == "chunk":
-            return F.group_norm(x, self.groups, self.weight, self.bias, 1e-6).to(x.dtype)
-        normed = F.group_norm(frames_of(x), self.groups, self.weight, self.bias, 1e-6)
-        return clips_of(normed.to(x.dtype), x.shape[0])
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            if self.statistics == "chunk":
+                return F.group_norm(x, self.groups, weight, bias, 1e-6)
+            return clips_of(F.group_norm(frames_of(x), self.groups, weight, bias, 1e-6), x.shape[0])
 
 
 class Pointwise(nn.Module):

@@ -247,7 +247,7 @@ def _switches(found: Traced, stage: StagePlan, target: Target, world: World) -> 
     train = stage.train
     switches: dict[str, dict[str, Any]] = {}
     if found.task.blocks():
-        for value in _others(train, "checkpointing", {False: 0, "selective": 1, True: 2}):
+        for value in _others(train, "checkpointing", {False: 0, "light": 1, "selective": 2, True: 3}):
             switches[f"train.checkpointing={str(value).lower()}"] = {"train.checkpointing": value}
     if target.device.type == "cuda" and target.precision == "fp32":
         switches["train.precision=bf16"] = {"train.precision": "bf16"}

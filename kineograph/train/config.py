@@ -64,8 +64,9 @@ class TrainConfig(PlayerConfig):
     compile: Literal["auto", "graphs", "blocks"] | bool = "auto"
     """torch.compile; graphs: as CUDA graphs too; blocks: one block for all that are alike, so that compiling does not grow with depth;
     auto: on GPUs, blocks from half a billion weights on, below that graphs where nothing is accumulated."""
-    checkpointing: bool | Literal["selective"] = False
-    """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: not what attention gives."""
+    checkpointing: bool | Literal["light", "selective"] = False
+    """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: not what attention gives;
+    light: nor what matrix products give, but for the widest."""
     device: str = "auto"
     """auto: the GPU where there is one."""
     log_every: int = Field(10, ge=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,26 +95,29 @@ _ATTENTION = {  # every kernel that scaled_dot_product_attention may choose
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
-def _worth_keeping(context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
-    """What attention gives, and what matrix products give that is narrower than what they read (the way down of an MLP): much work for
-    little memory."""
+_WIDEST = {"selective": 0.5, "light": 3.0}
+"""What is kept of matrix products: those at most so many times as wide as what they read. A product of few columns takes much work for little
+memory: of a transformer's, that is the way down of its MLP; with `light` all but the way up."""
+
+
+def _worth_keeping(widest: float, context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+    """What attention gives, and matrix products that are not too wide."""
     if operator in _PRODUCTS:
         read, made = inputs[-1].shape  # of the right-hand matrix
-        keep = made < read
+        keep = made <= widest * read
     else:
         keep = operator in _ATTENTION
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _selectively() -> Any:
-    return create_selective_checkpoint_contexts(_worth_keeping)
-
-
-def recompute(block: nn.Module, selective: bool = False) -> None:
-    """Keep no activations of this block while training: the backward pass computes them again. `selective`: all but what is worth keeping;
-    over long sequences attention is most of the work."""
+def recompute(block: nn.Module, keeping: str | None = None) -> None:
+    """Keep no activations of this block while training: the backward pass computes them again. `keeping`: all but what is worth keeping by
+    that rule; over long sequences attention is most of the work."""
     forward = block.forward
-    kept: dict[str, Any] = {"context_fn": _selectively} if selective else {}
+    kept: dict[str, Any] = {}
+    if keeping is not None:
+        policy = partial(_worth_keeping, _WIDEST[keeping])
+        kept["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
     def checkpointed(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -175,7 +179,7 @@ class Stepper:
             spread_sequence(task, self.layout.group("sequence"))
         if config.checkpointing:
             for block in task.blocks():
-                recompute(block, selective=config.checkpointing == "selective")
+                recompute(block, None if config.checkpointing is True else config.checkpointing)
         by_block = config.compile == "blocks" or (config.compile == "auto" and large(task))
         self.graphs = graphs_for(config, self.device) and not by_block
         self.compiles = config.compile not in (False, "auto") or (

@@ -328,9 +328,10 @@ class Calls(TorchDispatchMode):
 def test_selective_recomputing_runs_attention_once_and_gives_equal_gradients() -> None:
     torch.manual_seed(0)
     plain = Attending()
-    blocks = {"none": plain, "all": deepcopy(plain), "selective": deepcopy(plain)}
+    blocks = {"none": plain, "all": deepcopy(plain), "light": deepcopy(plain), "selective": deepcopy(plain)}
     recompute(blocks["all"])
-    recompute(blocks["selective"], selective=True)
+    for name in ("light", "selective"):
+        recompute(blocks[name], name)
     x = torch.randn(2, 5, 16)
     found: dict[str, Calls] = {}
     for name, block in blocks.items():
@@ -338,9 +339,14 @@ def test_selective_recomputing_runs_attention_once_and_gives_equal_gradients() -
             block(x).pow(2).sum().backward()
         for own, expected in zip(block.parameters(), plain.parameters(), strict=True):
             assert torch.equal(own.grad, expected.grad)
-    assert {name: calls.attentions() for name, calls in found.items()} == {"none": 1, "all": 2, "selective": 1}
+    assert {name: calls.attentions() for name, calls in found.items()} == {
+        "none": 1,
+        "all": 2,
+        "light": 1,
+        "selective": 1,
+    }
     products = {name: calls.names.count("addmm.default") for name, calls in found.items()}
-    assert products == {"none": 3, "all": 6, "selective": 5}  # the way down is kept too: it is narrow
+    assert products == {"none": 3, "all": 6, "light": 4, "selective": 5}  # the way down is kept; the way up is not
 
 
 # Going on --------------------------------------------------------------------------------------------------------
