@@ -5,6 +5,7 @@ Nothing here waits for the device: losses, norms and skip counts stay there unti
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -95,6 +96,7 @@ _ATTENTION = {  # every kernel that scaled_dot_product_attention may choose
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
+_LOG = logging.getLogger("torch._higher_order_ops.wrap")
 _WIDEST = {"selective": 0.5, "light": 3.0}
 """What is kept of matrix products: those at most so many times as wide as what they read. A product of few columns takes much work for little
 memory: of a transformer's, that is the way down of its MLP; with `light` all but the way up."""
@@ -116,6 +118,7 @@ def recompute(block: nn.Module, keeping: str | None = None) -> None:
     forward = block.forward
     kept: dict[str, Any] = {}
     if keeping is not None:
+        _LOG.setLevel(logging.ERROR)  # it warns of changes in place, of which a block has none
         policy = partial(_worth_keeping, _WIDEST[keeping])
         kept["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
