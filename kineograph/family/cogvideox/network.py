@@ -34,11 +34,22 @@ class Modulation(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, time: Tensor, is_text: Tensor) -> tuple[Tensor, Tensor]:
-        """→ the modulated sequence B N D and its gates. `time` is silu of the time's vector, `is_text` is 1 N 1."""
-        video_and_text = self.linear(time)[:, None].chunk(2, dim=-1)  # B 1 3D each
-        video, text = (part.chunk(3, dim=-1) for part in video_and_text)
-        shift, scale, gate = (torch.where(is_text, t, v) for v, t in zip(video, text, strict=True))
-        return self.norm(x) * (1 + scale) + shift, gate
+        """→ the modulated sequence B N D and its gates. `time` is silu of the time's vector, `is_text` is 1 N 1.
+
+        (w x̂ + b)(1 + scale) + shift = w (1 + scale) x̂ + (b (1 + scale) + shift): vectors are multiplied first, so that in the backward pass
+        two sums over the sequence give the gradients of all four.
+        """
+        weight, bias = self.norm.weight.float(), self.norm.bias.float()
+        slopes, offsets, gates = [], [], []
+        for part in self.linear(time)[:, None].chunk(2, dim=-1):  # of video, then of text; B 1 3D each
+            shift, scale, gate = part.chunk(3, dim=-1)
+            slope = 1 + scale.float()
+            slopes.append(weight * slope)
+            offsets.append(bias * slope + shift.float())
+            gates.append(gate)
+        slope, offset, gate = (torch.where(is_text, text, video) for video, text in (slopes, offsets, gates))
+        plain = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+        return (plain * slope + offset).to(x.dtype), gate
 
 
 class Attention(nn.Module):
