@@ -215,6 +215,14 @@ class WebDataset:
         """By what lies in the tars; a caption that turns out to be empty is counted when its sample is read."""
         return [self.identity(row) for row in np.flatnonzero(self._table.places["caption"].endings < 0).tolist()]
 
+    def states(self) -> list[str]:
+        """Of each sample: what differs once its shard, or the embeddings that go with it, were written again."""
+        shards = [
+            "\0".join([shard.place, stamp, *(aligned.stamp(number) for aligned in self.assembly.aligned.values())])
+            for number, (shard, stamp) in enumerate(zip(self.shards, self._stamps, strict=True))
+        ]
+        return [f"{shards[shard]}\0{self.identity(row)}" for row, shard in enumerate(self._table.shards.tolist())]
+
     def fingerprint(self) -> str:
         """Changes when a shard comes, goes or is written again, or when it would be read differently."""
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)

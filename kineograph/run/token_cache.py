@@ -1,14 +1,12 @@
 """`kineo cache`: encode a stage's training data once, through its trained codec or CLIP and frozen text encoder, to disk.
 
 A cache lies in RUN/<stage>/cache/<key>, where the key is a hash of the data's content, its preprocessing and the weights that
-encode it: whatever changes makes another cache, and an old one is never taken for a new one. It is filled shard by shard; processes that are
-started on one run divide the shards between them.
+encode it: whatever changes makes another cache, and an old one is never taken for a new one. Items that an old one has are copied from there
+(cache_reuse.py), the others are encoded. It is filled shard by shard; processes that are started on one run divide the shards between them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +25,13 @@ from kineograph.core.seams import Source
 from kineograph.core.task import Task
 from kineograph.data.buckets import Bucket, Buckets, BucketsConfig
 from kineograph.data.cache import BF16, KINDS, Cache, CacheConfig, read_header
+from kineograph.data.cache_earlier import Earlier
 from kineograph.data.cache_shards import Layout, Shard, ShardList, claimed, lay_out, read_layout
-from kineograph.data.cache_writer import CacheWriter
+from kineograph.data.cache_writer import CacheWriter, StoredRow
 from kineograph.data.reader import streams
 from kineograph.run.building import build_task
+from kineograph.run.cache_key import cache_facts, cache_folder
+from kineograph.run.cache_reuse import Mixture, prune, take_over, tell_superseded
 from kineograph.run.encoding_progress import EncodingProgress
 from kineograph.run.plan import Plan, StagePlan, make_plan
 from kineograph.run.resolve import resolve
@@ -46,26 +47,6 @@ SHARD = 2 * 2**30  # bytes of pixels whose codes lie in one shard, about
 MOST = 4096  # items a shard
 STORED = {"fp16": "float16", "bf16": BF16, "fp32": "float32"}  # cache_precision → type on disk
 _WAIT = 1.0  # seconds between looks at what other processes are writing
-
-
-def cache_folder(stage: StagePlan, folder: RunFolder, stages: Stages, source: Source) -> Path:
-    """Where this stage's cache lies, whether it is there or not."""
-    config = stage.spec.config
-    encoders = {
-        key: stages.digest(getattr(config, key)) for key in config.references if isinstance(getattr(config, key), str)
-    }
-    content = source.fingerprint() if hasattr(source, "fingerprint") else f"{len(source)} items"
-    tree = config.model_dump(mode="json")
-    facts = {
-        "data": stage.spec.data.model_dump(mode="json"),
-        "content": content,
-        "encoders": encoders,
-        "text": tree.get("text"),
-    }
-    facts |= {name: tree[name] for name in ("clip", "text_encodings") if name in tree}
-    facts |= {"own": stage.spec.task.cache_facts(config), "precision": config.cache_precision, "format": 2}
-    key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return folder.stage(stage.name) / "cache" / key
 
 
 def check_cachable(stage: StagePlan, source: Source) -> None:
@@ -108,14 +89,17 @@ def cached_source(
     wanted = stage.spec.config.cache
     if wanted is False or (wanted == "auto" and not (folder.stage(stage.name) / "cache").is_dir()):
         return None
-    path = cache_folder(stage, folder, stages, data.source)
+    facts = cache_facts(stage, stages, data.source)
+    path = cache_folder(stage, folder, facts)
     if wanted is True:
-        fill(path, task, data, device, stop, note, folder, codec)
+        if fill(path, facts, task, data, device, stop, note, folder, codec):
+            tell_superseded(path, stage.name, folder, note)
         _release(task)
     layout = read_layout(path)
     if layout is None:
         note(
-            f"{stage.name}: the cache in {path.parent} does not fit this run (data, codec or preprocessing changed), so it is not used"
+            f"{stage.name}: the cache in {path.parent} does not fit this run (data, codec or preprocessing changed), so it is not used: "
+            "kineo cache encodes what changed"
         )
         return None
     unfinished = [shard.name for shard in layout.shards if not _is_complete(path / shard.name)]
@@ -145,6 +129,7 @@ def _release(task: Task) -> None:
 @torch.no_grad()
 def fill(
     path: Path,
+    facts: dict[str, Any],
     task: Task,
     data: StageData,
     device: torch.device,
@@ -153,7 +138,8 @@ def fill(
     folder: RunFolder,
     codec: tuple[str, str] | None = None,
 ) -> int:
-    """Encode everything that is not there yet, beside whoever else does; returns when all of it is there. → how many items that were."""
+    """Encode everything that is neither there yet nor in an earlier cache, beside whoever else does; returns when all of it is there.
+    → how many items came into the cache."""
     source, shape = data.source, data.stage.spec.data.shape
     buckets: Buckets | None = getattr(source, "buckets", None)
     listed = ShardList(
@@ -164,21 +150,24 @@ def fill(
         usual=_usual(shape) if buckets is not None else None,
         buckets=buckets.config if buckets is not None else None,
     )
-    filling = _Filling(path, task, data, device, stop, lay_out(path, listed, buckets), codec[1] if codec else "")
+    earlier = take_over(path, facts, data.stage, source) if not _is_whole(path) else None
+    layout = lay_out(path, listed, buckets)
+    filling = _Filling(path, task, data, device, stop, layout, codec[1] if codec else "", earlier)
     was_training = task.training
     task.eval()
     try:
         filling.run()
     finally:
         task.train(was_training)
-    told = ranks.all_told([filling.made, filling.loader.skipped])
-    made = sum(count for count, _ in told)
-    if made:
-        for _, skipped in told:
+    told = ranks.all_told([filling.made, filling.taken, filling.loader.skipped])
+    made, taken = (sum(counts) for counts in list(zip(*told, strict=True))[:2])
+    if made or taken:
+        for _, _, skipped in told:
             filling.loader.skipped.update(skipped)
         data.write_skipped(folder.path / "skipped.jsonl", filling.loader)
-        note(f"{data.stage.name}: {made} items encoded into {path}")
-    return made
+        reused = f", {taken} taken from the cache before," if taken else ""
+        note(f"{data.stage.name}: {made} items encoded{reused} into {path}")
+    return made + taken
 
 
 class _Filling:
@@ -193,6 +182,7 @@ class _Filling:
         stop: StopRequest,
         layout: Layout,
         codec: str,
+        earlier: Earlier | None = None,
     ) -> None:
         self.path, self.task, self.data, self.device, self.stop, self.layout = path, task, data, device, stop, layout
         self.stage, self.codec = data.stage, codec
@@ -200,6 +190,7 @@ class _Filling:
             self.loader = data.loader(data.source)
         self.precision = precision_for(self.stage.train.precision, device)
         self.made = 0  # items, by this process
+        self.earlier, self.taken = earlier, 0  # where items were encoded before, and how many came from there
         self._seen = 0  # items of shards that are done
         self._progress = EncodingProgress(self.stage.name, layout.listed.count)
         self._room_was_checked = False
@@ -220,7 +211,7 @@ class _Filling:
                     return False
                 self._fill(shard)  # at once done, if someone else finished it just now
         self._seen += len(shard.items)
-        if self.made:  # what was there before this call is not encoded by it
+        if self.made or self.taken:  # what was there before this call is not encoded by it
             self._progress.show(self._seen)
         return True
 
@@ -236,18 +227,24 @@ class _Filling:
         done = header.done if header is not None else 0
         clip = shard.shape or Bucket(*_usual(self.stage.spec.data.shape))
         together = max(1, min(BATCH, TOGETHER // _pixel_bytes(clip, self.stage.spec.data.channels)))
-        writer: CacheWriter | None = None
+        mixture = Mixture(shard.items[done:], self.earlier)
+        self.loader.vouch(mixture.count)
+        writer = self._writer_like(folder, len(shard.items), mixture.any, clip)
+        todo = mixture.todo
         try:
-            for batch in self.loader.in_order(shard.items[done:], together, shard.shape):
+            for batch in self.loader.in_order(todo, together, shard.shape):
                 with autocast(self.precision, self.device):
                     made = _encoded(self.task, batch, self._rows(shard.shape), self.device)
                 kind = next(kind for kind in KINDS if kind in made)
                 mask = _frame_mask(batch, clip.frames)
                 self._check_room(made, len(batch), clip)
                 writer = writer or self._open_writer(folder, len(shard.items), kind, made, mask)
+                self._take(writer, mixture)
+                items, todo = todo[: len(batch)].tolist(), todo[len(batch) :]
+                among = mixture.through(len(batch))
                 writer.append(
                     made[kind],
-                    [source.identity(index) for index in shard.items[writer.done : writer.done + len(batch)].tolist()],
+                    [source.identity(index) for index in items],
                     captions=batch.captions,
                     fps=batch.fps if batch.fps is not None else self.stage.spec.data.shape.fps,
                     text_embeds=made.get("text_embeds"),
@@ -255,19 +252,35 @@ class _Filling:
                     frame_mask=mask,
                     text_embed=made.get("text_embed"),
                     first_frame=made.get("first_frame"),
+                    stand_ins=[place for place, index in enumerate(items) if index in self.loader.replaced],
+                    among=among,
                 )
                 self.made += len(batch)
+                self.taken += len(among) - len(batch)
                 pulse.beat()
                 self._progress.show(self._seen + writer.done)
                 if self.stop:
                     raise self._stopped()
+            if writer is not None:
+                self._take(writer, mixture)
         finally:
             if writer is not None:
                 writer.close()
 
+    def _take(self, writer: CacheWriter, mixture: Mixture) -> None:
+        """What was encoded before, up to the next item that was not."""
+        rows = mixture.leading()
+        for start in range(0, len(rows), BATCH):
+            writer.take(rows[start : start + BATCH])
+            self.taken += len(rows[start : start + BATCH])
+            pulse.beat()
+            self._progress.show(self._seen + writer.done)
+            if self.stop:
+                raise self._stopped()
+
     def _stopped(self) -> Stopped:
         return Stopped(
-            f"stopped by {self.stop.by} while encoding the data of {self.stage.name} ({self.made} items kept by this call); "
+            f"stopped by {self.stop.by} while encoding the data of {self.stage.name} ({self.made + self.taken} items kept by this call); "
             "run the same command to go on"
         )
 
@@ -298,6 +311,14 @@ class _Filling:
                 f"{self.path} has {free / 2**30:.3g} GiB free: make room, or set stages.{self.stage.name}.cache=false to encode while training"
             )
 
+    def _writer_like(self, folder: Path, count: int, row: StoredRow | None, clip: Bucket) -> CacheWriter | None:
+        """One that keeps items as they were kept before; None where none was."""
+        if row is None:
+            return None
+        arrays = row.block.arrays.values()
+        self._check_room({array.path.stem: torch.from_numpy(array.values[:1].copy()) for array in arrays}, 1, clip)
+        return CacheWriter.like(folder, row.block, count, self.path.name, self.codec)
+
     def _open_writer(
         self, folder: Path, count: int, kind: str, made: dict[str, Tensor], mask: Tensor | None
     ) -> CacheWriter:
@@ -326,6 +347,11 @@ def _is_complete(folder: Path) -> bool:
     return header is not None and header.complete
 
 
+def _is_whole(path: Path) -> bool:
+    layout = read_layout(path)
+    return layout is not None and all(_is_complete(path / shard.name) for shard in layout.shards)
+
+
 def _usual(shape: Shape) -> tuple[int, int, int]:
     return shape.frames, shape.height, shape.width
 
@@ -349,9 +375,13 @@ def _frame_mask(batch: Batch, frames: int) -> Tensor | None:
 
 
 def cache_run(
-    arguments: Sequence[str], run: str | Path | None = None, note: Callable[[str], None] = ranks.say
+    arguments: Sequence[str],
+    run: str | Path | None = None,
+    note: Callable[[str], None] = ranks.say,
+    remove: bool = False,
 ) -> list[Path]:
-    """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run."""
+    """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run. `remove`: then remove
+    the run's caches that are not read any more."""
     note = ranks.once(note)
     first = RunFolder(arguments[0])
     if first.exists():
@@ -382,8 +412,12 @@ def cache_run(
         if ready and not folder.exists():
             write_atomic(folder.config_file, dump_yaml(plan.tree()))
         for encoder in ready or (_Encoder(plan, stage, folder, note) for stage in wanted):
-            made += encoder.run(stop)
-    if not made:
+            made += encoder.run(stop, tell=not remove)
+    if remove:
+        ranks.barrier()  # the others have let go of the run too
+        if ranks.is_first():
+            prune(plan, folder, made, note)
+    elif not made:
         raise InputError(f"{folder.path} has no stage whose data could be cached")
     return made
 
@@ -400,12 +434,15 @@ class _Encoder:
         if self.fault is None:
             self.task = build_task(plan, stage, self.stages, self.data, folder, note)
 
-    def run(self, stop: StopRequest) -> list[Path]:
+    def run(self, stop: StopRequest, tell: bool) -> list[Path]:
         if self.fault is not None:
             self.note(f"{self.stage.name}: not cached: {self.fault}")
             return []
-        path = cache_folder(self.stage, self.folder, self.stages, self.data.source)
+        facts = cache_facts(self.stage, self.stages, self.data.source)
+        path, task = cache_folder(self.stage, self.folder, facts), self.task.to(self.device)
         codec = self.stages.codec_of(self.stage.spec.config)
-        if not fill(path, self.task.to(self.device), self.data, self.device, stop, self.note, self.folder, codec):
+        if not fill(path, facts, task, self.data, self.device, stop, self.note, self.folder, codec):
             self.note(f"{self.stage.name}: all {len(self.data.source)} items were encoded before")
+        if tell:
+            tell_superseded(path, self.stage.name, self.folder, self.note)
         return [path]
