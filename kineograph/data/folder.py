@@ -220,7 +220,9 @@ class Folder:
 
     def states(self) -> list[str]:
         """Of each item: what differs once its file or its caption is another."""
-        return [f"{_stamp(self.root, item)}\0{self.caption(index)}" for index, item in enumerate(self.items)]
+        return [
+            f"{item.name}\0{_stamp(self.root, item)}\0{self.caption(index)}" for index, item in enumerate(self.items)
+        ]
 
     def fingerprint(self) -> str:
         """Changes when a file comes, goes, grows or is written again, or when it would be read differently."""

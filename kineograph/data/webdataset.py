@@ -221,7 +221,12 @@ class WebDataset:
             "\0".join([shard.place, stamp, *(aligned.stamp(number) for aligned in self.assembly.aligned.values())])
             for number, (shard, stamp) in enumerate(zip(self.shards, self._stamps, strict=True))
         ]
-        return [f"{shards[shard]}\0{self.identity(row)}" for row, shard in enumerate(self._table.shards.tolist())]
+        # Keys may come twice in a shard, so where members lie counts too.
+        offsets = zip(*(places.offsets.tolist() for places in self._table.places.values()), strict=True)
+        return [
+            f"{shards[shard]}\0{self.identity(row)}\0{at}"
+            for row, (shard, at) in enumerate(zip(self._table.shards.tolist(), offsets, strict=True))
+        ]
 
     def fingerprint(self) -> str:
         """Changes when a shard comes, goes or is written again, or when it would be read differently."""
