@@ -214,6 +214,19 @@ def test_another_split_takes_what_it_shares(trained: Path, tmp_path: Path) -> No
     assert content(whole) == fresh(run, trained, **more)
 
 
+def test_items_whose_bucket_is_another_are_encoded_again(trained: Path, run: Path, tmp_path: Path) -> None:
+    before = cached(run)
+    shutil.move(before.parent, tmp_path / "kept")
+    shutil.rmtree(run)
+    wide = {"data": {"buckets": {"sizes": [[16, 24]]}}}
+    run = copied(trained, tmp_path, **wide)
+    shutil.move(tmp_path / "kept", run / "generator" / "cache")
+    after = cached(run)
+    tall = [f"clip {int(name[1:3])}" for name in names(after) if int(name[1:3]) % 2]
+    assert sorted(ENCODED) == sorted(tall)
+    assert content(after) == fresh(run, trained, **wide)
+
+
 def test_nothing_is_taken_from_a_cache_of_another_codec(trained: Path, tmp_path: Path, run: Path) -> None:
     from kineograph.run.train import train
 
