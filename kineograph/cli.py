@@ -299,13 +299,19 @@ def cache(
     run: Annotated[
         Path | None, typer.Option(help="Run folder, when a file or preset is named.", show_default=False)
     ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Then remove the run's caches that no stage reads any more.")
+    ] = False,
 ) -> None:
-    """Encode the data once with the trained codecs (and frozen text encoders), to disk; training then reads that."""
+    """Encode the data once with the trained codecs (and frozen text encoders), to disk; training then reads that.
+
+    Items that an earlier cache of the run holds as they are now are taken from there.
+    """
     from kineograph.run.launch import sharing, speaks
     from kineograph.run.token_cache import cache_run
 
     with sharing():
-        made = cache_run(what, run)
+        made = cache_run(what, run, remove=prune)
     for path in made if speaks() else ():
         print(path)
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from kineograph.core.config import Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.arrays import Array, find_array, lines_beside
 from kineograph.data.buckets import Bucket
-from kineograph.data.cache_shards import SHARDS, Layout, read_layout
+from kineograph.data.cache_shards import SHARDS, Layout, hold, read_layout
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.split import Part, select
 
@@ -169,6 +169,7 @@ class Cache:
         buckets = layout.buckets if layout is not None else None
         self.buckets = buckets.only(self.indices) if buckets is not None else None
         self.reshapes = False  # an item has the shape that it was encoded in
+        self._reading: IO[bytes] | None = None  # held, so that nobody removes what is read
         self._open: OrderedDict[int, None] = OrderedDict()  # blocks whose files are open, the one used last at the end
 
     @property
@@ -193,7 +194,12 @@ class Cache:
             part = Part(np.arange(len(rows)), f"validating on training data: {folder} caches no validation split")
         else:
             raise InputError(f"the cache {folder} holds the {there} split, and {split} is asked for")
-        return cls(config, blocks, rows, part, layout)
+        source = cls(config, blocks, rows, part, layout)
+        source._reading = hold(folder)
+        return source
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_reading": None}  # workers end before the process that they read for
 
     @staticmethod
     def _opened(folder: Path, layout: Layout | None) -> tuple[list[Block], list[tuple[str, str]], Split | None]:

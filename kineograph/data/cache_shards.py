@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from pydantic import Field
@@ -106,6 +107,20 @@ def lay_out(folder: Path, listed: ShardList, buckets: Buckets | None) -> Layout:
         os.replace(temporary, folder / _PLACES)
     write_atomic(folder / SHARDS, listed.model_dump_json(indent=1))
     return Layout(listed, buckets.of if buckets is not None else None)
+
+
+def hold(folder: Path, alone: bool = False) -> IO[bytes] | None:
+    """Keep a cache in shards from being removed for as long as the file is open; `alone`: no one else holds it either. None where that cannot be."""
+    try:
+        file = open(folder / SHARDS, "r+b" if alone else "rb")  # noqa: SIM115 (whoever asked closes it)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
 
 
 @contextmanager

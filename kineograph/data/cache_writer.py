@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,18 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
-from kineograph.data.cache import BF16, FIELDS, HEADER, Header, read_header, smallest_integer
+from kineograph.data.cache import BF16, FIELDS, HEADER, Block, Header, read_header, smallest_integer
 from kineograph.data.config import Split
+
+STAND_IN = "stand_in"  # in a line of captions.jsonl: the row holds another item, since this one cannot be read
+
+
+class StoredRow(NamedTuple):
+    """An item as it lies in another cache."""
+
+    block: Block
+    row: int
+    line: bytes  # of captions.jsonl
 
 
 class CacheWriter:
@@ -84,6 +95,21 @@ class CacheWriter:
         self._captions.writelines(kept)  # lines beyond the header belong to a block that was not finished
         self._save()
 
+    @classmethod
+    def like(cls, folder: Path, block: Block, count: int, key: str, codec: str) -> CacheWriter:
+        """One whose items are kept as those of another cache are."""
+        header, inner = block.header, {name: array.shape[1:] for name, array in block.arrays.items()}
+        text = next((header.arrays[name] for name in ("text_embeds", "text_embed") if name in inner), "float16")
+        return cls(
+            folder, header.kind, count, header.shape, header.vocabulary, key, codec, header.split,
+            latents_dtype=header.arrays[header.kind],
+            text=inner.get("text_embeds"),  # type: ignore[arg-type]
+            text_dtype=text,
+            frames=inner["frame_mask"][0] if "frame_mask" in inner else None,
+            text_embed=inner["text_embed"][0] if "text_embed" in inner else None,
+            first_frame=inner.get("first_frame"),
+        )  # fmt: skip
+
     @property
     def done(self) -> int:
         return self.header.done
@@ -103,11 +129,19 @@ class CacheWriter:
         fps: Tensor | float = 8.0,
         text_embed: Tensor | None = None,
         first_frame: Tensor | None = None,
+        stand_ins: Collection[int] = (),
+        among: Sequence[StoredRow | None] | None = None,
     ) -> None:
-        """One block: B × shape, and what belongs to it. On disk, and counted, when this returns."""
+        """One block: B × shape, and what belongs to it. On disk, and counted, when this returns.
+
+        `stand_ins`: which of the rows hold another item, since their own cannot be read. `among`: the rows of the block in their order where
+        some are copied from elsewhere; None is each that is given.
+        """
         size, start = len(identities), self.done
-        if start + size > self.header.count:
-            raise InputError(f"{self.folder} is made for {self.header.count} items, and {start + size} would be in it")
+        rows: Sequence[StoredRow | None] = among if among is not None else [None] * size
+        self._expect_room(len(rows))
+        given_at = start + np.flatnonzero([row is None for row in rows])
+        assert len(given_at) == size
         given = {
             self.header.kind: values,
             "text_embed": text_embed,
@@ -118,22 +152,51 @@ class CacheWriter:
         }
         for name, array in self._arrays.items():
             if name == "fps":
-                array[start : start + size] = fps.cpu().numpy() if isinstance(fps, Tensor) else fps
+                array[given_at] = fps.cpu().numpy() if isinstance(fps, Tensor) else fps
                 continue
             value = given[name]
             if value is None or tuple(value.shape) != (size, *array.shape[1:]):
                 raise InputError(
                     f"{self.folder}: {name} has the shape {None if value is None else tuple(value.shape)}, and {(size, *array.shape[1:])} is needed"
                 )
-            array[start : start + size] = self._checked(name, value.detach().cpu())
+            array[given_at] = self._checked(name, value.detach().cpu())
+        texts = captions or [None] * size
+        own = iter(
+            _line(identity, caption, place in stand_ins)
+            for place, (identity, caption) in enumerate(zip(identities, texts, strict=True))
+        )
+        self._commit([self._copied(start + place, row) if row else next(own) for place, row in enumerate(rows)])
+
+    def take(self, rows: Sequence[StoredRow]) -> None:
+        """One block that is copied from elsewhere, bit for bit. On disk, and counted, when this returns."""
+        self._expect_room(len(rows))
+        self._commit([self._copied(self.done + place, row) for place, row in enumerate(rows)])
+
+    def _expect_room(self, size: int) -> None:
+        if self.done + size > self.header.count:
+            raise InputError(
+                f"{self.folder} is made for {self.header.count} items, and {self.done + size} would be in it"
+            )
+
+    def _copied(self, place: int, row: StoredRow) -> bytes:
+        """Its line of captions.jsonl."""
+        for name, array in self._arrays.items():
+            there = row.block.arrays.get(name)
+            if there is None or there.dtype != array.dtype or there.shape[1:] != array.shape[1:]:
+                raise InputError(
+                    f"{self.folder} keeps {name} of another type or shape than {next(iter(row.block.arrays.values())).path.parent}: "
+                    "remove that folder, and nothing is taken from it"
+                )
+            array[place] = there.values[row.row]
+        return row.line
+
+    def _commit(self, lines: Sequence[bytes]) -> None:
         for array in self._arrays.values():
             array.flush()
-        texts = captions or [None] * size
-        for identity, caption in zip(identities, texts, strict=True):
-            self._captions.write((json.dumps({"identity": identity, "caption": caption}) + "\n").encode())
+        self._captions.writelines(lines)
         self._captions.flush()
         os.fsync(self._captions.fileno())
-        self.header = self.header.model_copy(update={"done": start + size})
+        self.header = self.header.model_copy(update={"done": self.done + len(lines)})
         self._save()
 
     def _checked(self, name: str, value: Tensor) -> np.ndarray:
@@ -159,3 +222,8 @@ class CacheWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _line(identity: str, caption: str | None, stands_in: bool) -> bytes:
+    tree = {"identity": identity, "caption": caption} | ({STAND_IN: True} if stands_in else {})
+    return (json.dumps(tree) + "\n").encode()

@@ -73,9 +73,10 @@ class AlignedEmbeddings:
             return Row(-1, f"no embedding: row {int(digits)}, and {array.path.name} has {array.shape[0]}")
         return Row(int(digits))
 
-    def stamp(self) -> str:
-        """Changes when a file is written again."""
-        stats = [(array.path, array.path.stat()) for array in self._arrays if array is not None]
+    def stamp(self, shard: int | None = None) -> str:
+        """Changes when a file is written again: any, or that of one shard."""
+        arrays = self._arrays if shard is None else [self._arrays[shard]]
+        stats = [(array.path, array.path.stat()) for array in arrays if array is not None]
         return "\n".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats)
 
     def read(self, shard: int, number: int, name: str) -> np.ndarray:

@@ -218,6 +218,12 @@ class Folder:
     def missing_captions(self) -> list[str]:
         return [item.identity for index, item in enumerate(self.items) if self.caption(index) is None]
 
+    def states(self) -> list[str]:
+        """Of each item: what differs once its file or its caption is another."""
+        return [
+            f"{item.name}\0{_stamp(self.root, item)}\0{self.caption(index)}" for index, item in enumerate(self.items)
+        ]
+
     def fingerprint(self) -> str:
         """Changes when a file comes, goes, grows or is written again, or when it would be read differently."""
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)

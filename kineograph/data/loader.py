@@ -6,6 +6,7 @@ what came before.
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import sys
 import time
@@ -113,6 +114,8 @@ class Loader:
         self.workers, self.rank, self.world = workers, rank, world
         self.pin, self.timeout, self.prefetch, self.max_unreadable = pin, timeout, prefetch, max_unreadable
         self.skipped: dict[str, str] = {}
+        self.replaced: set[int] = set()
+        """Items that could not be read, so that others stood in for them."""
         self._met = 0  # items asked for
         self._fixed: dict[tuple[int, int, bool], list[Batch]] = {}
         self.position: dict[str, int] = {"shards": 0} if streams(source) else {}
@@ -216,16 +219,21 @@ class Loader:
     def in_order(
         self, places: Sequence[int] | np.ndarray, batch_size: int, shape: Bucket | None = None
     ) -> Iterator[Batch]:
-        """These items one after another, with crops and starts that belong to the item, read as `shape`: for caches."""
-        places = np.asarray(places)
+        """These items one after another, with crops and starts that belong to the item wherever it stands, read as `shape`: for caches."""
+        places = np.asarray(places, np.int64)
         starts = range(0, len(places), batch_size)
 
         def work() -> Iterator[Work]:
             for first in starts:
                 part = places[first : first + batch_size]
-                yield Work(("in order",), part, part, shape)
+                slots = np.array([_slot_of(self.source.identity(int(item))) for item in part], np.int64)
+                yield Work(("in order",), slots, part, shape)
 
         yield from self._run(work, len(starts))
+
+    def vouch(self, count: int) -> None:
+        """So many items were read before this loader was made: what cannot be read is a share of these too."""
+        self._met += count
 
     def _run(self, work: Any, count: int) -> Iterator[Batch]:
         if not count:
@@ -287,6 +295,7 @@ class Loader:
             raise read.error
         assert read.batch is not None
         self.skipped.update(read.skipped)
+        self.replaced |= read.replaced
         if read.begun is not None:  # the worker that is furthest behind decides: rather twice than never
             self._begun[read.begun[0]] = read.begun[1]
             if len(self._begun) >= self._readers:
@@ -300,6 +309,12 @@ class Loader:
                 f"data.max_unreadable={self.max_unreadable:g} is the limit: repair them or raise it"
             )
         return read.batch
+
+
+def _slot_of(identity: str) -> int:
+    """A number for an item that stays when others come and go."""
+    digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def worker_died(text: str) -> RunFailed:

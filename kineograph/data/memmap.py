@@ -150,11 +150,21 @@ class Memmap:
     def missing_captions(self) -> list[str]:
         return [self.identity(index) for index in range(len(self)) if self.caption(index) is None]
 
-    def fingerprint(self) -> str:
+    def states(self) -> list[str]:
+        """Of each clip: what differs once the array or its caption is another."""
         stat = self.array.path.stat()
-        return hashlib.blake2b(
+        array = f"{stat.st_size}\0{stat.st_mtime_ns}"
+        return [f"{self.identity(index)}\0{array}\0{self.caption(index)}" for index in range(len(self))]
+
+    def fingerprint(self) -> str:
+        """Changes when the array is written again, when captions change, or when it would be read differently."""
+        stat = self.array.path.stat()
+        digest = hashlib.blake2b(
             f"{self.config.model_dump_json()}{stat.st_size}{stat.st_mtime_ns}".encode(), digest_size=16
-        ).hexdigest()
+        )
+        for caption in self.captions or ():
+            digest.update(f"{caption}\n".encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
 
 def _labels(config: MemmapConfig, array: Path) -> np.ndarray | None:

@@ -28,9 +28,10 @@ class Read:
     skipped: dict[str, str] = field(default_factory=dict)  # identity → reason
     error: KineoError | None = None
     begun: tuple[int, int] | None = None  # of a stream: which worker, and at which of its shards it is
+    replaced: set[int] = field(default_factory=set)  # items that another one stands in for
 
     def pin_memory(self) -> Read:
-        return Read(self.batch and self.batch.pin_memory(), self.skipped, self.error, self.begun)
+        return Read(self.batch and self.batch.pin_memory(), self.skipped, self.error, self.begun, self.replaced)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Reader(Dataset):
                 samples = [self._next(work.key, int(slot), read) for slot in work.slots]
             else:
                 samples = [
-                    self._sample(int(item), work, int(slot), read.skipped)
+                    self._sample(int(item), work, int(slot), read)
                     for item, slot in zip(work.items, work.slots, strict=True)
                 ]
             read.batch = _lengthened(_collate(samples, work.slots.tolist()), self.frames)
@@ -68,7 +69,7 @@ class Reader(Dataset):
             read.error = error
         return read
 
-    def _sample(self, item: int, work: Work, slot: int, skipped: dict[str, str]) -> Sample:
+    def _sample(self, item: int, work: Work, slot: int, read: Read) -> Sample:
         """The item, or what stands in for it: (seed, item) decides, so every process agrees without asking."""
         index = item
         for attempt in range(_TRIES):
@@ -78,9 +79,10 @@ class Reader(Dataset):
                     return self.source.read_as(index, work.shape, rng)  # type: ignore[attr-defined]
                 return self.source.read(index, rng)
             except Unreadable as error:
-                skipped[error.path] = error.reason
+                read.skipped[error.path] = error.reason
+                read.replaced.add(item)
                 index = replacement(self.seed, item, attempt, len(self.source))
-        path, reason = next(reversed(skipped.items()))
+        path, reason = next(reversed(read.skipped.items()))
         raise RunFailed(f"{_TRIES} items in a row could not be read, the last one {path}: {reason}")
 
     def _next(self, key: tuple, slot: int, read: Read) -> Sample:

@@ -215,6 +215,19 @@ class WebDataset:
         """By what lies in the tars; a caption that turns out to be empty is counted when its sample is read."""
         return [self.identity(row) for row in np.flatnonzero(self._table.places["caption"].endings < 0).tolist()]
 
+    def states(self) -> list[str]:
+        """Of each sample: what differs once its shard, or the embeddings that go with it, were written again."""
+        shards = [
+            "\0".join([shard.place, stamp, *(aligned.stamp(number) for aligned in self.assembly.aligned.values())])
+            for number, (shard, stamp) in enumerate(zip(self.shards, self._stamps, strict=True))
+        ]
+        # Keys may come twice in a shard, so where members lie counts too.
+        offsets = zip(*(places.offsets.tolist() for places in self._table.places.values()), strict=True)
+        return [
+            f"{shards[shard]}\0{self.identity(row)}\0{at}"
+            for row, (shard, at) in enumerate(zip(self._table.shards.tolist(), offsets, strict=True))
+        ]
+
     def fingerprint(self) -> str:
         """Changes when a shard comes, goes or is written again, or when it would be read differently."""
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)

@@ -6,8 +6,9 @@ import torch
 
 from kineograph.core.config import parse
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.data.cache import Cache, read_header, smallest_integer
-from kineograph.data.cache_writer import CacheWriter
+from kineograph.data.cache import Block, Cache, read_header, smallest_integer
+from kineograph.data.cache_shards import hold
+from kineograph.data.cache_writer import CacheWriter, StoredRow
 from kineograph.data.loader import Loader
 
 IDS = torch.arange(10 * 2 * 4 * 4).view(10, 2, 4, 4) % 500
@@ -48,6 +49,34 @@ def test_round_trip(tmp_path):
 )
 def test_smallest_type(vocabulary, kind):
     assert smallest_integer(vocabulary) == kind
+
+
+def test_rows_of_another_cache_stand_among_those_that_are_given(tmp_path):
+    block, _ = Block.open(filled(tmp_path / "old"))
+    lines = (tmp_path / "old" / "captions.jsonl").read_bytes().splitlines(keepends=True)
+    old = [StoredRow(block, row, lines[row]) for row in range(10)]
+    with CacheWriter.like(tmp_path / "new", block, 10, "k", "") as cache:
+        cache.take(old[:2])
+        cache.append(IDS[[2, 4]], [NAMES[2], NAMES[4]], [TEXTS[2], TEXTS[4]], among=[None, old[3], None, old[5]])
+        cache.append(IDS[6:8], NAMES[6:8], TEXTS[6:8])
+        cache.take(old[8:])
+        with pytest.raises(InputError, match="made for 10 items"):
+            cache.take(old[:1])
+    for name in ("cache.json", "captions.jsonl", "tokens.npy", "fps.npy"):
+        assert (tmp_path / "new" / name).read_bytes() == (tmp_path / "old" / name).read_bytes()
+    with writer(tmp_path / "other", vocabulary=200) as cache, pytest.raises(InputError, match="another type or shape"):
+        cache.take(old[:1])
+
+
+def test_a_cache_is_held_while_it_is_read(tmp_path):
+    (tmp_path / "shards.json").write_text("{}")
+    reader = hold(tmp_path)
+    assert reader is not None and hold(tmp_path, alone=True) is None
+    with reader:
+        pass
+    alone = hold(tmp_path, alone=True)
+    assert alone is not None and hold(tmp_path) is None
+    alone.close()
 
 
 def test_stored_small(tmp_path):

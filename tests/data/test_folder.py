@@ -290,6 +290,18 @@ def test_fingerprint_follows_files_and_config(pictures):
     assert opened(pictures).fingerprint() != first
 
 
+def test_states_tell_which_items_changed(pictures):
+    before = opened(pictures).states()
+    assert opened(pictures, size=16).states() == before  # how they are read is told elsewhere
+    picture(pictures / "p00.png", 5)
+    os.utime(pictures / "p00.png", ns=(1, 1))
+    (pictures / "p02.txt").write_text("another caption")
+    picture(pictures / "p01b.png", 7)
+    after = opened(pictures).states()
+    assert len(after) == len(before) + 1
+    assert len(set(after) & set(before)) == len(before) - 2
+
+
 def test_sketches_are_cropped_turned_and_timed_with_their_clips(tmp_path, make_video):
     """Frames of noise, whose sketch is the frame itself: whatever was drawn for one must have been drawn for the other."""
     frames = np.random.default_rng(0).integers(0, 255, (20, 6, 4), dtype=np.uint8).repeat(8, 1).repeat(8, 2)

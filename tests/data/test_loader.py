@@ -130,6 +130,32 @@ def test_limit_on_unreadable_items_as_they_are_met():
     assert len(run(Numbers(1000, broken=range(100)), 0, 100, batch_size=10, max_unreadable=0.2)) == 100
 
 
+def test_items_that_were_read_before_count_among_those_met():
+    """A cache that takes over its readable items asks for the broken ones alone."""
+    source = Numbers(1000, broken=range(150))
+    loader = Loader(source, seed=0, batch_size=10, max_unreadable=0.2)
+    with pytest.raises(RunFailed, match=r"data.max_unreadable=0.2"):
+        list(loader.in_order(range(150), 10))
+    loader = Loader(source, seed=0, batch_size=10, max_unreadable=0.2)
+    loader.vouch(850)
+    assert len(list(loader.in_order(range(150), 10))) == 15
+    assert loader.replaced == set(range(150))
+
+
+def test_what_is_drawn_for_an_item_in_order_belongs_to_its_name():
+    class Moved(Numbers):
+        def identity(self, index):
+            return f"item-{index - 3}"
+
+    def drawn(source, places):
+        (batch,) = Loader(source, seed=0, batch_size=4).in_order(places, 4)
+        return [caption.split()[1] for caption in batch.captions]
+
+    first = drawn(Numbers(), range(4))
+    assert drawn(Moved(), range(3, 7)) == first
+    assert len(set(first)) == 4
+
+
 def test_items_that_do_not_fit_together():
     class Mixed(Numbers):
         def read(self, index, rng):

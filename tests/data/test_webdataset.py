@@ -309,6 +309,18 @@ def test_a_folder_of_shards_is_named_to_who_asks_for_a_folder(tmp_path: Path) ->
 # The index ----------------------------------------------------------------------------------------------------------
 
 
+def test_states_tell_which_shards_changed(tmp_path: Path) -> None:
+    three_shards(tmp_path)
+    before = opened(tmp_path).states()
+    assert len(set(before)) == 10
+    write(tmp_path / "00001.tar", item(77, 1) + item(78, 1))
+    write(tmp_path / "00003.tar", item(79, 3) + item(80, 3) + item(79, 3))  # one key twice
+    after = opened(tmp_path).states()
+    assert len(set(after)) == len(after) == 5 + 2 + 4 + 3
+    assert len(set(after) & set(before)) == 5 + 4
+    assert set(opened([str(tmp_path / "00000.tar")]).states()) < set(before)
+
+
 def test_the_index_is_built_once_and_anew_when_the_file_changes(tmp_path: Path, monkeypatch) -> None:
     three_shards(tmp_path)
     built = []

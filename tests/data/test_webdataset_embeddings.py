@@ -40,6 +40,15 @@ def test_aligned_embeddings_by_shard_number_and_key(tmp_path: Path) -> None:
     assert batch.extra["image_embed"].shape == (4, 3)
 
 
+def test_states_follow_the_embeddings_of_their_shard(tmp_path: Path) -> None:
+    three_shards(tmp_path)
+    folder = aligned(tmp_path)
+    before = opened(tmp_path, img_embeddings_folder=folder).states()
+    np.save(f"{folder}/img_emb_0002.npy", np.ones((7, 3), np.float16))
+    after = opened(tmp_path, img_embeddings_folder=folder).states()
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True] * 6 + [False] * 4
+
+
 def test_missing_embeddings_are_skipped_and_counted_or_kept_with_a_flag(tmp_path: Path) -> None:
     three_shards(tmp_path)
     folder = aligned(tmp_path, shards=(0, 2), rows=3)  # none of shard 1, and rows 3 and 4 are not there

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kineograph.run import token_cache
+from kineograph.run import cache_filling, token_cache
 
 
 def commands(*lines: list[str]) -> list[int]:
@@ -30,16 +30,16 @@ def cache(run: str, items_a_shard: int, stop_after: int | None = None) -> int:
     from kineograph.core.errors import KineoError
     from kineograph.run.launch import together
 
-    token_cache.MOST = items_a_shard
-    token_cache.BATCH = 4
-    checked = token_cache._Filling._check_room
+    cache_filling.MOST = items_a_shard
+    cache_filling.BATCH = 4
+    checked = cache_filling.Filling._check_room
 
-    def stopping(self: token_cache._Filling, *arguments: object) -> None:
+    def stopping(self: cache_filling.Filling, *arguments: object) -> None:
         checked(self, *arguments)  # type: ignore[arg-type]
         if stop_after is not None and self.made + 4 >= stop_after:
             self.stop.by = "SIGTERM"
 
-    token_cache._Filling._check_room = stopping  # type: ignore[method-assign]
+    cache_filling.Filling._check_room = stopping  # type: ignore[method-assign]
     try:
         with together():
             token_cache.cache_run([run])

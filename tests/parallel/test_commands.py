@@ -130,7 +130,7 @@ def test_a_cache_is_divided_and_goes_on_with_another_number_of_processes(
     run: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = Path(shutil.copytree(trained, tmp_path / "alone"))
-    monkeypatch.setattr("kineograph.run.token_cache.MOST", 16)
+    monkeypatch.setattr("kineograph.run.cache_filling.MOST", 16)
     (whole,) = cache_run([str(alone)], note=lambda line: None)
     expected = cached_by(alone)
     assert len(list(whole.glob("shard-*"))) == 3
@@ -148,6 +148,15 @@ def test_a_cache_is_divided_and_goes_on_with_another_number_of_processes(
     lines: list[str] = []
     cache_run([str(run)], note=lines.append)
     assert lines == ["generator: all 40 items were encoded before"]
+
+
+def test_old_caches_are_removed_once_all_processes_let_go_of_the_run(run: Path, tmp_path: Path) -> None:
+    (path,) = cache_run([str(run)], note=lambda line: None)
+    old = Path(shutil.copytree(path, path.with_name("0123456789abcdef")))
+    words = ["cache", str(run), "--prune"]
+    assert worlds.run(2, "tests.parallel.commands:commands", tmp_path / "world", words) == [[0], [0]]
+    assert path.exists() and not old.exists()
+    assert worlds.said_by(tmp_path / "world", 0).count(f"{old} removed") == 1
 
 
 def test_what_cannot_be_divided_is_done_once(trained: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

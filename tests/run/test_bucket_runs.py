@@ -237,7 +237,8 @@ def test_a_change_of_buckets_or_facts_is_another_cache(
 def command(run: Path) -> subprocess.Popen:
     code = (
         "import sys\n"
-        "import kineograph.run.token_cache as cache\n"
+        "import kineograph.run.cache_filling as cache\n"
+        "from kineograph.run.token_cache import cache_run\n"
         "cache.SHARD, cache.MOST, cache._WAIT = 1, 2, 0.05\n"
         "import tests.run.clip_tasks as tasks, time\n"
         "inner = tasks.LatentGenerator.precompute\n"
@@ -245,7 +246,7 @@ def command(run: Path) -> subprocess.Popen:
         "    time.sleep(0.15)\n"
         "    return inner(self, batch)\n"
         "tasks.LatentGenerator.precompute = slow\n"
-        "cache.cache_run([sys.argv[1]], note=print)\n"
+        "cache_run([sys.argv[1]], note=print)\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, str(run)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -274,8 +275,8 @@ def test_a_dead_process_leaves_its_shard_to_the_next(
         time.sleep(0.02)
     process.kill()
     process.communicate()
-    monkeypatch.setattr("kineograph.run.token_cache.SHARD", 1)
-    monkeypatch.setattr("kineograph.run.token_cache.MOST", 2)
+    monkeypatch.setattr("kineograph.run.cache_filling.SHARD", 1)
+    monkeypatch.setattr("kineograph.run.cache_filling.MOST", 2)
     with pytest.raises(InputError, match="unfinished"):
         opened(run)
     lines: list[str] = []
@@ -322,6 +323,6 @@ def test_a_disk_without_room_is_told_before_it_is_full(
     class Full:
         free = 100
 
-    monkeypatch.setattr("kineograph.run.token_cache.shutil.disk_usage", lambda path: Full)
+    monkeypatch.setattr("kineograph.run.cache_filling.shutil.disk_usage", lambda path: Full)
     with pytest.raises(InputError, match=r"needs about .* GiB.*generator\.cache=false"):
         bucketed(tmp_path, clips, stages={"generator": {"cache": True}})

@@ -60,7 +60,7 @@ def test_a_cache_of_stills_and_clips_is_what_pixels_give(tmp_path: Path) -> None
 
 
 def test_a_last_block_of_stills_alone_has_the_same_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.token_cache.BATCH", 1)
+    monkeypatch.setattr("kineograph.run.cache_filling.BATCH", 1)
     run = train(tmp_path, data__count=12, data__validation=0.5, stages__generator__cache=True)
     (folder,) = (run / "generator" / "cache").glob("*/shard-*")
     assert set(np.load(folder / "frame_mask.npy").sum(1).tolist()) == {1, 5}
