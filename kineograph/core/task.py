@@ -64,6 +64,7 @@ class Task(nn.Module):
     """
 
     Config: ClassVar[type[StageConfig]]
+    asks_always = False  # whether steps ask the frozen stages also where a cache holds what they make of the data
     players: ClassVar[tuple[str, ...]] = ("model",)
     reads: ClassVar[frozenset[str]] = frozenset({"pixels"})  # of "pixels", "captions"; what training needs
     any_shape: bool = False  # trains on clips of several shapes, each batch of one (data.buckets)

@@ -44,7 +44,10 @@ def write_items(folder: Path, facts: dict[str, Any], digests: np.ndarray) -> Non
     """Of a cache that begins here. Any process would write the same."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{ITEMS}.{os.getpid()}.npy"
-    np.save(temporary, digests)
+    with temporary.open("wb") as file:
+        np.save(file, digests)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, folder / ITEMS)
     write_atomic(folder / FACTS, json.dumps(facts, sort_keys=True, indent=1))
 
@@ -54,7 +57,7 @@ def _read_items(folder: Path) -> tuple[Any, np.ndarray] | None:
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         digests = np.load(folder / ITEMS, allow_pickle=False)
-    except (OSError, ValueError):
+    except (OSError, EOFError, ValueError):
         return None
     fits = digests.dtype == np.uint8 and digests.ndim == 2 and digests.shape[1] == _BYTES
     return (facts, digests) if fits else None
@@ -84,6 +87,14 @@ class Earlier:
             if layout is not None and layout.listed.count == len(known[1]):
                 found.append(_Cache(other, layout, known[1]))
         return found
+
+    @cached_property
+    def unknown(self) -> int:
+        """Items that no earlier cache has heard of."""
+        known = np.zeros(len(self.digests), bool)
+        for cache in self._caches:
+            known |= cache.find(self.digests) >= 0
+        return int((~known).sum())
 
     def rows(self, items: np.ndarray) -> list[StoredRow | None]:
         """Where each of these items lies; None: nowhere. All rows are kept alike."""
@@ -125,7 +136,11 @@ class _Cache:
         if opened is None or row >= min(opened[0].header.done, len(opened[1])):
             return None
         line = opened[1][row]
-        return None if json.loads(line).get(STAND_IN) else StoredRow(opened[0], row, line)
+        try:
+            stands_in = json.loads(line).get(STAND_IN)
+        except ValueError:  # damaged, or just being written
+            return None
+        return None if stands_in else StoredRow(opened[0], row, line)
 
 
 def _open_shard(folder: Path) -> tuple[Block, list[bytes]] | None:

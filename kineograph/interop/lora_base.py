@@ -46,7 +46,7 @@ def check_base(file: Path, network: Transformer, folder: str, digest: str, note:
         told = json.loads(text)
         shape, weights = dict(told["shape"]), dict(told["weights"])
     except (ValueError, TypeError, KeyError):
-        raise InputError(f"{file}: {KEY} in its header is not readable") from None
+        raise InputError(f"{file}: {KEY} in its header is not readable: export it again") from None
     here = shape_told(network)
     other = [key for key in here if key in shape and shape[key] != here[key]]
     name = weights.get("name", "a stage of a run")

@@ -68,8 +68,8 @@ class CausalConv(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Over groups of channels, all places, and the frames of a chunk (`chunk`) or each frame alone (`frame`). In the input's own type, with
-    statistics in float32: autocast would copy each map to float32 and back."""
+    """Over groups of channels, all places, and the frames of a chunk (`chunk`) or each frame alone (`frame`). In the input's own type, weights
+    rounded to it and statistics in float32: autocast would copy each map to float32 and back."""
 
     def __init__(self, width: int, groups: int, statistics: Statistics) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def fill(
     )
     train = data.stage.train
     encoders = Encoders(task, device, train.compile is not False, max(1, len(listed.shapes)), note)
-    earlier = take_over(path, facts, data.stage, source) if not _is_whole(path) else None
+    earlier = take_over(path, facts, data.stage, source, device) if not _is_whole(path) else None
     layout = lay_out(path, listed, buckets)
     filling = Filling(path, encoders, data, stop, layout, codec[1] if codec else "", earlier)
     was_training = task.training
@@ -145,9 +145,7 @@ class Filling:
         try:
             for batch in self.loader.in_order(todo, together, shard.shape):
                 with autocast(self.precision, self.encoders.device):
-                    made = self.encoders.encode(
-                        batch, self._rows(shard.shape), self._left(len(todo) / len(shard.items))
-                    )
+                    made = self.encoders.encode(batch, self._rows(shard.shape), self._left())
                 kind = next(kind for kind in KINDS if kind in made)
                 mask = _frame_mask(batch, clip.frames)
                 self._check_room(made, len(batch), clip)
@@ -197,9 +195,10 @@ class Filling:
             "run the same command to go on"
         )
 
-    def _left(self, share: float) -> int:
-        """Items that this process has still to encode, about: the others of its group take theirs, and `share` is not in an earlier cache."""
-        return int((self.layout.listed.count - self._seen) * share / ranks.world())
+    def _left(self) -> int:
+        """Items that this process has still to encode, about: the others of its group take their share."""
+        left = self.layout.listed.count - self._seen if self.earlier is None else self.earlier.unknown - self.made
+        return max(left, 0) // ranks.world()
 
     def _rows(self, shape: Bucket | None) -> int:
         """As many rows at a time as training takes: what fits there fits here."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kineograph.core.errors import RunInUse
 from kineograph.core.run_folder import RunFolder
@@ -24,6 +25,7 @@ from kineograph.data.cache_earlier import FACTS, Earlier, digests_of, write_item
 from kineograph.data.cache_shards import SHARDS, hold, read_layout
 from kineograph.data.cache_writer import StoredRow
 from kineograph.run.plan import Plan, StagePlan
+from kineograph.train.stepper import precision_for
 
 # Keys of data.* that say which items there are and in which batches, not how one is read; its bucket is part of what it is.
 _ABOUT_THE_SET = (
@@ -39,7 +41,9 @@ _ABOUT_THE_SET = (
 _GOING = ".removed-"  # what a cache is called while it is being removed
 
 
-def take_over(path: Path, facts: dict[str, Any], stage: StagePlan, source: Source) -> Earlier | None:
+def take_over(
+    path: Path, facts: dict[str, Any], stage: StagePlan, source: Source, device: torch.device
+) -> Earlier | None:
     """Note what the items of the cache at `path` are, where it is new; → where those that were encoded before lie. None: the source does not
     tell whether an item has changed."""
     states: Callable[[], list[str]] | None = getattr(source, "states", None)
@@ -51,7 +55,7 @@ def take_over(path: Path, facts: dict[str, Any], stage: StagePlan, source: Sourc
     shapes = [buckets.shape(item) if buckets is not None else usual for item in range(len(source))]
     digests = digests_of(states(), shapes)
     data = {key: value for key, value in facts["data"].items() if key not in _ABOUT_THE_SET}
-    same = {**facts, "data": data, "train_precision": stage.train.precision}
+    same = {**facts, "data": data, "train_precision": precision_for(stage.train.precision, device)}
     del same["content"]
     if read_layout(path) is None:
         write_items(path, same, digests)

@@ -50,6 +50,7 @@ def probe(
     torch.manual_seed(0)
     task = builder.build(stage.name, device)
     stepper = Stepper(task, train.model_copy(update=changes), stage.players, device)
+    stepper.compile_stages()
     task.train()
     batches, read_seconds = read_two(data, samples)
     given = [as_encoded(batch, task) for batch in batches]

@@ -44,7 +44,11 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
     task = find_task(stage["task"], f"{where}.task")
     keys = {key: value for key, value in stage.items() if key not in OUTSIDE_TASK}
     if task.Config.draws_like is not None and not tree.get("resolved"):
-        keys = merge({"sample": _sample_of(tree, stage.get(task.Config.draws_like))}, keys)
+        known: Any = task.Config.model_fields["sample"].annotation
+        alike = _sample_of(tree, stage.get(task.Config.draws_like))
+        keys = merge(
+            {"sample": {key: alike[key] for key in alike if key in known.model_fields and key != "critic"}}, keys
+        )
     config = parse(task.Config, keys, where)
     own = stage.get("data") or {}
     data_tree = merge(without_strangers(tree.get("data") or {}, own), own)

@@ -57,10 +57,10 @@ class PretrainedText(nn.Module):
 
     def count(self) -> int:
         """Parameters of the encoder: by the headers of its files; where they are not here, as the T5 of that width has them (0: not known)."""
-        folder = Path(self.name).expanduser()
-        if not folder.is_dir():
+        try:
+            files = open_weights(Path(self.name).expanduser(), TRANSFORMERS_STEM)
+        except InputError:
             return _T5.get(self.width, 0) if self.kind == "t5" else 0
-        files = open_weights(folder, TRANSFORMERS_STEM)
         read = ("shared.", "encoder.") if self.kind == "t5" else ("text_model.",)  # other halves stay on the disk
         named = [name for name in files if name.startswith(read) and name != "encoder.embed_tokens.weight"]
         return sum(math.prod(files.shape(name)) for name in named)

@@ -73,6 +73,18 @@ def test_adapters_tuned_on_a_folder(released: Path, clips: Path, tmp_path: Path,
     assert (answer(online) - here).abs().max() > 1e-5
 
 
+def test_adapters_go_on_from_adapters(
+    released: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    stage = {"weights": str(released), "tune": "lora", "lora": {"rank": 2, "alpha": 3.0}}
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert kineo("train", config(tmp_path / "a.yaml", stage, clips), "--run", str(first)) == 0, capsys.readouterr().err
+    again = {**stage, "init": f"{first}/generator", "train": {"lr": 0.0}}
+    assert kineo("train", config(tmp_path / "b.yaml", again, clips), "--run", str(second)) == 0, capsys.readouterr().err
+    assert "16 of 16 tensors" in capsys.readouterr().err
+    torch.testing.assert_close(our_answer(ours(second)), our_answer(ours(first)), **CLOSE)
+
+
 @pytest.mark.parametrize(("gone", "message"), [("", "does not exist"), ("vae", "has no folder vae")])
 def test_weights_that_are_not_there_leave_no_run(
     folder: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture, gone: str, message: str

@@ -282,7 +282,9 @@ def test_a_damaged_cache_is_left_aside(run: Path, trained: Path, tmp_path: Path)
     shards = sorted(before.glob("shard-*"))
     (shards[0] / "latents.npy").write_bytes(b"no array")
     (shards[1] / "cache.json").write_text("{")
-    lost = sum(len((shard / "captions.jsonl").read_bytes().splitlines()) for shard in shards[:2])
+    lost = sum(len((shard / "captions.jsonl").read_bytes().splitlines()) for shard in shards[:3])
+    lines = (shards[2] / "captions.jsonl").read_bytes().splitlines()
+    (shards[2] / "captions.jsonl").write_bytes(b"\n".join(b"\xff{" + line for line in lines) + b"\n")
     add_clip(tmp_path / "clips", "")
     after = cached(run)
     assert len(ENCODED) == lost + 2
@@ -300,9 +302,10 @@ def test_room_for_what_is_copied_is_checked(run: Path, tmp_path: Path, monkeypat
     assert not ENCODED
 
 
-def test_caches_that_do_not_know_their_items_give_none(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("empty", [False, True])
+def test_caches_that_do_not_know_their_items_give_none(run: Path, tmp_path: Path, empty: bool) -> None:
     before = cached(run)
-    (before / "items.npy").unlink()
+    (before / "items.npy").write_bytes(b"") if empty else (before / "items.npy").unlink()
     assert cached(run) == before and not ENCODED  # good as ever
     add_clip(tmp_path / "clips", "")
     after = cached(run)

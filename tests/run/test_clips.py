@@ -79,11 +79,15 @@ def test_pictures_are_cached_without_masks(tmp_path: Path) -> None:
 
 def test_codecs_are_compiled_only_where_every_step_asks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("kineograph.train.stepper.Stepper.compile_stages", lambda self: asked.extend(self.task.stages))
-    train(tmp_path, "cached", stages__generator__cache=True)
-    assert asked == []
-    train(tmp_path, "direct")
-    assert asked == ["codec"]
+    parts = "kineograph.train.stepper.compile_parts"
+    monkeypatch.setattr(parts, lambda task, graphs, by_block=False: asked.append(type(task).__name__))
+    train(tmp_path, "cached", train__compile=True, stages__generator__cache=True)
+    assert asked == ["ClipCodec", "ClipGenerator"]
+    train(tmp_path, "direct", train__compile=True)
+    assert asked[2:] == ["ClipCodec", "ClipGenerator", "ClipCodec"]
+    monkeypatch.setattr("tests.run.clip_tasks.ClipGenerator.asks_always", True)
+    train(tmp_path, "always", train__compile=True, stages__generator__cache=True)
+    assert asked[5:] == ["ClipCodec", "ClipGenerator", "ClipCodec"]
 
 
 def test_a_codec_that_has_seen_only_shorter_clips_is_told_of(tmp_path: Path) -> None:

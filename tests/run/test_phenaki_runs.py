@@ -16,6 +16,7 @@ from kineograph.codec.perceptual import Lpips
 from kineograph.core.config import read_yaml
 from kineograph.core.errors import InputError
 from kineograph.family.phenaki.sampling import Drawing
+from kineograph.sample.stages import read_stage
 from kineograph.train import checkpoint
 from tests.run.calling import kineo, written
 
@@ -155,6 +156,23 @@ def test_critics_steer_only_where_something_trained_them(
     told = "sample.critic_noise=2.0 is read with a critic's scores only, and this stage has no trained critic: leave it out"
     assert told in capsys.readouterr().err
     assert kineo(*ask, "--stage", "critic") == 0
+
+
+def test_a_critics_stage_uses_its_critic_though_its_generator_draws_without_one() -> None:
+    generator = GENERATOR | {"critic": "self", "sample": {"steps": 3, "critic": False}}
+    judge = {"task": "phenaki.critic", "generator": "generator", "width": 8, "depth": 1, "heads": 2}
+    tree = {**BASE, "stages": {"generator": generator, "critic": judge}}
+    assert read_stage(tree, "generator").config.sample.critic is False  # type: ignore[attr-defined]
+    found = read_stage(tree, "critic").config.sample  # type: ignore[attr-defined]
+    assert (found.steps, found.critic) == (3, True)
+    other = read_stage(
+        {
+            **tree,
+            "stages": {"generator": generator | {"sample": {"overlap": 1}}, "critic": judge | {"task": "muse.critic"}},
+        },
+        "critic",
+    )
+    assert "overlap" not in type(other.config.sample).model_fields  # type: ignore[attr-defined]
 
 
 def test_a_critic_of_another_runs_generator_draws_as_that_one(tmp_path: Path) -> None:

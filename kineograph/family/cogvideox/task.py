@@ -49,6 +49,7 @@ class CogVideoX(Task):
         super().__init__()
         self.config, self.shape = config, context.shape
         self.animates = config.first_frame
+        self.asks_always = config.first_frame  # it gets its noise before the codec, in every step
         if config.codec is not None:
             codec = context.stage(config.codec)
         else:

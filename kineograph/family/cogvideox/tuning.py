@@ -98,17 +98,22 @@ def add_adapters(network: Transformer, config: LoraConfig) -> None:
             parameter.data = parameter.data.float()
 
 
+_ADAPTER = "default"  # as peft calls the only one
+
+
 class _Sized(nn.Module):
-    """A layer with an adapter where a run is estimated: peft moves what it makes, and tensors without numbers cannot be moved."""
+    """A layer with an adapter where a run is estimated, under peft's names: peft moves what it makes, and tensors without numbers cannot be
+    moved."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         self.base_layer = base
-        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
-        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+        self.lora_A = nn.ModuleDict({_ADAPTER: nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({_ADAPTER: nn.Linear(rank, base.out_features, bias=False)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
+        down, up = self.lora_A[_ADAPTER], self.lora_B[_ADAPTER]
+        return self.base_layer(x) + up(down(x.to(next(down.parameters()).dtype)))
 
 
 def _add_sizes(network: Transformer, config: LoraConfig) -> None:
