@@ -338,6 +338,7 @@ def command(run: Path, *words: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_take_over_side_by_side(run: Path, trained: Path, tmp_path: Path) -> None:
     cached(run)
     add_clip(tmp_path / "clips", "")

@@ -39,7 +39,7 @@ def losses(task: Any, **keys: Any) -> list[float]:
     return [float(stepper.step(step, [batch])["loss"]) for step in range(3)]
 
 
-@pytest.mark.parametrize("checkpointing", [False, "light", "selective"])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param("light", marks=pytest.mark.slow), "selective"])
 def test_one_graph_serves_all_blocks(make: Make, counter: CompileCounterWithBackend, checkpointing: bool | str) -> None:
     expected = losses(make(**BLOCKS), compile=False)
     assert losses(make(**BLOCKS), compile="blocks", checkpointing=checkpointing) == pytest.approx(expected, rel=1e-5)
