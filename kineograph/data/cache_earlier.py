@@ -7,8 +7,8 @@ and the shape that it is read as). Both are written before shards.json: a cache 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -42,13 +42,9 @@ def digests_of(states: Sequence[str], shapes: Sequence[Bucket]) -> np.ndarray:
 
 def write_items(folder: Path, facts: dict[str, Any], digests: np.ndarray) -> None:
     """Of a cache that begins here. Any process would write the same."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{ITEMS}.{os.getpid()}.npy"
-    with temporary.open("wb") as file:
-        np.save(file, digests)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / ITEMS)
+    kept = io.BytesIO()
+    np.save(kept, digests)
+    write_atomic(folder / ITEMS, kept.getvalue())
     write_atomic(folder / FACTS, json.dumps(facts, sort_keys=True, indent=1))
 
 

@@ -46,6 +46,7 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
     if task.Config.draws_like is not None and not tree.get("resolved"):
         known: Any = task.Config.model_fields["sample"].annotation
         alike = _sample_of(tree, stage.get(task.Config.draws_like))
+        # Whether its generator uses a critic of its own says nothing of this one.
         keys = merge(
             {"sample": {key: alike[key] for key in alike if key in known.model_fields and key != "critic"}}, keys
         )
