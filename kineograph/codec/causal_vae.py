@@ -51,7 +51,8 @@ class CausalVAEConfig(StageConfig, CausalVAEShape):
     """What latents are multiplied by for generators, so that they have unit variance about their channels' means; auto measures it in
     training and saves it with the weights."""
     kl: float = Field(1e-6, ge=0)
-    """Weight of the KL divergence from a standard normal, summed over the channels and places of a latent time."""
+    """Weight of the KL divergence of a clip's latents from a standard normal, divided by the values of its pixels, over which the other losses
+    are means: what published weights mean, whose losses are sums."""
     loss: Literal["l1", "l2"] = "l1"
     """Reconstruction loss, of pixels in [−1, 1]."""
     perceptual: PerceptualConfig = PerceptualConfig()
@@ -224,8 +225,8 @@ class CausalVAE(Task):
     def forward(self, batch: Batch, noise: Noise) -> Reconstruction:
         return self._coded(batch, noise)[0]
 
-    def _coded(self, batch: Batch, noise: Noise) -> tuple[Reconstruction, Tensor]:
-        """→ what the players share, and the posterior's means, B t c h w
+    def _coded(self, batch: Batch, noise: Noise) -> tuple[Reconstruction, Tensor, Tensor]:
+        """→ what the players share, and the posterior's means and log-variances, B t c h w each
 
         In training a sample of the posterior is decoded, in judging its mean.
 
@@ -247,7 +248,10 @@ class CausalVAE(Task):
             z = held(z, times)
         painted = torch.cat(list(self._chunks(rearrange(z, "b t c h w -> b c t h w"))), dim=2)
         keep = video.new_ones(clips * frames) if mask is None else mask.flatten().to(video.dtype)
-        nats = _averaged(_divergence(mean, log_variance), times).repeat_interleave(frames)
+        nats = _divergence(mean, log_variance)  # B t
+        nats = (nats if times is None else nats * times).sum(1)
+        shown = frames if mask is None else mask.sum(1).clamp_min(1)
+        nats = (nats / shown / video[0, 0].numel()).repeat_interleave(frames)
         shared = Reconstruction(
             real=inward(video),
             fake=rearrange(painted, "b c t h w -> (b t) c h w"),
@@ -257,7 +261,7 @@ class CausalVAE(Task):
             noise=noise,
             divergence=Divergence(nats, self.config.kl),
         )
-        return shared, mean
+        return shared, mean, log_variance
 
     @torch.no_grad()
     def _measure(self, mean: Tensor, times: Tensor | None) -> None:
@@ -278,15 +282,17 @@ class CausalVAE(Task):
         return generator_loss(shared, self.config, None, self.perceptual, judge, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
-        """Beside the scores, the deviation of each channel of the latents as generators see them."""
-        shared, mean = self._coded(batch, noise)
-        latents = mean * self.scale
+        """Beside the scores, the deviation of each channel of the latents as generators see them, and of the noise in them that they cannot know:
+        what a sample of the posterior adds to its mean."""
+        shared, mean, log_variance = self._coded(batch, noise)
+        latents, added = mean * self.scale, log_variance.exp() * self.scale**2
         times = latents.new_ones(latents.shape[:2]) if shared.rows is None else shared.rows.view(latents.shape[:2])
-        first, second = (
-            (part.mean((3, 4)) * times[:, :, None]).sum((0, 1)) / times.sum() for part in (latents, latents.square())
+        first, second, drawn = (
+            (part.mean((3, 4)) * times[:, :, None]).sum((0, 1)) / times.sum()
+            for part in (latents, latents.square(), added)
         )
         variances = (second - first.square()).clamp_min(0)  # c
-        named = {"std": variances.mean().sqrt()}
+        named = {"std": variances.mean().sqrt(), "noise": drawn.mean().sqrt()}
         named |= {f"std_{channel:02d}": value.sqrt() for channel, value in enumerate(variances)}
         count = torch.full_like(variances[0], len(batch))
         spread = {f"latents/{name}": Mean(value * count, count) for name, value in named.items()}
@@ -313,11 +319,6 @@ def _parts(posterior: Tensor) -> tuple[Tensor, Tensor]:
 def _divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
     """KL(N(μ, σ²) ‖ N(0, 1)) = ½ (μ² + σ² − 1 − log σ²), summed over c h w: B t c h w, twice → B t"""
     return (mean.square() + log_variance.exp() - 1 - log_variance).sum((2, 3, 4)) / 2
-
-
-def _averaged(values: Tensor, times: Tensor | None) -> Tensor:
-    """B t → B, over real times"""
-    return values.mean(1) if times is None else (values * times).sum(1) / times.sum(1).clamp_min(1)
 
 
 TASK = CausalVAE

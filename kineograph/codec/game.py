@@ -50,7 +50,7 @@ class Judged(Protocol):
 class Divergence:
     """What a continuous codec pays for its latents, in place of a quantizer's loss."""
 
-    nats: Tensor  # F: KL of a latent time from a standard normal, mean over those of the frame's clip
+    nats: Tensor  # F: KL of the latents of the frame's clip from a standard normal, for each value of its pixels
     weight: float
 
 

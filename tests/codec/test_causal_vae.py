@@ -242,12 +242,24 @@ def test_the_generators_loss_is_reconstruction_and_kl():
     error = (shared.fake - shared.real).square().mean()
     posterior = task.posterior(batch.video)
     normal = torch.distributions.Normal(posterior[:, :, :4], (posterior[:, :, 4:] / 2).exp())
-    nats = torch.distributions.kl_divergence(normal, torch.distributions.Normal(0.0, 1.0)).sum((2, 3, 4)).mean()
+    nats = torch.distributions.kl_divergence(normal, torch.distributions.Normal(0.0, 1.0)).sum() / batch.video.numel()
     assert torch.allclose(loss.terms["kl"].value(), nats, rtol=1e-4)
     assert torch.allclose(loss.terms["reconstruction"].value(), error)
     assert torch.allclose(loss.total.value(), error + 0.01 * nats, rtol=1e-5)
     assert "quantizer" not in loss.terms
     assert not any(name.startswith("codes/") for name in loss.terms)
+
+
+def test_the_kl_of_a_clip_is_its_own_whatever_is_padded_beside_it():
+    """In nats for each value of its pixels: a picture's latents stand for one frame, a clip's for all of its frames."""
+    task = build(kl=1)
+    batch = batch_for(task, (9, 1))
+    both = task(batch, noise_for(batch)).divergence.nats.view(2, 9)
+    picture = batch_for(task, (1,))
+    picture.pixels[:] = batch.pixels[1:, :1]
+    alone = task(picture, noise_for(picture)).divergence.nats
+    assert torch.allclose(both[1], alone, rtol=1e-4)
+    assert not torch.allclose(both[0], both[1], rtol=1e-2)
 
 
 def test_training_draws_from_the_posterior_by_sample_and_judging_takes_its_mean():
@@ -375,14 +387,16 @@ def test_validation_gives_what_is_seen_and_how_latents_spread():
         found = {name: float(mean.value()) for name, mean in task.validate(batch, noise_for(batch)).items()}
         again = {name: float(mean.value()) for name, mean in task.validate(batch, noise_for(batch, 7)).items()}
     assert found == again
-    assert {"loss", "psnr", "reconstruction", "kl", "latents/std", *(f"latents/std_{i:02d}" for i in range(4))} == set(
-        found
-    )
+    spread = {"latents/std", "latents/noise", *(f"latents/std_{i:02d}" for i in range(4))}
+    assert {"loss", "psnr", "reconstruction", "kl", *spread} == set(found)
     latents = task.encode(batch.video, batch.frame_mask)
     real = torch.cat([latents[0], latents[1, :2]])  # t c h w
     together = real.var((0, 2, 3), correction=0).mean().sqrt()
     assert found["latents/std"] == pytest.approx(float(together), rel=1e-3)
     assert found["latents/std_02"] == pytest.approx(float(real[:, 2].std(correction=0)), rel=1e-3)
+    log_variance = task.posterior(batch.video, batch.frame_mask)[:, :, 4:][task.mask_for(batch.frame_mask)]
+    noise = log_variance.exp().mean().sqrt() * task.scale
+    assert found["latents/noise"] == pytest.approx(float(noise), rel=1e-3)
 
 
 # Scale -------------------------------------------------------------------------------------------------------------
