@@ -34,6 +34,10 @@ Processes = Annotated[
         min=1, help="Processes that the run is planned for.", show_default="those that a launcher started, or 1"
     ),
 ]
+Fps = Annotated[
+    float | None,
+    typer.Option(help="Frames a second that are shown.", show_default="as trained, or as the clip that is continued"),
+]
 Compile = Annotated[
     bool,
     typer.Option(
@@ -124,6 +128,7 @@ def sample(
     frames: Annotated[
         int | None, typer.Option(min=1, help="Frames a clip, those of --prime among them.", show_default=False)
     ] = None,
+    fps: Fps = None,
     prime: Annotated[
         Path | None,
         typer.Option(
@@ -166,7 +171,7 @@ def sample(
 
     with sharing():
         written = draw_and_write(
-            run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
+            run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, fps=fps, prime=prime,
             sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
             ema=ema, compile=compile,
         )  # fmt: skip
@@ -205,6 +210,7 @@ def story(
             show_default="as trained",
         ),
     ] = None,
+    fps: Fps = None,
     prime: Annotated[
         Path | None, typer.Option(help="An image or clip that the first scene continues.", show_default=False)
     ] = None,
@@ -234,7 +240,7 @@ def story(
     from kineograph.sample.command import tell_and_write
 
     written = tell_and_write(
-        run, scenes, overlap=overlap, out=out, seed=seed, guidance=guidance, steps=steps, frames=frames, prime=prime,
+        run, scenes, overlap=overlap, out=out, seed=seed, guidance=guidance, steps=steps, frames=frames, fps=fps, prime=prime,
         sketch=sketch, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, ema=ema,
         compile=compile, note=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip

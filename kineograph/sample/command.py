@@ -25,6 +25,7 @@ def draw_and_write(
     steps: int | None = None,
     frames: int | None = None,
     size: str | None = None,
+    fps: float | None = None,
     prime: Path | None = None,
     sketch: Path | None = None,
     mask: Path | None = None,
@@ -42,6 +43,8 @@ def draw_and_write(
     Several processes draw a part of the rows each; the first one writes them, under the names that one process would give them.
     """
     check_format(format)
+    if format == "png" and fps is not None:
+        raise InputError(f"--fps {fps:g} is the speed of a clip, and --format png stands still: leave one out")
     folder = RunFolder.existing(run)
     height_width = _size(size)
     options = dict(_setting(text) for text in settings)
@@ -54,6 +57,7 @@ def draw_and_write(
         steps=steps,
         frames=frames,
         size=height_width,
+        fps=fps,
         prime=prime,
         sketch=sketch,
         mask=mask,
@@ -76,6 +80,7 @@ def tell_and_write(
     guidance: float | None = None,
     steps: int | None = None,
     frames: int | None = None,
+    fps: float | None = None,
     prime: Path | None = None,
     sketch: Path | None = None,
     negative: str | None = None,
@@ -101,6 +106,7 @@ def tell_and_write(
         guidance=guidance,
         steps=steps,
         frames=frames,
+        fps=fps,
         prime=prime,
         sketch=sketch,
         negative=negative,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ class Origin:
     negative: str | None
     frames: int | None
     size: tuple[int, int] | None
+    fps: float | None  # where another speed than the run's was asked for
     prime: dict[str, Any] | None
     sketch: dict[str, Any] | None
     mask: dict[str, Any] | None
@@ -120,6 +122,7 @@ class Sampler:
         steps: int | None = None,
         frames: int | None = None,
         size: int | tuple[int, int] | None = None,
+        fps: float | None = None,
         prime: str | Path | Tensor | None = None,
         sketch: str | Path | Tensor | None = None,
         mask: str | Path | Tensor | None = None,
@@ -130,6 +133,7 @@ class Sampler:
     ) -> Drawn:
         """`count` samples of each caption (of nothing in particular for None). The same arguments give the same pictures.
 
+        `fps`: how fast they are shown; None: as the run's clips, or as the clip that is continued.
         `prime`: frames to begin with, as a file or T C H W; of a longer clip the last ones count (sample/prime.py).
         `sketch`: what to draw after, as a file or T C H W (sample/sketch.py).
         `mask`: which part of the picture in `prime` is drawn anew, as a file or H W bool (sample/mask.py).
@@ -139,6 +143,7 @@ class Sampler:
         texts = self._captions(captions, negative)
         if count < 1:
             raise InputError(f"count={count}: draw at least 1 of each caption")
+        _check_speed(fps, frames or self.shape.frames)
         chosen = self.resolve(options, guidance=guidance, steps=steps)
         _check_guidance(chosen, guidance, texts, negative)
         height_width = self._size(frames, size)
@@ -163,9 +168,11 @@ class Sampler:
             batch=batch,
             mask=masked.anew if masked is not None else None,
         )
-        origin = self._origin(texts, count, seed, negative, frames, height_width, start, chosen, drawn_after, masked)
+        origin = self._origin(
+            texts, count, seed, negative, frames, height_width, fps, start, chosen, drawn_after, masked
+        )
         named: list[str | None] = list(rows) if rows is not None else [None] * total
-        return Drawn(pixels, self._speed(start), named[: len(pixels)], chosen, origin)
+        return Drawn(pixels, fps or self._speed(start), named[: len(pixels)], chosen, origin)
 
     def story(
         self,
@@ -176,6 +183,7 @@ class Sampler:
         guidance: float | None = None,
         steps: int | None = None,
         frames: int | None = None,
+        fps: float | None = None,
         prime: str | Path | Tensor | None = None,
         sketch: str | Path | Tensor | None = None,
         negative: str | None = None,
@@ -196,6 +204,7 @@ class Sampler:
         texts = self._captions(check_scenes(captions), negative)
         self._size(frames, None)
         length = frames or self.shape.frames
+        _check_speed(fps, length)
         chosen = self.resolve(options, guidance=guidance, steps=steps)
         _check_guidance(chosen, guidance, texts, negative)
         named = overlap is not None
@@ -208,9 +217,9 @@ class Sampler:
         start = self._prime(prime, frames, None, chosen)
         total = length + (len(texts or []) - 1) * (length - overlap)
         drawn_after = self._sketch(sketch, total, None, scenes=True)
-        origin = self._origin(texts, 1, seed, negative, frames, None, start, chosen, drawn_after)
+        origin = self._origin(texts, 1, seed, negative, frames, None, fps, start, chosen, drawn_after)
         given = start.frames if start is not None else None
-        return Story(self, texts or [], overlap, length, given, chosen, origin, drawn_after, self._speed(start))
+        return Story(self, texts or [], overlap, length, given, chosen, origin, drawn_after, fps or self._speed(start))
 
     def _speed(self, start: Prime | None) -> float:
         """Frames a second of what is drawn: the run's own rate; without one, that of the clip that it continues."""
@@ -315,6 +324,7 @@ class Sampler:
         negative: str | None,
         frames: int | None,
         size: tuple[int, int] | None,
+        fps: float | None,
         prime: Prime | None,
         chosen: Any,
         sketch: Sketch | None = None,
@@ -332,6 +342,7 @@ class Sampler:
             negative=negative,
             frames=frames,
             size=size,
+            fps=fps,
             prime=prime.told if prime is not None else None,
             sketch=sketch.told if sketch is not None else None,
             mask=mask.told if mask is not None else None,
@@ -340,6 +351,13 @@ class Sampler:
             device=str(self.device),
             compiled=self._stages.compiled,
         )
+
+
+def _check_speed(fps: float | None, frames: int) -> None:
+    if fps is not None and not 0 < fps < math.inf:
+        raise InputError(f"--fps {fps:g} is not a speed: use a number above 0")
+    if fps is not None and frames == 1:
+        raise InputError(f"--fps {fps:g} is the speed of a clip, and a picture is drawn: leave it out")
 
 
 def _check_guidance(chosen: Any, asked: float | None, captions: list[str] | None, negative: str | None) -> None:

@@ -96,6 +96,8 @@ def option_words(origin: Origin, out: Path, format: str | None) -> list[str]:
         words += ["--frames", str(origin.frames)]
     if origin.size is not None:
         words += ["--size", f"{origin.size[0]}x{origin.size[1]}"]
+    if origin.fps is not None:
+        words += ["--fps", f"{origin.fps:g}"]
     if origin.negative is not None:
         words += ["--negative", origin.negative]
     if origin.prime is not None:

@@ -135,7 +135,7 @@ def test_the_video_its_sheet_and_what_draws_it_again(run, tmp_path, capsys):
     scenes.write_text("# a story\n\n" + "\n".join(SCENES) + "\n")
     start = write_clip(tmp_path / "start.png", torch.full((1, 3, 32, 32), 0.5), 8)
     written = tell_and_write(
-        run, scenes, out=tmp_path / "one", overlap=5, seed=3, frames=9, prime=start, negative="it's dull", guidance=2.0,
+        run, scenes, out=tmp_path / "one", overlap=5, seed=3, frames=9, fps=10, prime=start, negative="it's dull", guidance=2.0,
         settings=["sample.palette=[0.5]"], ema=False, format="mp4", device="cpu",
     )  # fmt: skip
     video = written[0]
@@ -145,8 +145,8 @@ def test_the_video_its_sheet_and_what_draws_it_again(run, tmp_path, capsys):
     told = json.loads(video.with_suffix(".json").read_text())
     assert [scene["caption"] for scene in told["scenes"]] == SCENES
     assert [scene["frames"] for scene in told["scenes"]] == [[1, 9], [10, 13], [14, 17]]
-    assert told["scenes"][2]["seconds"] == [13 / 8, 17 / 8]
-    assert told["drawn"] == {"frames": 17, "size": [32, 32], "channels": 3, "fps": 8.0}
+    assert told["scenes"][2]["seconds"] == [13 / 10, 17 / 10]
+    assert told["drawn"] == {"frames": 17, "size": [32, 32], "channels": 3, "fps": 10}
     assert (told["overlap"], told["frames"], told["seed"], told["ema"]) == (5, 9, 3, False)
     assert len(told["weights"]) == 2
     assert told["options"]["guidance"] == 2.0

@@ -37,6 +37,35 @@ def test_media_sidecars_and_sheet(run, tmp_path):
     assert Image.open(written[-1]).width > 64
 
 
+def test_another_speed_shows_the_same_frames(run, tmp_path):
+    plain, fast = (
+        draw_and_write(run, ["a 3"], out=tmp_path / name, fps=fps, device="cpu")[0]
+        for name, fps in (("plain", None), ("fast", 12.5))
+    )
+    assert (read_clip(plain)[1], read_clip(fast)[1]) == (pytest.approx(8, rel=0.1), pytest.approx(12.5))
+    assert (read_clip(plain)[0] == read_clip(fast)[0]).all()
+    told = json.loads(fast.with_suffix(".json").read_text())
+    assert told["drawn"]["fps"] == told["fps"] == 12.5
+    words = shlex.split(told["command"])
+    assert words[words.index("--fps") + 1] == "12.5"
+    assert "--fps" not in json.loads(plain.with_suffix(".json").read_text())["command"]
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ({"fps": 0.0}, "--fps 0 is not a speed: use a number above 0"),
+        ({"fps": float("nan")}, "--fps nan is not a speed"),
+        ({"fps": 8.0, "frames": 1}, "--fps 8 is the speed of a clip, and a picture is drawn"),
+        ({"fps": 8.0, "format": "png"}, "--fps 8 is the speed of a clip, and --format png stands still"),
+    ],
+)
+def test_speeds_that_mean_nothing_are_refused(run, tmp_path, call, why):
+    with pytest.raises(InputError, match=why):
+        draw_and_write(run, ["a 3"], out=tmp_path / "new", device="cpu", **call)
+    assert not (tmp_path / "new").exists()
+
+
 def test_nothing_is_overwritten(run, tmp_path):
     first = draw_and_write(run, ["a 3"], out=tmp_path, seed=1, device="cpu")
     before = first[0].read_bytes()
