@@ -35,6 +35,10 @@ from kineograph.text.embedding import IMAGE
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import Tracker
 
+_TOO_LARGE = (
+    "not all samples were drawn, the GPU has no memory for them beside training; it goes on. "
+    "A smaller train.batch_size draws fewer at a time, train.show=latents decodes none, train.sample_every=0 draws none"
+)
 REDRAWN = 60.0  # seconds between drawings of the curves while a stage trains: each takes the host about one
 
 
@@ -70,14 +74,12 @@ class Show:
     def __call__(self, step: int, stepper: Stepper) -> Callable[[], None]:
         """All processes draw. → what the first one has to write."""
         self._left = []
-        if self.stage.train.show == "latents":
-            self._latents(step, stepper)
-        else:
-            if stepper.task.can_sample:
-                self._samples(step, stepper)
-                for split in dict.fromkeys(self.stage.train.grids):
-                    self._grid(step, stepper, split)
-            self._reconstructions(step, stepper)
+        try:
+            self._draw_all(step, stepper)
+        except torch.OutOfMemoryError as error:
+            if ranks.active():  # the others would wait for this one
+                raise
+            self.note(f"{self.stage.name}  step {step}: {_TOO_LARGE} ({str(error).splitlines()[0]})")
         release_memory()  # drawing is far from training's shapes, and what it took is never asked for again
         writing, self._left = self._left, []
         if time.monotonic() - self._curves_at > REDRAWN:
@@ -88,6 +90,16 @@ class Show:
                 each()
 
         return write
+
+    def _draw_all(self, step: int, stepper: Stepper) -> None:
+        if self.stage.train.show == "latents":
+            self._latents(step, stepper)
+            return
+        if stepper.task.can_sample:
+            self._samples(step, stepper)
+            for split in dict.fromkeys(self.stage.train.grids):
+                self._grid(step, stepper, split)
+        self._reconstructions(step, stepper)
 
     def curves(self) -> None:
         """At the end of a stage always, before it now and then."""

@@ -55,15 +55,15 @@ def averaged(averages: list[Ema]) -> Iterator[None]:
     Storage is swapped, and copied only where the type differs, or where FSDP2 gathers from the memory that it gave the part."""
     own: list[tuple[Tensor, Tensor]] = []
     parts: list[tuple[Tensor, Tensor]] = []
-    for ema in averages:
-        for name, p in ema.parameters.items():
-            if isinstance(p, DTensor):
-                parts.append((ema.parts[name], ema.parts[name].clone()))
-                ema.parts[name].copy_(ema.average[name])
-            else:
-                own.append((p, p.data))
-                p.data = ema.average[name].to(p.dtype)
     try:
+        for ema in averages:  # in here too: memory may end half way
+            for name, p in ema.parameters.items():
+                if isinstance(p, DTensor):
+                    parts.append((ema.parts[name], ema.parts[name].clone()))
+                    ema.parts[name].copy_(ema.average[name])
+                else:
+                    own.append((p, p.data))
+                    p.data = ema.average[name].to(p.dtype)
         yield
     finally:
         for parameter, before in own:

@@ -127,6 +127,26 @@ def test_what_pictures_took_is_given_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert asked == [True]
 
 
+def test_training_goes_on_where_pictures_find_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = shown(tmp_path, "plain")
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore advice")
+
+    monkeypatch.setattr("kineograph.run.show.Show._reconstructions", full)
+    lines: list[str] = []
+    stage = shown(tmp_path, lines=lines)
+    told = "\n".join(lines)
+    assert "step 3: not all samples were drawn, the GPU has no memory for them beside training; it goes on" in told
+    assert (
+        "train.show=latents decodes none" in told and "Tried to allocate 9 GiB.)" in told and "More advice" not in told
+    )
+    assert (stage / "samples" / "step-00000003" / "prompts.json").exists()  # what was drawn before
+    assert not (stage / "validation").exists()
+    first, second = (load_file(next(path.glob("checkpoints/step-*/model.safetensors"))) for path in (plain, stage))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.parametrize("animates", [False, True])
 def test_prompts_of_ones_own_come_with_a_picture_only_where_one_is_animated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, animates: bool

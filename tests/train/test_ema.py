@@ -101,3 +101,13 @@ def test_inside_the_parameters_hold_their_averages_and_afterwards_their_own() ->
     with torch.no_grad():
         layer.weight.add_(1)
     assert torch.equal(ema.average["weight"], copied["weight"])  # still apart
+
+
+def test_weights_are_their_own_again_where_memory_ends_while_they_are_averaged() -> None:
+    first, second = (nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0))
+    average = Ema({"first": first, "second": second}, EmaConfig())
+    average.average["first"].fill_(5.0)
+    del average.average["second"]  # as if there were no room for it
+    with pytest.raises(KeyError), averaged([average]):
+        pass
+    assert first.tolist() == [1.0, 1.0] and second.tolist() == [2.0, 2.0]
