@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kineograph.core.task import BuildContext
 from kineograph.core.transfer import to_device
-from kineograph.nn.positions import LearnedPositions
+from kineograph.nn.positions import LearnedPositions, Rotary
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.text.null import NullText
 
@@ -95,18 +95,21 @@ class LearnedText(nn.Module):
             text = Vocabulary.learn(context.captions() if config.tokenizer == "bpe" else (), size)
         self.vocabulary = Vocabulary(text, self.length, context.note)
         self.tokens = nn.Embedding(self.vocabulary.size, self.width)
-        self.positions = LearnedPositions((self.length,), self.width)
+        self.positions = LearnedPositions((self.length,), self.width) if config.positions == "learned" else None
         init_weights(self, 1)
         shape = TransformerConfig(
             width=self.width, depth=max(config.depth, 1), heads=config.heads, dropout=config.dropout
         )
-        self.transformer = Transformer(shape) if config.depth else None
+        rotary = Rotary((self.length,), self.width // config.heads) if config.positions == "rotary" else None
+        self.transformer = Transformer(shape, rotary=rotary) if config.depth else None
         self.null = NullText(self.width)
 
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
         ids = to_device(self.vocabulary.batch(captions), self.tokens.weight.device)  # B L
         mask = ids != PAD
-        x = self.tokens(ids) + self.positions()  # B L D
+        x = self.tokens(ids)  # B L D
+        if self.positions is not None:
+            x = x + self.positions()
         return (self.transformer(x, mask) if self.transformer is not None else x), mask
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:

@@ -135,6 +135,26 @@ def test_words_and_their_order_matter_and_padding_does_not():
     torch.testing.assert_close(a[:, :5], c[:, :5])
 
 
+def test_with_rotary_positions_order_matters_and_the_place_does_not():
+    text = build(**SMALL, positions="rotary").eval()
+    assert not any("positions" in name for name in text.state_dict())
+    a, mask = text.encode(["a red 3"])
+    b, _ = text.encode(["3 red a"])
+    assert not torch.allclose(a[mask].sum(0), b[mask].sum(0), atol=1e-2)
+    ids = text.vocabulary.batch(["a red 3"])
+    moved = torch.cat([ids[:, -4:], ids[:, :-4]], dim=1)  # the same behind four tokens that nobody sees
+    c = text.transformer(text.tokens(moved), moved != PAD)
+    torch.testing.assert_close(c[:, 4:9], a[:, :5])
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_without_positions_words_alone_count(depth):
+    text = build(**{**SMALL, "depth": depth}, positions="none").eval()
+    (a, mask), (b, _) = text.encode(["a red 3 moves left"]), text.encode(["left moves a red 3"])
+    torch.testing.assert_close(a[mask].sum(0), b[mask].sum(0))
+    assert not torch.allclose(a[mask].sum(0), text.encode(["a red 7 moves left"])[0][mask].sum(0), atol=1e-3)
+
+
 def test_depth_zero_and_dropout():
     bare = build(**{**SMALL, "depth": 0})
     assert bare.transformer is None
@@ -179,6 +199,8 @@ def test_none_is_no_text():
         ({"kind": "given"}, "needs width"),
         ({"kind": "none", "length": 12}, "length is read by kind"),
         ({"kind": "clip", "name": "x", "vocabulary": 300}, "vocabulary is read by kind learned only"),
+        ({"kind": "t5", "name": "x", "positions": "rotary"}, "positions is read by kind learned only"),
+        ({"positions": "rotary", "depth": 0}, "depth=0 has none: raise depth"),
         ({"width": 30}, "multiple of"),
         ({"witdh": 3}, "width"),
     ],
