@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kineograph.core import kernels
 from kineograph.nn.norms import norm_layer
 
 Memory = tuple[Tensor, Tensor]  # keys and values, B h M d
@@ -16,6 +18,9 @@ Memory = tuple[Tensor, Tensor]  # keys and values, B h M d
 
 Turn = Callable[[Tensor], Tensor]  # queries or keys, B h N d, turned by their positions
 
+_OTHERS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_HALVES = (torch.bfloat16, torch.float16)
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
 MOST_SEQUENCES = 65_535
 """In one call of a fused kernel, which gives them the second axis of a CUDA grid. Attention over time has h · w of them a clip."""
 
@@ -32,9 +37,20 @@ def attend(
         parts = [slice(start, start + MOST_SEQUENCES) for start in range(0, q.shape[0], MOST_SEQUENCES)]
         seen = [mask if mask is None or mask.shape[0] == 1 else mask[rows] for rows in parts]
         return torch.cat([attend(q[rows], k[rows], v[rows], keys, dropout, causal) for rows, keys in zip(parts, seen)])
-    return F.scaled_dot_product_attention(
-        q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, dropout_p=dropout, is_causal=causal
-    )
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if kernels.flash3 and q.is_cuda:
+        if dropout:  # which FlashAttention 3 has not
+            with sdpa_kernel(_OTHERS):
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        if mask is None and _for_flash3(q, k, v, causal):
+            return _flash(q, k, v, 0.0, causal)[0]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+
+
+def _for_flash3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Long sequences in 16 bits. Where there are fewer queries than keys it counts causal places from the end, and torch from the beginning."""
+    fits = q.dtype in _HALVES and q.shape[3] == v.shape[3] <= 256 and q.shape[3] % 8 == 0
+    return fits and min(q.shape[2], k.shape[2]) >= kernels.LONG and (not causal or q.shape[2] == k.shape[2])
 
 
 def key_mask(mask: Tensor | None) -> Tensor | None:

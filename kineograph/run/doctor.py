@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kineograph.core import ranks
+from kineograph.core import kernels, ranks
 from kineograph.core.config import Tree
 from kineograph.core.errors import InputError, NoData
 from kineograph.core.ranks import World
@@ -116,6 +116,12 @@ def environment(out: Callable[[str], None]) -> None:
     )
     for index, gpu in enumerate(machine.gpus()):
         line(f"cuda:{index}", f"{gpu.name}, {size(gpu.free)} of {size(gpu.memory)} free")
+        why = kernels.missing(torch.device("cuda", index))
+        if why is not None:
+            line(
+                "",
+                f"without FlashAttention 3, which is faster over long clips ({why}): pip install 'kineograph[hopper]'",
+            )
     line("disk", f"{size(machine.disk_free(Path('runs')))} free where runs are written")
     device = ranks.device_of()
     compiles = "on" if device.type == "cuda" else "off"

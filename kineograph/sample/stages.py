@@ -13,6 +13,7 @@ import torch
 
 from kineograph.core.config import StageConfig, Tree, merge, parse
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.kernels import find_kernels
 from kineograph.core.lookup import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Task, compile_parts, freeze, large, load_weights
@@ -80,6 +81,7 @@ class Stages:
     ) -> None:
         self.run = run
         self.device = torch.device(device)
+        find_kernels(self.device)
         self.note = note
         self.compiled = compiled  # pays when many batches are drawn
         self.graphs = (

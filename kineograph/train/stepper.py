@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from kineograph.core import ranks
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
+from kineograph.core.kernels import find_kernels
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Loss, Task, check_weights, compile_parts, large, parameters_of, weights_of
 from kineograph.core.transfer import fetched
@@ -146,6 +147,7 @@ class Stepper:
             torch.backends.cudnn.benchmark = (
                 True  # shapes repeat step after step: let cuDNN find its fastest kernels once
             )
+        find_kernels(self.device)
         self.layout = Layout(config.parallel, self.device, config.timeout)
         self.task = task.to(self.device)
         self.config = config
