@@ -162,6 +162,7 @@ def _on_rank(rank: int, folder: str, run: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_answer_what_one_does(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", coloured=False).path
     mp.spawn(_on_rank, (str(tmp_path), str(run)), nprocs=2)

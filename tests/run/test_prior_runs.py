@@ -69,6 +69,7 @@ def test_clip_then_prior_then_embeddings_for_captions(tmp_path: Path) -> None:
     assert kineo("doctor", write(tmp_path)) == 0
 
 
+@pytest.mark.slow
 def test_cached_embeddings_train_the_same_prior_without_the_clip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,7 +123,7 @@ def _lines(run: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_saves_and_ends_with_75(config: Path, whole: dict, tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     process = subprocess.Popen(
@@ -195,6 +195,7 @@ def test_run_in_use_is_refused(config: Path, tmp_path: Path) -> None:
     train(config, run, "train.steps=3")
 
 
+@pytest.mark.slow
 def test_signal_to_the_whole_process_group(config: Path, tmp_path: Path) -> None:
     """As schedulers send it: data workers and their server hear it too, and must not take the last step with them."""
     run = tmp_path / "run"

@@ -44,6 +44,7 @@ def weights(run: Path, stage: str) -> dict[str, torch.Tensor]:
     return checkpoint.choose(run / stage / "checkpoints").tensors("model")
 
 
+@pytest.mark.slow
 def test_super_resolution_from_the_base_generator(tmp_path: Path) -> None:
     stages = {
         "tokenizer_32": TOKENIZER | {"data": {"size": 32}},
@@ -56,7 +57,7 @@ def test_super_resolution_from_the_base_generator(tmp_path: Path) -> None:
     assert Image.open(picture).size == (32, 32)
 
 
-@pytest.mark.parametrize("kind", ["separate", "self"])
+@pytest.mark.parametrize("kind", [pytest.param("separate", marks=pytest.mark.slow), "self"])
 def test_critics(tmp_path: Path, kind: str) -> None:
     critic = {
         "task": "muse.critic",
@@ -259,6 +260,7 @@ def test_prompts_that_a_model_cannot_read_are_refused(tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_codec_that_was_trained_on_after_its_generator_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
