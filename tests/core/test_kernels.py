@@ -13,6 +13,8 @@ from torch.nn import attention as doors
 
 from kineograph.core import kernels
 from kineograph.nn import attention
+from kineograph.run import machine
+from kineograph.run.doctor import environment
 
 GPU = torch.device("cuda", 0)
 
@@ -90,6 +92,18 @@ def test_what_fails_is_said_and_nothing_is_changed(monkeypatch, opened, tmp_path
     assert not kernels.find_kernels(GPU)
     assert kernels.missing(GPU).startswith("OSError: Could not load this library")
     assert opened == []
+
+
+def test_doctor_says_what_a_hopper_gpu_does_without(monkeypatch):
+    gpu(monkeypatch, 9)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Device("NVIDIA H200", 2**37, 2**36)])
+    lines: list[str] = []
+    environment(lines.append)
+    assert any(
+        "without FlashAttention 3" in line and "neither xformers nor" in line and "kineograph[hopper]" in line
+        for line in lines
+    )
 
 
 # Which calls go there ----------------------------------------------------------------------------------------------
