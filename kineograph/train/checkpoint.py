@@ -23,8 +23,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,12 @@ class Checkpoint:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Whole tensors, in whatever parts they were written."""
         file = self.path / f"{name}{_SUFFIX}"
-        if file.is_file():
-            return load_file(file)
-        from kineograph.train import sharded
+        with _still_there(self.path):
+            if file.is_file():
+                return load_file(file)
+            from kineograph.train import sharded
 
-        return sharded.read(self.path / name)
+            return sharded.read(self.path / name)
 
     def fill(self, name: str, targets: Mapping[str, Tensor]) -> None:
         """Copy saved values into these tensors. Of one that lies in parts on many processes, each reads its own part alone."""
@@ -92,7 +93,8 @@ class Checkpoint:
         return [file] if file.is_file() else sorted((self.path / name).glob(f"*{_SUFFIX}"))
 
     def state(self) -> dict[str, Any]:
-        return json.loads((self.path / "state.json").read_text(encoding="utf-8")) | self._later()
+        with _still_there(self.path):
+            return json.loads((self.path / "state.json").read_text(encoding="utf-8")) | self._later()
 
     @property
     def phase(self) -> Any:
@@ -114,11 +116,25 @@ class Checkpoint:
     def digest(self, ema: bool = True) -> str:
         """Identifies the weights, for caches made with them."""
         name = "ema" if ema and self.has("ema") else "model"
-        files = _manifest(self.path)["files"]
+        with _still_there(self.path):
+            files = _manifest(self.path)["files"]
         if f"{name}{_SUFFIX}" in files:
             return files[f"{name}{_SUFFIX}"]["sha256"]
         parts = [f"{file} {files[file]['sha256']}" for file in sorted(files) if file.startswith(f"{name}/")]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@contextmanager
+def _still_there(path: Path) -> Iterator[None]:
+    """Whoever reads holds no lock: training may go on meanwhile, and its next save may remove what is read."""
+    try:
+        yield
+    except Exception:
+        if path.is_dir():
+            raise
+        raise InputError(
+            f"{path} was removed while it was read: training goes on there and keeps its newest checkpoints; run the command again"
+        ) from None
 
 
 # Writing ---------------------------------------------------------------------------------------------------------
@@ -248,15 +264,20 @@ def _problem(path: Path) -> str | None:
         return "manifest.json is missing or damaged"
     if version not in (ONE_FILE, SHARDED):
         return f"its format {version} is newer than this version of Kineograph reads"
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-        if _digest(file) != expected["sha256"]:
-            return f"{name} does not match its checksum"
-    return None
+    faults = ((name, _fault(path / name, expected)) for name, expected in files.items())
+    return next((f"{name} {fault}" for name, fault in faults if fault is not None), None)
+
+
+def _fault(file: Path, expected: Mapping[str, Any]) -> str | None:
+    try:
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            return f"has {size} bytes instead of {expected['bytes']}"
+        return None if _digest(file) == expected["sha256"] else "does not match its checksum"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def _digest(path: Path) -> str:
@@ -311,6 +332,8 @@ def choose(folder: Path, which: str | int = "last") -> Checkpoint:
     if which == "last":
         found = latest(folder)
         if found is None:
+            if steps(folder) != available:  # training goes on: what was there is removed, and newer ones are written
+                return choose(folder, which)
             raise InputError(f"{folder}: every checkpoint is damaged ({', '.join(map(str, available))})")
         return found
     if which == "best":

@@ -206,6 +206,29 @@ def test_prune_does_not_take_a_damaged_one_for_the_newest(tmp_path: Path) -> Non
     assert checkpoint.steps(tmp_path) == [30]
 
 
+def test_a_reader_is_told_that_training_removed_what_it_reads(tmp_path: Path) -> None:
+    chosen = checkpoint.choose(save(tmp_path, 10).path.parent)
+    save(tmp_path, 20)
+    checkpoint.prune(tmp_path, 1, 20)
+    for read in (lambda: chosen.tensors("model"), chosen.weights, chosen.state, chosen.digest):
+        with pytest.raises(InputError, match="step-00000010 was removed while it was read.*run the command again"):
+            read()
+
+
+def test_choosing_again_when_training_removed_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    digest = checkpoint._digest
+
+    def overtaken(path: Path) -> str:
+        if "step-00000010" in str(path):
+            save(tmp_path, 20)
+            checkpoint.prune(tmp_path, 1, 20)
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "_digest", overtaken)
+    assert checkpoint.choose(tmp_path).step == 20
+
+
 def test_choosing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no checkpoint yet"):
         checkpoint.choose(tmp_path / "none")
