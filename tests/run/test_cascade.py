@@ -97,7 +97,7 @@ def test_a_part_of_a_picture_is_drawn_anew(place, tmp_path):
 
 def test_a_caption_reaches_the_stage_that_draws_first(place, tmp_path, monkeypatch):
     """The upsampler itself reads no text: the picture that it enlarges is drawn after the caption."""
-    text = {"kind": "learned", "width": 16, "depth": 0, "heads": 2, "length": 16}
+    text = {"kind": "learned", "width": 16, "depth": 0, "positions": "none", "heads": 2, "length": 16}
     told = CONFIG | {"stages": CONFIG["stages"] | {"small": CONFIG["stages"]["small"] | {"text": text}}}
     (tmp_path / "told.json").write_text(json.dumps(told))
     run = train([str(tmp_path / "told.json")], run=tmp_path / "told", quiet=True)

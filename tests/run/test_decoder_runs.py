@@ -25,7 +25,7 @@ TRAIN = {
 }  # fmt: skip
 GIVEN = {"kind": "given", "width": 8}
 UNET = {"task": "dalle2", "width": 8, "multipliers": [1, 2], "blocks": 1, "sample": {"steps": 2}}
-TEXT = {"text": {"kind": "learned", "width": 16, "depth": 0, "heads": 2, "length": 16}}
+TEXT = {"text": {"kind": "learned", "width": 16, "depth": 0, "positions": "none", "heads": 2, "length": 16}}
 PRIOR = {
     "task": "dalle2.prior", "clip": GIVEN, "text_encodings": False, "width": 16, "depth": 1, "heads": 2, "sample": {"steps": 2},
 }  # fmt: skip

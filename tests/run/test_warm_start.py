@@ -120,7 +120,7 @@ def test_a_file_has_no_words_so_its_embeddings_stay_behind(tmp_path: Path) -> No
 
 
 def test_bytes_mean_the_same_in_every_file(tmp_path: Path) -> None:
-    plain = {"kind": "learned", "tokenizer": "byte", "width": 8, "depth": 0, "length": 64}
+    plain = {"kind": "learned", "tokenizer": "byte", "width": 8, "depth": 0, "positions": "learned", "length": 64}
     first = run(tmp_path, stages(images=FIRST | {"text": plain}), "first")
     start = FIRST | {"codec": f"{first}/codec", "train": FROZEN, "text": plain}
     start["init"] = file_of(first, "images", tmp_path)
@@ -130,7 +130,10 @@ def test_bytes_mean_the_same_in_every_file(tmp_path: Path) -> None:
 
 def test_the_log_names_what_was_not_taken(tmp_path: Path) -> None:
     first = run(tmp_path, stages(images=FIRST), "first")
-    wider = FIRST | {"text": {"kind": "learned", "width": 8, "depth": 0, "length": 30}, "init": f"{first}/images"}
+    wider = FIRST | {
+        "text": {"kind": "learned", "width": 8, "depth": 0, "positions": "learned", "length": 30},
+        "init": f"{first}/images",
+    }
     lines: list[str] = []
     run(tmp_path, {"images": wider | {"codec": f"{first}/codec"}}, "second", lines=lines)
     line = told(lines, "images")

@@ -122,11 +122,11 @@ def test_the_vocabulary_travels_as_an_asset():
 
 
 def test_words_and_their_order_matter_and_padding_does_not():
-    text = build(**SMALL).eval()
+    text = build(**SMALL, positions="learned").eval()
     a, mask = text.encode(["a red 3"])
     b, _ = text.encode(["3 red a"])
     assert not torch.allclose(a[mask], b[mask], atol=1e-2)
-    longer = build(**{**SMALL, "length": 20})
+    longer = build(**{**SMALL, "length": 20}, positions="learned")
     state = {k: v for k, v in text.state_dict().items() if "positions" not in k}
     longer.load_state_dict(state, strict=False)
     with torch.no_grad():
@@ -147,6 +147,12 @@ def test_with_rotary_positions_order_matters_and_the_place_does_not():
     torch.testing.assert_close(c[:, 4:9], a[:, :5])
 
 
+def test_tokens_are_as_large_as_what_blocks_add_and_no_larger_than_their_places():
+    assert build(**SMALL).tokens.weight.std().item() == pytest.approx(1, rel=0.05)
+    placed = build(**SMALL, positions="learned")
+    assert placed.tokens.weight.std().item() == pytest.approx(placed.positions.tables[0].std().item(), rel=0.2)
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_without_positions_words_alone_count(depth):
     text = build(**{**SMALL, "depth": depth}, positions="none").eval()
@@ -156,7 +162,7 @@ def test_without_positions_words_alone_count(depth):
 
 
 def test_depth_zero_and_dropout():
-    bare = build(**{**SMALL, "depth": 0})
+    bare = build(**{**SMALL, "depth": 0}, positions="learned")
     assert bare.transformer is None
     assert bare.encode(["a red 3"])[0].shape == (1, 12, 16)
     noisy = build(**SMALL, dropout=0.5)
@@ -199,8 +205,8 @@ def test_none_is_no_text():
         ({"kind": "given"}, "needs width"),
         ({"kind": "none", "length": 12}, "length is read by kind"),
         ({"kind": "clip", "name": "x", "vocabulary": 300}, "vocabulary is read by kind learned only"),
-        ({"kind": "t5", "name": "x", "positions": "rotary"}, "positions is read by kind learned only"),
-        ({"positions": "rotary", "depth": 0}, "depth=0 has none: raise depth"),
+        ({"kind": "t5", "name": "x", "positions": "none"}, "positions is read by kind learned only"),
+        ({"depth": 0}, "depth=0 has none: raise depth, or say positions: none"),
         ({"width": 30}, "multiple of"),
         ({"witdh": 3}, "width"),
     ],

@@ -211,7 +211,7 @@ def test_a_reader_is_told_that_training_removed_what_it_reads(tmp_path: Path) ->
     save(tmp_path, 20)
     checkpoint.prune(tmp_path, 1, 20)
     for read in (lambda: chosen.tensors("model"), chosen.weights, chosen.state, chosen.digest):
-        with pytest.raises(InputError, match="step-00000010 was removed while it was read.*run the command again"):
+        with pytest.raises(InputError, match=r"step-00000010 was removed while it was read.*run the command again"):
             read()
 
 

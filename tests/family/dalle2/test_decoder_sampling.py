@@ -101,7 +101,7 @@ def test_while_the_prior_is_not_trained_the_true_pictures_serve_and_it_is_told(m
 
 def test_prompts_of_ones_own_with_embeddings_of_the_data_alone(make):
     """There is nothing to embed a caption with, but an encoder still reads it."""
-    text = {"kind": "learned", "width": 16, "depth": 0, "heads": 2, "length": 16}
+    text = {"kind": "learned", "width": 16, "depth": 0, "positions": "none", "heads": 2, "length": 16}
     task = make(clip={"kind": "given", "width": 12}, text=text)
     a, b = (draw(task, prompts_of(2, captions=captions)) for captions in (["a red one"] * 2, ["three"] * 2))
     assert (a - b).abs().max() > 1e-4
