@@ -127,13 +127,15 @@ def _judgements(run: RunFolder, main: str, stages: list[str], tree: dict[str, An
     codec = next(
         (name for name in stages if find_task(tree["stages"][name]["task"]).reconstruct is not Task.reconstruct), None
     )
+    codes = codec is not None and getattr(find_task(tree["stages"][codec]["task"]), "vocabulary", 0) is not None
     for row, metric, key, text in (
         ("PSNR, dB", "reconstruction", "psnr", lambda v: f"{v:.2f}"),
         ("codebook use", "codebook", "codebook_use", _share),
         ("codebook perplexity", "codebook", "codebook_perplexity", lambda v: f"{v:,.1f}"),
     ):
         found = record.newest(results, split, codec, metric) if codec else None
-        facts[row] = _judged(run, codec or "", found, key, text, command if codec else None)
+        asks = codec is not None and (codes or metric != "codebook")
+        facts[row] = _judged(run, codec or "", found, key, text, command if asks else None)
     for row, (metric, text) in DISTANCES.items():
         stage = codec or "" if metric in ("rfid", "lpips") else main
         found = record.newest(results, split, stage, metric)

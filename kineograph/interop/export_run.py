@@ -55,9 +55,10 @@ def export_diffusers(
     if lora:
         adapters, header = lora_of(task), base_header(task)
         with new_folder(target) as folder:
-            write_lora(folder, adapters, header)
+            write_lora(folder, adapters, header, wanted)
     else:
         parts = _described(task)
+        _note_table(task, parts["transformer"]["sample_frames"], note)
         with new_folder(target) as folder:
             _write_folder(folder, task, parts, wanted, note)
     return sorted(path for path in target.rglob("*") if path.is_file())
@@ -93,6 +94,14 @@ def _described(task: CogVideoX) -> dict[str, dict[str, Any]]:
         "vae": vae,
         "scheduler": write_scheduler(task.config.diffusion, task.config.sample.solver),
     }
+
+
+def _note_table(task: CogVideoX, frames: int, note: Callable[[str], None]) -> None:
+    if task.config.positions == "rotary+learned" and task.latents[0] != task.network.base_frames:
+        note(
+            f"warning: diffusers reads the learned positions for clips of {frames} frames alone and lays out others afresh: of {task.shape.frames} frames, "
+            "which this stage was trained on, it draws something else than kineo sample"
+        )
 
 
 def _write_folder(

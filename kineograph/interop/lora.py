@@ -107,6 +107,8 @@ def _located(path: Path) -> Path:
             if (path / name).is_file():
                 return path / name
         raise InputError(f"{path} has neither {FILE} nor {_PEFT_FILE}")
+    if not path.exists():
+        raise InputError(f"{path} does not exist: give a .safetensors file, or a folder that holds {FILE}")
     if path.suffix != ".safetensors":
         raise InputError(f"{path} is not a .safetensors file: pickles are not read")
     return path
@@ -177,12 +179,18 @@ def _apart(name: str, adapter: Adapter) -> Lora:
 # Writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_lora(folder: Path, lora: Mapping[str, Adapter], header: Mapping[str, str] | None = None) -> Path:
-    """`pytorch_lora_weights.safetensors` as diffusers writes it, with rank and alpha of every module in the header; and `header` beside them."""
+def write_lora(
+    folder: Path,
+    lora: Mapping[str, Adapter],
+    header: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """`pytorch_lora_weights.safetensors` as diffusers writes it, with rank and alpha of every module in the header; and `header` beside them.
+    `dtype`: None keeps the adapters' own."""
     tensors = {}
     for name, adapter in lora.items():
-        tensors[f"transformer.{name}.lora_A.weight"] = adapter.down.detach().cpu().clone().contiguous()
-        tensors[f"transformer.{name}.lora_B.weight"] = adapter.up.detach().cpu().clone().contiguous()
+        tensors[f"transformer.{name}.lora_A.weight"] = adapter.down.detach().cpu().to(dtype).clone().contiguous()
+        tensors[f"transformer.{name}.lora_B.weight"] = adapter.up.detach().cpu().to(dtype).clone().contiguous()
     ranks, alphas = ({name: getattr(a, key) for name, a in lora.items()} for key in ("rank", "alpha"))
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     described = {

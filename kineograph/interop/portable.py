@@ -32,7 +32,10 @@ def export_safetensors(
     trained = [name for name in tree["stages"] if checkpoint.steps(run.checkpoints(name))]
     if not trained:
         raise InputError(f"{run.path} has no trained stage to export: train it first")
-    chosen = {name: checkpoint.choose(run.checkpoints(name), which) for name in trained}
+    chosen = {}
+    for name in trained:  # a step is one of the last stage, and others may have no such
+        own = which if which in ("last", "best") or name == trained[-1] else "last"
+        chosen[name] = checkpoint.choose(run.checkpoints(name), own)
     for name in tree["stages"]:
         if name not in trained:
             note(f"{name} is left out: it has no checkpoint")

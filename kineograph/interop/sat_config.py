@@ -42,8 +42,9 @@ def translate(files: Sequence[Path]) -> str:
     tree: Tree = {}
     for path in files:
         tree = merge(tree, load_file(path))
-    if not any(key in tree for key in ("args", "model", "deepspeed", "data")):
-        raise InputError(f"{files[0]} is no config of SAT: it has none of the sections args, data, deepspeed and model")
+    if not any(key in tree for key in ("args", "model", "deepspeed", "data")) or "stages" in tree:
+        what = "is Kineograph's own" if "stages" in tree else "has none of the sections args, data, deepspeed and model"
+        raise InputError(f"{files[0]} is no config of SAT: it {what}")
     reading = _Reading(tree)
     ours = reading.translated()
     if ours.get("stages"):

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import GifImagePlugin, Image
 
 SHORTEST = 2  # hundredths of a second; viewers play anything shorter at a tenth of a second
+FASTEST = 100 // SHORTEST  # frames a second
 _PALETTE_SAMPLE = 16_384  # pixels that the shared palette is fitted to: k-means on more is slow and changes nothing
 _IN_MEMORY = 1 << 24  # bytes of packed frames that wait for their palette in memory; more of them wait on disk
 

@@ -38,13 +38,27 @@ def _cut(name: str, limit: int) -> str:
     return short.encode()[:limit].decode(errors="ignore")
 
 
+def check_place(folder: Path) -> None:
+    """Before anything is drawn for it: whether files can be written there. The folder may be yet to come."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise InputError(f"{folder} cannot be written into: {there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{folder} cannot be written into: {there} may not be changed by this user; name another folder"
+        )
+
+
 def free_name(folder: str | Path, name: str, number: int, suffix: str) -> Path:
     """`folder/name-0007.gif`, or the next number that is free in every format and has no sidecar.
 
     The name is taken at once, by an empty file, so that neither a second call nor another process gets it too: ask just before writing.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written into: {error.strerror}") from None
     while True:
         path = folder / f"{name}-{number:04d}{suffix}"
         if not any(os.path.lexists(path.with_suffix(other)) for other in {suffix, *_BESIDE}):

@@ -29,20 +29,24 @@ def check_stages(
     folder: RunFolder | None = None,
     building: bool = True,
     planned: World | None = None,
+    elsewhere: bool = False,
 ) -> None:
     """Refuse what could not be trained (a device that is not there, sizes that do not fit a codec) before anything is written.
 
     With `building`, every stage is built, of tensors without numbers, which takes no memory and little time. `planned`: processes of the run
-    that is meant, in place of those that are there.
+    that is meant, in place of those that are there; `elsewhere`: on a GPU that is not this machine's.
     """
     several = ranks.active() if planned is None else planned.processes > 1
     builder = Builder(plan, data, lambda line: None)
     for stage in plan.stages:
         if stage.name not in data:
             continue
-        device = ranks.device_of(stage.train.device)
-        precision = precision_for(stage.train.precision, device)
-        graphs_for(stage.train, device, several)
+        if elsewhere:
+            precision = "bf16" if stage.train.precision == "auto" else stage.train.precision
+        else:
+            device = ranks.device_of(stage.train.device)
+            precision = precision_for(stage.train.precision, device)
+            graphs_for(stage.train, device, several)
         stage.train.parallel.sizes(*(planned or ranks.everyone()))
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")

@@ -50,7 +50,7 @@ def examine(
         if arguments:
             plan, world = make_plan(_with_places(layers.read(arguments))), planned_world(processes)
             out("")
-            data = _open(plan, out, world, without_data=True)
+            data = _open(plan, out, world, without_data=True, elsewhere=memory is not None)
             _report(plan, data, out, world, None if memory is None else int(memory * 2**30))
 
 
@@ -156,8 +156,10 @@ def _open(
     world: World,
     folder: RunFolder | None = None,
     without_data: bool = False,
+    elsewhere: bool = False,
 ) -> dict[str, StageData]:
-    """Open and scan the data of every stage that trains; `without_data`: where there are none, blank clips of their shape stand in."""
+    """Open and scan the data of every stage that trains; `without_data`: where there are none, blank clips of their shape stand in. `elsewhere`:
+    the run is meant for another machine's GPU."""
     data: dict[str, StageData] = {}
     for stage in plan.stages:
         if stage.spec.config.skip:
@@ -171,7 +173,8 @@ def _open(
             out(f"{stage.name}: estimated without data, for clips of data.frames × data.size")
             blank = Blank(stage.spec.data.shape)
             data[stage.name] = StageData(stage, plan.seed, blank, blank, {})
-    check_stages(plan, data, folder, building=world.processes > 1, planned=world)  # one alone is built for the estimate
+    building = world.processes > 1  # one alone is built for the estimate
+    check_stages(plan, data, folder, building, planned=world, elsewhere=elsewhere)
     return data
 
 

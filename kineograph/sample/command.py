@@ -9,6 +9,8 @@ from kineograph.core import ranks
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
+from kineograph.media.gif import FASTEST
+from kineograph.media.names import check_place
 from kineograph.sample.sampler import Sampler
 from kineograph.sample.story import check_story_format, read_scenes
 from kineograph.sample.write import check_format, write
@@ -43,9 +45,12 @@ def draw_and_write(
     Several processes draw a part of the rows each; the first one writes them, under the names that one process would give them.
     """
     check_format(format)
+    _check_gif(fps, format)
     if format == "png" and fps is not None:
         raise InputError(f"--fps {fps:g} is the speed of a clip, and --format png stands still: leave one out")
     folder = RunFolder.existing(run)
+    if out is not None:
+        check_place(out)
     height_width = _size(size)
     options = dict(_setting(text) for text in settings)
     sampler = Sampler.open(folder, checkpoint, stage, device, ema, compile)
@@ -95,6 +100,7 @@ def tell_and_write(
 ) -> list[Path]:
     """→ the video and its sheet. `note` hears of every scene."""
     check_story_format(format)
+    _check_gif(fps, format)
     folder = RunFolder.existing(run)
     captions = read_scenes(scenes)
     options = dict(_setting(text) for text in settings)
@@ -113,6 +119,14 @@ def tell_and_write(
         options=options,
     )
     return story.save(out if out is not None else folder.path / "drawn", format, note)
+
+
+def _check_gif(fps: float | None, format: str | None) -> None:
+    """Clips are GIFs unless told otherwise."""
+    if fps is not None and fps > FASTEST and format in (None, "gif"):
+        raise InputError(
+            f"--fps {fps:g} is faster than a GIF can be, {FASTEST} frames a second: add --format mp4, or lower it"
+        )
 
 
 def _setting(text: str) -> tuple[str, object]:

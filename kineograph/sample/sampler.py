@@ -362,9 +362,12 @@ def _check_speed(fps: float | None, frames: int) -> None:
 
 def _check_guidance(chosen: Any, asked: float | None, captions: list[str] | None, negative: str | None) -> None:
     """Refuse what would change nothing."""
-    if negative is not None and getattr(chosen, "guidance", None) == 1:
-        raise InputError("a negative prompt is what guidance leads away from, and guidance=1 is none: raise --guidance")
-    if asked is not None and asked != 1 and captions is None:
+    none = getattr(chosen, "unguided", 1)
+    if negative is not None and getattr(chosen, "guidance", None) == none:
+        raise InputError(
+            f"a negative prompt is what guidance leads away from, and guidance={none:g} is none: raise --guidance"
+        )
+    if asked is not None and asked != none and captions is None:
         raise InputError(f"--guidance {asked:g} leads towards a prompt, and there is none: give one, or leave it out")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
@@ -121,6 +122,8 @@ def check_encoder(config: TextConfig, hub: bool) -> None:
     if not (local or hub):
         return
     _check_fits(config.width, config.length, _described(name, local, config.kind), name)
+    if local:
+        open_weights(Path(name), TRANSFORMERS_STEM)  # whether its files can be read at all: by their headers
     _load_tokenizer(name, local, config.kind)
 
 
@@ -171,7 +174,7 @@ def fetched(load: Callable[[], Any], key: str, name: str, kind: str) -> Any:
     """What transformers loads, or an InputError with the first line of its reason."""
     try:
         return load()
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
             f"{key}={name} cannot be loaded as {kind}: {line}; give a local folder, or check the name"

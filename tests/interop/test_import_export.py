@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,8 @@ def test_adapters_are_merged_or_written_alone(released: Path, tmp_path: Path) ->
     torch.testing.assert_close(answer(merged.transformer), with_lora(lora), **CLOSE)
     files = export_diffusers(run, tmp_path / "alone", lora=True)
     assert [path.name for path in files] == ["pytorch_lora_weights.safetensors"]
+    (half,) = export_diffusers(run, tmp_path / "half", lora=True, dtype="bf16")
+    assert {value.dtype for value in load_file(half).values()} == {torch.bfloat16}
     pipeline = tiny_pipeline()
     pipeline.load_lora_weights(tmp_path / "alone")
     torch.testing.assert_close(answer(pipeline.transformer), with_lora(lora), **CLOSE)
@@ -318,7 +321,7 @@ def test_image_to_video_there_and_back(tmp_path: Path, shape: dict[str, Any]) ->
 
 @pytest.mark.parametrize("inverse", [False, True])
 def test_first_frames_are_scaled_as_the_pipeline_scales_them(tmp_path: Path, inverse: bool) -> None:
-    """Its `prepare_latents` for 1.5: the frame's latents (divided by the scale, where the VAE says so), once more in front, zeros after."""
+    """Its `prepare_latents` for 1.5: the frame's latents (divided by the scale, where the VAE says so), zeros after. It makes 13 frames of 9 before."""
     pipeline = CogVideoXImageToVideoPipeline(**tiny_pipeline(**(IMAGE | LATER)).components)
     pipeline.vae.register_to_config(invert_scale_latents=inverse)
     with torch.no_grad():  # the posterior's deviation is nothing, so that both draw the same
@@ -327,14 +330,14 @@ def test_first_frames_are_scaled_as_the_pipeline_scales_them(tmp_path: Path, inv
     pipeline.save_pretrained(tmp_path / "folder")
     picture = torch.rand(2, 3, 32, 32)
     with torch.no_grad():
-        _, wanted = pipeline.prepare_latents(picture * 2 - 1, 2, 4, 9, 32, 32, torch.float32, torch.device("cpu"))
+        _, wanted = pipeline.prepare_latents(picture * 2 - 1, 2, 4, 13, 32, 32, torch.float32, torch.device("cpu"))
     task = ours(import_run(tmp_path / "folder", "diffusers", tmp_path / "run"))
     assert task.config.first_frame_inverse_scale is inverse
     noise = Noise.for_rows(0, 0, 2)
     first = task.space.image(picture[:, None], noise, training=False)
     found = task.space.shown(first, task.space.padding(3), torch.zeros(2, 4, 4, 4, 4))
     torch.testing.assert_close(found, wanted, **CLOSE)
-    assert wanted[:, :2].std() > 0.01 and not wanted[:, 2:].any()
+    assert wanted[:, :1].std() > 0.01 and not wanted[:, 1:].any()
 
 
 def test_a_stage_that_would_scale_first_frames_otherwise_is_refused(tmp_path: Path) -> None:
@@ -348,6 +351,55 @@ def test_a_stage_that_would_scale_first_frames_otherwise_is_refused(tmp_path: Pa
         ConfigError, match=r"invert_scale_latents=true: set stages\.tuned\.first_frame_inverse_scale=true"
     ):
         CogVideoX.build(parse(CogVideoXConfig, keys), BuildContext(Shape(9, 32, 32, 3, 8.0), name="tuned"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours_", "said"),
+    [
+        ({}, {"positions": "rotary"}, "positions=sincos, and the stage rotary: set stages.tuned.positions=sincos"),
+        ({}, {"space_scale": 1.0}, "space_scale=1.875, and the stage 1.0"),
+        ({"use_rotary_positional_embeddings": True}, {"positions": "sincos"}, "positions=rotary, and the stage sincos"),
+        ({"use_rotary_positional_embeddings": True}, {"positions": "rotary", "base_size": [60, 90]}, "set stages.tuned.base_size=[4,4]"),
+        ({"use_rotary_positional_embeddings": True}, {"positions": "rotary", "grid": "slice"}, "grid=resize, and the stage slice"),
+    ],
+)  # fmt: skip
+def test_positions_that_the_weights_do_not_know_are_refused(
+    tmp_path: Path, theirs: dict, ours_: dict, said: str
+) -> None:
+    tiny_pipeline(**theirs).save_pretrained(tmp_path)
+    text = {"kind": "t5", "length": TEXT_LENGTH, "padding": "read"}
+    right = {"depth": 2, "heads": 2, "head_width": 16, "time_width": 8, "base_size": [4, 4], "base_frames": 2}
+    right |= {
+        "task": "cogvideox",
+        "weights": str(tmp_path),
+        "text": text,
+        "positions": "rotary" if theirs else "sincos",
+    }
+    context = BuildContext(Shape(5, 32, 32, 3, 8.0), name="tuned")
+    CogVideoX.build(parse(CogVideoXConfig, right), context)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        CogVideoX.build(parse(CogVideoXConfig, right | ours_), context)
+
+
+def test_a_table_of_another_length_is_told(tmp_path: Path) -> None:
+    """diffusers reads it for clips of its own length alone."""
+    CogVideoXImageToVideoPipeline(**tiny_pipeline(**IMAGE).components).save_pretrained(tmp_path / "folder")
+    run = RunFolder(import_run(tmp_path / "folder", "diffusers", tmp_path / "run"))
+    said: list[str] = []
+    export_diffusers(run, tmp_path / "one", note=said.append)
+    assert not any("learned positions" in line for line in said)
+    tree = run.config()
+    tree["stages"]["generator"].setdefault("data", {})["frames"] = 1
+    run.config_file.write_text(json.dumps(tree), encoding="utf-8")
+    export_diffusers(run, tmp_path / "two", note=said.append)
+    assert any("learned positions for clips of 5 frames alone" in line and "of 1 frames" in line for line in said)
+
+
+def test_weights_are_found_from_any_folder(released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"task": "cogvideox", "text": {"kind": "t5"}}
+    monkeypatch.chdir(released.parent)
+    config = parse(CogVideoXConfig, keys | {"weights": released.name})
+    assert config.weights == str(released) and config.text.name == str(released / "text_encoder")
 
 
 def test_clips_are_shown_through_the_folders_vae_in_tiles_where_asked(released: Path) -> None:

@@ -35,6 +35,14 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
+def test_a_step_is_one_of_the_last_stage(run: RunFolder, tmp_path: Path) -> None:
+    export_safetensors(run, tmp_path / "out", which="3")
+    steps = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text())["step"] for name in ("first", "second")}
+    assert steps == {"first": 20, "second": 3}
+    with pytest.raises(InputError, match="no checkpoint of step 10"):
+        export_safetensors(run, tmp_path / "other", which="10")
+
+
 def everything(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kineograph.core.errors import InputError
-from kineograph.media.names import LONGEST, free_name, slug
+from kineograph.media.names import LONGEST, check_place, free_name, slug
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,14 @@ def test_concurrent_callers_never_meet(tmp_path):
 def test_a_name_that_cannot_be_written_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         free_name(tmp_path, "x" * 300, 0, ".gif")
+
+
+def test_a_place_that_cannot_be_written_into_is_said_beforehand(tmp_path):
+    (tmp_path / "file").touch()
+    check_place(tmp_path)
+    check_place(tmp_path / "yet" / "to come")
+    for place in ("file", "file/below"):
+        with pytest.raises(InputError, match=r"cannot be written into: .*file is a file"):
+            check_place(tmp_path / place)
+        with pytest.raises(InputError, match="cannot be written into"):
+            free_name(tmp_path / place, "a", 1, ".gif")

@@ -439,6 +439,13 @@ def test_a_run_without_its_data_is_estimated_all_the_same(tmp_path: Path, capsys
         examine([], memory=8)
 
 
+def test_half_precision_needs_no_gpu_here_when_one_is_imagined(heavy: Path, capsys: pytest.CaptureFixture) -> None:
+    examine([str(heavy), "train.precision=fp16"], memory=8)
+    assert "fp16" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="fp16 needs a GPU"):
+        examine([str(heavy), "train.precision=fp16", "train.device=cpu"])
+
+
 @pytest.mark.parametrize(
     "words",
     [

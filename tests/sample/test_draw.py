@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext
 from kineograph.media.clips import write_clip
 from kineograph.sample.draw import draw_for_training
-from kineograph.sample.sampler import Sampler
+from kineograph.sample.sampler import Sampler, _check_guidance
 from kineograph.train import checkpoint
 from tests.sample.tiny_task import TinyConfig, TinyGenerator, make_run, save_stage
 
@@ -72,6 +73,15 @@ def test_negative_prompt_and_count_without_captions(sampler):
     drawn = sampler.sample(None, count=3)
     assert len(drawn) == 3
     assert drawn.captions == [None] * 3
+
+
+def test_a_negative_prompt_where_nothing_is_guided_is_refused(sampler):
+    with pytest.raises(InputError, match="guidance=1 is none: raise --guidance"):
+        sampler.sample(["a 3"], guidance=1.0, negative="blurred")
+    cosine = SimpleNamespace(guidance=0.0, unguided=0.0)  # a schedule that begins at 1 + guidance
+    with pytest.raises(InputError, match="guidance=0 is none"):
+        _check_guidance(cosine, None, ["a 3"], "blurred")
+    _check_guidance(SimpleNamespace(guidance=1.0, unguided=0.0), 1.0, ["a 3"], "blurred")
 
 
 def test_captions_are_text(sampler):

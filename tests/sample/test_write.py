@@ -56,6 +56,7 @@ def test_another_speed_shows_the_same_frames(run, tmp_path):
     [
         ({"fps": 0.0}, "--fps 0 is not a speed: use a number above 0"),
         ({"fps": float("nan")}, "--fps nan is not a speed"),
+        ({"fps": 60.0}, "--fps 60 is faster than a GIF can be, 50 frames a second: add --format mp4"),
         ({"fps": 8.0, "frames": 1}, "--fps 8 is the speed of a clip, and a picture is drawn"),
         ({"fps": 8.0, "format": "png"}, "--fps 8 is the speed of a clip, and --format png stands still"),
     ],

@@ -279,6 +279,19 @@ def test_pretrained_encoders_load_from_a_folder(folders, kind):
     assert [p.shape for p in text.parameters() if p.requires_grad] == [(24,)]
 
 
+def test_a_file_that_was_cut_short_is_named_at_the_start_and_when_it_is_read(folders, tmp_path):
+    shutil.copytree(folders["t5"], tmp_path / "t5")
+    file = tmp_path / "t5" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:3000])
+    config = TextConfig(kind="t5", name=str(tmp_path / "t5"), length=6)
+    with pytest.raises(
+        InputError, match=r"model\.safetensors is not a whole safetensors file.*copy or download it again"
+    ):
+        config.check_pretrained((), hub=False)
+    with pytest.raises(InputError, match="cannot be loaded as t5"):
+        build(kind="t5", name=str(tmp_path / "t5"), length=6).encode(["a"])
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["t5", "clip"])
 def test_they_answer_what_transformers_does_with_its_own_mask(folders, kind, attention):

@@ -95,6 +95,8 @@ class CogVideoXConfig(StageConfig, TransformerShape):
                 "codec or weights is required: name the stage of a causal_vae, or give the folder of released weights (weights=DIR)"
             )
         tree = filled(tree)
+        if isinstance(tree.get("weights"), str):  # a run is opened from other folders than the one it was started in
+            tree["weights"] = str(Path(tree["weights"]).expanduser().absolute())
         if isinstance(tree.get("diffusion", {}), Mapping):
             tree["diffusion"] = {**DIFFUSION, **tree.get("diffusion", {})}
         text = tree.get("text", {})
@@ -118,7 +120,9 @@ class CogVideoXConfig(StageConfig, TransformerShape):
                 "give the folder of released weights (weights=DIR), or a trained stage (init=runs/x/stage)"
             )
         if self.tune != "lora" and self.lora != LoraConfig():
-            raise ValueError(f"lora is read with tune=lora only, not with tune={self.tune!r}: leave it out")
+            raise ValueError(
+                f"lora is read with tune=lora only, not with tune={self.tune if self.tune == 'full' else list(self.tune)}: leave it out of the file"
+            )
         if not self.first_frame and self.image != FirstFrameConfig():
             raise ValueError("image is read with first_frame=true only: leave it out")
         if self.diffusion.learned_variance:

@@ -140,15 +140,18 @@ class LatentSpace:
         return latents / self.scale**2 if self.config.first_frame_inverse_scale else latents
 
     def shown(self, first: Tensor | None, padding: int, like: Tensor) -> Tensor | None:
-        """What the network reads beside latents B t c h w: those of the first frame (or frames) at their beginning, padding included, and
-        zeros after them."""
+        """What the network reads beside latents B t c h w: those of the first frame (or frames) at their beginning, and zeros after them.
+
+        A picture stands at the very first latent, where padding is, and nowhere else: so do released models and diffusers' pipeline. Where clips may be
+        shown, each frame stands beside its own latent, and padding repeats the first."""
         if not self.config.first_frame:
             return None
         if first is None:
             return torch.zeros_like(like)
         first = first.to(like.dtype)
-        repeated = first[:, :1].expand(-1, padding, -1, -1, -1)
-        return torch.cat([repeated, first, torch.zeros_like(like[:, first.shape[1] + padding :])], dim=1)
+        aligned = padding if self.config.image.clip or first.shape[1] > 1 else 0
+        repeated = first[:, :1].expand(-1, aligned, -1, -1, -1)
+        return torch.cat([repeated, first, torch.zeros_like(like[:, first.shape[1] + aligned :])], dim=1)
 
     # out -----------------------------------------------------------------------------------------------------------
 

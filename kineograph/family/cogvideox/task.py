@@ -64,6 +64,7 @@ class CogVideoX(Task):
         if (
             config.weights is not None
         ):  # after its weights: of another model's folder its shape is to be said, not its schedule
+            tuning.check_positions(self.network, config.weights, context.name)
             if config.codec is None:
                 tuning.check_first_frame(config, context.name)
             tuning.check_scheduler(config, context.name, context.note)

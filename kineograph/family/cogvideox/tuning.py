@@ -18,7 +18,8 @@ from kineograph.core.task import freeze, without_numbers
 from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weights
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig, check_folder
 from kineograph.family.cogvideox.network import Transformer
-from kineograph.family.cogvideox.weights import renamed
+from kineograph.family.cogvideox.shapes import TransformerShape
+from kineograph.family.cogvideox.weights import renamed, shape_of
 from kineograph.process.diffusers_scheduler import differences, drawn_otherwise, read_scheduler
 
 ASSET = "cogvideox/base.json"
@@ -167,6 +168,28 @@ def check_first_frame(config: CogVideoXConfig, stage: str) -> None:
             f"{place} has invert_scale_latents={str(inverse).lower()}: set stages.{stage}.first_frame_inverse_scale={str(inverse).lower()}, or the "
             "first frame will not be what the weights know"
         )
+
+
+def check_positions(network: Transformer, folder: str, stage: str) -> None:
+    """Where a token stands is told to the network by numbers that no tensor's shape gives away: the folder's config.json has them."""
+    place = Path(folder).expanduser() / "transformer" / "config.json"
+    if not place.is_file():
+        return
+    shape = network.shape
+    theirs = TransformerShape.model_validate(shape_of(load_file(place), str(place)))
+    keys = ["positions"]
+    if shape.positions == "sincos":
+        keys += ["space_scale", "time_scale"]
+    else:
+        keys += ["grid"] + ["base_size"] * (shape.grid == "resize")
+    for key in keys:
+        wanted = getattr(theirs, key)
+        found = network.base_size if key == "base_size" else getattr(shape, key)
+        if found != wanted:
+            said = f"[{wanted[0]},{wanted[1]}]" if key == "base_size" else wanted
+            raise ConfigError(
+                f"{place} has {key}={said}, and the stage {found}: set stages.{stage}.{key}={said}, or the weights will not know where tokens are"
+            )
 
 
 def check_scheduler(config: CogVideoXConfig, stage: str, note: Callable[[str], None]) -> None:

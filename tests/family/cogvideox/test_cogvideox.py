@@ -295,11 +295,13 @@ def test_the_first_frame_is_shown_at_the_beginning(make: Make) -> None:
     assert task.animates and not make().animates  # what stands beside a prompt is where it begins
 
 
-def test_padding_shows_the_first_frame_too(make: Make) -> None:
-    task = make(first_frame=True, patch_time=2, grid="slice", image={"dropout": 0.0})
-    found = task.space.read(clips(), NOISE, True)
+@pytest.mark.parametrize(("clip", "seen"), [(0.0, 1), (1e-9, 2)])
+def test_padding_shows_the_first_frame_alone_or_too_where_clips_are_shown(make: Make, clip: float, seen: int) -> None:
+    task = make(first_frame=True, patch_time=2, grid="slice", image={"dropout": 0.0, "clip": clip})
+    found = task.space.read(clips(), NOISE, False)
     shown = task.space.shown(found.first, found.padding, found.x0)
-    assert torch.equal(shown[:, 0], shown[:, 1]) and shown[:, 0].any() and not shown[:, 2:].any()
+    assert found.padding == 1 and shown[:, :seen].flatten(2).any(-1).all() and not shown[:, seen:].any()
+    assert torch.equal(shown[:, 0], shown[:, seen - 1])
 
 
 def test_the_first_frame_is_noised_and_dropped_in_training_only(make: Make) -> None:

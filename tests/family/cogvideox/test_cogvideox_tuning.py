@@ -242,7 +242,7 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
         assert sorted(p.shape for p in found.values()) == sorted(wanted.values())
         task.loss("model", task(batch, NOISE)).total.sum.backward()
         assert all(p.grad is not None for p in found.values())
-    with pytest.raises(InputError, match=r"weights=nowhere does not exist: give a folder of diffusers' form"):
+    with pytest.raises(InputError, match=r"weights=.*nowhere does not exist: give a folder of diffusers' form"):
         make(weights="nowhere", **keys)
 
 
