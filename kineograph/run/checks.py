@@ -42,7 +42,7 @@ def check_stages(
         if stage.name not in data:
             continue
         if elsewhere:
-            precision = "bf16" if stage.train.precision == "auto" else stage.train.precision
+            precision: str = "bf16" if stage.train.precision == "auto" else stage.train.precision
         else:
             device = ranks.device_of(stage.train.device)
             precision = precision_for(stage.train.precision, device)
