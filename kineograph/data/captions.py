@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from kineograph.core.errors import InputError
+from kineograph.core.lines import lines_of
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 TEXT_KEYS = ("text", "caption", "prompt")
@@ -116,7 +117,7 @@ def _sibling(name: str, other: str) -> str:
 
 
 def _paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
-    files, texts = ([line.strip() for line in _text(root / name).strip().splitlines()] for name in (videos, prompts))
+    files, texts = ([line.strip() for line in lines_of(_text(root / name).strip())] for name in (videos, prompts))
     if len(files) != len(texts):
         raise InputError(
             f"{root / videos} has {len(files)} lines and {root / prompts} has {len(texts)}: each video needs its prompt on the same line"
@@ -186,7 +187,7 @@ def _numbered_rows(path: Path, name: str, problems: list[Problem]) -> Iterable[t
             )
         yield from ((reader.line_num, row) for row in reader)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines_of(text), 1):
         if not line.strip():
             continue
         try:
