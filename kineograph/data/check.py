@@ -195,7 +195,7 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
     lonely = [name for name in found.unused if PurePosixPath(name).stem.lower() not in _ABOUT]
     report.problems += [Problem(name, "a caption without picture or clip") for name in lonely]
     items = items_of(names, found)
-    captioned = {item: text for item in items if (text := item.span.text if item.span else texts.get(item.name))}
+    captioned = {item: said for item in items if (said := item.span.text if item.span else texts.get(item.name))}
     report.items, report.captions = len(items), list(captioned.values())
     if captioned or unread:  # a folder without any captions is no problem: a tokenizer trains on it
         report.problems += [
