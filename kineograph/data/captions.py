@@ -210,8 +210,8 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def require_captions(source: Any, reader: str) -> None:
-    """Refuse a source that lacks captions for something that reads text. `reader` says what: "stage generator"."""
+def require_captions(source: Any, reader: str, kind: str = "items") -> None:
+    """Refuse a source that lacks captions for something that reads text. `reader` says what: "stage generator"; `kind`, of which items."""
     missing = source.missing_captions() if hasattr(source, "missing_captions") else []
     if not missing:
         return
@@ -221,5 +221,5 @@ def require_captions(source: Any, reader: str) -> None:
         "kineo data check shows what was found"
     )
     raise InputError(
-        f"{reader} reads captions, and {len(missing)} of {len(source)} items have none ({shown}): {remedy}"
+        f"{reader} reads captions, and {len(missing)} of {len(source)} {kind} have none ({shown}): {remedy}"
     )
