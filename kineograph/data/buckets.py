@@ -82,8 +82,17 @@ class BucketsConfig(Config):
 
     @model_validator(mode="after")
     def _one_way(self) -> BucketsConfig:
-        if self.sizes is not None and self.resolutions is not None:
-            raise ValueError("sizes says every shape, so resolutions changes nothing: leave one of them out")
+        # By value: a saved config names every key.
+        unread = [
+            name
+            for name in ("resolutions", "aspects", "multiple")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if self.sizes is not None and unread:
+            one = len(unread) == 1
+            raise ValueError(
+                f"sizes says every shape, so {' and '.join(unread)} {'changes' if one else 'change'} nothing: leave out sizes or {'it' if one else 'them'}"
+            )
         return self
 
     def shapes(self, usual: Bucket) -> list[Bucket]:

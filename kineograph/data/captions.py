@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from kineograph.core.errors import InputError
+from kineograph.core.lines import lines_of
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 TEXT_KEYS = ("text", "caption", "prompt")
@@ -116,7 +117,7 @@ def _sibling(name: str, other: str) -> str:
 
 
 def _paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
-    files, texts = ([line.strip() for line in _text(root / name).strip().splitlines()] for name in (videos, prompts))
+    files, texts = ([line.strip() for line in lines_of(_text(root / name).strip())] for name in (videos, prompts))
     if len(files) != len(texts):
         raise InputError(
             f"{root / videos} has {len(files)} lines and {root / prompts} has {len(texts)}: each video needs its prompt on the same line"
@@ -186,7 +187,7 @@ def _numbered_rows(path: Path, name: str, problems: list[Problem]) -> Iterable[t
             )
         yield from ((reader.line_num, row) for row in reader)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines_of(text), 1):
         if not line.strip():
             continue
         try:
@@ -209,8 +210,8 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def require_captions(source: Any, reader: str) -> None:
-    """Refuse a source that lacks captions for something that reads text. `reader` says what: "stage generator"."""
+def require_captions(source: Any, reader: str, kind: str = "items") -> None:
+    """Refuse a source that lacks captions for something that reads text. `reader` says what: "stage generator"; `kind`, of which items."""
     missing = source.missing_captions() if hasattr(source, "missing_captions") else []
     if not missing:
         return
@@ -220,5 +221,5 @@ def require_captions(source: Any, reader: str) -> None:
         "kineo data check shows what was found"
     )
     raise InputError(
-        f"{reader} reads captions, and {len(missing)} of {len(source)} items have none ({shown}): {remedy}"
+        f"{reader} reads captions, and {len(missing)} of {len(source)} {kind} have none ({shown}): {remedy}"
     )

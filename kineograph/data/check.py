@@ -15,7 +15,7 @@ from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.captions import Problem, find_captions, read_caption
 from kineograph.data.decode import VIDEOS, kind_of, measure_picture, reasons
-from kineograph.data.folder import Folder, FolderConfig, list_folder
+from kineograph.data.folder import Folder, FolderConfig, items_of, list_folder
 
 _ABOUT = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are about the folder
 
@@ -42,8 +42,10 @@ class Report:
     path: Path
     kinds: Counter[str] = field(default_factory=Counter)
     media: list[Media] = field(default_factory=list)
-    captions: dict[str, str] = field(default_factory=dict)
-    """Of those media that have one."""
+    items: int = 0
+    """Pictures and clips, or in place of a clip its parts that are captioned one by one."""
+    captions: list[str] = field(default_factory=list)
+    """Of those items that have one."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -71,13 +73,13 @@ class Report:
         return lines + [f"  {path}: {reason}" for path, reason in self.problems]
 
     def _captions_line(self) -> str:
-        texts = list(self.captions.values())
+        texts = self.captions
         if not texts:
             return "captions: none (fine for a tokenizer; a stage that reads text needs them)"
         words = [len(text.split()) for text in texts]
         repeated = len(texts) - len(set(texts))
         return (
-            f"captions: {len(texts)} of {self.count} ({self.count - len(texts)} missing), {repeated} repeated, "
+            f"captions: {len(texts)} of {self.items} ({self.items - len(texts)} missing), {repeated} repeated, "
             f"words {min(words)} to {max(words)} (median {statistics.median(words):g})"
         )
 
@@ -172,14 +174,12 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
         report.problems.append(Problem("captions", str(error)))
         return
     report.problems += found.problems
-    report.captions |= found.given
-    report.captions |= {
-        name: text for name, parts in found.spans.items() if (text := " / ".join(p.text for p in parts if p.text))
-    }
     if found.spans:
         report.notes.append(f"{sum(map(len, found.spans.values()))} captioned parts of {len(found.spans)} clips")
-    unread = set()
+    texts, unread = dict(found.given), set()
     for name, text_file in found.sidecar.items():
+        if name in found.spans:  # its parts have texts of their own
+            continue
         try:
             text = read_caption(report.path / text_file)
         except UnicodeDecodeError:
@@ -188,15 +188,18 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
             report.problems.append(Problem(text_file, f"cannot be read: {error.strerror}"))
         else:
             if text:
-                report.captions[name] = text
+                texts[name] = text
                 continue
             report.problems.append(Problem(text_file, "an empty caption"))
         unread.add(name)
     lonely = [name for name in found.unused if PurePosixPath(name).stem.lower() not in _ABOUT]
     report.problems += [Problem(name, "a caption without picture or clip") for name in lonely]
-    if report.captions or unread:  # a folder without any captions is no problem: a tokenizer trains on it
+    items = items_of(names, found)
+    captioned = {item: said for item in items if (said := item.span.text if item.span else texts.get(item.name))}
+    report.items, report.captions = len(items), list(captioned.values())
+    if captioned or unread:  # a folder without any captions is no problem: a tokenizer trains on it
         report.problems += [
-            Problem(name, "no caption") for name in names if name not in report.captions and name not in unread
+            Problem(item.identity, "no caption") for item in items if item not in captioned and item.name not in unread
         ]
 
 

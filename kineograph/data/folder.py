@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -33,9 +33,6 @@ class FolderConfig(MediaConfig):
     """Folder of sketches, each named as its picture or clip (the ending may differ), cropped and timed alike; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
     """Channels of the sketches, as data.channels."""
-
-
-_WHOLE: Sequence[Span | None] = (None,)
 
 
 class Listing(NamedTuple):
@@ -113,6 +110,14 @@ class Item(NamedTuple):
         return normalize("NFC", self.name) + part
 
 
+_WHOLE: Sequence[Span | None] = (None,)
+
+
+def items_of(names: Iterable[str], captions: Captions) -> list[Item]:
+    """What is trained on: files, and in place of those with captioned parts these."""
+    return [Item(name, span) for name in names for span in captions.spans.get(name, _WHOLE)]
+
+
 class Folder:
     Config = FolderConfig
 
@@ -152,11 +157,7 @@ class Folder:
         captions = find_captions(root, listing.media, listing.others)
         part = select([normalize("NFC", name) for name in listing.media], split, config)
         chosen = {listing.media[index] for index in part.indices}
-        items = [
-            Item(name, span)
-            for name in listing.media
-            for span in captions.spans.get(name, _WHOLE)  # all parts of a file are in one split
-        ]
+        items = items_of(listing.media, captions)  # all parts of a file are in one split
         problems = listing.problems + captions.problems
         if config.buckets is None:
             items = [item for item in items if item.name in chosen]

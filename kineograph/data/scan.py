@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +31,11 @@ def scan(
     memory: Path | None = None,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    kind: str = "items",
 ) -> list[Skipped]:
     """Read all items of a source of files with up to 10,000 of them; → those that cannot be read, or an InputError where they are too many.
 
-    `memory` is a file that remembers the result: nothing is decoded again while the files stay as they are.
+    `memory` is a file that remembers the result: nothing is decoded again while the files stay as they are. `kind` is what a note calls them.
     """
     if len(source) > LIMIT or not hasattr(source, "fingerprint"):  # made on the fly, or a Dataset of the user's own
         return []
@@ -43,10 +44,10 @@ def scan(
         skipped = _decode_all(source, threads, progress)
         if memory is not None:
             remember(memory, source, skipped)
-    _refuse(skipped, len(source), max_unreadable)
+    refuse_unreadable(skipped, len(source), max_unreadable)
     if skipped and note:
         note(
-            f"{len(skipped)} of {len(source)} items cannot be read and are left out, the first is {skipped[0].path}: {skipped[0].reason}"
+            f"{len(skipped)} of {len(source)} {kind} cannot be read and are left out, the first is {skipped[0].path}: {skipped[0].reason}"
         )
     return skipped
 
@@ -86,7 +87,8 @@ def _recall(memory: Path | None, source: Any) -> list[Skipped] | None:
         return None
 
 
-def _refuse(skipped: list[Skipped], count: int, limit: float) -> None:
+def refuse_unreadable(skipped: Sequence[tuple[str, str]], count: int, limit: float) -> None:
+    """Too many of so many items are an error."""
     if len(skipped) <= limit * count:
         return
     first = "\n".join(f"  {path}: {reason}" for path, reason in skipped[:5])

@@ -18,6 +18,7 @@ from kineograph.core.noise import Noise, key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.seams import Source
 from kineograph.core.task import Task, drawn_shape
+from kineograph.data.captions import require_captions
 from kineograph.data.config import Split
 from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
@@ -148,6 +149,7 @@ def evaluate(
             name == main,
             shows=True,
             note=note,
+            split=split,
         )
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
@@ -214,7 +216,9 @@ class Judge:
         draws: bool = True,
         shows: bool = False,
         note: Note = lambda line: None,
+        split: str = "validation",
     ) -> None:
+        self.split = split
         self.name, self.spec, self.task, self.source, self.device = spec.name, spec, task, source, device
         self.run_seed, self.seed, self.batch, self.shows = run_seed, seed, batch, shows
         self.extractors, self.stages, self.note = extractors, stages, note
@@ -228,6 +232,8 @@ class Judge:
     ) -> tuple[dict[str, Result], sheets.Pictures]:
         """What the metrics found, and pictures of what they saw if it `shows` any; `reasons` hears why one of them judged nothing."""
         metrics = self.open(chosen, reasons)
+        if metrics and "captions" in self.spec.task.reads_for(self.spec.config):
+            require_captions(self.source, f"stage {self.name} ({self.spec.config.task})", f"{self.split} items")
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         pictures = sheets.Pictures()
         with self._watched(metrics):

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from kineograph.core.config import Config, Tree, merge, parse
 from kineograph.core.errors import ConfigError
+from kineograph.core.lines import lines_of
 from kineograph.run.layers import changed_keys
 from kineograph.sample.stages import StageSpec, read_stage
 from kineograph.train.config import PlayerConfig, TrainConfig
@@ -152,7 +153,7 @@ def _prompts(prompts: list[str] | str) -> list[str] | str:
         raise ConfigError(f"prompts={prompts} is not UTF-8 text: {error}; save it as UTF-8") from None
     except OSError as error:
         raise ConfigError(f"prompts={prompts} cannot be read: {error.strerror}") from None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in lines_of(text) if line.strip()]
     if not lines:
         raise ConfigError(f"prompts={prompts}: the file has no lines")
     return lines

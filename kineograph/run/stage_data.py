@@ -29,7 +29,7 @@ from kineograph.data.dataset import DatasetSource
 from kineograph.data.given_tokens import TokenGrid
 from kineograph.data.loader import Loader
 from kineograph.data.opening import open_source
-from kineograph.data.scan import remember, scan, write_skipped
+from kineograph.data.scan import refuse_unreadable, remember, scan, write_skipped
 from kineograph.run.plan import StagePlan
 from kineograph.train.config import TrainConfig
 
@@ -44,9 +44,14 @@ class StageData:
     seed: int
     source: Source
     validation: Source
-    skipped: dict[str, str]  # item → why it cannot be read
+    skipped: dict[Split, dict[str, str]]  # of splits that were scanned: item → why it cannot be read
     test: Source | None = None  # where grids show the test split
     heirs: list[StageData] = field(default_factory=list)  # of later stages whose `init` is this one
+
+    def split(self, name: Split) -> Source:
+        source = {"train": self.source, "validation": self.validation, "test": self.test}[name]
+        assert source is not None
+        return source
 
     def loader(self, source: Source | None = None, planned: World | None = None) -> Loader:
         """Batches of `source` (by default the training source) as training reads them; as the first process would in a `planned` world."""
@@ -99,11 +104,9 @@ class StageData:
     def _shown(self, split: Split) -> Loader:
         """Of a split that nothing else reads item by item."""
         if split not in self._loaders:
-            source = {"train": self.source, "validation": self.validation, "test": self.test}[split]
-            assert source is not None
             # Validation's own items, which several processes have shared out among them.
             keys = ("validation",) if split == "validation" else ("shown", split)
-            self._loaders[split] = Loader(source, seed=key_of(self.seed, *keys) >> 1, batch_size=1)
+            self._loaders[split] = Loader(self.split(split), seed=key_of(self.seed, *keys) >> 1, batch_size=1)
         return self._loaders[split]
 
     @cached_property
@@ -112,7 +115,8 @@ class StageData:
 
     def remember(self, folder: Path) -> None:
         """Put what opening the data found into the run folder: the scan's result, and the items that cannot be read."""
-        remember(scan_file(folder, self.stage), self.source, self.skipped.items())
+        for split, skipped in self.skipped.items():
+            remember(scan_file(folder, self.stage, split), self.split(split), skipped.items())
         left_out = self._left_out()
         if left_out and ranks.is_first():
             write_skipped(folder / "skipped.jsonl", left_out)
@@ -137,8 +141,9 @@ class StageData:
             write_json(path, tree)
 
     def _left_out(self) -> dict[str, str]:
-        """What was known before training: by the scan, or by the source itself."""
-        return {**getattr(self.source, "skipped", {}), **self.skipped}
+        """What was known before training: by the sources themselves, or by their scans."""
+        known = [getattr(source, "skipped", {}) for source in (self.source, self.validation, self.test)]
+        return {path: reason for found in (*known, *self.skipped.values()) for path, reason in found.items()}
 
     def write_skipped(self, path: Path, loader: Loader) -> None:
         """List what could not be read, found at the start or met on the way."""
@@ -181,26 +186,30 @@ def open_data(
     `folder` is the run's, where an earlier scan of the files may be remembered; `opened` holds the data of earlier stages: the same config is read once.
     """
     config = stage.spec.data
-    same = next((other for other in (opened or {}).values() if other.stage.spec.data == config), None)
+    # The last one knows all that those before it have found.
+    same = next((other for other in reversed((opened or {}).values()) if other.stage.spec.data == config), None)
     if same is not None:
-        found = StageData(stage, seed, same.source, same.validation, same.skipped, same.test)
+        found = StageData(stage, seed, same.source, same.validation, dict(same.skipped), same.test)
     else:
         source = open_source(config, "train", seed, dataset)
         if len(source) == 0:
             raise InputError(
                 f"data.source={config.source} has no training items: lower data.validation and data.test, or add data"
             )
-        memory = scan_file(folder, stage) if folder is not None and folder.is_dir() else None
-        skipped = dict(scan(source, config.max_unreadable, note, memory))
+        skipped = dict(scan(source, config.max_unreadable, note, _memory(folder, stage, "train")))
         if getattr(source, "note", None):
             note(str(source.note))  # type: ignore[attr-defined]
         if config.validation == 0:
             note("data.validation=0: validation runs on training data")
-        found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), skipped)
+        found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), {"train": skipped})
     if "test" in stage.train.grids and found.test is None:
         found.test = open_source(config, "test", seed, dataset)
         if len(found.test) == 0:  # most sources refuse that themselves, some only when they are asked
             raise InputError("train.grids names test, and that split is empty: set data.test=0.1, for one")
+    held_out = [split for split in _looked_at(stage.train) if not _same_items(found.split(split), found.source)]
+    for split in held_out:
+        if split not in found.skipped:
+            _scan_held_out(found, split, note, _memory(folder, stage, split))
     if found.buckets is not None:
         for line in found.buckets.lines(stage.train.batch_size):
             note(line)
@@ -211,10 +220,40 @@ def open_data(
         _require_sketch(found)
     _require_text(found)
     if "captions" in reads:
-        require_captions(found.source, f"stage {stage.name} ({stage.spec.config.task})")
+        reader = f"stage {stage.name} ({stage.spec.config.task})"
+        require_captions(found.source, reader)
+        for split in held_out:
+            require_captions(found.split(split), reader, f"{split} items")
         if stage.spec.config.init in (opened or {}):
             opened[stage.spec.config.init].heirs.append(found)  # type: ignore[index]
     return found
+
+
+def _looked_at(train: TrainConfig) -> list[Split]:
+    """Splits that training looks at beside its own."""
+    validates = train.validate_every or train.sample_every or (train.metrics and train.evaluate_every)
+    splits: list[Split] = ["validation"] if validates else []
+    return [*splits, "test"] if train.sample_every and "test" in train.grids else splits
+
+
+def _same_items(one: Source, other: Source) -> bool:
+    """Splits have either all items in common (validation on training data) or none."""
+    return one is other or (len(one) == len(other) and one.identity(0) == other.identity(0))
+
+
+def _scan_held_out(data: StageData, split: Split, note: Callable[[str], None], memory: Path | None) -> None:
+    """As the training items were. data.max_unreadable is a share of both together: a split may be a few items, of which one is many."""
+    source, config = data.split(split), data.stage.spec.data
+    found = scan(source, 1.0, note, memory, kind=f"{split} items")
+    if len(found) == len(source):
+        lost = {**getattr(source, "skipped", {}), **dict(found)}
+        told = "".join(f", {path}: {reason}" for path, reason in list(lost.items())[:1])
+        raise InputError(
+            f"data.source={config.source} has no {split} item that can be read{told}. Repair or remove what is broken, "
+            f"or raise data.{split}={getattr(config, split):g}, so that more items are held out"
+        )
+    data.skipped[split] = dict(found)
+    refuse_unreadable([*data.skipped["train"].items(), *found], len(data.source) + len(source), config.max_unreadable)
 
 
 def gives(source: Source) -> frozenset[str]:
@@ -322,7 +361,11 @@ def _codec_of(task: Task) -> Task | None:
     return next((found for found in map(_codec_of, task.stages.values()) if found is not None), None)
 
 
-def scan_file(folder: Path, stage: StagePlan) -> Path:
+def _memory(folder: Path | None, stage: StagePlan, split: Split) -> Path | None:
+    return scan_file(folder, stage, split) if folder is not None and folder.is_dir() else None
+
+
+def scan_file(folder: Path, stage: StagePlan, split: Split) -> Path:
     """Where the scan of a stage's files is remembered; stages that read the same data share it."""
     key = key_of(stage.spec.data.model_dump_json())
-    return folder / ".scan" / f"{key:016x}.json"
+    return folder / ".scan" / (f"{key:016x}.json" if split == "train" else f"{key:016x}-{split}.json")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError
+from kineograph.core.lines import lines_of
 from kineograph.core.run_folder import write_atomic, write_json
 from kineograph.media.clips import growing_clip
 from kineograph.media.frames import to_bytes
@@ -227,7 +228,7 @@ def read_scenes(path: str | Path) -> list[str]:
         raise InputError(f"{path} cannot be read ({error.strerror}): give a text file with a scene a line") from None
     if "\0" in text:
         raise InputError(f"{path} is not UTF-8 text: give a text file with a scene a line")
-    scenes = [line.strip() for line in text.splitlines()]
+    scenes = [line.strip() for line in lines_of(text)]
     scenes = [scene for scene in scenes if scene and not scene.startswith("#")]
     if not scenes:
         raise InputError(
@@ -242,7 +243,7 @@ def check_scenes(captions: Sequence[str]) -> list[str]:
         raise InputError("a story is a list of captions, a scene each: give [caption, caption, …]")
     scenes = [caption.strip() if isinstance(caption, str) else caption for caption in captions]
     for number, scene in enumerate(scenes, 1):
-        if not isinstance(scene, str) or not scene or scene.startswith("#") or len(scene.splitlines()) > 1:
+        if not isinstance(scene, str) or not scene or scene.startswith("#") or {"\n", "\r"} & set(scene):
             raise InputError(
                 f"scene {number}, {scene!r}, is not a scene: give one line of text that does not begin with #"
             )

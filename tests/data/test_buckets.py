@@ -151,7 +151,10 @@ def test_the_report_tells_counts_rows_and_crops(mixed: Path) -> None:
     [
         ({"aspects": ["16x9"]}, "'16x9' is not an aspect"),
         ({"aspects": ["0:1"]}, "'0:1' is not an aspect"),
-        ({"resolutions": [64]}, "leave one of them out"),
+        ({"resolutions": [64]}, "so resolutions changes nothing: leave out sizes or it"),
+        ({"aspects": ["1:1"]}, "so aspects changes nothing"),
+        ({"multiple": 64}, "so multiple changes nothing"),
+        ({"aspects": ["1:1"], "multiple": 64}, "so aspects and multiple change nothing: leave out sizes or them"),
     ],
 )
 def test_odd_configs_are_refused(tmp_path: Path, buckets: dict, told: str) -> None:

@@ -73,6 +73,22 @@ def test_no_captions_at_all_is_fine(pictures):
     assert any("captions: none" in line for line in report.lines())
 
 
+def test_parts_of_a_clip_are_items_of_their_own(tmp_path, make_video, counting):
+    make_video(tmp_path / "clip.mp4", counting(15), fps=5)
+    make_video(tmp_path / "whole.mp4", counting(5), fps=5)
+    (tmp_path / "whole.txt").write_text("one two three four")
+    parts = [
+        {"start": 0, "end": 1, "text": "a red ball"},
+        {"start": 1, "end": 2, "text": ""},
+        {"start": 2, "end": 3, "text": "falls down"},
+    ]
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "clip.mp4", "clips": parts}))
+    report = check_folder(tmp_path)
+    assert problems(report) == {"clip.mp4@1-2": "no caption"}
+    assert "captions: 3 of 4 (1 missing), 0 repeated, words 2 to 4 (median 3)" in report.lines()
+    assert "3 captioned parts of 1 clips" in report.lines()
+
+
 def test_gif_lengths(tmp_path):
     frames = [Image.new("L", (8, 8), 40 * index) for index in range(4)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=[100, 500, 100, 300])

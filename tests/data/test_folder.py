@@ -73,6 +73,26 @@ def test_metadata(tmp_path, form):
     assert (form == "csv") or any("line 4 is not JSON" in problem.reason for problem in source.problems)
 
 
+SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c"  # that str.splitlines ends lines at
+
+
+def test_a_caption_may_hold_what_other_tools_take_for_the_end_of_a_line(tmp_path):
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "b.png")
+    rows = [{"file_name": "a.png", "text": "one\u2028two\x85three"}, {"file_name": "b.png", "text": "four"}]
+    (tmp_path / "metadata.jsonl").write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode())
+    source = opened(tmp_path)
+    assert source.problems == []
+    assert captions(source) == {"a.png": "one two three", "b.png": "four"}
+
+
+def test_a_prompt_may_hold_what_other_tools_take_for_the_end_of_a_line(tmp_path):
+    picture(tmp_path / "1.png")
+    (tmp_path / "videos.txt").write_bytes(b"1.png\r\n")
+    (tmp_path / "prompts.txt").write_bytes(f"one{SEPARATORS}two\r\n".encode())
+    assert captions(opened(tmp_path)) == {"1.png": f"one{SEPARATORS}two"}
+
+
 def test_metadata_in_each_subfolder(tmp_path):
     for part in ("x", "y"):
         picture(tmp_path / part / "a.png")

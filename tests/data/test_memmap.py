@@ -1,3 +1,4 @@
+import json
 import pickle
 
 import numpy as np
@@ -65,6 +66,16 @@ def test_folder_with_captions_beside(tmp_path):
     assert source.caption(2) == "clip 2"
     assert source.missing_captions() == []
     assert source.identity(2) == "videos.npy:2"
+
+
+@pytest.mark.parametrize("name", ["captions.txt", "captions.jsonl"])
+def test_captions_with_separators_inside_stay_one_line(tmp_path, name):
+    np.save(tmp_path / "videos.npy", clips())
+    texts = [f"clip\u2028{n}" for n in range(6)]
+    lines = texts if name.endswith("txt") else [json.dumps({"caption": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / name).write_bytes("".join(f"{line}\r\n" for line in lines).encode())
+    source = opened(tmp_path, layout="NTHW")
+    assert [source.caption(n) for n in range(6)] == texts
 
 
 def test_captions_are_part_of_the_content(tmp_path):

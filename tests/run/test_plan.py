@@ -95,6 +95,8 @@ def test_prompts_are_a_list_or_a_file(tmp_path: Path) -> None:
         plan_with("prompts", str(tmp_path))
     path.write_bytes("\ufeffein Käfer\r\nzwei\r\n".encode())
     assert plan_with("prompts", str(path)).prompts == ["ein Käfer", "zwei"]  # without the mark that Windows puts first
+    path.write_bytes("a 3\u2028moves\r\na 5\r\n".encode())
+    assert plan_with("prompts", str(path)).prompts == ["a 3\u2028moves", "a 5"]  # a line ends at \n alone
     path.write_bytes("ein Käfer".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"prompts=.*is not UTF-8 text.*save it as UTF-8"):
         plan_with("prompts", str(path))

@@ -266,6 +266,8 @@ def test_scenes_files(tmp_path):
     path = tmp_path / "scenes.txt"
     path.write_bytes("\ufeffein rotes Ä\r\n\r\n  # later\r\n  數字 7  ".encode())
     assert read_scenes(path) == ["ein rotes Ä", "數字 7"]
+    path.write_bytes("a 3\u2028moves\r\nit stops\r\n".encode())
+    assert read_scenes(path) == stories.check_scenes(read_scenes(path)) == ["a 3\u2028moves", "it stops"]
     path.write_text("# only\n\n")
     with pytest.raises(InputError, match="holds no scenes"):
         read_scenes(path)
