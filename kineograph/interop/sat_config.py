@@ -108,6 +108,7 @@ class _Reading:
             self._diffusion()
             self._tuning()
             self._by_name()
+            self.give("train.ema.decay", 0)  # SAT trains CogVideoX without an average of the weights
         if self.ours.get("data", {}).get("folder"):
             self.give("data.source", "folder")
         return {key: self.ours[key] for key in ("name", "seed", "data", "train", "stages") if key in self.ours}
