@@ -46,13 +46,8 @@ HOPPER = 9
 LONG = 1024
 """Tokens from which on it is taken. The gain was measured at 17,776; shorter ones stay with what torch chooses."""
 
-_FAILS = (
-    ImportError,
-    OSError,
-    RuntimeError,
-    AttributeError,
-    InputError,
-)  # damaged, of another CUDA, or of a torch without the door
+# Damaged, of another CUDA, or of a torch without the door.
+_FAILS = (ImportError, OSError, RuntimeError, AttributeError, InputError)
 
 flash3 = False  # whether the door is open
 
@@ -102,9 +97,8 @@ def _load() -> str | None:
     if not library.is_file():
         return None
     check_hash(library, LIBRARY.sha256)
-    if not (torch.version.cuda or "").startswith(
-        "12."
-    ):  # then torch has not loaded the runtime that the library was built for
+    built_for_12 = (torch.version.cuda or "").startswith("12.")  # then torch has loaded its own runtime of that number
+    if not built_for_12:
         check_hash(_file(RUNTIME), RUNTIME.sha256)
         ctypes.CDLL(str(_file(RUNTIME)), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(library))

@@ -53,7 +53,7 @@ def test_training_is_translated() -> None:
         "steps": 1200, "log_every": 25, "save_every": 300, "workers": 6, "checkpointing": True, "clip": 0.1, "lr": 2e-4,
         "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 1e-4, "validate_every": 150, "sample_every": 150, "validation_samples": 6,
         "batch_size": 8, "accumulate": 4, "precision": "bf16", "format": "mp4", "schedule": "linear", "warmup": 100,
-        "show": "latents",
+        "show": "latents", "ema": {"decay": 0},
     }  # fmt: skip
     assert found["data"] == {
         "source": "folder", "folder": "clips", "size": [320, 480], "fps": 8, "frames": 33, "validation": 0.1, "test": 0.1

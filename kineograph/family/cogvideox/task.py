@@ -61,9 +61,8 @@ class CogVideoX(Task):
         self.texts = Texts(config, context)
         self.diffusion = Diffusion(config.diffusion)
         self.network = self._network(context)
-        if (
-            config.weights is not None
-        ):  # after its weights: of another model's folder its shape is to be said, not its schedule
+        if config.weights is not None:
+            # After its weights: of another model's folder its shape is to be said, not its schedule.
             tuning.check_positions(self.network, config.weights, context.name)
             if config.codec is None:
                 tuning.check_first_frame(config, context.name)
