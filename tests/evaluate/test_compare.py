@@ -10,7 +10,7 @@ from kineograph.evaluate import record
 from kineograph.evaluate.compare import compare
 from kineograph.evaluate.evidence import Result
 from kineograph.train import checkpoint
-from tests.sample.tiny_task import log, make_run, save_stage
+from tests.sample.tiny_task import TinyCodec, log, make_run, save_stage
 
 
 def train_record(stage: str, step: int, loss: float | None, rate: float, elapsed: float) -> dict:
@@ -97,6 +97,14 @@ def test_missing_values_name_the_command_that_fills_them(full, tmp_path):
     assert any(
         line.startswith(f"kineo evaluate {full.path} --split test") and "caption accuracy" in line for line in tested
     )
+
+
+def test_a_codec_without_codes_is_not_asked_for_their_use(tmp_path, monkeypatch):
+    coded = compare([make_run(tmp_path / "coded", "tokenizer").path]).missing()
+    assert any("codebook use" in line for line in coded)
+    monkeypatch.setattr(TinyCodec, "vocabulary", None, raising=False)  # as of continuous latents
+    smooth = compare([make_run(tmp_path / "smooth", "tokenizer").path]).missing()
+    assert any("PSNR" in line for line in smooth) and not any("codebook" in line for line in smooth)
 
 
 def test_a_judgement_of_an_older_checkpoint_says_so(full):
