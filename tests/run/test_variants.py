@@ -208,6 +208,7 @@ def test_codebook_ids_of_a_users_own_train_what_their_pixels_train(tmp_path: Pat
     assert kg.load(ids, device="cpu").sample(["a red square"]).pixels.shape == (1, 1, 3, 16, 16)
 
 
+@pytest.mark.slow
 def test_warm_start_and_another_runs_codec(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert kineo("train", write(tmp_path), "--run", first) == 0

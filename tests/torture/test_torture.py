@@ -33,6 +33,7 @@ def test_a_lone_process_killed_again_and_again(tmp_path: Path) -> None:
     assert tally.wrong == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_processes_and_another_layout(tmp_path: Path) -> None:
     """FSDP2 on 2, then 1, then hybrid on 4, then DDP on 2: the curve and every tensor are those of one process, within rounding."""
     config = write_config(tmp_path / "tiny.yaml", train__validate_every=6, train__save_every=3, **WITHOUT_DROPOUT)
