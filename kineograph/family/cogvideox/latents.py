@@ -142,8 +142,8 @@ class LatentSpace:
     def shown(self, first: Tensor | None, padding: int, like: Tensor) -> Tensor | None:
         """What the network reads beside latents B t c h w: those of the first frame (or frames) at their beginning, and zeros after them.
 
-        A picture stands at the very first latent, where padding is, and nowhere else: so do released models and diffusers' pipeline. Where clips may be
-        shown, each frame stands beside its own latent, and padding repeats the first."""
+        A picture stands at the very first latent, where padding is, and nowhere else, as diffusers' pipeline shows it. Where clips may be shown, each
+        frame stands beside its own latent, and padding repeats the first."""
         if not self.config.first_frame:
             return None
         if first is None:

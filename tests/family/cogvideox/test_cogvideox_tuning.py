@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import load_weights, parameters_of, weights_of
-from kineograph.family.cogvideox import CogVideoX, tuning, weights
+from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig, tuning, weights
+from kineograph.family.cogvideox.network import Transformer
+from kineograph.family.cogvideox.shapes import RELEASED
 from kineograph.train.config import EmaConfig, TrainConfig
 from kineograph.train.stepper import Stepper
 
@@ -224,6 +227,37 @@ def test_a_folder_that_draws_otherwise_is_told(make: Make, folder: Path) -> None
     assert not said
     make(weights=scheduled(folder, timestep_spacing="leading"), note=said.append)
     assert len(said) == 1 and "timestep_spacing=leading, but steps are spaced trailing" in said[0]
+
+
+_ROTARY = {"use_rotary_positional_embeddings": True}
+_LATER = _ROTARY | {"patch_size_t": 2, "sample_height": 300, "sample_width": 300, "sample_frames": 81}
+PUBLISHED: dict[str, dict[str, Any]] = {  # what their config.json say of positions, where it is not diffusers' default
+    "2b": {},
+    "5b": _ROTARY,
+    "5b-i2v": _ROTARY | {"use_learned_positional_embeddings": True, "in_channels": 32},
+    "1.5-5b": _LATER,
+    "1.5-5b-i2v": _LATER | {"in_channels": 32, "ofs_embed_dim": 512},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_released_shape_has_the_positions_of_its_own_folder_and_of_no_other_kind(tmp_path: Path, name: str) -> None:
+    assert set(PUBLISHED) == set(RELEASED)
+    text = {"kind": "given", "width": 8}
+    small = {"task": "cogvideox", "weights": str(tmp_path), "depth": 1, "heads": 2, "text": text, "null_text": "zeros"}
+    config = parse(CogVideoXConfig, {**small, "shape": name})
+    with torch.device("meta"):
+        network = Transformer(config, 16, 8, 5, base=(13, 60, 90))
+    (tmp_path / "transformer").mkdir()
+    for other, published in PUBLISHED.items():
+        (tmp_path / "transformer" / "config.json").write_text(json.dumps(published))
+        alike = [RELEASED[each].get("positions") for each in (name, other)]
+        later = [each.startswith("1.5") for each in (name, other)]
+        if alike[0] == alike[1] and later[0] == later[1]:
+            tuning.check_positions(network, str(tmp_path), "tuned")
+        else:
+            with pytest.raises(ConfigError, match=r"set stages\.tuned\."):
+                tuning.check_positions(network, str(tmp_path), "tuned")
 
 
 def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
