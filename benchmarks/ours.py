@@ -13,7 +13,7 @@ from benchmarks.case import Work
 from benchmarks.measure import count_flops
 from benchmarks.peers import size
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.task import Task, compile_parts, freeze, parameters_of
+from kineograph.core.task import Task, compile_task, freeze, player_parameters
 from kineograph.sample.draw import draw
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper, precision_for
@@ -31,7 +31,7 @@ def training(task: Task, batch: Batch, device: torch.device, **settings: Any) ->
     stepper = Stepper(task, config, device=device)
     stepper.compile_stages()
     steps = count()
-    sizes = {player: sum(p.numel() for p in parameters_of(task, player).values()) for player in task.players}
+    sizes = {player: sum(p.numel() for p in player_parameters(task, player).values()) for player in task.players}
     notes = [f"{player}: {size / 1e6:.2f} M parameters" for player, size in sizes.items()] if len(sizes) > 1 else []
     return Work(
         lambda: stepper.step(next(steps), [batch]),
@@ -66,6 +66,6 @@ def sampling(task: Task, texts: Batch, options: Any, shape: Shape, device: torch
     flops = count_flops(call)
     if device.type == "cuda":
         for part in parts:
-            compile_parts(part, graphs=True)
+            compile_task(part, graphs=True)
     parameters = sum(size(part.parameters()) for part in parts)
     return Work(call, samples=len(texts), parameters=parameters, flops=flops, precision=precision_for("auto", device))

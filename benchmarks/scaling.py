@@ -61,7 +61,7 @@ def _world(processes: int, seconds: float) -> dict[str, Any]:
 def _work(seconds: float) -> None:
     import torch
 
-    from kineograph.core import ranks
+    from kineograph.core import distributed
     from kineograph.data.loader import Loader
     from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
     from kineograph.run.launch import together
@@ -69,12 +69,12 @@ def _work(seconds: float) -> None:
     torch.set_num_threads(1)
     with together():
         source = MovingDigits.open(MovingDigitsConfig(size=(64, 64), frames=16), "train")
-        size = SAMPLES * ranks.world()
-        loader = Loader(source, seed=0, batch_size=size, rank=ranks.rank(), world=ranks.world())
+        size = SAMPLES * distributed.world()
+        loader = Loader(source, seed=0, batch_size=size, rank=distributed.rank(), world=distributed.world())
         batches = loader.steps(0, 1_000_000)
         data = _rate(lambda: next(batches), size, seconds)
         train = _rate(_training(size), size, seconds)
-        if ranks.is_first():
+        if distributed.is_first():
             print(json.dumps({"data": data, "train": train}))
 
 
@@ -83,7 +83,7 @@ def _training(size: int) -> Any:
 
     import torch
 
-    from kineograph.core import ranks
+    from kineograph.core import distributed
     from kineograph.core.batch import Batch
     from kineograph.run import layers
     from kineograph.run.builder import Builder
@@ -96,9 +96,9 @@ def _training(size: int) -> Any:
     task = Builder(plan, {}, lambda line: None).build("generator", torch.device("cpu"))
     stepper = Stepper(task.train(), plan.stages[1].train)
     grid = task.stages["codec"].shape_for(*(plan.stages[1].spec.data.frames, *plan.stages[1].spec.data.size))  # type: ignore[operator]
-    rows = size // ranks.world()
+    rows = size // distributed.world()
     batch = Batch(
-        slots=torch.arange(rows) + rows * ranks.rank(),
+        slots=torch.arange(rows) + rows * distributed.rank(),
         tokens=torch.randint(0, 100, (rows, *grid)),
         text_embeds=torch.randn(rows, 8, 32),
         text_mask=torch.ones(rows, 8, dtype=torch.bool),
@@ -109,19 +109,19 @@ def _training(size: int) -> Any:
 
 def _rate(call: Any, samples: int, seconds: float) -> float:
     """Samples a second; all processes make equally many calls, as many as fit into the time on the first one."""
-    from kineograph.core import ranks
+    from kineograph.core import distributed
 
     for _ in range(3):
         call()
-    ranks.barrier()
+    distributed.barrier()
     began = time.perf_counter()
     call()
-    calls = max(3, int(seconds / max(1e-3, ranks.told(time.perf_counter() - began))))
-    ranks.barrier()
+    calls = max(3, int(seconds / max(1e-3, distributed.broadcast_object(time.perf_counter() - began))))
+    distributed.barrier()
     began = time.perf_counter()
     for _ in range(calls):
         call()
-    ranks.barrier()
+    distributed.barrier()
     return samples * calls / (time.perf_counter() - began)
 
 

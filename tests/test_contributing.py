@@ -13,7 +13,7 @@ import torch
 from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.config import load_file, parse, read_yaml
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, parameters_of
+from kineograph.core.task import BuildContext, player_parameters
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MODULE = "kineograph.family.flow"
@@ -55,7 +55,7 @@ def batch() -> Batch:
 
 
 def test_it_learns_one_batch(task):
-    parameters = list(parameters_of(task, "model").values())
+    parameters = list(player_parameters(task, "model").values())
     assert len(parameters) == len(list(task.parameters()))
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     losses = []

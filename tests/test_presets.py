@@ -17,7 +17,7 @@ from kineograph.codec.causal_vae import CausalVAE, CausalVAEConfig
 from kineograph.codec.causal_vae_weights import config_for, weights_for
 from kineograph.core.batch import Shape
 from kineograph.core.config import parse
-from kineograph.core.task import BuildContext, Task, parameters_of
+from kineograph.core.task import BuildContext, Task, player_parameters
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import RELEASED, TransformerShape
 from kineograph.family.cogvideox.weights import diffusers_config, network_state
@@ -255,7 +255,7 @@ def test_builds_on_the_meta_device(preset: str, clip: Path, pictures: Path, arra
             )
             task = built[stage.name] = stage.spec.task.build(stage.spec.config, context)
             for player in task.players:
-                assert parameters_of(task, player)
+                assert player_parameters(task, player)
             assert all(p.is_meta for p in task.parameters())
 
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.case import Case, Peer, Sizes, Work
 from kineograph.core.batch import Batch
-from kineograph.core.seams import Source
+from kineograph.core.protocols import Source
 
 
 def _loading(source: Source, sizes: Sizes) -> Work:

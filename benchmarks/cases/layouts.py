@@ -22,7 +22,7 @@ def stepping(parallel: Any) -> Callable[[Sizes, torch.device], Work]:
     def build(sizes: Sizes, device: torch.device) -> Work:
         import torch.distributed as dist
 
-        from kineograph.core import ranks
+        from kineograph.core import distributed
         from kineograph.train.config import TrainConfig
         from kineograph.train.stepper import Stepper
 
@@ -39,7 +39,7 @@ def stepping(parallel: Any) -> Callable[[Sizes, torch.device], Work]:
         def close() -> None:
             if parallel is not None:
                 dist.destroy_process_group()
-                ranks.each_has_data()
+                distributed.reset_data_group()
 
         try:
             config = TrainConfig(**settings, compile=device.type == "cuda", parallel=parallel or "replicate")

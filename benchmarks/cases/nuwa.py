@@ -116,7 +116,7 @@ def ours_train(sizes: Sizes, device: torch.device) -> Work:
 
 
 def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -> Work:
-    from kineograph.core.task import compile_parts, freeze
+    from kineograph.core.task import compile_task, freeze
     from kineograph.family.nuwa.config import NuwaSample
     from kineograph.sample.draw import draw
     from kineograph.train.stepper import precision_for
@@ -142,7 +142,7 @@ def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -
 
     if device.type == "cuda":
         for part in (task, codec):
-            compile_parts(part, graphs=True)
+            compile_task(part, graphs=True)
     # Replayed graphs hide their operations: two a weight, a token and a row, of which guidance doubles the number.
     each = size(task.network.parameters()) + size(task.head.parameters())
     tokens = frames * sizes["tokens"] ** 2

@@ -12,7 +12,7 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.batch import Shape
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError
@@ -193,5 +193,5 @@ def adaptive_weight(
             torch.cat([g.flatten() for g in torch.autograd.grad(pictures, last, gradient, retain_graph=True)])
             for gradient in (reference, push)
         ]
-    wanted, found = ranks.sum_(torch.stack(at_last)).norm(dim=1)
+    wanted, found = distributed.all_reduce_(torch.stack(at_last)).norm(dim=1)
     return (wanted / found.clamp_min(1e-8)).clamp_max(largest).detach()

@@ -16,7 +16,7 @@ from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, 
 from kineograph.codec.causal_vae_chunks import Tiling, spans
 from kineograph.codec.causal_vae_network import CausalVAEShape, Decoder, Encoder
 from kineograph.codec.fitting import real_times, times_of, tokens_across
-from kineograph.codec.game import (
+from kineograph.codec.gan_losses import (
     Divergence,
     Reconstruction,
     clip_judge,
@@ -28,7 +28,7 @@ from kineograph.codec.game import (
     scores,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import Size, StageConfig
 from kineograph.core.noise import Noise
@@ -271,7 +271,7 @@ class CausalVAE(Task):
         each = torch.stack([torch.ones_like(mean), mean, mean.square()]).mean((-2, -1))  # 3 B t c
         if times is not None:
             each = each * times[:, :, None]
-        total = ranks.sum_(each.sum((1, 2)))
+        total = distributed.all_reduce_(each.sum((1, 2)))
         self.spread.lerp_(total / total[0], FORGETS)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, opponent, players_with
 from kineograph.codec.fitting import real_times, times_of, tokens_across
-from kineograph.codec.game import (
+from kineograph.codec.gan_losses import (
     Reconstruction,
     clip_judge,
     discriminator_loss,

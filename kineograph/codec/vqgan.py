@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, Discriminator, opponent, players_with
 from kineograph.codec.fitting import tokens_across
-from kineograph.codec.game import Reconstruction, discriminator_loss, game_on, generator_loss, inward, outward, scores
+from kineograph.codec.gan_losses import (
+    Reconstruction,
+    discriminator_loss,
+    game_on,
+    generator_loss,
+    inward,
+    outward,
+    scores,
+)
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig

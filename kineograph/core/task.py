@@ -203,25 +203,25 @@ class Task(nn.Module):
         return None
 
 
-def parameters_of(task: Task, player: str) -> dict[str, nn.Parameter]:
+def player_parameters(task: Task, player: str) -> dict[str, nn.Parameter]:
     """A player's trainable parameters by their names in the task, in a fixed order, each once."""
     owned = {id(p) for module in task.trainable(player) for p in module.parameters() if p.requires_grad}
     return {name: p for name, p in task.named_parameters() if id(p) in owned}
 
 
-def drawn_shape(task: Task, shape: Shape) -> Shape:
+def sample_shape(task: Task, shape: Shape) -> Shape:
     """The shape of what a task draws, where its data have `shape`."""
     height, width = task.drawn_size or (shape.height, shape.width)
     return replace(shape, height=height, width=width)
 
 
-def large(task: Task) -> bool:
+def is_large(task: Task) -> bool:
     """Whether blocks are compiled one by one: dynamo compiles one and takes it for all that are alike. The whole of CogVideoX-2B took 155 s,
     and would again for each bucket's shape; a step of so many weights is too long for graphs to shorten it."""
     return sum(p.numel() for block in task.blocks() for p in block.parameters()) >= LARGE
 
 
-def compile_parts(task: Task, graphs: bool, by_block: bool = False) -> None:
+def compile_task(task: Task, graphs: bool, by_block: bool = False) -> None:
     """torch.compile on the parts that the task names, in place; `graphs` runs them as CUDA graphs, so that the host launches
     one graph instead of hundreds of kernels. `by_block` takes blocks, and their forward passes alone, in place of a part that holds them:
     what is done with a block before and after it (by processes that shard it, say) is not compiled."""
@@ -239,7 +239,7 @@ def compile_parts(task: Task, graphs: bool, by_block: bool = False) -> None:
         module.compile(dynamic=False, mode="reduce-overhead" if graphed else "default")
 
 
-def without_numbers() -> bool:
+def is_fake_or_meta() -> bool:
     """Whether tensors that are made now have a shape alone: on the meta device, or where a run is estimated. Weights are not read then."""
     probe = torch.empty(0)
     return probe.is_meta or type(probe) is not Tensor
@@ -266,7 +266,7 @@ def frozen_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from frozen_names(child, f"{prefix}{name}.")
 
 
-def weights_of(task: nn.Module) -> dict[str, Tensor]:
+def task_state_dict(task: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint holds of a task: parameters and buffers, without frozen helpers (they come from elsewhere)."""
     frozen = tuple(f"{name}." for name in frozen_names(task))
     return (
@@ -284,7 +284,7 @@ def load_weights(task: nn.Module, weights: dict[str, Tensor]) -> None:
 
 def check_weights(task: nn.Module, names: Collection[str]) -> None:
     """Refuse weights that lack a name of `weights_of` or have one too many."""
-    expected, found = weights_of(task).keys(), set(names)
+    expected, found = task_state_dict(task).keys(), set(names)
     missing, unexpected = sorted(expected - found), sorted(found - expected)
     if missing or unexpected:
         raise InputError(

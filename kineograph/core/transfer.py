@@ -16,6 +16,6 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-def fetched(values: Mapping[str, Tensor]) -> dict[str, float]:
+def fetch_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
     """Named 0-d tensors as numbers of the host, in one transfer."""
     return dict(zip(values, torch.stack([value.to(torch.float32) for value in values.values()]).tolist(), strict=True))

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import sha256_of
 from kineograph.core.run_folder import sync_folder, write_json
+from kineograph.core.safe_unpickle import sha256_of
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def source_name(data: dict[str, Any], otherwise: str = DataConfig.model_fields["
     return str(data.get("source") or otherwise).replace("-", "_")
 
 
-def without_strangers(
+def drop_other_source_keys(
     data: dict[str, Any], over: dict[str, Any], before: str = DataConfig.model_fields["source"].default
 ) -> dict[str, Any]:
     """`data` as `over` may be laid onto it: where that changes the source, the old one's own keys go; the shared ones stay.

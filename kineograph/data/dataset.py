@@ -22,11 +22,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import ConfigError, InputError, KineoError, Unreadable
-from kineograph.core.lookup import find_source
 from kineograph.core.noise import numpy_rng
+from kineograph.core.registry import find_source
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.decode import to_channels
-from kineograph.data.given_tokens import TokenGrid
+from kineograph.data.precomputed_tokens import TokenGrid
 from kineograph.data.split import select
 from kineograph.data.timing import window
 from kineograph.data.transforms import fit, pad

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError, RunFailed
-from kineograph.core.seams import Source
+from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, BucketOrder, Buckets
 from kineograph.data.order import drawn, items, permute, spread
 from kineograph.data.reader import Read, Reader, Work, streams

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from kineograph.core.batch import Batch, Sample
 from kineograph.core.errors import InputError, KineoError, RunFailed, Unreadable
 from kineograph.core.noise import numpy_rng
-from kineograph.core.seams import Source
+from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket
 from kineograph.data.order import replacement
 

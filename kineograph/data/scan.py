@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.noise import numpy_rng
+from kineograph.core.protocols import Source
 from kineograph.core.run_folder import write_atomic
-from kineograph.core.seams import Source
 
 LIMIT = 10_000  # larger sets are checked as they are met
 

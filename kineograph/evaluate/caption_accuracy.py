@@ -9,7 +9,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import Facts, Figure, parse_caption
 from kineograph.data.moving_digits import MovingDigits
@@ -89,7 +89,7 @@ class Tally:
     def joined(self, device: torch.device | str) -> Tally:
         """Over all processes."""
         whole = Tally()
-        for told in ranks.data_told(asdict(self), device):
+        for told in distributed.data_all_gather_object(asdict(self), device):
             other = Tally(**told)
             whole.count += other.count
             whole.right += other.right

@@ -10,7 +10,7 @@ from typing import Any
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_json
 from kineograph.evaluate.console import open_console
-from kineograph.evaluate.facts import Fact, RunFacts, gather
+from kineograph.evaluate.run_summary import Fact, RunFacts, gather
 
 RATES = ("caption accuracy", "  digit right", "  colour right", "  direction right", "  place right", "codebook use")
 _COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")

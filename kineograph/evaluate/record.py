@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kineograph.core.run_folder import RunFolder, write_json
-from kineograph.evaluate.evidence import Result
+from kineograph.evaluate.metric_api import Result
 
 FORMAT = 1
 Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # split → checkpoint → metric → record

@@ -10,23 +10,23 @@ from typing import Any, get_args
 
 import torch
 
-from kineograph.core import pulse, ranks
+from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
-from kineograph.core.lookup import find_metric, metric_names
 from kineograph.core.noise import Noise, key_of
+from kineograph.core.protocols import Source
+from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.seams import Source
-from kineograph.core.task import Task, drawn_shape
+from kineograph.core.task import Task, sample_shape
 from kineograph.data.captions import require_captions
 from kineograph.data.config import Split
 from kineograph.data.loader import Loader
-from kineograph.data.opening import open_source
+from kineograph.data.open_source import open_source
 from kineograph.evaluate import record, sheets
 from kineograph.evaluate.console import open_console
-from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Metric, Result, Subject, ToFetch
 from kineograph.evaluate.extractor.opening import Extractors, read_choices
-from kineograph.evaluate.watching import Watching, beforehand
+from kineograph.evaluate.metric_api import EvalBatch, Kind, Metric, MetricSkipped, Result, Subject, WeightsMissing
+from kineograph.evaluate.progress import Watching, beforehand
 from kineograph.sample.draw import as_judged, device_for, draw
 from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
@@ -102,7 +102,7 @@ def evaluate(
     dataset: Any = None,
     extractors: Sequence[str] = (),
     compile: bool = False,
-    note: Note = ranks.say,
+    note: Note = distributed.print_note,
 ) -> Evaluation:
     """Judge a run: the stage that draws at `checkpoint`, the stages under it as it uses them (or `stage` alone).
 
@@ -116,14 +116,14 @@ def evaluate(
     if samples < 1 or batch < 1:
         raise InputError(f"samples={samples}, batch={batch}: both start at 1")
     folder = RunFolder.existing(run)
-    note = ranks.once(note)
+    note = distributed.on_first_rank(note)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     # No CUDA graphs: what one batch leaves is still looked at while the next is drawn.
     stages = Stages(folder, device_for(device), compiled=compile, graphs=False)
     looking = Extractors(stages.device, read_choices(list(extractors)))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
-    reasons: dict[str, list[LeftOut]] = {name: [] for name in chosen}
+    reasons: dict[str, list[MetricSkipped]] = {name: [] for name in chosen}
     tree = folder.config()
     run_seed = int(tree.get("seed", 0))
     for name in names:
@@ -154,11 +154,11 @@ def evaluate(
         results, pictures = judge.run(chosen, reasons)
         judged = Judged(name, spec.config.task, step, results)
         where = f"{split}-{name}-step-{step:08d}"
-        if ranks.is_first():
+        if distributed.is_first():
             found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
         if judged.results:
             weights = stages.opened[f"{folder.path}/{name}"]
-            if ranks.is_first():
+            if distributed.is_first():
                 record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
             found.judged.append(judged)
     _report(found, chosen, reasons, asked=metrics is not None)
@@ -179,7 +179,7 @@ def _stages_to_judge(run: RunFolder, wanted: str | None) -> tuple[str, list[str]
         return trained[-1], trained
 
 
-def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]], asked: bool) -> None:
+def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[MetricSkipped]], asked: bool) -> None:
     """Metrics that judged nothing: an error when they were asked for by name, else a line if there is something to say. What only
     waits for something to be fetched is a line in either case, as long as another metric has an answer."""
     done = {name for judged in found.judged for name in judged.results}
@@ -188,7 +188,7 @@ def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[L
         if name in done:
             continue
         why = "; ".join(dict.fromkeys(map(str, reasons[name])))
-        waits = bool(done) and any(isinstance(reason, ToFetch) for reason in reasons[name])
+        waits = bool(done) and any(isinstance(reason, WeightsMissing) for reason in reasons[name])
         if asked and not waits:
             why = why or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
             raise InputError(f"--metrics {name} does not apply to {found.run}: {why}")
@@ -228,7 +228,7 @@ class Judge:
         self.drawn_from: str | None = None  # what generated pictures were drawn from, beside their captions
 
     def run(
-        self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]
+        self, chosen: dict[str, Any], reasons: dict[str, list[MetricSkipped]]
     ) -> tuple[dict[str, Result], sheets.Pictures]:
         """What the metrics found, and pictures of what they saw if it `shows` any; `reasons` hears why one of them judged nothing."""
         metrics = self.open(chosen, reasons)
@@ -248,17 +248,17 @@ class Judge:
         for name, metric in self._judged_by_all(metrics, reasons).items():
             try:
                 results[name] = self._labelled(metric)
-            except LeftOut as reason:
+            except MetricSkipped as reason:
                 reasons[name].append(reason)
         return results, pictures
 
-    def _judged_by_all(self, metrics: dict[str, Metric], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
+    def _judged_by_all(self, metrics: dict[str, Metric], reasons: dict[str, list[MetricSkipped]]) -> dict[str, Metric]:
         """Those that no process has left out: their answers join what all of them saw, so all must ask for them."""
         missing = {name: [str(reason) for reason in found] for name, found in reasons.items() if name not in metrics}
-        for elsewhere in ranks.data_told(missing, self.device):
+        for elsewhere in distributed.data_all_gather_object(missing, self.device):
             for name, why in elsewhere.items():
                 if metrics.pop(name, None) is not None:
-                    reasons[name] += [LeftOut(reason) for reason in why]
+                    reasons[name] += [MetricSkipped(reason) for reason in why]
         return metrics
 
     def _labelled(self, metric: Metric) -> Result:
@@ -267,7 +267,7 @@ class Judge:
             return result
         return Result(result.values, {**result.labels, "drawn from": self.drawn_from})
 
-    def open(self, chosen: dict[str, Any], reasons: dict[str, list[LeftOut]]) -> dict[str, Metric]:
+    def open(self, chosen: dict[str, Any], reasons: dict[str, list[MetricSkipped]]) -> dict[str, Metric]:
         """The metrics that can judge this stage."""
         subject = self._subject()
         offered = self._offered(subject)
@@ -276,7 +276,7 @@ class Judge:
             if metric.needs <= offered:
                 try:
                     metrics[name] = metric.open(subject)
-                except LeftOut as reason:
+                except MetricSkipped as reason:
                     reasons[name].append(reason)
         return metrics
 
@@ -287,7 +287,7 @@ class Judge:
             self.name,
             self.task,
             self.spec.data,
-            drawn_shape(self.task, self.spec.data.shape),
+            sample_shape(self.task, self.spec.data.shape),
             self.device,
             known if len(known) == len(captions) else None,
             self.extractors,
@@ -312,18 +312,18 @@ class Judge:
     @contextmanager
     def _watched(self, metrics: dict[str, Metric]) -> Iterator[None]:
         """A line beforehand, and a bar meanwhile, where a person looks on."""
-        if not metrics or not self.shows or not ranks.is_first():
+        if not metrics or not self.shows or not distributed.is_first():
             yield
             return
-        shape = drawn_shape(self.task, self.spec.data.shape)
+        shape = sample_shape(self.task, self.spec.data.shape)
         compiled = self.stages is not None and self.stages.compiled
         self.note(beforehand(self.name, self.device, self.count, shape, metrics, compiled))
         self.extractors.looked = self.watching.looked
-        with self.watching.shown(self.name, -(-self.count // (self.batch * ranks.data_world()))):
+        with self.watching.shown(self.name, -(-self.count // (self.batch * distributed.data_world()))):
             yield
 
     def _show(
-        self, evidence: Evidence, metrics: dict[str, Metric], reasons: dict[str, list[LeftOut]]
+        self, evidence: EvalBatch, metrics: dict[str, Metric], reasons: dict[str, list[MetricSkipped]]
     ) -> list[list[str]]:
         """To every metric; one that cannot judge it is left out from here on. → their remarks."""
         remarks = []
@@ -331,26 +331,26 @@ class Judge:
             self.watching.doing(name)
             try:
                 remarks.append(metric.update(evidence))
-            except LeftOut as reason:
+            except MetricSkipped as reason:
                 reasons[name].append(reason)
                 del metrics[name]
         return [said for said in remarks if said]
 
-    def _evidence(self, needed: frozenset[Kind]) -> Iterator[Evidence]:
+    def _evidence(self, needed: frozenset[Kind]) -> Iterator[EvalBatch]:
         """The same items in the same order every time; those that training validates on come first."""
         loader = Loader(
             self.source,
             seed=key_of(self.run_seed, "validation") >> 1,
-            batch_size=ranks.data_world(),
-            rank=ranks.data_rank(),
-            world=ranks.data_world(),
+            batch_size=distributed.data_world(),
+            rank=distributed.data_rank(),
+            world=distributed.data_world(),
         )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # as the Trainer's own
-        together = self.batch * ranks.data_world()
+        together = self.batch * distributed.data_world()
         for real in self.watching.each(loader.fixed(self.count, together)):
             real = real.to(self.device)
-            pulse.beat()
-            evidence = Evidence(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
+            heartbeat.beat()
+            evidence = EvalBatch(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
             if real.pixels is not None:
                 evidence.real = self.task.as_drawn(real.video) if "generated" in needed else real.video
             if "generated" in needed:
@@ -377,7 +377,7 @@ class Judge:
             real.captions,
             rows=len(real),
             options=options,
-            shape=drawn_shape(self.task, self.spec.data.shape),
+            shape=sample_shape(self.task, self.spec.data.shape),
             seed=self.seed,
             device=self.device,
             real=real,

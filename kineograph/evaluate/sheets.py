@@ -9,8 +9,8 @@ from pathlib import Path
 from einops import repeat
 from torch import Tensor
 
-from kineograph.core import ranks
-from kineograph.evaluate.evidence import Evidence
+from kineograph.core import distributed
+from kineograph.evaluate.metric_api import EvalBatch
 from kineograph.media.clips import write_clip
 from kineograph.media.grids import grid, side_by_side
 
@@ -35,7 +35,7 @@ class Pictures:
         self.samples: list[_Shown] = []
         self.reconstructions: list[_Shown] = []
 
-    def add(self, evidence: Evidence, remarks: list[list[str]], batch: int = 0) -> None:
+    def add(self, evidence: EvalBatch, remarks: list[list[str]], batch: int = 0) -> None:
         """Batches come in order; of each, every process may have a part."""
         if evidence.generated is not None:
             for row in range(min(SAMPLES - len(self.samples), len(evidence.generated))):
@@ -70,16 +70,16 @@ class Pictures:
 
 def _joined(mine: list[_Shown], most: int) -> list[_Shown]:
     """The first `most` by batch, process and row."""
-    if not ranks.active():
+    if not distributed.is_active():
         return mine
-    mine = mine if ranks.leads() else []
-    everyone = ranks.all_told([[shown.batch, shown.caption] for shown in mine])
+    mine = mine if distributed.is_data_leader() else []
+    everyone = distributed.all_gather_object([[shown.batch, shown.caption] for shown in mine])
     order = sorted((batch, rank, row) for rank, told in enumerate(everyone) for row, (batch, _) in enumerate(told))[
         :most
     ]
-    sent = [mine[row] for _, rank, row in order if rank == ranks.rank()]
-    rows = ranks.tensors_to_first([tensor for shown in sent for tensor in shown.rows])
-    if not ranks.is_first():
+    sent = [mine[row] for _, rank, row in order if rank == distributed.rank()]
+    rows = distributed.gather_tensors([tensor for shown in sent for tensor in shown.rows])
+    if not distributed.is_first():
         return []
     coming = [iter(tensors) for tensors in rows]
     sides = len(rows[0]) // len(sent) if sent else 0  # the first process has a part of the first batch

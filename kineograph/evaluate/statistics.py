@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.noise import key_of
-from kineograph.evaluate.evidence import LeftOut, ToFetch
+from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
 
 SUBSETS = 100
 SUBSET_SIZE = 1000  # of the kernel distance, as in its paper
@@ -42,10 +42,10 @@ class Frechet:
         metric = self.metric
         for side in ("real", "fake"):
             for state in ("features_sum", "features_cov_sum", "features_num_samples"):
-                ranks.sum_(getattr(metric, f"{side}_{state}"))
+                distributed.all_reduce_(getattr(metric, f"{side}_{state}"))
         counts = int(metric.real_features_num_samples), int(metric.fake_features_num_samples)
         if min(counts) < 2:
-            raise LeftOut(
+            raise MetricSkipped(
                 f"there are {counts[0]} real and {counts[1]} made ones: a covariance takes at least 2 of each"
             )
         metric.orig_dtype = torch.float64  # it would round the distance to the features' own precision
@@ -66,7 +66,7 @@ class Rows:
     def joined(self, width: int) -> Tensor:
         """Those of all processes, in an order that depends on nothing but the rows themselves."""
         mine = torch.cat(self.parts) if self.parts else torch.zeros(0, width)
-        rows = ranks.gather_rows(mine.to(self.device)).cpu() if ranks.active() else mine
+        rows = distributed.all_gather_rows(mine.to(self.device)).cpu() if distributed.is_active() else mine
         columns = rows[:, : min(8, rows.shape[1])].numpy()
         return rows[torch.from_numpy(np.lexsort(columns.T[::-1]))]
 
@@ -76,7 +76,7 @@ def kernel_distance(real: Tensor, made: Tensor) -> tuple[dict[str, float], dict[
     image = _torchmetrics()
     size = min(len(real), len(made), SUBSET_SIZE)
     if size < 2:
-        raise LeftOut(f"there are {len(real)} real and {len(made)} made ones: KID takes at least 2 of each")
+        raise MetricSkipped(f"there are {len(real)} real and {len(made)} made ones: KID takes at least 2 of each")
     subsets = SUBSETS if max(len(real), len(made)) > size else 1
     with _seeded():
         metric = image.kid.KernelInceptionDistance(
@@ -93,7 +93,7 @@ def inception_score(logits: Tensor) -> tuple[dict[str, float], dict[str, Any]]:
     """exp(mean KL(p(y|x) ‖ p(y))) of made pictures: mean over ten splits, or over none where there are few."""
     image = _torchmetrics()
     if len(logits) < 2:
-        raise LeftOut(f"there are {len(logits)} pictures: the Inception Score takes at least 2")
+        raise MetricSkipped(f"there are {len(logits)} pictures: the Inception Score takes at least 2")
     splits = SPLITS if len(logits) >= SPLIT_FROM else 1
     with _seeded():
         metric = image.inception.InceptionScore(_Given(logits.shape[1]), splits=splits, sync_on_compute=False)
@@ -129,5 +129,5 @@ def _torchmetrics() -> Any:
         import torchmetrics.image.inception
         import torchmetrics.image.kid
     except ImportError:
-        raise ToFetch("torchmetrics is not installed: pip install 'kineograph[metrics]'") from None
+        raise WeightsMissing("torchmetrics is not installed: pip install 'kineograph[metrics]'") from None
     return torchmetrics.image

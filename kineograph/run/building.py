@@ -13,7 +13,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import BuildContext, Task, load_weights, weights_of
+from kineograph.core.task import BuildContext, Task, load_weights, task_state_dict
 from kineograph.core.weight_files import WeightFiles
 from kineograph.run.fetching import fetched, is_remote
 from kineograph.run.plan import Plan, StagePlan
@@ -114,7 +114,7 @@ def warm_start(
         given, words = found.weights(), found.state().get("assets", {}).get(ASSET)
         _compare_codecs(found, stage, stages, note)
     given, left = _fitted(task, stage, given, words)
-    own = weights_of(task)
+    own = task_state_dict(task)
     taken = {name: given[name] for name in own if name not in left}
     load_weights(task, own | taken)
     note(f"{stage.name}: {len(taken)} of {len(own)} tensors taken from {init}{_told(left)}")
@@ -134,7 +134,7 @@ def check_start(task: Task, stage: StagePlan, stages: Stages, untrained: Callabl
     else:
         run, name = stages.locate(init)
         saved = checkpoint.latest(run.checkpoints(name))
-        made = weights_of(untrained(init)) if saved is None else {}
+        made = task_state_dict(untrained(init)) if saved is None else {}
         shapes = saved.shapes("model") if saved else {name: tuple(value.shape) for name, value in made.items()}
     _fitted(task, stage, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, None)
 
@@ -145,7 +145,7 @@ def _fitted(
     """Weights that a stage starts from by their names here; and what of the stage they cannot fill, and why. At least one must fit."""
     where = f"stages.{stage.name}.init={stage.spec.config.init}"
     renamed = task.adopted(given, where)
-    own = weights_of(task)
+    own = task_state_dict(task)
     left = _misfits(own, renamed, _of_other_words(task, words))
     if len(left) == len(own):
         raise InputError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kineograph.core import pulse, ranks
+from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import InputError, Stopped
 from kineograph.core.run_folder import RunFolder
@@ -71,7 +71,7 @@ def fill(
         filling.run()
     finally:
         task.train(was_training)
-    told = ranks.all_told([filling.made, filling.taken, filling.loader.skipped])
+    told = distributed.all_gather_object([filling.made, filling.taken, filling.loader.skipped])
     made, taken = (sum(counts) for counts in list(zip(*told, strict=True))[:2])
     if made or taken:
         for _, _, skipped in told:
@@ -97,7 +97,9 @@ class Filling:
     ) -> None:
         self.path, self.encoders, self.data, self.stop, self.layout = path, encoders, data, stop, layout
         self.stage, self.codec = data.stage, codec
-        with ranks.alone():  # items are divided by shards, not by batches: those need not divide into the processes
+        with (
+            distributed.single_process()
+        ):  # items are divided by shards, not by batches: those need not divide into the processes
             self.loader = data.loader(data.source)
         self.precision = precision_for(self.stage.train.precision, encoders.device)
         self.made = 0  # items, by this process
@@ -168,7 +170,7 @@ class Filling:
                 )
                 self.made += len(batch)
                 self.taken += len(among) - len(batch)
-                pulse.beat()
+                heartbeat.beat()
                 self._progress.show(self._seen + writer.done)
                 if self.stop:
                     raise self._stopped()
@@ -184,7 +186,7 @@ class Filling:
         for start in range(0, len(rows), BATCH):
             writer.take(rows[start : start + BATCH])
             self.taken += len(rows[start : start + BATCH])
-            pulse.beat()
+            heartbeat.beat()
             self._progress.show(self._seen + writer.done)
             if self.stop:
                 raise self._stopped()
@@ -198,14 +200,14 @@ class Filling:
     def _left(self) -> int:
         """Items that this process has still to encode, about: the others of its group take their share."""
         left = self.layout.listed.count - self._seen if self.earlier is None else self.earlier.unknown - self.made
-        return max(left, 0) // ranks.world()
+        return max(left, 0) // distributed.world()
 
     def _rows(self, shape: Bucket | None) -> int:
         """As many rows at a time as training takes: what fits there fits here."""
         train, rows = self.stage.train, self.stage.train.batch_size
         if shape is not None and self.loader.buckets is not None:
             rows = dict(zip(self.loader.buckets.shapes, self.loader.buckets.rows(rows), strict=True))[shape]
-        return max(1, rows // (train.accumulate * ranks.data_world()))
+        return max(1, rows // (train.accumulate * distributed.data_world()))
 
     def _check_room(self, made: dict[str, Tensor], rows: int, clip: Bucket) -> None:
         """Refuse, once, what the disk has no room for: by the first batch, and what is still to come in proportion."""

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.seams import Source
 from kineograph.run.plan import StagePlan
 from kineograph.sample.stages import Stages
 

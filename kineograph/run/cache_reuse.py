@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from kineograph.core.errors import RunInUse
+from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.seams import Source
 from kineograph.data.buckets import Bucket, Buckets
 from kineograph.data.cache import HEADER
 from kineograph.data.cache_earlier import FACTS, Earlier, digests_of, write_items

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from kineograph.core import ranks
+from kineograph.core import distributed
+from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError, KineoError
-from kineograph.core.lookup import find_metric
-from kineograph.core.ranks import World
+from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.run.builder import Builder, pretending
@@ -36,7 +36,7 @@ def check_stages(
     With `building`, every stage is built, of tensors without numbers, which takes no memory and little time. `planned`: processes of the run
     that is meant, in place of those that are there; `elsewhere`: on a GPU that is not this machine's.
     """
-    several = ranks.active() if planned is None else planned.processes > 1
+    several = distributed.is_active() if planned is None else planned.processes > 1
     builder = Builder(plan, data, lambda line: None)
     for stage in plan.stages:
         if stage.name not in data:
@@ -44,10 +44,10 @@ def check_stages(
         if elsewhere:
             precision: str = "bf16" if stage.train.precision == "auto" else stage.train.precision
         else:
-            device = ranks.device_of(stage.train.device)
+            device = distributed.resolve_device(stage.train.device)
             precision = precision_for(stage.train.precision, device)
             graphs_for(stage.train, device, several)
-        stage.train.parallel.sizes(*(planned or ranks.everyone()))
+        stage.train.parallel.sizes(*(planned or distributed.current_world()))
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from kineograph.core.ranks import World
+from kineograph.core.distributed import World
 from kineograph.core.task import Task
 from kineograph.train.parallel import ParallelConfig, Sizes
 from kineograph.train.tensor import check_splits

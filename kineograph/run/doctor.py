@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from kineograph.core import kernels, ranks
+from kineograph.core import distributed, kernels
 from kineograph.core.config import Tree
+from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, NoData
-from kineograph.core.ranks import World
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.blank import Blank
 from kineograph.data.config import source_name
@@ -45,7 +45,7 @@ def examine(
     for option, value in (("--memory", memory), ("--processes", processes)):
         if value is not None and not arguments:
             raise InputError(f"{option} {value:g} says what a preset or file is to fit into: name one")
-    with ranks.alone():
+    with distributed.single_process():
         environment(out)
         if arguments:
             plan, world = make_plan(_with_places(layers.read(arguments))), planned_world(processes)
@@ -79,7 +79,7 @@ def dry_run(
     from kineograph.run.resolve import resolve
     from kineograph.train.trackers import check_trackers
 
-    with ranks.alone():
+    with distributed.single_process():
         plan, folder = resolve(arguments, run, resume)  # type: ignore[arg-type]
         check_trackers(plan.stages[0].train.trackers)
         there = "exists, so training would go on there" if folder.exists() else "is new"
@@ -123,7 +123,7 @@ def environment(out: Callable[[str], None]) -> None:
                 f"without FlashAttention 3, which is faster over long clips ({why}): kineo weights get {kernels.NAME}",
             )
     line("disk", f"{size(machine.disk_free(Path('runs')))} free where runs are written")
-    device = ranks.device_of()
+    device = distributed.resolve_device()
     compiles = "on" if device.type == "cuda" else "off"
     line(
         "auto picks",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core.batch import Batch
-from kineograph.core.task import Task, compile_parts
+from kineograph.core.task import Task, compile_task
 
 PAYS = 240.0
 """Seconds of encoding still ahead, for each shape of clips, from which on encoders are compiled: that takes one or two minutes itself, and
@@ -52,5 +52,5 @@ class Encoders:
             return
         self.note(f"about {seconds / 60:.0f} minutes of encoding are left: the encoders are compiled for it")
         for stage in self.task.stages.values():
-            compile_parts(stage, graphs=False)
+            compile_task(stage, graphs=False)
         self.compiled = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 
 
 class EncodingProgress:
@@ -14,7 +14,7 @@ class EncodingProgress:
         self.stage, self.count, self.told = stage, count, -1
 
     def show(self, done: int) -> None:
-        if not ranks.is_first():
+        if not distributed.is_first():
             return
         percent = 100 * done // self.count
         terminal = sys.stderr.isatty()

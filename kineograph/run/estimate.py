@@ -13,11 +13,11 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.config import merge, nest, parse
+from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, KineoError
-from kineograph.core.ranks import World
-from kineograph.core.task import Task, parameters_of
+from kineograph.core.task import Task, player_parameters
 from kineograph.run.builder import Builder, pretending
 from kineograph.run.dividing import Division, parts_of
 from kineograph.run.machine import free_memory, matmul_rate
@@ -47,7 +47,7 @@ class Target:
     def of(train: TrainConfig, memory: int | None = None, world: World = ONE) -> Target:
         """The device that each process of the run would take, or a GPU of `memory` bytes. On a CPU they share the machine's memory."""
         if memory is None:
-            device = ranks.device_of(train.device)
+            device = distributed.resolve_device(train.device)
             free = free_memory(device) // (world.local if device.type == "cpu" else 1)
             return Target(device, free, precision_for(train.precision, device))
         return Target(torch.device("cuda"), memory, "bf16" if train.precision == "auto" else train.precision, True)
@@ -173,7 +173,7 @@ def estimate(
         if half
         else found.memory.activations
     )
-    trained = {player: sum(p.numel() for p in parameters_of(task, player).values()) for player in task.players}
+    trained = {player: sum(p.numel() for p in player_parameters(task, player).values()) for player in task.players}
     result = Estimate(
         stage=stage,
         task=type(task).__name__,

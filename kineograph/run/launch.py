@@ -129,13 +129,13 @@ def together() -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    from kineograph.core import ranks
+    from kineograph.core import distributed
 
     _start(place)
     try:
         yield
     except BaseException as error:
-        told = ranks.lost(error)
+        told = distributed.describe_peer_failure(error)
         if told is not None:  # a process that was killed says nothing itself
             error = RunFailed(f"rank {place.rank}: {told}; run the same command to go on from the last checkpoint")
         code = error.exit_code if isinstance(error, KineoError) else 1
@@ -148,7 +148,7 @@ def together() -> Iterator[None]:
         dist.barrier()  # rank 0 may hold the store that the others still speak through
         dist.destroy_process_group()
     finally:
-        ranks.each_has_data()
+        distributed.reset_data_group()
 
 
 def _started() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override
 from kineograph.core.errors import ConfigError
-from kineograph.data.config import source_name, without_strangers
+from kineograph.data.config import drop_other_source_keys, source_name
 
 PRESETS = Path(__file__).parent.parent / "presets"
 SHARED_SECTIONS = ("train", "data")  # sections that stand at the top and again inside a stage
@@ -43,10 +43,10 @@ def layer(tree: Tree, over: Tree) -> Tree:
         if not wanted:
             continue
         if section == "data":
-            tree["data"] = without_strangers(tree.get("data") or {}, wanted, before)
+            tree["data"] = drop_other_source_keys(tree.get("data") or {}, wanted, before)
         for stage in tree["stages"].values():
             if stage.get(section):
-                inner = without_strangers(stage[section], wanted, before) if section == "data" else stage[section]
+                inner = drop_other_source_keys(stage[section], wanted, before) if section == "data" else stage[section]
                 # What a stage has of a source that it names itself stays there: at the top it would be a stranger's.
                 own_source = section == "data" and inner.get("source")
                 stage[section] = _replaced(inner, wanted) if own_source else _without(inner, wanted)
@@ -56,7 +56,7 @@ def layer(tree: Tree, over: Tree) -> Tree:
         stage = tree["stages"].get(name)
         if stage and wanted:
             if stage.get("data") and wanted.get("data"):
-                stage["data"] = without_strangers(stage["data"], wanted["data"], before)
+                stage["data"] = drop_other_source_keys(stage["data"], wanted["data"], before)
             _free_players(stage, wanted.get("train") or {})
     return merge(tree, over)
 

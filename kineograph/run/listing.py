@@ -13,7 +13,7 @@ from kineograph.core.errors import InputError, KineoError
 from kineograph.core.run_folder import RunFolder
 from kineograph.evaluate import record
 from kineograph.evaluate.console import open_console
-from kineograph.evaluate.facts import planned_steps
+from kineograph.evaluate.run_summary import planned_steps
 from kineograph.train import checkpoint
 
 State = Literal["running", "stopped", "finished", "interrupted", "new", "broken"]

@@ -187,8 +187,8 @@ def _encoded(job: Job, pixels: Tensor, fps: float) -> bytes:
 
 def open_embedder(reference: str) -> Embedder:
     """The CLIP stage of a run (`RUN`), or the stage that is named (`RUN/STAGE`)."""
-    from kineograph.core import ranks
-    from kineograph.core.lookup import find_task
+    from kineograph.core import distributed
+    from kineograph.core.registry import find_task
     from kineograph.core.run_folder import RunFolder
     from kineograph.sample.stages import Stages
 
@@ -207,7 +207,7 @@ def open_embedder(reference: str) -> Embedder:
         raise InputError(
             f"--embeddings {reference}: none of the stages {', '.join(names)} embeds pictures and texts; name a run with a stage of task: clip"
         )
-    return Stages(run, ranks.device_of()).load(embedding[0])  # type: ignore[return-value]
+    return Stages(run, distributed.resolve_device()).load(embedding[0])  # type: ignore[return-value]
 
 
 def _facts(facts: Facts) -> list[dict[str, Any]]:

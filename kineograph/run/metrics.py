@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kineograph.core.errors import InputError
-from kineograph.core.lookup import find_metric
+from kineograph.core.registry import find_metric
 from kineograph.core.task import Task
-from kineograph.evaluate.evidence import LeftOut, ToFetch
 from kineograph.evaluate.extractor.opening import Extractors
+from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
 from kineograph.evaluate.runner import Judge
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
@@ -25,16 +25,16 @@ class Evaluate:
 
     def check(self, task: Task) -> None:
         """Refuse to start without the weights that a metric looks through: training would go on, and nobody would have judged it."""
-        reasons: dict[str, list[LeftOut]] = {name: [] for name in self.chosen}
+        reasons: dict[str, list[MetricSkipped]] = {name: [] for name in self.chosen}
         self._judge(task).open(self.chosen, reasons)
         for name, found in reasons.items():
             for reason in found:
-                if isinstance(reason, ToFetch):
+                if isinstance(reason, WeightsMissing):
                     raise InputError(f"train.metrics names {name}: {reason}; or leave it out")
 
     def __call__(self, step: int, task: Task) -> tuple[dict[str, float], dict[str, Any]]:
         """Numbers by name (`fid`, `reconstruction/psnr`), and what each metric's rest on: extractor, count."""
-        reasons: dict[str, list[LeftOut]] = {name: [] for name in self.chosen}
+        reasons: dict[str, list[MetricSkipped]] = {name: [] for name in self.chosen}
         judge = self._judge(task)
         results, _ = judge.run(self.chosen, reasons)
         for name in [name for name in self.chosen if name not in results]:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
@@ -77,7 +77,7 @@ class Show:
         try:
             self._draw_all(step, stepper)
         except torch.OutOfMemoryError as error:
-            if ranks.active():  # the others would wait for this one
+            if distributed.is_active():  # the others would wait for this one
                 raise
             self.note(f"{self.stage.name}  step {step}: {_TOO_LARGE} ({str(error).splitlines()[0]})")
         release_memory()  # drawing is far from training's shapes, and what it took is never asked for again
@@ -104,7 +104,7 @@ class Show:
     def curves(self) -> None:
         """At the end of a stage always, before it now and then."""
         self._curves_at = time.monotonic()
-        if ranks.is_first() and self.folder.metrics_file.is_file():
+        if distributed.is_first() and self.folder.metrics_file.is_file():
             draw_curves(self.folder.metrics_file, self.folder.path / "curves.png")
 
     def _samples(self, step: int, stepper: Stepper) -> None:
@@ -114,7 +114,7 @@ class Show:
         if stepper.averages:
             with stepper.eval_mode(ema=False) as task:
                 online = self._draw(task, asked.prompts, asked.beside)
-        if ranks.is_first():
+        if distributed.is_first():
             speeds = [self.shape.fps if asked.own else self._fps(asked.beside, row) for row in range(len(pixels))]
             self._left.append(partial(self._write_samples, step, asked.captions, pixels, online, speeds))
 
@@ -160,7 +160,7 @@ class Show:
             real = self.data.pictures(len(asked.captions))
             if real.pixels is not None and type(task).caches(self.stage.spec.config):
                 tensors["inputs"] = self._in_parts(real, lambda part: _encoded(task, part))
-        if not ranks.is_first():
+        if not distributed.is_first():
             return
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)
@@ -178,7 +178,7 @@ class Show:
     def _in_parts(self, batch: Batch, make: Callable[[Batch], Tensor | None]) -> Tensor:
         """A few rows at a time, on the CPU afterwards; empty where nothing is made. They are too few to be shared out: the first process
         makes them, and those that hold its model with it."""
-        if ranks.data_rank():
+        if distributed.data_rank():
             return torch.empty(0)
         places = range(len(batch))
         parts = [make(batch.rows(places[at : at + self._micro]).to(self.device)) for at in places[:: self._micro]]
@@ -224,7 +224,7 @@ class Show:
             return
         with stepper.eval_mode() as task:
             drawn = self._draw(task, real.captions if self._is_told(task, real) else None, real)
-        if ranks.is_first():
+        if distributed.is_first():
             rows = [("real", _real(stepper.task.as_drawn(real.video), real)), ("generated", list(drawn))]
             captions = self._logged(real.captions or [""] * len(real))
             self._left.append(partial(self._write_grid, step, split, rows, captions))
@@ -262,12 +262,12 @@ class Show:
             return
         with stepper.eval_mode() as task:
             shown = self._in_parts(batch, task.reconstruct)
-        if not ranks.told(len(shown)):
+        if not distributed.broadcast_object(len(shown)):
             return
         if stepper.averages:
             with stepper.eval_mode(ema=False) as task:
                 online = self._in_parts(batch, task.reconstruct)
-        if not ranks.is_first():
+        if not distributed.is_first():
             return
         inputs = _real(batch.video, batch)
         kind = "EMA" if stepper.averages else "reconstruction"

@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.batch import Batch
+from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import key_of, numpy_rng
-from kineograph.core.ranks import World
+from kineograph.core.protocols import Source
 from kineograph.core.run_folder import write_json
-from kineograph.core.seams import Source
 from kineograph.core.task import Task
 from kineograph.data.buckets import Bucket, Buckets
 from kineograph.data.cache import Cache
 from kineograph.data.captions import require_captions
 from kineograph.data.config import Split
 from kineograph.data.dataset import DatasetSource
-from kineograph.data.given_tokens import TokenGrid
 from kineograph.data.loader import Loader
-from kineograph.data.opening import open_source
+from kineograph.data.open_source import open_source
+from kineograph.data.precomputed_tokens import TokenGrid
 from kineograph.data.scan import refuse_unreadable, remember, scan, write_skipped
 from kineograph.run.plan import StagePlan
 from kineograph.train.config import TrainConfig
@@ -55,8 +55,8 @@ class StageData:
 
     def loader(self, source: Source | None = None, planned: World | None = None) -> Loader:
         """Batches of `source` (by default the training source) as training reads them; as the first process would in a `planned` world."""
-        train, there = self.stage.train, planned or ranks.everyone()
-        rank, world = train.parallel.data_place(0 if planned else ranks.rank(), there.processes)
+        train, there = self.stage.train, planned or distributed.current_world()
+        rank, world = train.parallel.data_place(0 if planned else distributed.rank(), there.processes)
         return Loader(
             source if source is not None else self.source,
             seed=self.seed,
@@ -72,7 +72,7 @@ class StageData:
 
     def validation_loader(self) -> Loader:
         train = self.stage.train
-        rank, world = train.parallel.data_place(ranks.rank(), ranks.world())
+        rank, world = train.parallel.data_place(distributed.rank(), distributed.world())
         return Loader(
             self.validation,
             seed=key_of(self.seed, "validation") >> 1,
@@ -96,7 +96,7 @@ class StageData:
 
     def pictures(self, count: int, split: Split = "validation") -> Batch:
         """A few items, always the same, to show; from the first again where there are fewer."""
-        loader = self._validation if split == "validation" and ranks.world() == 1 else self._shown(split)
+        loader = self._validation if split == "validation" and distributed.world() == 1 else self._shown(split)
         there = min(count, len(loader.source))
         batch = next(iter(loader.fixed(there, there, alike=True)))
         return batch if len(batch) == count else batch.rows([place % len(batch) for place in range(count)])
@@ -118,7 +118,7 @@ class StageData:
         for split, skipped in self.skipped.items():
             remember(scan_file(folder, self.stage, split), self.split(split), skipped.items())
         left_out = self._left_out()
-        if left_out and ranks.is_first():
+        if left_out and distributed.is_first():
             write_skipped(folder / "skipped.jsonl", left_out)
 
     @property
@@ -135,7 +135,7 @@ class StageData:
 
     def write_buckets(self, path: Path) -> None:
         """The report of what goes where."""
-        if self.buckets is not None and ranks.is_first():
+        if self.buckets is not None and distributed.is_first():
             batch_size = self.stage.train.batch_size
             tree = {"budget": self.buckets.budget(batch_size), "buckets": self.buckets.table(batch_size)}
             write_json(path, tree)
@@ -149,7 +149,7 @@ class StageData:
         """List what could not be read, found at the start or met on the way."""
         validation: Loader | None = vars(self).get("_validation")  # where anything was validated
         skipped = self._left_out() | loader.skipped | (validation.skipped if validation is not None else {})
-        if skipped and ranks.is_first():
+        if skipped and distributed.is_first():
             write_skipped(path, skipped)
 
     def captions(self) -> list[str]:
@@ -170,7 +170,7 @@ def workers_for(train: TrainConfig, local_world: int | None = None) -> int:
     if train.workers != "auto":
         return train.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores // 2 // (local_world or ranks.local_world()))
+    return min(8, cores // 2 // (local_world or distributed.local_world()))
 
 
 def open_data(

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.config import dump_yaml
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder, write_atomic
-from kineograph.core.seams import Source
 from kineograph.core.task import Task
 from kineograph.data.cache import Cache, CacheConfig
 from kineograph.data.cache_shards import read_layout
@@ -115,12 +115,12 @@ def _release(task: Task) -> None:
 def cache_run(
     arguments: Sequence[str],
     run: str | Path | None = None,
-    note: Callable[[str], None] = ranks.say,
+    note: Callable[[str], None] = distributed.print_note,
     remove: bool = False,
 ) -> list[Path]:
     """Cache every stage of a run whose codec is trained. `arguments` is a run folder, or a preset or file with its run. `remove`: then remove
     the run's caches that are not read any more."""
-    note = ranks.once(note)
+    note = distributed.on_first_rank(note)
     first = RunFolder(arguments[0])
     if first.exists():
         if len(arguments) > 1:
@@ -152,8 +152,8 @@ def cache_run(
         for encoder in ready or (_Encoder(plan, stage, folder, note) for stage in wanted):
             made += encoder.run(stop, tell=not remove)
     if remove:
-        ranks.barrier()  # the others have let go of the run too
-        if ranks.is_first():
+        distributed.barrier()  # the others have let go of the run too
+        if distributed.is_first():
             prune(plan, folder, made, note)
     elif not made:
         raise InputError(f"{folder.path} has no stage whose data could be cached")
@@ -165,7 +165,7 @@ class _Encoder:
 
     def __init__(self, plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> None:
         self.stage, self.folder, self.note = stage, folder, note
-        self.device = ranks.device_of(stage.train.device)
+        self.device = distributed.resolve_device(stage.train.device)
         self.stages = Stages(folder, self.device, note)
         self.data = open_data(stage, plan.seed, None, note, folder.path)
         self.fault = _why_not(stage, self.data.source)

@@ -18,14 +18,14 @@ from torch.utils.flop_counter import flop_registry
 
 from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
-from kineograph.core.ranks import World
-from kineograph.core.task import Task, parameters_of
+from kineograph.core.distributed import World
+from kineograph.core.task import Task, player_parameters
 from kineograph.run.builder import Builder, pretending
 from kineograph.run.dividing import divide
 from kineograph.run.plan import StagePlan
 from kineograph.text.pretrained import PretrainedText
 from kineograph.train.config import TrainConfig
-from kineograph.train.lean import Lean
+from kineograph.train.low_memory_adamw import Lean
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import Stepper
 
@@ -128,7 +128,7 @@ def trace(
         task.train()
         batch = _widened(sample, rows, task).to(device)
         everything = tensors_of(task)
-        trained = {player: parameters_of(task, player) for player in task.players}
+        trained = {player: player_parameters(task, player) for player in task.players}
         owned = [p for named in trained.values() for p in named.values()]
         for p in owned:  # as they are after the first micro-batch, so that they do not count as activations
             p.grad = torch.zeros_like(p)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import Stopped
 from kineograph.core.run_folder import RunFolder, write_atomic
@@ -30,12 +30,12 @@ from kineograph.run.token_cache import cached_source
 from kineograph.run.work import work_of
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
-from kineograph.train.cadence import Cursor, finished, settle
+from kineograph.train.phases import Cursor, finished, settle
 from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
-from kineograph.train.trainer import Surroundings, Trainer
+from kineograph.train.trainer import Trainer, TrainerHooks
 from kineograph.train.watchdog import Watchdog
 
 
@@ -48,7 +48,7 @@ def train(
     on_log: Callable[[dict[str, Any]], None] | None = None,
     extra: Tree | None = None,
     quiet: bool = False,
-    note: Callable[[str], None] = ranks.say,
+    note: Callable[[str], None] = distributed.print_note,
     resume_from: Sequence[str] = (),
 ) -> Path:
     """Train all stages of a preset or file; the same call again resumes. → the run folder.
@@ -82,7 +82,7 @@ def _train(
     resume_from: Sequence[str],
 ) -> Path:
     """What every process of the group does. The first one decides, writes and speaks."""
-    if resume_from and ranks.is_first():
+    if resume_from and distributed.is_first():
         take_up(resume_from, run, note)
     plan, folder = _agreed(arguments, run, resume, extra)
     wait_at_most(max(stage.train.timeout for stage in plan.stages))
@@ -92,7 +92,7 @@ def _train(
     for stage in plan.stages:
         if not stage.spec.config.skip:
             data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
-    begun = ranks.told(any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages))
+    begun = distributed.broadcast_object(any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages))
     check_stages(plan, data, folder, building=not begun)
     with _held(folder), ExitStack() as stack:
         rank_log = RankLog(folder.path)
@@ -100,14 +100,14 @@ def _train(
         stack.enter_context(rank_log.listening())
         note = rank_log.beside(note)
         trackers: dict[str, Tracker] = {}
-        if ranks.is_first():
+        if distributed.is_first():
             opened_trackers = open_trackers(wanted, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
             trackers = dict(zip(wanted, opened_trackers, strict=False))
         stop = StopRequest()
         try:
-            if ranks.is_first():
+            if distributed.is_first():
                 _begin(plan, folder, data)
-            ranks.barrier()
+            distributed.barrier()
             with stop.listening():
                 for stage in plan.stages:
                     if stage.spec.config.skip:
@@ -119,7 +119,7 @@ def _train(
                         ).train()
                         _forget()
         except Stopped:
-            if ranks.is_first():
+            if distributed.is_first():
                 write_atomic(folder.stopped_marker, "saved\n")
             raise
         finally:
@@ -132,23 +132,23 @@ def _agreed(
     arguments: Sequence[str], run: str | Path | None, resume: Resume, extra: Tree | None
 ) -> tuple[Plan, RunFolder]:
     """The plan as the first process makes it, on all of them."""
-    found = resolve(arguments, run, resume, extra) if ranks.is_first() else None
-    if not ranks.active():
+    found = resolve(arguments, run, resume, extra) if distributed.is_first() else None
+    if not distributed.is_active():
         assert found is not None
         return found
-    said = ranks.told([found[0].tree(), str(found[1].path)] if found is not None else None)
+    said = distributed.broadcast_object([found[0].tree(), str(found[1].path)] if found is not None else None)
     return found or (make_plan(said[0]), RunFolder(said[1]))
 
 
 @contextmanager
 def _held(folder: RunFolder) -> Iterator[None]:
     """The run's lock, which the first process holds for all."""
-    if not ranks.is_first():
-        ranks.barrier()
+    if not distributed.is_first():
+        distributed.barrier()
         yield
         return
     with folder.lock():
-        ranks.barrier()
+        distributed.barrier()
         yield
 
 
@@ -189,7 +189,7 @@ class _StageRun:
         self.plan, self.stage, self.folder, self.data = plan, stage, folder, data
         self.trackers, self.stop, self.on_log, self.quiet, self.note = trackers, stop, on_log, quiet, note
         self.metrics = MetricsFile(folder.metrics_file)
-        self.device = ranks.device_of(stage.train.device)
+        self.device = distributed.resolve_device(stage.train.device)
         self.checkpoints = folder.checkpoints(stage.name)
         self.stages = Stages(folder, self.device, note)
 
@@ -219,7 +219,7 @@ class _StageRun:
             with stepper.eval_mode() as judged:
                 evaluate.check(judged)
         show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device, self.note)
-        around = Surroundings(
+        around = TrainerHooks(
             checkpoints=self.checkpoints,
             log=self._log,
             validation=self.data.validation_batches if stage.train.validate_every else None,
@@ -260,7 +260,7 @@ class _StageRun:
                     str(error)
                 ) from None  # torch tells of a worker's death wherever the process is just then
             raise
-        for skipped in ranks.all_told(loader.skipped):
+        for skipped in distributed.all_gather_object(loader.skipped):
             loader.skipped.update(skipped)
         self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
         show.curves()
@@ -274,7 +274,7 @@ class _StageRun:
 
     def _take_up(self, start: Cursor) -> None:
         """Forget what was told beyond the checkpoint."""
-        if not ranks.is_first():
+        if not distributed.is_first():
             return
         told = self.metrics.truncate(self.stage.name, start.step, [s.name for s in self.plan.stages], start.phase)
         inside = start.phase in ("validate", "evaluate", "sample")
@@ -305,7 +305,7 @@ class _StageRun:
             )
 
     def _log(self, record: dict[str, Any]) -> None:
-        if not ranks.is_first():
+        if not distributed.is_first():
             return
         self.metrics.write(record)
         for tracker in self.trackers:

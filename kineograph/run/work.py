@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.task import Task
 from kineograph.run.builder import Builder
 from kineograph.run.machine import peak_flops
@@ -25,7 +25,7 @@ def work_of(
     """None where nobody asks: on a CPU without `train.peak_tflops`, and in all processes but the first, which logs; and where steps differ,
     with buckets."""
     train = stage.train
-    if not ranks.is_first() or (device.type != "cuda" and train.peak_tflops is None) or data.buckets is not None:
+    if not distributed.is_first() or (device.type != "cuda" and train.peak_tflops is None) or data.buckets is not None:
         return None
     precision = precision_for(train.precision, device)
     if train.peak_tflops is not None:
@@ -38,7 +38,7 @@ def work_of(
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            ranks.alone(),
+            distributed.single_process(),
         ):  # the numbers that training draws must not depend on this
             (sample, _), _ = read_two(data, min(READ, rows))
             builder = Builder(plan, {stage.name: data}, lambda line: None, {stage.name: task.assets()})

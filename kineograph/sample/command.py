@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
@@ -70,7 +70,7 @@ def draw_and_write(
         options=options,
         together=True,
     )
-    if not ranks.is_first():
+    if not distributed.is_first():
         return []
     return write(drawn, out if out is not None else folder.path / "drawn", format)
 

@@ -12,7 +12,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from kineograph.core import pulse, ranks
+from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise, key_of
@@ -85,7 +85,7 @@ def draw(
     with as_judged(task, device):
         for start in range(0, rows, batch):
             stop = min(start + batch, rows)
-            pulse.beat()
+            heartbeat.beat()
             prompts = Prompts(
                 noise=Noise(key_of(seed, "sample"), 0, slots[start:stop].to(device)),
                 captions=list(captions[start:stop]) if captions is not None else None,
@@ -122,11 +122,11 @@ def draw_together(
 
     Every process runs the model equally often, so that one whose weights lie in parts can be drawn with: what is over is drawn and dropped.
     """
-    if not ranks.active():
+    if not distributed.is_active():
         return draw(task, captions, rows=rows, real=real, slots=slots, **how)
     slots = torch.arange(rows) if slots is None else slots
-    share = -(-rows // ranks.data_world())
-    start = share * ranks.data_rank()
+    share = -(-rows // distributed.data_world())
+    start = share * distributed.data_rank()
     places = [min(place, rows - 1) for place in range(start, start + share)]
     drawn = draw(
         task,
@@ -137,8 +137,8 @@ def draw_together(
         **how,
     )
     mine = drawn[: max(0, min(rows - start, share))]
-    parts = ranks.tensors_to_first([mine if ranks.leads() else mine[:0]])
-    return torch.cat([part[0] for part in parts]) if ranks.is_first() else mine[:0]
+    parts = distributed.gather_tensors([mine if distributed.is_data_leader() else mine[:0]])
+    return torch.cat([part[0] for part in parts]) if distributed.is_first() else mine[:0]
 
 
 def _rows(batch: Batch, start: int, stop: int) -> Batch:
@@ -167,7 +167,7 @@ def as_judged(task: Task, device: torch.device) -> Iterator[None]:
 def device_for(name: str) -> torch.device:
     """`auto`, or a device that must be there."""
     try:
-        device = ranks.device_of(name)
+        device = distributed.resolve_device(name)
     except RuntimeError:
         raise InputError(f"--device {name} is not a device: use auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

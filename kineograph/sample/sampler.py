@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.batch import Shape
 from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import Task, drawn_shape
+from kineograph.core.task import Task, sample_shape
 from kineograph.sample.draw import BATCH, device_for, draw, draw_together
 from kineograph.sample.mask import Mask, read_mask
 from kineograph.sample.prime import Prime, Takes, read_prime
@@ -83,7 +83,7 @@ class Sampler:
         self.task_name = spec.config.task
         self.step = found.step
         self.ema = ema
-        self.shape: Shape = drawn_shape(task, spec.data.shape)
+        self.shape: Shape = sample_shape(task, spec.data.shape)
         self.options = getattr(spec.config, "sample", None)
         self.device = stages.device
         self.takes = Takes(task, spec.config.task, self.shape)
@@ -102,7 +102,7 @@ class Sampler:
         """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn; what is
         drawn may then differ in the last bits."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
-        stages = Stages(folder, device_for(device), ranks.once(ranks.say), compiled=compile)
+        stages = Stages(folder, device_for(device), distributed.on_first_rank(distributed.print_note), compiled=compile)
         name = sampling_stage(folder, stage)
         found = checkpoints.choose(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)

@@ -14,11 +14,11 @@ import torch
 from kineograph.core.config import StageConfig, Tree, merge, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.kernels import find_kernels
-from kineograph.core.lookup import find_task
+from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import BuildContext, Task, compile_parts, freeze, large, load_weights
-from kineograph.data.config import DataConfig, without_strangers
-from kineograph.data.opening import data_config
+from kineograph.core.task import BuildContext, Task, compile_task, freeze, is_large, load_weights
+from kineograph.data.config import DataConfig, drop_other_source_keys
+from kineograph.data.open_source import data_config
 from kineograph.train import checkpoint
 
 OUTSIDE_TASK = ("data", "train", "players")  # sections of a stage that its Task does not see
@@ -53,7 +53,7 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
         )
     config = parse(task.Config, keys, where)
     own = stage.get("data") or {}
-    data_tree = merge(without_strangers(tree.get("data") or {}, own), own)
+    data_tree = merge(drop_other_source_keys(tree.get("data") or {}, own), own)
     data = data_config(data_tree, where="data" if not stage.get("data") else f"{where}.data")
     return StageSpec(name, task, config, data)
 
@@ -104,7 +104,7 @@ class Stages:
             task.precision = run.config()["stages"][name].get("train", {}).get("precision", "auto")
             self._loaded[key] = freeze(task.to(self.device))  # type: ignore[assignment]
             if self.compiled:
-                compile_parts(task, self.graphs and not large(task), by_block=large(task))
+                compile_task(task, self.graphs and not is_large(task), by_block=is_large(task))
             self.opened[f"{run.path}/{name}"] = found.digest(ema)
         return self._loaded[key]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 
 
 @dataclass
@@ -34,9 +34,9 @@ def contrast(images: Tensor, texts: Tensor, keys: Tensor, scale: Tensor, over_ra
     """
     with torch.autocast(images.device.type, enabled=False):  # a logit of 100 has steps of 0.5 in bf16
         images, texts = images.float(), texts.float()
-        everyone = ranks.gather if over_ranks else lambda value: value
+        everyone = distributed.all_gather_with_grad if over_ranks else lambda value: value
         all_images, all_texts, all_keys = everyone(images), everyone(texts), everyone(keys)
-        rows, first = len(keys), len(keys) * ranks.data_rank() if over_ranks else 0
+        rows, first = len(keys), len(keys) * distributed.data_rank() if over_ranks else 0
         own = torch.arange(first, first + rows, device=keys.device)
         same = keys[:, None] == all_keys[None]  # B N
         alike = same & (own[:, None] != torch.arange(len(all_keys), device=keys.device))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
-from kineograph.core.task import freeze, without_numbers
+from kineograph.core.task import freeze, is_fake_or_meta
 from kineograph.core.transfer import to_device
 from kineograph.core.weight_files import TRANSFORMERS_STEM, open_weights
 from kineograph.text.null import NullText
@@ -48,7 +48,7 @@ class PretrainedText(nn.Module):
         self.kind, self.length, self.note = config.kind, config.length, note
         self.reads_padding = config.padding == "read"
         self.name, self.local = located(config.name)
-        if self.local and not without_numbers():  # where sizes matter it may be yet to come
+        if self.local and not is_fake_or_meta():  # where sizes matter it may be yet to come
             check_folder(Path(self.name), KEY)
         self.width = config.width or _width_of(_described(self.name, self.local, self.kind), self.name)
         self.ids = lru_cache(maxsize=65536)(self._ids)

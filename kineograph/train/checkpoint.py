@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.errors import InputError, NotTrained, RunFailed
 from kineograph.core.run_folder import sync_folder, write_json
 
@@ -197,7 +197,7 @@ def commit(temporary: Path, step: int, state: str, files: Mapping[str, Mapping[s
 def cannot_save(
     folder: Path, step: int, temporary: Path | None, error: BaseException | str, remedy: str = "make room or permission"
 ) -> RunFailed:
-    if temporary is not None and ranks.is_first():
+    if temporary is not None and distributed.is_first():
         shutil.rmtree(temporary, ignore_errors=True)
     return RunFailed(
         f"cannot save {at(folder, step).path}: {error}; {remedy} and run the same command to go on from the last checkpoint"
@@ -309,15 +309,15 @@ def latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> Che
 
 def agreed(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
     """What `latest` finds in the first process, for all: others take its word, so that none goes on from another step."""
-    found = latest(folder, note) if ranks.is_first() else None
-    if not ranks.active():
+    found = latest(folder, note) if distributed.is_first() else None
+    if not distributed.is_active():
         return found
-    step = ranks.told(None if found is None else found.step)
+    step = distributed.broadcast_object(None if found is None else found.step)
     if step is not None and not at(folder, step).path.is_dir():
         raise InputError(
-            f"rank {ranks.rank()} does not see {at(folder, step).path}, which rank 0 does: the run folder must lie on a disk that all machines share"
+            f"rank {distributed.rank()} does not see {at(folder, step).path}, which rank 0 does: the run folder must lie on a disk that all machines share"
         )
-    for other in steps(folder) if not ranks.is_first() else ():
+    for other in steps(folder) if not distributed.is_first() else ():
         if step is None or other >= step:
             path = at(folder, other).path
             _judged[path.resolve(), _signature(path)] = None if other == step else "the first process found it damaged"

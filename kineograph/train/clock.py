@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.train.step_times import PARTS, StepTimes
 
 OWN = ("data", "forward", "backward", "optimizer")  # what a process does by itself; the rest is waiting for others
@@ -83,7 +83,7 @@ class Clock:
         if self._device.type == "cuda":
             memory["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         names = [*self.mine, *memory]
-        table = ranks.table([*self.mine.values(), *memory.values()])
+        table = distributed.all_gather_floats([*self.mine.values(), *memory.values()])
         columns = dict(zip(names, zip(*table, strict=True), strict=True))  # name → value of each rank
         record = {
             "time/samples_per_second": self._samples / seconds,
@@ -93,11 +93,11 @@ class Clock:
             **{f"time/{name}": max(columns[name]) for name in memory},
         }
         if self._work is not None:
-            rate = self._work.flops * steps / seconds / ranks.world()
+            rate = self._work.flops * steps / seconds / distributed.world()
             record["time/tflops"] = rate / 1e12
             if self._work.peak:
                 record["time/mfu"] = rate / self._work.peak
-        slowest = slowest_of({name: columns[name] for name in OWN}) if ranks.world() > 1 else None
+        slowest = slowest_of({name: columns[name] for name in OWN}) if distributed.world() > 1 else None
         if slowest is not None:
             record["time/slowest_rank"] = slowest.rank
             record["time/slowest_behind_ms"] = slowest.behind

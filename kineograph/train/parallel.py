@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError
 
@@ -117,22 +117,22 @@ class Layout:
 
     def __init__(self, config: ParallelConfig, device: torch.device, timeout: float = 600.0) -> None:
         self.config = config
-        self.active = ranks.active()
-        self.sizes = config.sizes(ranks.world(), ranks.local_world())
+        self.active = distributed.is_active()
+        self.sizes = config.sizes(distributed.world(), distributed.local_world())
         self.data_world = self.sizes.replicate * self.sizes.shard
         self.timeout = timedelta(seconds=timeout)
         if not self.active:
             return
         self.device_type = device.type
         if config.together == 1:
-            ranks.each_has_data()
+            distributed.reset_data_group()
             if config.layout == "replicate":
                 return  # everything is over all processes: the default group will do
         self.mesh = init_device_mesh(device.type, tuple(self.sizes), mesh_dim_names=Sizes._fields)
         if config.together > 1:
             group = self._joined("replicate", "shard").get_group()
             self._wait_at_most(group)
-            ranks.share_data(ranks.rank() // config.together, self.data_world, group)
+            distributed.set_data_group(distributed.rank() // config.together, self.data_world, group)
 
     def __bool__(self) -> bool:
         return self.active

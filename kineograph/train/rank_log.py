@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 
 TIMINGS_EVERY = 30.0  # seconds
 Note = Callable[[str], None]
@@ -31,13 +31,15 @@ class RankLog:
     """Opened once a run may be written to. Lines of several lives of a run follow one another."""
 
     def __init__(self, run: Path) -> None:
-        self.path = log_file(run, ranks.rank())
+        self.path = log_file(run, distributed.rank())
         self.file: TextIO | None = None
         self._told = -math.inf
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "a", encoding="utf-8", buffering=1, errors="replace")  # noqa: SIM115 (closed by close)
-        self.write(f"rank {ranks.rank()} of {ranks.world()}: process {os.getpid()} on {socket.gethostname()}")
+        self.write(
+            f"rank {distributed.rank()} of {distributed.world()}: process {os.getpid()} on {socket.gethostname()}"
+        )
 
     def write(self, line: str) -> None:
         """To the file alone."""
@@ -55,7 +57,7 @@ class RankLog:
 
     def beside(self, note: Note) -> Note:
         """A note that goes to the file, and from the first process to `note` too."""
-        said = ranks.once(note)
+        said = distributed.on_first_rank(note)
 
         def both(line: str) -> None:
             self.write(line)
@@ -70,7 +72,7 @@ class RankLog:
         handler = _Handler(self)
         loggers, last = logging.getLogger(), logging.lastResort
         # Without handlers Python shows warnings itself; with ours it no longer would.
-        kept = last if ranks.is_first() and not loggers.handlers else None
+        kept = last if distributed.is_first() and not loggers.handlers else None
 
         def heard(
             message: Warning | str,
@@ -81,7 +83,7 @@ class RankLog:
             line: Any = None,
         ) -> None:
             self.write(f"{category.__name__}: {message} ({filename}:{lineno})")
-            if ranks.is_first():
+            if distributed.is_first():
                 shown(message, category, filename, lineno, file, line)
 
         warnings.showwarning = heard

@@ -23,7 +23,7 @@ from kineograph.core.transfer import to_device
 _MIB = 2**20
 
 
-class Descent(nn.Module):
+class LossModule(nn.Module):
     """The whole way from a batch to a player's loss, as the one forward pass that DDP wants to see."""
 
     def __init__(self, task: Task, player: str) -> None:
@@ -41,7 +41,7 @@ class Replicated:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its heir is not in every torch yet
             self.module = DistributedDataParallel(
-                Descent(task, task.players[0]),
+                LossModule(task, task.players[0]),
                 broadcast_buffers=False,  # what changes buffers reduces over ranks by itself
                 bucket_cap_mb=bucket_mb,
                 find_unused_parameters=find_unused,

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from kineograph.core import pulse, ranks
+from kineograph.core import distributed, heartbeat
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.train import checkpoint
-from kineograph.train.holding import Held, whole
+from kineograph.train.shard_io import Held, whole
 from kineograph.train.staging import Staging
 
 PATIENCE = timedelta(hours=1)  # for the slowest process's part
@@ -39,7 +39,7 @@ class Saver:
         self._asked: list[Future[None]] = []
         self._failed = False
         # A group of its own: its messages must not mix with those of training, and it speaks on the host.
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if ranks.world() > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed.world() > 1 else None
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Held]], state: Mapping[str, Any]) -> None:
         """Checkpoint `step`, as everything is now. Returns once it is copied."""
@@ -50,7 +50,7 @@ class Saver:
 
     def then(self, work: Callable[[], None]) -> None:
         """Something that the first process writes by itself, after what was asked before."""
-        if ranks.is_first():
+        if distributed.is_first():
             self.check()
             self._ask(lambda: self._do(work))
 
@@ -62,7 +62,7 @@ class Saver:
     def wait(self) -> None:
         """Until everything is written."""
         if self._asked:
-            pulse.enter("waiting for a checkpoint to be written")
+            heartbeat.set_activity("waiting for a checkpoint to be written")
         while self._asked:
             self._asked.pop(0).result()
 
@@ -103,13 +103,13 @@ class Saver:
             return
         try:
             work()
-            pulse.beat()
+            heartbeat.beat()
         except BaseException:
             self._failed = True
             raise
 
     def _copied(self, kind: str, group: Mapping[str, Held]) -> dict[str, Any]:
-        if ranks.world() == 1:
+        if distributed.world() == 1:
             return {name: self._staging.copy(f"{kind}/{name}", whole(value).detach()) for name, value in group.items()}
         from kineograph.train.sharded import Part, own_parts
 
@@ -136,20 +136,20 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
 
     temporary: Path | None = None
     try:
-        place = _agree(group, lambda: str(checkpoint.prepare(folder, step) or "") if ranks.is_first() else "")[0]
+        place = _agree(group, lambda: str(checkpoint.prepare(folder, step) or "") if distributed.is_first() else "")[0]
         if not place:
             return
         temporary = Path(place)
         own: dict[str, Path] = {}
         for name, parts in staged.items():
             own |= {f"{name}/{path.name}": path for path in sharded.write(temporary / name, parts, group)}
-            pulse.beat()
+            heartbeat.beat()
         files = _agree(group, lambda: {name: checkpoint.fingerprint(path) for name, path in own.items()})
         position = _agree(group, lambda: json.loads(text).get("data") or {})
 
         def commit() -> None:
-            if ranks.is_first():
-                state = json.loads(text) | {"processes": ranks.world()}
+            if distributed.is_first():
+                state = json.loads(text) | {"processes": distributed.world()}
                 if position[0]:  # of a stream, the process that is furthest behind decides: rather twice than never
                     state["data"] = {key: min(found[key] for found in position) for key in position[0]}
                 listed = {name: entry for part in files for name, entry in part.items()}
@@ -159,7 +159,7 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
     except (_Elsewhere, OSError) as error:
         raise checkpoint.cannot_save(folder, step, temporary, error) from error
     except Exception as error:  # gloo's, mostly
-        told = ranks.lost(error) or f"{type(error).__name__}: {error}"
+        told = distributed.describe_peer_failure(error) or f"{type(error).__name__}: {error}"
         raise checkpoint.cannot_save(folder, step, temporary, told, "see to that") from error
 
 
@@ -172,8 +172,8 @@ def _agree(group: Any, work: Callable[[], Any]) -> list[Any]:
     try:
         told: dict[str, Any] = {"answer": work()}
     except Exception as error:
-        told = {"failed": f"process {ranks.rank()}: {error}"}
-    heard = ranks.all_told(told, group)
+        told = {"failed": f"process {distributed.rank()}: {error}"}
+    heard = distributed.all_gather_object(told, group)
     for answer in heard:
         if "failed" in answer:
             raise _Elsewhere(answer["failed"])

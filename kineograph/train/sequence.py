@@ -15,7 +15,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
 
-from kineograph.core.splits import Splits
+from kineograph.core.parallel_plan import ParallelPlan
 from kineograph.core.task import Task
 from kineograph.train.tensor import check_splits
 
@@ -23,7 +23,7 @@ from kineograph.train.tensor import check_splits
 def spread_sequence(task: Task, group: Any) -> None:
     """Hang the exchanges into every block of the task."""
     found = check_splits(task, "sequence", dist.get_world_size(group))
-    stacks: dict[str, list[tuple[nn.Module, Splits]]] = {}
+    stacks: dict[str, list[tuple[nn.Module, ParallelPlan]]] = {}
     names = {id(module): name for name, module in task.named_modules()}
     for block, rules in found:  # blocks that follow one another stand in one list
         stacks.setdefault(names[id(block)].rpartition(".")[0], []).append((block, rules))
@@ -61,7 +61,7 @@ class _Run:
         return value.narrow(1, sum(self.sizes[: self.rank]), self.sizes[self.rank])
 
 
-def _into(run: _Run, rules: Splits, first: bool) -> Callable[..., Any]:
+def _into(run: _Run, rules: ParallelPlan, first: bool) -> Callable[..., Any]:
     """What a block is given, as far as it is along the tokens, is cut down to those that are here."""
 
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 
 SUFFIX = ".safetensors"
 
@@ -56,7 +56,7 @@ def own_parts(tensors: Mapping[str, Tensor | Callable[[], Tensor]]) -> Iterator[
     Of copies one process writes: replicas of a mesh take turns from tensor to tensor, and plain tensors, which all processes have, go to
     whoever has the least to write so far. Every process comes to the same answer by itself. What is a function is called by all.
     """
-    burden = [0] * ranks.world()
+    burden = [0] * distributed.world()
     for index, (name, given) in enumerate(tensors.items()):
         value = given if isinstance(given, Tensor) else given()
         if isinstance(value, DTensor):
@@ -64,7 +64,7 @@ def own_parts(tensors: Mapping[str, Tensor | Callable[[], Tensor]]) -> Iterator[
         else:
             writer = min(range(len(burden)), key=burden.__getitem__)
             burden[writer] += 1 + value.numel() * value.element_size()
-            mine = writer == ranks.rank()
+            mine = writer == distributed.rank()
         if mine:
             yield name, part_of(value)
 
@@ -113,7 +113,7 @@ def write(folder: Path, parts: Mapping[str, Part], group: Any) -> list[Path]:
     except dcp.CheckpointException as error:  # on all processes, whichever failed; not an Exception
         failed, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"process {failed}: {cause}") from None
-    return sorted(folder.glob(f"shard-{ranks.rank() + 1:05d}-*{SUFFIX}"))
+    return sorted(folder.glob(f"shard-{distributed.rank() + 1:05d}-*{SUFFIX}"))
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Task
 from kineograph.train.parallel import Layout
-from kineograph.train.reduction import Descent
+from kineograph.train.reduction import LossModule
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,7 +57,7 @@ class ShardedTask:
         # forward pass (samples, tokens), and what is not in blocks must be there then.
         inside = {id(p) for block in blocks for p in block.parameters()}
         self.rest = [p for p in task.parameters() if id(p) not in inside]
-        self.root = Descent(task, task.players[0])
+        self.root = LossModule(task, task.players[0])
         fully_shard(self.root, ignored_params=set(self.rest), **keys)
         # Blocks may run before the first step (validation of a run that goes on), and would each take itself for the root.
         cast(Any, self.root)._get_fsdp_state()._lazy_init()

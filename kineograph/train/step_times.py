@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kineograph.core import pulse, ranks
-from kineograph.train.cadence import logs
+from kineograph.core import distributed, heartbeat
 from kineograph.train.config import TrainConfig
+from kineograph.train.phases import logs
 
 PARTS = ("forward", "backward", "optimizer", "sync")
 SAMPLED = 2  # steps between two reports that are measured, at most
@@ -56,7 +56,7 @@ class StepTimes:
     def part(self, name: str) -> Iterator[None]:
         """What runs inside belongs to `name`, and to nothing around it."""
         before, self._part = self._part, name
-        pulse.enter(name)
+        heartbeat.set_activity(name)
         if self._measuring:
             self._mark(name)
         try:
@@ -64,14 +64,14 @@ class StepTimes:
         finally:
             self._part = before
             if before is not None:
-                pulse.enter(before)
+                heartbeat.set_activity(before)
             if self._measuring:
                 self._mark(before)
 
     def align(self) -> None:
         """In a measured step, let all processes begin what follows at the same time: whoever comes early waits here, in `sync`, and not
         inside the next part, where it could not be told from work. The step would wait for the last one later in any case."""
-        if self._measuring and ranks.active():
+        if self._measuring and distributed.is_active():
             with self.part("sync"):
                 dist.all_reduce(torch.zeros((), device=self._device))
 

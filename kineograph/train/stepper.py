@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.kernels import find_kernels
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import Loss, Task, check_weights, compile_parts, large, parameters_of, weights_of
-from kineograph.core.transfer import fetched
+from kineograph.core.task import Loss, Task, check_weights, compile_task, is_large, player_parameters, task_state_dict
+from kineograph.core.transfer import fetch_floats
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ema import Ema, averaged
-from kineograph.train.holding import Held, held, read_into, whole
 from kineograph.train.optim import LossScale, Optimizer, rate_at
 from kineograph.train.parallel import Layout, ParallelConfig
-from kineograph.train.pieces import WHOLE, Cut, Piece, Sharded, local
 from kineograph.train.reduction import Reduction, Replicated
 from kineograph.train.sequence import spread_sequence
+from kineograph.train.shard_io import Held, held, read_into, whole
+from kineograph.train.shard_spec import WHOLE, Cut, Piece, Sharded, local
 from kineograph.train.sharding import ShardedTask, check_sharding
 from kineograph.train.step_times import StepTimes
 from kineograph.train.tensor import check_splits, cut_blocks
@@ -57,7 +57,7 @@ def graphs_for(config: TrainConfig, device: torch.device, several: bool | None =
     """Whether compiled modules run as CUDA graphs. A graph has one set of buffers, so gradients that are accumulated over
     micro-batches rule it out; so do processes that speak to one another inside. Beside other processes it is done only when asked for.
     `several`: whether there will be such, where that is only planned."""
-    several = ranks.active() if several is None else several
+    several = distributed.is_active() if several is None else several
     if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
         raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
     if config.compile == "graphs" and several and config.parallel.speaks_inside:
@@ -159,7 +159,7 @@ class Stepper:
         self.sharded: ShardedTask | None = None
         self.pieces: dict[str, Piece] = {}  # parameters of which this process holds a part
         self._prepare()
-        self.parameters = {name: parameters_of(task, name) for name in task.players}
+        self.parameters = {name: player_parameters(task, name) for name in task.players}
         self.optimizers = {
             name: Optimizer(self.parameters[name], self.players[name], self.pieces) for name in task.players
         }
@@ -185,13 +185,13 @@ class Stepper:
         if config.checkpointing:
             for block in task.blocks():
                 recompute(block, None if config.checkpointing is True else config.checkpointing)
-        by_block = config.compile == "blocks" or (config.compile == "auto" and large(task))
+        by_block = config.compile == "blocks" or (config.compile == "auto" and is_large(task))
         self.graphs = graphs_for(config, self.device) and not by_block
         self.compiles = config.compile not in (False, "auto") or (
             config.compile == "auto" and self.device.type == "cuda"
         )
         if self.compiles:
-            compile_parts(task, self.graphs, by_block or (bool(self.layout) and parallel.speaks_inside))
+            compile_task(task, self.graphs, by_block or (bool(self.layout) and parallel.speaks_inside))
             if self.layout and (config.checkpointing or self.graphs):
                 # For DDP the compiler cuts a network at the borders of buckets, and can do so neither in recomputed blocks nor in a CUDA graph.
                 torch._dynamo.config.optimize_ddp = False
@@ -203,7 +203,7 @@ class Stepper:
         """The frozen stages too, where training is compiled: for steps that ask them each time, since no cache holds their answers."""
         if self.compiles:
             for stage in self.task.stages.values():
-                compile_parts(stage, graphs=False)
+                compile_task(stage, graphs=False)
 
     def _join(self) -> None:
         """Choose how gradients of several processes come together."""
@@ -252,7 +252,7 @@ class Stepper:
     def gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _Joined]:
         """Add the gradients of these micro-batches to the parameters of every player that plays. → each one's losses."""
         # Dropout, revival of dead codes. Each data rank has its own; those who hold one model together have the same.
-        apart = (ranks.data_rank(),) if ranks.data_rank() else ()
+        apart = (distributed.data_rank(),) if distributed.data_rank() else ()
         torch.manual_seed(key_of(self.seed, step, "torch", *apart) >> 1)
         if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -351,7 +351,7 @@ class Stepper:
     def state(self) -> dict[str, Any]:
         """Numbers that the next step depends on, fetched from the device at once."""
         scale = self.scale.state() if self.scale else {}
-        numbers = fetched({"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, **scale})
+        numbers = fetch_floats({"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, **scale})
         return {
             "ema_updates": {name: ema.updates for name, ema in self.averages.items()},
             "scale": {name: numbers.pop(name) for name in scale} or None,
@@ -361,7 +361,9 @@ class Stepper:
     def held(self) -> dict[str, dict[str, Held]]:
         """The same as it is saved: each process writes what it holds."""
         saved: dict[str, dict[str, Held]] = {
-            "model": {name: held(value, self.piece_of(name, value)) for name, value in weights_of(self.task).items()},
+            "model": {
+                name: held(value, self.piece_of(name, value)) for name, value in task_state_dict(self.task).items()
+            },
             "optimizer": {name: held(value, self.piece_of(name, value)) for name, value in self._moments().items()},
         }
         if self.averages:
@@ -374,7 +376,7 @@ class Stepper:
         average = {name: value for ema in self.averages.values() for name, value in ema.average.items()}
         weights = {name: p for ema in self.averages.values() for name, p in ema.parameters.items()}
         twins = {local(p).data_ptr(): name for name, p in weights.items() if p.numel()}
-        for name, value in weights_of(self.task).items():
+        for name, value in task_state_dict(self.task).items():
             own = name if name in average else twins.get(local(value).data_ptr(), "")
             alike = own in average and weights[own].shape == value.shape
             found[name] = held(average[own] if alike else value, self.piece_of(own if alike else name, value))
@@ -382,7 +384,7 @@ class Stepper:
 
     def load(self, saved: Checkpoint) -> None:
         check_weights(self.task, saved.shapes("model"))
-        self._read(saved, "model", weights_of(self.task))
+        self._read(saved, "model", task_state_dict(self.task))
         state = saved.state()["stepper"]
         if saved.has("optimizer"):  # before the first step there is nothing
             self._load_moments(saved)
@@ -432,6 +434,8 @@ class _Joined:
     def everywhere(self) -> tuple[dict[str, Tensor], Tensor]:
         """Means over all micro-batches and ranks, and the count of the loss."""
         names = list(self.sums)
-        both = ranks.sum_(torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names]))
+        both = distributed.all_reduce_(
+            torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names])
+        )
         found = {name: both[i] / both[len(names) + i] for i, name in enumerate(names)}
         return found, both[len(names) + names.index("loss")]

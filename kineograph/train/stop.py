@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,7 +35,7 @@ class StopRequest:
 
         The question is put to all processes at once and the answer read at the next call, a step later: nobody waits for it.
         """
-        if not ranks.active():
+        if not distributed.is_active():
             return bool(self)
         asked = self._asking
         heard = torch.tensor([SIGNALS.index(signal.Signals[self.by]) + 1 if self.by else 0])
@@ -63,7 +63,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self.by is not None and ranks.active():
+        if self.by is not None and distributed.is_active():
             return  # launchers pass on what the terminal has sent to everyone already, and end by themselves what takes too long
         if self.by is not None:
             signal.signal(number, signal.SIG_DFL)
@@ -71,5 +71,5 @@ class StopRequest:
             return
         self.by = signal.Signals(number).name
         # A plain write to stderr: the handler may interrupt any other output.
-        if ranks.is_first():
+        if distributed.is_first():
             os.write(2, f"\n{self.by}: finishing the step, then saving; once more ends at once\n".encode())

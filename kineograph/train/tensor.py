@@ -16,19 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kineograph.core.errors import ConfigError
-from kineograph.core.splits import Splits, Splittable
+from kineograph.core.parallel_plan import HasParallelPlan, ParallelPlan
 from kineograph.core.task import Task
-from kineograph.train.pieces import Cut, Piece
+from kineograph.train.shard_spec import Cut, Piece
 
 
-def check_splits(task: Task, key: str, count: int) -> list[tuple[nn.Module, Splits]]:
+def check_splits(task: Task, key: str, count: int) -> list[tuple[nn.Module, ParallelPlan]]:
     """The blocks with their rules; a ConfigError where there are none, or where heads do not divide."""
     blocks = task.blocks()
-    if not blocks or not all(isinstance(block, Splittable) for block in blocks):
+    if not blocks or not all(isinstance(block, HasParallelPlan) for block in blocks):
         raise ConfigError(
             f"train.parallel.{key}={count}: the blocks of {type(task).__name__} do not say how they are cut; use replicate, or shard"
         )
-    found = [(block, cast(Splittable, block).splits()) for block in blocks]
+    found = [(block, cast(HasParallelPlan, block).splits()) for block in blocks]
     for block, rules in found:
         for name in rules.heads:
             heads = int(block.get_submodule(name).heads)  # type: ignore[arg-type]

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import sync_folder
-from kineograph.train.cadence import Cursor, Phase, phase_of
 from kineograph.train.config import WandbConfig
+from kineograph.train.phases import Cursor, Phase, phase_of
 
 Record = dict[str, Any]
 
@@ -72,7 +72,7 @@ def open_trackers(
 ) -> list[Tracker]:
     """Trackers by name for the run `name` in `folder`. Only the first process has any."""
     check_trackers(names)
-    if not ranks.is_first():
+    if not distributed.is_first():
         return []
     made: list[Tracker] = []
     for wanted in dict.fromkeys(names):
@@ -101,7 +101,7 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Append: stage, split and step first; what is not finite becomes null."""
-        if not ranks.is_first():
+        if not distributed.is_first():
             return
         first = {key: record[key] for key in ("stage", "split", "step") if key in record}
         line = json.dumps(
@@ -130,7 +130,7 @@ class MetricsFile:
         """
         cursor = Cursor(step, phase)
         kept: list[Record] = []
-        if not ranks.is_first() or not self.path.exists():
+        if not distributed.is_first() or not self.path.exists():
             return kept
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with open(temporary, "wb") as file:

@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kineograph.core import pulse, ranks
+from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
-from kineograph.core.transfer import fetched
+from kineograph.core.transfer import fetch_floats
 from kineograph.train import checkpoint
-from kineograph.train.cadence import Cursor, Phase, advance, finished, is_snapshot, logs, settle
 from kineograph.train.clock import Clock, Work
+from kineograph.train.phases import Cursor, Phase, advance, finished, is_snapshot, logs, settle
 from kineograph.train.progress import Progress
 from kineograph.train.rank_log import RankLog
 from kineograph.train.saver import Saver
@@ -41,7 +41,7 @@ class Steps(Protocol):
 
 
 @dataclass
-class Surroundings:
+class TrainerHooks:
     """What the Trainer is given from outside: where to write and whom to tell."""
 
     checkpoints: Path
@@ -62,14 +62,14 @@ class Surroundings:
 class Trainer:
     """Trains a stage from its last complete checkpoint, or from 0, to `steps`."""
 
-    def __init__(self, stage: str, stepper: Stepper, data: Steps, around: Surroundings) -> None:
+    def __init__(self, stage: str, stepper: Stepper, data: Steps, around: TrainerHooks) -> None:
         self.stage = stage
         self.stepper = stepper
         self.config = stepper.config
         self.data = data
         self.around = around
         heard = around.rank_log.write if around.rank_log is not None else None
-        self.progress = Progress(stage, self.config.steps, around.quiet or not ranks.is_first(), heard)
+        self.progress = Progress(stage, self.config.steps, around.quiet or not distributed.is_first(), heard)
         self.saved: int | None = None  # the step whose checkpoint this run last wrote or took up
         self.best = math.inf
         self.best_step: int | None = None
@@ -78,7 +78,7 @@ class Trainer:
 
     def resume(self) -> Cursor:
         """Take up the newest complete checkpoint. → where the stage stands."""
-        if ranks.is_first():
+        if distributed.is_first():
             checkpoint.clean(self.around.checkpoints)
         found = checkpoint.agreed(self.around.checkpoints, self.progress.note)
         if found is None:
@@ -132,26 +132,26 @@ class Trainer:
 
     def _train(self, step: int, batches: Iterator[list[Batch]], clock: Clock) -> None:
         """Make the update from `step` to `step` + 1."""
-        pulse.enter("data")
+        heartbeat.set_activity("data")
         micro = self._next(batches, clock, step)
         with self.stepper.times.step(is_measured(self.config, step + 1)):
             values = self.stepper.step(step, micro)
-        clock.count(sum(map(len, micro)) * ranks.data_world())
-        pulse.beat()
+        clock.count(sum(map(len, micro)) * distributed.data_world())
+        heartbeat.beat()
         self.progress.advance(step + 1)
         if logs(self.config, step + 1):
             self._log(step + 1, values, clock)
 
     def _judge(self, phase: Phase, step: int) -> bool:
         """Go through a phase that looks at the weights of `step`. → whether they are the best so far, which only validation can find."""
-        pulse.enter(phase)
+        heartbeat.set_activity(phase)
         if phase == "validate":
             return self._validate(step)
         if phase == "evaluate":
             self._evaluate(step)
         elif phase == "sample" and self.around.show is not None:
             self.saver.then(self.around.show(step, self.stepper))  # encoding takes long: training goes on meanwhile
-        elif phase == "publish" and self.around.publish is not None and self.saved == step and ranks.is_first():
+        elif phase == "publish" and self.around.publish is not None and self.saved == step and distributed.is_first():
             self.saver.wait()
             self.around.publish(checkpoint.at(self.around.checkpoints, step), step == self.best_step)
         return False
@@ -162,7 +162,7 @@ class Trainer:
             with clock.waiting():
                 return next(batches)
         except RunFailed:
-            if not self.around.stop or ranks.active():  # the others are on their way into the step
+            if not self.around.stop or distributed.is_active():  # the others are on their way into the step
                 raise
             self._save(Cursor(done))
             raise self._stopped(done) from None
@@ -175,7 +175,7 @@ class Trainer:
         """The one place that waits for the device: all numbers of a step in one transfer."""
         stepper = self.stepper
         named = values | {"skipped": stepper.skipped, "skipped_in_a_row": stepper.skipped_in_a_row}
-        numbers = fetched(named)
+        numbers = fetch_floats(named)
         in_a_row = int(numbers.pop("skipped_in_a_row"))
         if in_a_row >= self.config.max_nonfinite:
             raise RunFailed(
@@ -210,7 +210,7 @@ class Trainer:
         with self.stepper.eval_mode() as task:
             for batch in self.around.validation():
                 batch = batch.to(self.stepper.device)
-                pulse.beat()
+                heartbeat.beat()
                 for name, mean in task.validate(batch, Noise(seed, 0, batch.slots)).items():
                     count = torch.as_tensor(mean.count, dtype=torch.float64, device=mean.sum.device)
                     before = joined.get(name, Mean(torch.zeros_like(count), torch.zeros_like(count)))
@@ -218,7 +218,10 @@ class Trainer:
                         joined[name] = before
                         continue
                     joined[name] = Mean(before.sum + mean.sum.to(torch.float64), before.count + count)
-        means = {name: float(ranks.sum_(mean.sum) / ranks.sum_(mean.count)) for name, mean in joined.items()}  # type: ignore[arg-type]
+        means = {
+            name: float(distributed.all_reduce_(mean.sum) / distributed.all_reduce_(torch.as_tensor(mean.count)))
+            for name, mean in joined.items()
+        }
         seconds = time.monotonic() - started
         self.around.log(
             {"stage": self.stage, "split": "validation", "step": done, **means, "time/validation_seconds": seconds}
@@ -247,7 +250,7 @@ class Trainer:
     def _point_to_best(self, step: int | None, loss: float) -> None:
         """best.json says what the checkpoint knows."""
         pointer = checkpoint.best(self.around.checkpoints) or {}
-        if not ranks.is_first() or step is None or pointer.get("step") == step:
+        if not distributed.is_first() or step is None or pointer.get("step") == step:
             return
         if step in checkpoint.steps(
             self.around.checkpoints

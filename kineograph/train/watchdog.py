@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kineograph.core import pulse, ranks
+from kineograph.core import distributed, heartbeat
 from kineograph.train.rank_log import RankLog
 
 LOOKS = 8  # at the pulse within the time that is allowed …
@@ -29,8 +29,8 @@ class Watchdog:
         """Every process makes one, at the same time."""
         self.seconds, self.log, self.stage = seconds, log, stage
         self.folder = log.path.parent
-        self.rank, self.world = ranks.rank(), ranks.world()
-        if ranks.is_first():
+        self.rank, self.world = distributed.rank(), distributed.world()
+        if distributed.is_first():
             for path in (*self.folder.glob(".pulse-*"), *self.folder.glob(".dumped-*")):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -42,7 +42,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        pulse.beat()
+        heartbeat.beat()
         self._publish()
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
@@ -62,10 +62,10 @@ class Watchdog:
             if self.log.file is not None:
                 faulthandler.dump_traceback_later(2 * self.seconds, exit=True, file=self.log.file)
             self._publish()
-            if pulse.silence() < self.seconds / 2:
+            if heartbeat.seconds_since_last() < self.seconds / 2:
                 continue
             self._listen()
-            silence = min(pulse.silence(), time.monotonic() - self._heard_at)
+            silence = min(heartbeat.seconds_since_last(), time.monotonic() - self._heard_at)
             if (silence > self.seconds or self._others_bark()) and not self._ended.is_set():
                 self._bark()
 
@@ -73,7 +73,7 @@ class Watchdog:
         """Never comes back."""
         self._say(
             f"watchdog: nothing was done for {self.seconds:g} s (train.watchdog) in stage {self.stage}: rank {self.rank} of {self.world} is at "
-            f"{pulse.doing()!r}. The stacks of all ranks are in {self.folder}; ends here with exit code 1, and the same command goes on from "
+            f"{heartbeat.current_activity()!r}. The stacks of all ranks are in {self.folder}; ends here with exit code 1, and the same command goes on from "
             "the last checkpoint"
         )
         with suppress(OSError, ValueError):
@@ -92,9 +92,9 @@ class Watchdog:
             os.write(2, f"\nerror: {line}\n".encode())
 
     def _publish(self) -> None:
-        if self.world > 1 and pulse.beats != self._published:
-            self._published = pulse.beats
-            _put(self._pulse_file(self.rank), str(pulse.beats))
+        if self.world > 1 and heartbeat.beats != self._published:
+            self._published = heartbeat.beats
+            _put(self._pulse_file(self.rank), str(heartbeat.beats))
 
     def _listen(self) -> None:
         """Whether another process has got something done since the last look."""
@@ -122,7 +122,7 @@ class Watchdog:
 
 def _agreed_number() -> int:
     """Of this moment, by the clock of the first process."""
-    return int(ranks.table([time.time() // 1e-3])[0][0])
+    return int(distributed.all_gather_floats([time.time() // 1e-3])[0][0])
 
 
 def _put(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from benchmarks.cases import muse, phenaki, vqgan
 from benchmarks.machine import Machine
 from benchmarks.measure import Timing, count_flops, time_calls
 from benchmarks.report import File, Row, as_json, compare
-from kineograph.core.task import parameters_of
+from kineograph.core.task import player_parameters
 from kineograph.train import checkpoint
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_phenaki_is_as_large_as_the_peer():
         judged = {"perceptual": {"weight": 0}, "adversarial": phenaki.judges(phenaki.CODEC)}
         codec = phenaki._codec(phenaki.CODEC, judged)
         generator = phenaki._our_model(phenaki.TRAIN)
-    parts = {player: sum(p.numel() for p in parameters_of(codec, player).values()) for player in codec.players}
+    parts = {player: sum(p.numel() for p in player_parameters(codec, player).values()) for player in codec.players}
     assert parts["generator"] == pytest.approx(PEER_CVIVIT, rel=0.05)
     assert parts["discriminator"] == pytest.approx(PEER_CVIVIT_JUDGE, rel=0.05)
     assert sum(p.numel() for p in generator.parameters()) == pytest.approx(PEER_PHENAKI, rel=0.05)
@@ -103,11 +103,11 @@ def test_phenaki_is_as_large_as_the_peer():
 @pytest.mark.parametrize("case", ["vqgan-train", "cvivit-train"])
 def test_codecs_pay_the_penalty_at_every_step(case, monkeypatch):
     """The peers do; a lazy penalty would make the ratio a lie."""
-    from kineograph.codec import game
+    from kineograph.codec import gan_losses
 
     paid = []
-    slope = game.slope
-    monkeypatch.setattr(game, "slope", lambda *given: paid.append(1) or slope(*given))
+    slope = gan_losses.slope
+    monkeypatch.setattr(gan_losses, "slope", lambda *given: paid.append(1) or slope(*given))
     work = all_cases()[case].ours(all_cases()[case].sized(small=True), CPU)
     paid.clear()
     for _ in range(2):

@@ -7,8 +7,8 @@ from kineograph.codec.causal_vae import TASK, CausalVAE, CausalVAEConfig
 from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_task
-from kineograph.core.task import BuildContext, load_weights, parameters_of, weights_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import BuildContext, load_weights, player_parameters, task_state_dict
 from tests.codec.playing import gradients, noise_for, run_player, train
 
 SMALL = {
@@ -216,7 +216,7 @@ def test_clips_wait_for_their_turn_when_all_at_once_would_be_too_many(monkeypatc
 def test_tiles_are_about_what_the_whole_is_in_less_memory():
     whole = build((64, 96), scale=1.0, stirred=False).eval()
     tiled = build((64, 96), scale=1.0, tile=[48, 64], tile_overlap=[0.5, 0.5], stirred=False).eval()
-    load_weights(tiled, weights_of(whole))
+    load_weights(tiled, task_state_dict(whole))
     texture = torch.rand(1, 5, 3, 64, 96)  # whose statistics are about the same everywhere
     latents = whole.encode(texture)
     found = tiled.encode(texture)
@@ -324,7 +324,7 @@ def test_players_own_their_parts_and_teach_nobody_else():
     task = build(**GAME)
     batch = batch_for(task)
     assert task.players == ("generator", "discriminator")
-    owned = [set(parameters_of(task, player)) for player in task.players]
+    owned = [set(player_parameters(task, player)) for player in task.players]
     assert not owned[0] & owned[1]
     assert owned[0] | owned[1] == {name for name, _ in task.named_parameters()}
     shared = task(batch, noise_for(batch))
@@ -412,7 +412,7 @@ def test_the_scale_is_measured_in_training_and_saved():
     real = means[task.mask_for(batch.frame_mask)]
     assert torch.allclose(task.scale, real.var((0, 2, 3), correction=0).mean().rsqrt(), rtol=1e-3)
     other = build(scale="auto")
-    load_weights(other, weights_of(task))
+    load_weights(other, task_state_dict(task))
     assert torch.equal(other.scale, task.scale)
     before = task.scale
     task.eval()

@@ -6,8 +6,8 @@ import torch
 from kineograph.codec.cvivit import TASK, CViViT
 from kineograph.core.batch import Batch, Sample
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_task
-from kineograph.core.task import load_weights, weights_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import load_weights, task_state_dict
 from kineograph.nn.quantizers import LFQ
 from tests.codec.playing import noise_for, parameters_of_all, train
 from tests.codec.small_cvivit import GAME, batch_for, build, each_quantizer, sizes
@@ -236,7 +236,7 @@ def test_images_alone_train_and_their_weights_go_on_with_clips():
     batch = batch_for(images)
     train(images, batch, 2)
     task = build(frames=5, **GAME)
-    load_weights(task, weights_of(images))
+    load_weights(task, task_state_dict(images))
     assert torch.equal(task.eval().encode(batch.video), images.eval().encode(batch.video))
 
 

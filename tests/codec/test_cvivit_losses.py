@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kineograph.core.task import parameters_of, weights_of
+from kineograph.core.task import player_parameters, task_state_dict
 from tests.codec.playing import gradients, noise_for, run_player
 from tests.codec.small_cvivit import GAME, QUANTIZERS, batch_for, build, cut, each_quantizer, repainted
 
@@ -35,7 +35,7 @@ def test_without_a_game_there_is_one_player_and_the_quantizer_still_learns(quant
             first = task.encoder.first.weight
             (through,) = torch.autograd.grad(shared.quantized.loss, first, retain_graph=True)
             assert through.abs().sum() > 0
-        assert all(p.grad is not None for p in parameters_of(task, "generator").values())
+        assert all(p.grad is not None for p in player_parameters(task, "generator").values())
 
 
 @pytest.mark.parametrize("kind", ["l1", "l2"])
@@ -63,11 +63,11 @@ def test_players_do_not_touch_each_other(vgg):
     run_player(task, "generator", shared)
     assert gradients(task, "generator") > 0
     assert gradients(task, "discriminator") == 0
-    names = [set(parameters_of(task, player)) for player in task.players]
+    names = [set(player_parameters(task, player)) for player in task.players]
     assert not names[0] & names[1]
     frozen = {name for name, _ in task.named_parameters() if name.startswith("perceptual")}
     assert names[0] | names[1] | frozen == {name for name, _ in task.named_parameters()}
-    assert not frozen & weights_of(task).keys()
+    assert not frozen & task_state_dict(task).keys()
 
 
 def test_generator_gradient_is_that_of_the_plain_sum_of_terms(vgg):
@@ -75,7 +75,7 @@ def test_generator_gradient_is_that_of_the_plain_sum_of_terms(vgg):
     batch = batch_for(task, (5, 3))
     shared = task(batch, noise_for(batch))
     loss = run_player(task, "generator", shared)
-    found = {name: p.grad.clone() for name, p in parameters_of(task, "generator").items()}
+    found = {name: p.grad.clone() for name, p in player_parameters(task, "generator").items()}
     task.zero_grad()
     keep = batch.frame_mask.flatten().float()
     each = (
@@ -86,7 +86,7 @@ def test_generator_gradient_is_that_of_the_plain_sum_of_terms(vgg):
     plain = (each * keep).sum() + shared.quantized.loss * 8
     plain.backward()
     assert torch.allclose(loss.total.sum, plain, rtol=1e-5)
-    for name, p in parameters_of(task, "generator").items():
+    for name, p in player_parameters(task, "generator").items():
         assert torch.allclose(found[name], p.grad, rtol=1e-3, atol=1e-6), name
 
 

@@ -7,8 +7,8 @@ from kineograph.codec.vqgan import TASK, VQGAN, VQGANConfig
 from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_task
-from kineograph.core.task import BuildContext, load_weights, parameters_of, weights_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import BuildContext, load_weights, player_parameters, task_state_dict
 from kineograph.nn.quantizers import LFQ
 from tests.codec.playing import gradients, noise_for, parameters_of_all, run_player, train
 
@@ -164,7 +164,7 @@ def test_players_do_not_touch_each_other():
     run_player(task, "generator", shared)
     assert gradients(task, "generator") > 0
     assert gradients(task, "discriminator") == 0
-    names = [set(parameters_of(task, player)) for player in task.players]
+    names = [set(player_parameters(task, player)) for player in task.players]
     assert not names[0] & names[1]
     assert names[0] | names[1] == {name for name, _ in task.named_parameters()}
 
@@ -175,7 +175,7 @@ def test_generator_gradient_is_that_of_the_plain_sum_of_terms(vgg):
     batch = batch_for(task)
     shared = task(batch, noise_for(batch))
     loss = run_player(task, "generator", shared)
-    found = {name: p.grad.clone() for name, p in parameters_of(task, "generator").items()}
+    found = {name: p.grad.clone() for name, p in player_parameters(task, "generator").items()}
     task.zero_grad()
     strength = loss.terms["adversarial_weight"].value()
     plain = (
@@ -186,7 +186,7 @@ def test_generator_gradient_is_that_of_the_plain_sum_of_terms(vgg):
     )
     plain.backward()
     assert torch.allclose(loss.total.sum, plain, rtol=1e-5)
-    for name, p in parameters_of(task, "generator").items():
+    for name, p in player_parameters(task, "generator").items():
         assert torch.allclose(found[name], p.grad, rtol=1e-3, atol=1e-6), name
 
 
@@ -297,8 +297,8 @@ def test_perceptual_is_frozen_and_neither_trained_nor_saved(vgg):
     assert not any(part.training for part in task.perceptual.modules())
     assert not any(p.requires_grad for p in task.perceptual.parameters())
     for player in task.players:
-        assert not any(name.startswith("perceptual") for name in parameters_of(task, player))
-    assert not any(name.startswith("perceptual") for name in weights_of(task))
+        assert not any(name.startswith("perceptual") for name in player_parameters(task, player))
+    assert not any(name.startswith("perceptual") for name in task_state_dict(task))
     batch = batch_for(task)
     before = [p.clone() for p in task.perceptual.parameters()]
     optimizer = torch.optim.AdamW([p for p in task.parameters() if p.requires_grad], 0.1, weight_decay=0.5)
@@ -348,7 +348,7 @@ def test_weights_load_into_a_new_task(vgg):
     train(task, batch, 2)
     torch.manual_seed(99)
     other = build(**GAME)  # without the perceptual net: it is no part of the weights
-    load_weights(other, weights_of(task))
+    load_weights(other, task_state_dict(task))
     assert torch.equal(task.eval().encode(batch.video), other.eval().encode(batch.video))
 
 

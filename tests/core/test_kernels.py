@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kineograph.cli import app
 from kineograph.core import kernels
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import sha256_of
+from kineograph.core.safe_unpickle import sha256_of
 from kineograph.nn import attention
 from kineograph.run import machine
 from kineograph.run.doctor import environment

@@ -8,7 +8,7 @@ from torch import nn
 
 from kineograph.core.batch import Shape
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lookup import find_source, find_task
+from kineograph.core.registry import find_source, find_task
 from kineograph.core.task import (
     BuildContext,
     Mean,
@@ -17,8 +17,8 @@ from kineograph.core.task import (
     frozen_names,
     is_frozen,
     load_weights,
-    parameters_of,
-    weights_of,
+    player_parameters,
+    task_state_dict,
 )
 from tests.train.toy_tasks import Duel, Toy, ToyConfig
 
@@ -27,7 +27,7 @@ CONFIG = ToyConfig(task="toy")
 
 def test_players_share_no_parameter_and_leave_none_out() -> None:
     task = Duel(6, CONFIG)
-    generator, critic = parameters_of(task, "generator"), parameters_of(task, "critic")
+    generator, critic = player_parameters(task, "generator"), player_parameters(task, "critic")
     assert not generator.keys() & critic.keys()
     assert generator.keys() | critic.keys() == dict(task.named_parameters()).keys()
 
@@ -35,9 +35,9 @@ def test_players_share_no_parameter_and_leave_none_out() -> None:
 def test_frozen_parts_are_in_no_optimizer_and_no_checkpoint() -> None:
     task = Toy(6, CONFIG)
     assert list(frozen_names(task)) == ["helper"]
-    assert not any(name.startswith("helper") for name in parameters_of(task, "model"))
-    assert not any(name.startswith("helper") for name in weights_of(task))
-    assert {"first.weight", "body.0.weight", "seen"} <= weights_of(task).keys()
+    assert not any(name.startswith("helper") for name in player_parameters(task, "model"))
+    assert not any(name.startswith("helper") for name in task_state_dict(task))
+    assert {"first.weight", "body.0.weight", "seen"} <= task_state_dict(task).keys()
 
 
 def test_a_frozen_module_stays_asleep() -> None:
@@ -61,18 +61,18 @@ def test_earlier_stages_are_neither_parameters_nor_saved() -> None:
         ToyConfig(task="toy", codec="first"), BuildContext(Shape(1, 1, 2, 3, 8.0), stage=lambda name: codec)
     )
     assert task.stages["codec"] is codec
-    assert not any("generator" in name for name in [*weights_of(task), *parameters_of(task, "model")])
+    assert not any("generator" in name for name in [*task_state_dict(task), *player_parameters(task, "model")])
 
 
 def test_weights_load_strictly() -> None:
     one, two = Toy(6, CONFIG), Toy(6, CONFIG)
-    load_weights(two, weights_of(one))
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(one).values(), weights_of(two).values()))
-    short = {name: value for name, value in weights_of(one).items() if name != "last.bias"}
+    load_weights(two, task_state_dict(one))
+    assert all(torch.equal(a, b) for a, b in zip(task_state_dict(one).values(), task_state_dict(two).values()))
+    short = {name: value for name, value in task_state_dict(one).items() if name != "last.bias"}
     with pytest.raises(InputError, match=r"missing \['last.bias'\]"):
         load_weights(two, short)
     with pytest.raises(InputError, match=r"unexpected \['more'\]"):
-        load_weights(two, weights_of(one) | {"more": torch.ones(1)})
+        load_weights(two, task_state_dict(one) | {"more": torch.ones(1)})
 
 
 def test_means_join_by_sum_and_count() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from kineograph.data.opening import data_config, open_source
+from kineograph.data.open_source import data_config, open_source
 from kineograph.data.webdataset import WebDataset
 
 

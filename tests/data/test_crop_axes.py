@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from kineograph.data.opening import data_config, open_source
+from kineograph.data.open_source import data_config, open_source
 from tests.data.conftest import MakeVideo
 
 FRAMES = 3

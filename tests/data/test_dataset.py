@@ -8,9 +8,9 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.captions import require_captions
 from kineograph.data.dataset import DatasetConfig, DatasetSource
-from kineograph.data.given_tokens import TokenGrid
 from kineograph.data.loader import Loader
-from kineograph.data.opening import data_config, open_source
+from kineograph.data.open_source import data_config, open_source
+from kineograph.data.precomputed_tokens import TokenGrid
 
 
 class Items(Dataset):

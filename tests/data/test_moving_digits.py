@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_source
+from kineograph.core.registry import find_source
 from kineograph.data import digit_glyphs
 from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Figure, parse_caption
 from kineograph.data.moving_digits import ENDLESS, MovingDigits, MovingDigitsConfig, kept_out

@@ -18,7 +18,7 @@ from PIL import Image
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.data import tar_index
 from kineograph.data.loader import Loader
-from kineograph.data.opening import data_config, open_source
+from kineograph.data.open_source import data_config, open_source
 from kineograph.data.scan import scan
 from kineograph.data.shards import Shard, expand, find_shards
 from kineograph.data.tar_index import TarIndex, index_of, split_name

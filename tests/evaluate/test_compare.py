@@ -8,7 +8,7 @@ from PIL import Image
 from kineograph.core.errors import InputError
 from kineograph.evaluate import record
 from kineograph.evaluate.compare import compare
-from kineograph.evaluate.evidence import Result
+from kineograph.evaluate.metric_api import Result
 from kineograph.train import checkpoint
 from tests.sample.tiny_task import TinyCodec, log, make_run, save_stage
 

@@ -19,15 +19,15 @@ from kineograph.codec.perceptual import Lpips
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import merge
 from kineograph.core.errors import InputError
-from kineograph.core.lookup import find_metric, metric_names
 from kineograph.core.noise import key_of
+from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.loader import Loader
 from kineograph.data.moving_digits import MovingDigits
 from kineograph.evaluate.compare import compare
-from kineograph.evaluate.evidence import Evidence, LeftOut, Subject
 from kineograph.evaluate.extractor.clip import open_clip
 from kineograph.evaluate.extractor.opening import Extractors
+from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped, Subject
 from kineograph.evaluate.runner import evaluate
 from kineograph.sample.sampler import Sampler
 from kineograph.sample.stages import Stages, read_stage
@@ -172,7 +172,7 @@ def test_fvd_never_sees_padding(files):
     for filled in (0.0, 1.0):
         clips = torch.where(mask[..., None, None, None], real, filled)
         metric = find_metric("fvd").open(subject(files, fvd=files.motion))
-        metric.update(Evidence(real=clips, generated=made, frame_mask=mask))
+        metric.update(EvalBatch(real=clips, generated=made, frame_mask=mask))
         result = metric.compute()
         assert (result.labels["real"], result.labels["count"]) == (5, 6)  # the one of four frames is not counted
         scores.append(result.values["fvd"])
@@ -201,7 +201,7 @@ def test_clip_score_is_the_mean_cosine(files, monkeypatch):
     )
     made = torch.stack([torch.stack([red, red]), torch.stack([red, blue])])
     mask = torch.tensor([[True, True], [True, False]])
-    remarks = metric.update(Evidence(captions=["a red 3", "a red 4"], generated=made, real=made, frame_mask=mask))
+    remarks = metric.update(EvalBatch(captions=["a red 3", "a red 4"], generated=made, real=made, frame_mask=mask))
     result = metric.compute()
     assert result.values["clip_score"] == pytest.approx(3 / 4)  # frames: right, right, right, wrong
     assert result.labels == {
@@ -218,7 +218,7 @@ def test_without_a_clip_it_is_left_out_with_the_remedy(run, files):
         evaluate(run.path, ["clip_score"], samples=4, device="cpu", extractors=["clip_score=nowhere"])
     with pytest.raises(InputError, match="gives no embeddings"):
         evaluate(run.path, ["clip_score"], samples=4, device="cpu", extractors=[f"clip_score={run.path}/tokenizer"])
-    with pytest.raises(LeftOut):
+    with pytest.raises(MetricSkipped):
         find_metric("clip_score").open(subject(files))
 
 

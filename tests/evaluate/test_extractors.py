@@ -11,10 +11,10 @@ from torch import nn
 from kineograph.core import weights as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
-from kineograph.evaluate.evidence import Evidence, LeftOut, ToFetch
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
 from kineograph.evaluate.extractor.layers import SamePool3d, Unit, resize_as_tensorflow, same
 from kineograph.evaluate.extractor.opening import Extractors, as_seen, network_of, open_extractor, read_choices
+from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped, WeightsMissing
 
 CPU = torch.device("cpu")
 PICTURES = Shape(frames=1, height=16, width=16, channels=3, fps=8)
@@ -180,7 +180,7 @@ def test_features_ignore_autocast(tmp_path):
 
 
 def test_what_cannot_be_opened_is_named(tmp_path):
-    with pytest.raises(ToFetch, match="kineo weights get inception-v3"):
+    with pytest.raises(WeightsMissing, match="kineo weights get inception-v3"):
         open_extractor("inception-v3", CPU)
     with pytest.raises(InputError, match="neither a file nor one of inception-v3"):
         open_extractor("inception-v4", CPU)
@@ -197,7 +197,7 @@ def test_a_wrong_kind_of_extractor_is_left_out(tmp_path, monkeypatch):
     with torch.device("meta"):
         names = i3d.I3D().state_dict()
     cache.store("i3d-kinetics400", {name: torch.zeros(value.shape) for name, value in names.items()})
-    with pytest.raises(LeftOut, match="fid looks at pictures, and i3d-kinetics400 is for clips"):
+    with pytest.raises(MetricSkipped, match="fid looks at pictures, and i3d-kinetics400 is for clips"):
         Extractors(CPU, {"fid": "i3d-kinetics400"}).open("fid", "inception-v3", "pictures")
 
 
@@ -214,7 +214,7 @@ def test_choices_are_for_one_metric_or_for_those_of_pictures():
 def test_features_are_computed_once_for_all_metrics_and_padding_is_never_seen(tmp_path):
     found = open_extractor(scripted(Colours(), tmp_path / "colours.pt"), CPU)
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    evidence = Evidence(real=torch.rand(2, 3, 3, 8, 8), generated=torch.rand(2, 3, 3, 8, 8), frame_mask=mask)
+    evidence = EvalBatch(real=torch.rand(2, 3, 3, 8, 8), generated=torch.rand(2, 3, 3, 8, 8), frame_mask=mask)
     first = evidence.features("real", found)
     assert first.shape == (3, 6)
     assert evidence.features("real", found) is first

@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from kineograph.core import ranks
-from kineograph.core.lookup import find_metric
+from kineograph.core import distributed
+from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Mean
 from kineograph.data.digit_captions import Facts
 from kineograph.data.moving_digits import MovingDigits
 from kineograph.evaluate.caption_accuracy import facts_of
-from kineograph.evaluate.evidence import Evidence, LeftOut
 from kineograph.evaluate.extractor.opening import Extractors
 from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
 from kineograph.evaluate.metric.codebook import Codebook
 from kineograph.evaluate.metric.loss import HeldOutLoss
 from kineograph.evaluate.metric.reconstruction import Reconstruction
+from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped
 from kineograph.evaluate.runner import Judge
 from kineograph.sample.stages import Stages, read_stage
 from tests.sample.tiny_task import make_run
@@ -46,7 +46,7 @@ class _Echo:
         return [facts_of(CAPTIONS[n] if n < 5 else CAPTIONS[n - 5].replace("red", "blue")) for n in numbers]
 
 
-def _evidence(rows: range) -> Evidence:
+def _evidence(rows: range) -> EvalBatch:
     """Captions, codes, losses and reconstructions of some of five samples."""
     places = torch.tensor(list(rows))
     draw = torch.Generator().manual_seed(3)
@@ -60,7 +60,7 @@ def _evidence(rows: range) -> Evidence:
     losses = {"loss": Mean(places.double().sum(), float(len(places)))}
     if 0 not in rows:  # a part that only one of the processes meets
         losses["late"] = Mean(torch.tensor(6.0), 2.0)
-    return Evidence(
+    return EvalBatch(
         captions=[CAPTIONS[row] for row in rows],
         real=real,
         generated=made,
@@ -96,7 +96,7 @@ def _judged(run: Path) -> dict[str, dict[str, float]]:
         source = MovingDigits.open(spec.data, "validation")
         judge = Judge(spec, stages.load(name), source, CPU, 11, 3, Extractors(CPU), stages, batch=4)
         chosen = {metric.name: metric for metric in map(find_metric, metrics)}
-        reasons: dict[str, list[LeftOut]] = {key: [] for key in chosen}
+        reasons: dict[str, list[MetricSkipped]] = {key: [] for key in chosen}
         results, _ = judge.run(chosen, reasons)
         found |= {f"{name} {key}": result.values for key, result in results.items()}
         found |= {f"{name} {key} why": {str(why[0]): 1.0} for key, why in reasons.items() if why}
@@ -116,24 +116,24 @@ class Brightness:
     def open(cls, subject) -> Brightness:
         return cls()
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         made = evidence.generated
         assert made is not None
         self.sums += torch.tensor([float(made.double().mean((1, 2, 3, 4)).sum()), len(made)])
 
     def compute(self):
-        from kineograph.evaluate.evidence import Result
+        from kineograph.evaluate.metric_api import Result
 
-        total, count = ranks.sum_(self.sums.clone()).tolist()
+        total, count = distributed.all_reduce_(self.sums.clone()).tolist()
         return Result({"brightness": total / count, "count": count})
 
 
 class Quitter(Brightness):
     name = "quitter"
 
-    def update(self, evidence: Evidence) -> None:
-        if ranks.rank() == 1:
-            raise LeftOut("the second one has had enough")
+    def update(self, evidence: EvalBatch) -> None:
+        if distributed.rank() == 1:
+            raise MetricSkipped("the second one has had enough")
         super().update(evidence)
 
 
@@ -146,7 +146,7 @@ def _quit(run: Path) -> tuple[list[str], list[str]]:
     spec = read_stage(folder.config(), "generator")
     source = MovingDigits.open(spec.data, "validation")
     judge = Judge(spec, stages.load("generator"), source, CPU, 8, 3, Extractors(CPU), stages, batch=4)
-    reasons: dict[str, list[LeftOut]] = {"quitter": [], "brightness": []}
+    reasons: dict[str, list[MetricSkipped]] = {"quitter": [], "brightness": []}
     results, _ = judge.run({"quitter": Quitter, "brightness": Brightness}, reasons)
     return sorted(results), [str(why) for why in reasons["quitter"]]
 
@@ -156,7 +156,7 @@ def _on_rank(rank: int, folder: str, run: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         told = {"direct": _results([ROWS[rank]]), "judged": _judged(Path(run)), "quit": _quit(Path(run))}
-        told["json"] = ranks.data_told({"rank": rank, "text": "é\n" * (rank + 1)})
+        told["json"] = distributed.data_all_gather_object({"rank": rank, "text": "é\n" * (rank + 1)})
         Path(folder, f"{rank}.json").write_text(json.dumps(told))
     finally:
         dist.destroy_process_group()
@@ -181,4 +181,4 @@ def test_two_processes_answer_what_one_does(tmp_path: Path) -> None:
 
 
 def test_one_process_has_only_itself_to_hear() -> None:
-    assert ranks.data_told({"a": [1, None]}) == [{"a": [1, None]}]
+    assert distributed.data_all_gather_object({"a": [1, None]}) == [{"a": [1, None]}]

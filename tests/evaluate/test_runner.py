@@ -12,19 +12,19 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lookup import find_metric
 from kineograph.core.noise import Noise, key_of
+from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.loader import Loader
 from kineograph.data.moving_digits import MovingDigits
 from kineograph.evaluate import runner
-from kineograph.evaluate.evidence import Evidence, LeftOut, Result, Subject
 from kineograph.evaluate.extractor.opening import Extractors
 from kineograph.evaluate.metric import caption_accuracy
 from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
+from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped, Result, Subject
+from kineograph.evaluate.progress import Watching
 from kineograph.evaluate.reader import ReaderNet
 from kineograph.evaluate.runner import Judge, evaluate
-from kineograph.evaluate.watching import Watching
 from kineograph.sample.draw import draw
 from kineograph.sample.stages import Stages, read_stage
 from tests.evaluate.test_extractors import Colours, scripted
@@ -38,13 +38,13 @@ class Brightness:
     needs: ClassVar[frozenset] = frozenset({"generated", "captions"})
 
     def __init__(self) -> None:
-        self.batches: list[Evidence] = []
+        self.batches: list[EvalBatch] = []
 
     @classmethod
     def open(cls, subject: Subject) -> Brightness:
         return cls()
 
-    def update(self, evidence: Evidence) -> list[str]:
+    def update(self, evidence: EvalBatch) -> list[str]:
         assert evidence.generated is not None
         self.batches.append(evidence)
         return [f"{row.mean():.2f}" for row in evidence.generated]
@@ -58,7 +58,7 @@ class Brightness:
 class Picky(Brightness):
     @classmethod
     def open(cls, subject: Subject) -> Picky:
-        raise LeftOut("it wants colour television")
+        raise MetricSkipped("it wants colour television")
 
 
 MINE = f"{__name__ if __name__.startswith('tests') else 'tests.evaluate.test_runner'}.Brightness"
@@ -276,7 +276,7 @@ def test_caption_accuracy_counts_generated_and_real_apart():
     wrong = (Figure(3, "green", place="top"),)
     metric = CaptionAccuracy(_Scripted([wrong, seven], [three, seven]))  # type: ignore[arg-type]
     captions = ["a red 3 at the top", "a blue 7 at the left"]
-    remarks = metric.update(Evidence(captions=captions, generated=torch.zeros(2), real=torch.zeros(2)))
+    remarks = metric.update(EvalBatch(captions=captions, generated=torch.zeros(2), real=torch.zeros(2)))
     assert remarks == ["✗ green 3 top", "✓"]
     result = metric.compute()
     assert result.values == {"caption_accuracy": 0.5, "number": 1.0, "digit": 1.0, "colour": 0.5, "place": 1.0}

@@ -21,7 +21,7 @@ from kineograph.codec.vqgan import VQGAN, VQGANConfig
 from kineograph.core import weights as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import read_arrays, sha256_of
+from kineograph.core.safe_unpickle import read_arrays, sha256_of
 from kineograph.core.task import BuildContext
 from kineograph.evaluate import weights
 from kineograph.evaluate.weights import KNOWN, get

@@ -8,7 +8,7 @@ import pytest
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_task
+from kineograph.core.registry import find_task
 
 
 def read(task: str, sample: dict[str, Any], **keys: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_task
+from kineograph.core.registry import find_task
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "muse": {"codec": "tokenizer"},

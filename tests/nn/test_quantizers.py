@@ -62,7 +62,7 @@ def test_ids_alone_are_those_of_forward_and_ask_for_nothing_else(config, monkeyp
     quantizer, z = build_quantizer(12, config), torch.randn(3, 12, 4, 5)
     quantizer(z)  # a training step moves VQ's codebook
     wanted = quantizer.eval()(z).ids
-    monkeypatch.setattr("kineograph.core.ranks.sum_", lambda *_: pytest.fail("waits for the other ranks"))
+    monkeypatch.setattr("kineograph.core.distributed.all_reduce_", lambda *_: pytest.fail("waits for the other ranks"))
     monkeypatch.setattr(LFQ, "entropies", lambda *_: pytest.fail("computes entropies that nobody reads"))
     assert torch.equal(quantizer.train().ids(z), wanted)
     assert torch.equal(quantizer.ids(z), wanted)  # and nothing has moved

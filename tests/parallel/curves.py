@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kineograph.codec.vqgan import VQGAN, VQGANConfig
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import merge, parse
 from kineograph.core.task import BuildContext, Task, freeze
@@ -78,7 +78,7 @@ def stepper_for(case: dict[str, Any]) -> Stepper:
 
 def descend(stepper: Stepper, case: dict[str, Any], start: int, stop: int) -> list[dict[str, float]]:
     config, shape = stepper.config, TASKS[case["task"]][1]
-    rank, world = config.parallel.data_place(ranks.rank(), ranks.world())
+    rank, world = config.parallel.data_place(distributed.rank(), distributed.world())
     found = []
     for step in range(start, stop):
         rows = case.get("rows", config.batch_size)
@@ -109,14 +109,14 @@ def validated(stepper: Stepper, case: dict[str, Any]) -> float:
     """A mean over all ranks with averaged weights: each rank has another number of items, and its own pace."""
     from kineograph.core.noise import Noise
 
-    rank, world = stepper.config.parallel.data_place(ranks.rank(), ranks.world())
+    rank, world = stepper.config.parallel.data_place(distributed.rank(), distributed.world())
     total = torch.zeros(2, dtype=torch.float64)
     with stepper.eval_mode() as task:
         for one in np.array_split(np.arange(7), world)[rank].tolist() if case["task"] != "gan" else []:
             items = batch(TASKS[case["task"]][1], 99, np.array([one]))
             mean = task.validate(items, Noise(5, 0, items.slots))["loss"]
             total += torch.tensor([float(mean.sum), float(mean.count)], dtype=torch.float64)
-    both = ranks.sum_(total)
+    both = distributed.all_reduce_(total)
     return float(both[0] / both[1])
 
 
@@ -125,7 +125,7 @@ def curve(case: dict[str, Any], out: Path) -> dict[str, Any]:
     stepper = stepper_for(case)
     steps = descend(stepper, case, 0, case.get("steps", 4))
     tensors, state = stepper.tensors(), stepper.state()
-    if ranks.is_first():
+    if distributed.is_first():
         checkpoint.save(out / case["name"], len(steps), tensors, {"stepper": state})
     parts = sum(p.numel() for optimizer in stepper.optimizers.values() for p in optimizer.parts.values())
     return {"steps": steps, "validation": validated(stepper, case), "parts": parts, "skipped": float(stepper.skipped)}

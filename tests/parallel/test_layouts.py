@@ -252,7 +252,7 @@ def test_tasks_that_cannot(tmp_path: Path) -> None:
 
 
 def test_graphs_are_refused_where_processes_speak_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.core.ranks.active", lambda: True)
+    monkeypatch.setattr("kineograph.core.distributed.is_active", lambda: True)
     gpu = torch.device("cuda")
     with pytest.raises(ConfigError, match=r"train\.compile=graphs needs train\.parallel=replicate"):
         graphs_for(TrainConfig.model_validate({"compile": "graphs", "parallel": "shard"}), gpu)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 import kineograph as kg
 from kineograph.core.config import merge
 from kineograph.core.errors import ConfigError
-from kineograph.evaluate.evidence import Evidence, Result, Subject
+from kineograph.evaluate.metric_api import EvalBatch, Result, Subject
 from kineograph.evaluate.runner import evaluate
 from kineograph.family.dalle2.conditioning import Conditioner
 from kineograph.sample.sampler import Sampler
@@ -65,7 +65,7 @@ class Sizes:
         found.values["told"] = float(subject.shape.width)
         return found
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         assert evidence.real is not None and evidence.generated is not None
         self.values |= {"real": float(evidence.real.shape[-1]), "generated": float(evidence.generated.shape[-1])}
 

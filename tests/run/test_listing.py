@@ -9,7 +9,7 @@ import pytest
 
 from kineograph.core.errors import InputError
 from kineograph.evaluate import record
-from kineograph.evaluate.evidence import Result
+from kineograph.evaluate.metric_api import Result
 from kineograph.run.listing import age_of, list_runs, show_runs
 from kineograph.train import checkpoint
 from tests.sample.tiny_task import log, make_run

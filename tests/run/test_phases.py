@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import ConfigError, InputError, Stopped
-from kineograph.evaluate.evidence import Evidence, Result, Subject
+from kineograph.evaluate.metric_api import EvalBatch, Result, Subject
 from kineograph.evaluate.runner import evaluate
 from kineograph.run.listing import list_runs
 from kineograph.run.show import Show
@@ -53,7 +53,7 @@ class Brightness:
         assert not subject.task.training
         return cls()
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         assert evidence.generated is not None and evidence.real is not None
         drawn, real = evidence.generated.flatten(1).mean(1), evidence.real.flatten(1).mean(1)
         self.seen += zip(drawn.tolist(), real.tolist(), strict=True)

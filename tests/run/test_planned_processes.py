@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from kineograph.cli import main
+from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.ranks import World
 from kineograph.run import estimate, probing
 from kineograph.run.doctor import describe, dry_run, examine, planned_world
 from kineograph.run.estimate import Estimate, Target
@@ -20,7 +20,7 @@ from kineograph.run.probing import read_two
 from kineograph.run.stage_data import workers_for
 from kineograph.run.tracing import Memory, trace
 from kineograph.train.config import TrainConfig
-from kineograph.train.pieces import local
+from kineograph.train.shard_spec import local
 from kineograph.train.stepper import Stepper
 from tests.run.test_doctor import MUSE, TREE, opened
 from tests.train.together import together

@@ -16,7 +16,7 @@ from kineograph.core.config import Config, StageConfig, Tree, dump_yaml
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import BuildContext, Loss, Mean, Task, weights_of
+from kineograph.core.task import BuildContext, Loss, Mean, Task, task_state_dict
 from kineograph.sample.stages import build
 from kineograph.train import checkpoint
 
@@ -214,7 +214,7 @@ def save_stage(run: RunFolder, name: str, step: int, ema: bool = True, tweak: fl
             break
         loaded[earlier] = build(run, earlier, {}, lambda other: loaded[other], print)
     task = build(run, name, {}, lambda other: loaded[other], print)
-    weights = {key: value.clone() for key, value in weights_of(task).items()}
+    weights = {key: value.clone() for key, value in task_state_dict(task).items()}
     tensors = {"model": weights}
     if ema:
         tensors["ema"] = {key: value + 0.01 + tweak for key, value in weights.items()}

@@ -9,13 +9,13 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, parameters_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import BuildContext, player_parameters
 from kineograph.text.clip import ClipConfig, TrainedClip
 from kineograph.text.contrast import contrast
 
@@ -57,7 +57,7 @@ def test_it_is_found_by_its_name():
 
 def test_it_learns_which_picture_belongs_to_which_caption():
     task, batch = make(), pairs()
-    optimizer = torch.optim.Adam(parameters_of(task, "model").values(), lr=3e-3)
+    optimizer = torch.optim.Adam(player_parameters(task, "model").values(), lr=3e-3)
     for _ in range(60):
         optimizer.zero_grad()
         task.loss("model", task(batch, noise(batch))).total.value().backward()
@@ -78,7 +78,9 @@ def test_it_learns_which_picture_belongs_to_which_caption():
 def test_every_weight_but_the_null_text_learns():
     task, batch = make(), pairs()
     task.loss("model", task(batch, noise(batch))).total.value().backward()
-    silent = [name for name, p in parameters_of(task, "model").items() if p.grad is None or not p.grad.abs().sum() > 0]
+    silent = [
+        name for name, p in player_parameters(task, "model").items() if p.grad is None or not p.grad.abs().sum() > 0
+    ]
     assert silent == ["text.null.token"]  # no caption is blank
     blank = pairs(["", "a", "b"])
     task.zero_grad()
@@ -210,8 +212,8 @@ def _half(rank: int, port: int, path: str) -> None:
         task, batch = make(), pairs(["a red 3", "a blue 7", "a red 3", "two cats"])
         found = task.loss("model", task(batch.rows([2 * rank, 2 * rank + 1]), noise(batch)))
         found.total.sum.backward()
-        total = ranks.sum_(found.total.sum.detach().clone())
-        gradients = {name: ranks.sum_(p.grad) for name, p in parameters_of(task, "model").items()}
+        total = distributed.all_reduce_(found.total.sum.detach().clone())
+        gradients = {name: distributed.all_reduce_(p.grad) for name, p in player_parameters(task, "model").items()}
         if rank == 0:
             save_file({"loss": total[None], **gradients}, path)
     finally:
@@ -227,5 +229,5 @@ def test_two_processes_have_the_gradient_of_one(tmp_path):
     loss.backward()
     found = load_file(path)
     torch.testing.assert_close(found.pop("loss")[0], loss.detach(), rtol=1e-5, atol=0)
-    for name, p in parameters_of(task, "model").items():
+    for name, p in player_parameters(task, "model").items():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import InputError
-from kineograph.core.task import BuildContext, weights_of
+from kineograph.core.task import BuildContext, task_state_dict
 from kineograph.text.clip_pretrained import Preprocessing, PretrainedClip
 from kineograph.text.embedding import ClipReader, ClipSource
 from tests.text.waiting import NoWaiting
@@ -128,7 +128,7 @@ def test_it_is_loaded_late_frozen_and_not_saved(folder):
     clip.embed_texts(["a red 3"])
     assert clip.loaded
     assert not list(clip.parameters())
-    assert weights_of(clip) == {}
+    assert task_state_dict(clip) == {}
     clip.train()
     assert not clip._parts["model"].training
     assert not clip.embed_texts(["a"])[0].requires_grad

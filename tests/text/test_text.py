@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kineograph.core.batch import Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import BuildContext, weights_of
+from kineograph.core.task import BuildContext, task_state_dict
 from kineograph.text import TextConfig, build_text
 from kineograph.text.learned import BOS, EOS, PAD
 from kineograph.text.reading import read_captions
@@ -263,7 +263,7 @@ def test_pretrained_encoders_load_from_a_folder(folders, kind):
     notes = []
     text = build(kind=kind, name=str(folders[kind]), length=6, notes=notes)
     assert text.width == 24
-    assert list(weights_of(text)) == ["null.token"]  # the encoder is not saved with the stage
+    assert list(task_state_dict(text)) == ["null.token"]  # the encoder is not saved with the stage
     embeddings, mask = text.encode(["a red 3", "a blue cat moves left up"])
     assert embeddings.shape == (2, 6, 24)
     assert mask.sum(1).tolist() == [4, 6]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import weights_of
+from kineograph.core.task import task_state_dict
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
 from tests.torture import faults, judging, kills, lives
@@ -48,7 +48,7 @@ def test_a_run_goes_on_with_other_processes_and_another_layout(tmp_path: Path) -
         assert judging.saved_steps(run, kills.STAGES) == {"duel": steps, "toy": steps}
         opened = Stages(RunFolder(run)).load("toy")  # as sampling and judging do
         saved = checkpoint.at(run / "toy/checkpoints", steps).weights()
-        assert all(torch.equal(value, saved[name]) for name, value in weights_of(opened).items())
+        assert all(torch.equal(value, saved[name]) for name, value in task_state_dict(opened).items())
     found, wrong = judging.curve(run)
     extra = {("duel", "validation", 3), ("toy", "validation", 3), ("duel", "validation", 9), ("toy", "validation", 9)}
     assert wrong == [] and found.keys() - extra == expected.keys()  # the last step of each life is judged too

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kineograph.train.cadence import ORDER, Cursor, advance, due, finished, is_snapshot, logs, settle
 from kineograph.train.config import TrainConfig
+from kineograph.train.phases import ORDER, Cursor, advance, due, finished, is_snapshot, logs, settle
 
 
 def walk(config: TrainConfig, cursor: Cursor = Cursor()) -> list[Cursor]:  # noqa: B008  frozen

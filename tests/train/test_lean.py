@@ -8,7 +8,7 @@ from torch import nn
 
 from kineograph.core.errors import InputError
 from kineograph.train.config import PlayerConfig
-from kineograph.train.lean import BLOCK, FIRST, SECOND, Lean, dither, halves, joined, narrowed, widened
+from kineograph.train.low_memory_adamw import BLOCK, FIRST, SECOND, Lean, dither, halves, joined, narrowed, widened
 from kineograph.train.optim import Optimizer
 
 KINDS = ["adamw_split", "adamw_8bit"]

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from kineograph.core import pulse, ranks
+from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch
 from kineograph.train import step_times
-from kineograph.train.cadence import Cursor
 from kineograph.train.clock import IN_A_ROW, Clock, Slowest, Work, slowest_of
 from kineograph.train.config import TrainConfig
+from kineograph.train.phases import Cursor
 from kineograph.train.progress import Progress
 from kineograph.train.rank_log import RankLog, log_file
 from kineograph.train.step_times import SAMPLED, StepTimes, is_measured
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import MetricsFile
-from kineograph.train.trainer import Surroundings, Trainer
+from kineograph.train.trainer import Trainer, TrainerHooks
 from kineograph.train.watchdog import Watchdog
 from tests.train.toy_tasks import Duel, ToyConfig
 
@@ -54,9 +54,9 @@ def test_parts_are_told_apart_and_inner_ones_are_not_counted_twice(monkeypatch: 
         with times.part("backward"):
             hands.now += 1
             with times.part("sync"):
-                assert pulse.doing() == "sync"
+                assert heartbeat.current_activity() == "sync"
                 hands.now += 2
-            assert pulse.doing() == "backward"
+            assert heartbeat.current_activity() == "backward"
             hands.now += 3
         with times.part("forward"):
             hands.now += 5
@@ -118,7 +118,7 @@ def trainer(run: Path, config: TrainConfig = CONFIG, data: Batches | None = None
     torch.manual_seed(0)
     stepper = Stepper(Duel(12, ToyConfig(task="duel")), config)
     log = MetricsFile(run / "metrics.jsonl").write
-    return Trainer("duel", stepper, data or Batches(), Surroundings(run / "checkpoints", log, quiet=True, **around))
+    return Trainer("duel", stepper, data or Batches(), TrainerHooks(run / "checkpoints", log, quiet=True, **around))
 
 
 def records(run: Path) -> list[dict]:
@@ -245,11 +245,11 @@ def two(run: Path, what: str) -> list[int | None]:
 
 def _one_reads_slowly(run: Path) -> None:
     log = RankLog(run)
-    slow = Batches(lambda step: time.sleep(0.1 * ranks.rank()))
+    slow = Batches(lambda step: time.sleep(0.1 * distributed.rank()))
     config = CONFIG.model_copy(update={"log_every": 1})
     trainer(run, config, slow, rank_log=log).fit(Cursor())
     with log.listening():
-        warnings.warn(f"from {ranks.rank()}", stacklevel=1)
+        warnings.warn(f"from {distributed.rank()}", stacklevel=1)
 
 
 def test_two_processes_find_the_one_that_reads_slowly(tmp_path: Path) -> None:
@@ -269,13 +269,13 @@ def test_two_processes_find_the_one_that_reads_slowly(tmp_path: Path) -> None:
 
 def _one_never_reads(run: Path) -> None:
     log = RankLog(run)
-    stuck = Batches(lambda step: time.sleep(3600 if step == 2 and ranks.rank() == 1 else 0))
+    stuck = Batches(lambda step: time.sleep(3600 if step == 2 and distributed.rank() == 1 else 0))
     training = trainer(run, CONFIG, stuck, rank_log=log)
     with Watchdog(2.0, log, "duel").watching():
-        if ranks.is_first():  # the other one waits for it longer than that
+        if distributed.is_first():  # the other one waits for it longer than that
             for _ in range(10):
                 time.sleep(0.5)
-                pulse.beat()
+                heartbeat.beat()
         dist.barrier()
         assert not list((run / "logs").glob(".dumped-*")), "waiting for one that works is no hang"
         training.fit(Cursor())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kineograph.core.errors import InputError
-from kineograph.core.transfer import fetched
+from kineograph.core.transfer import fetch_floats
 from kineograph.train.config import PlayerConfig
 from kineograph.train.optim import LossScale, Optimizer, rate_at
 
@@ -142,7 +142,7 @@ def test_the_loss_scale_halves_and_grows() -> None:
         history.append(float(scale.value))
     assert history == [4, 4, 4, 8, 8, 8, 4, 4]
     other = LossScale(torch.device("cpu"))
-    other.load(fetched(scale.state()))
+    other.load(fetch_floats(scale.state()))
     assert (float(other.value), float(other.good)) == (4, 1)
 
 

@@ -136,7 +136,7 @@ def test_nothing_to_truncate(tmp_path):
 
 
 def test_only_the_first_process_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("kineograph.core.ranks.rank", lambda: 1)
+    monkeypatch.setattr("kineograph.core.distributed.rank", lambda: 1)
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(record(1))
     assert not file.path.exists()

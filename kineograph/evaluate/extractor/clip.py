@@ -7,9 +7,9 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from kineograph.core.foreign import sha256_of
-from kineograph.core.lookup import find_task
-from kineograph.evaluate.evidence import LeftOut, Subject, ToFetch
+from kineograph.core.registry import find_task
+from kineograph.core.safe_unpickle import sha256_of
+from kineograph.evaluate.metric_api import MetricSkipped, Subject, WeightsMissing
 from kineograph.sample.stages import Stages
 from kineograph.train import checkpoint
 
@@ -33,7 +33,7 @@ def open_clip(subject: Subject) -> tuple[Embeds, str]:
     if (folder / "config.json").is_file():
         return _of_transformers(folder, subject)
     if subject.stages is None or "/" not in value:
-        raise LeftOut(f"--extractor clip_score={value} is neither a folder of transformers nor RUN/STAGE")
+        raise MetricSkipped(f"--extractor clip_score={value} is neither a folder of transformers nor RUN/STAGE")
     return _stage(subject.stages, value)
 
 
@@ -41,7 +41,7 @@ def _own(stages: Stages | None) -> tuple[Embeds, str]:
     for name, stage in (stages.run.config()["stages"] if stages is not None else {}).items():
         if hasattr(find_task(stage["task"]), "embed_images") and checkpoint.steps(stages.run.checkpoints(name)):  # type: ignore[union-attr]
             return _stage(cast("Stages", stages), name)
-    raise ToFetch(
+    raise WeightsMissing(
         "the run has no trained clip stage: name one of another run (--extractor clip_score=runs/x/clip), or a CLIP in a folder of "
         "transformers (--extractor clip_score=FOLDER)"
     )
@@ -50,7 +50,7 @@ def _own(stages: Stages | None) -> tuple[Embeds, str]:
 def _stage(stages: Stages, reference: str) -> tuple[Embeds, str]:
     task: Any = stages.load(reference)
     if not hasattr(task, "embed_images"):
-        raise LeftOut(f"stage {reference} gives no embeddings: name one whose task is clip")
+        raise MetricSkipped(f"stage {reference} gives no embeddings: name one whose task is clip")
     return task, f"clip stage {reference} {stages.digest(reference)[:12]}"
 
 
@@ -59,6 +59,6 @@ def _of_transformers(folder: Path, subject: Subject) -> tuple[Embeds, str]:
 
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise LeftOut(f"{folder} holds no safetensors")
+        raise MetricSkipped(f"{folder} holds no safetensors")
     clip = PretrainedClip(str(folder), None, lambda line: None).to(subject.device)
     return clip, f"{folder.name} {sha256_of(weights[0])[:12]}"

@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import read_arrays
+from kineograph.core.safe_unpickle import read_arrays
 from kineograph.evaluate.extractor.layers import Parallel, SamePool3d, Unit, resize_as_tensorflow
 
 SIZE = 224

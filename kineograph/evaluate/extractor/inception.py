@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import read_torchscript
+from kineograph.core.safe_unpickle import read_torchscript
 from kineograph.evaluate.extractor.layers import Parallel, Unit, resize_as_tensorflow
 
 SIZE = 299

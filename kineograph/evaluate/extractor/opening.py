@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from kineograph.core import weights as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import sha256_of
+from kineograph.core.safe_unpickle import sha256_of
 from kineograph.core.task import freeze
-from kineograph.evaluate.evidence import LeftOut, ToFetch
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
+from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
 
 Takes = Literal["pictures", "clips"]
 NETWORKS: dict[str, Any] = {"inception-v3": inception, "i3d-kinetics400": i3d, "efficientnet-lite0": efficientnet}
@@ -114,7 +114,9 @@ class Extractors:
             self._open[value].looked = self._tell
         found = self._open[value]
         if found.takes not in (takes, None):
-            raise LeftOut(f"{metric} looks at {takes}, and {value} is for {found.takes}: name another --extractor")
+            raise MetricSkipped(
+                f"{metric} looks at {takes}, and {value} is for {found.takes}: name another --extractor"
+            )
         return found
 
     def _tell(self, label: str, done: int, total: int) -> None:
@@ -128,7 +130,7 @@ def open_extractor(value: str, device: torch.device, clips: bool = False) -> Ext
         try:
             found = cache.find(value)
         except cache.NotThere as error:
-            raise ToFetch(str(error)) from None
+            raise WeightsMissing(str(error)) from None
         return Extractor(network_of(cache.load(found.path), found.path, value), f"{value} {found.short}", device)
     path = Path(value)
     if not path.is_file():

@@ -10,7 +10,7 @@ import torch
 from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import Facts
 from kineograph.evaluate.caption_accuracy import ATTRIBUTES, Tally, facts_of
-from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Result, Subject
+from kineograph.evaluate.metric_api import EvalBatch, Kind, MetricSkipped, Result, Subject
 from kineograph.evaluate.reader import WEIGHTS, Reader
 
 
@@ -27,7 +27,7 @@ class CaptionAccuracy:
         _wanted(subject.captions or [])
         return cls(Reader.load(WEIGHTS, subject.device), subject.device)
 
-    def update(self, evidence: Evidence) -> list[str]:
+    def update(self, evidence: EvalBatch) -> list[str]:
         assert evidence.captions is not None
         assert evidence.generated is not None
         assert evidence.real is not None
@@ -49,7 +49,7 @@ def _wanted(captions: list[str]) -> list[Facts]:
     try:
         return [facts_of(caption) for caption in captions]
     except InputError as error:
-        raise LeftOut(str(error)) from None
+        raise MetricSkipped(str(error)) from None
 
 
 def _told(facts: Facts) -> str:

@@ -8,10 +8,10 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from kineograph.core import ranks
-from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
+from kineograph.core import distributed
 from kineograph.evaluate.extractor.clip import Embeds, open_clip
 from kineograph.evaluate.extractor.opening import in_bytes
+from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
 
 CHUNK = 64  # frames at once
 
@@ -29,7 +29,7 @@ class ClipScore:
     def open(cls, subject: Subject) -> ClipScore:
         return cls(*open_clip(subject), subject)
 
-    def update(self, evidence: Evidence) -> list[str]:
+    def update(self, evidence: EvalBatch) -> list[str]:
         assert evidence.captions is not None
         assert evidence.generated is not None
         assert evidence.real is not None
@@ -52,7 +52,7 @@ class ClipScore:
         return rearrange(together, "(b t) -> b t", t=clips.shape[1])
 
     def compute(self) -> Result:
-        (made, count), (real, seen) = ranks.sum_(self.sums.clone()).tolist()
+        (made, count), (real, seen) = distributed.all_reduce_(self.sums.clone()).tolist()
         labels = {
             "extractor": self.label,
             "count": int(count),

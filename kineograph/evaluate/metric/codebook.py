@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kineograph.core import ranks
-from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
+from kineograph.core import distributed
+from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
 from kineograph.nn.codebook_use import codebook_histogram, usage
 
 
@@ -23,13 +23,13 @@ class Codebook:
     def open(cls, subject: Subject) -> Codebook:
         return cls(int(subject.task.vocabulary), subject.device)  # type: ignore[arg-type]
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         tokens = evidence.tokens
         assert isinstance(tokens, Tensor)
         self.histogram += codebook_histogram(tokens, len(self.histogram))
 
     def compute(self) -> Result:
-        histogram = ranks.sum_(self.histogram.clone())
+        histogram = distributed.all_reduce_(self.histogram.clone())
         found = usage(histogram)
         values = {"codebook_use": float(found["use"]), "codebook_perplexity": float(found["perplexity"])}
         return Result(values, {"codes": len(histogram), "tokens": int(histogram.sum())})

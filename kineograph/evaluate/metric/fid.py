@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
 from kineograph.evaluate.extractor.opening import Extractor
+from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
 from kineograph.evaluate.statistics import Frechet
 
 
@@ -40,7 +40,7 @@ class RunningDistance:
         self.name, self.needs, self.made = name, needs, made
         self.extractor, self.sums, self.frames = extractor, sums, frames
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         self.sums.update(evidence.features("real", self.extractor), real=True)
         self.sums.update(evidence.features(self.made, self.extractor), real=False)
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Result, Subject
 from kineograph.evaluate.extractor.i3d import SHORTEST
 from kineograph.evaluate.extractor.opening import Extractor
 from kineograph.evaluate.metric.fid import distance_labels
+from kineograph.evaluate.metric_api import EvalBatch, Kind, MetricSkipped, Result, Subject
 from kineograph.evaluate.statistics import Frechet
 
 
@@ -25,13 +25,13 @@ class Fvd:
     @classmethod
     def open(cls, subject: Subject) -> Fvd:
         if subject.shape.frames < SHORTEST:
-            raise LeftOut(
+            raise MetricSkipped(
                 f"clips have {subject.shape.frames} frames, and FVD is defined for {SHORTEST} or more: train with longer ones; "
                 "repeating frames would measure the repetition (fid judges the frames one by one)"
             )
         return cls(subject.extractors.open(cls.name, "i3d-kinetics400", "clips"), subject)
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         assert evidence.real is not None
         assert evidence.generated is not None
         self._add(evidence.real, evidence.frame_mask, real=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject, ToFetch
 from kineograph.evaluate.extractor.opening import Extractor
+from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject, WeightsMissing
 from kineograph.evaluate.statistics import Rows, inception_score
 
 WITH_LOGITS = "pt_inception-2015-12-05-6726825d.pth"
@@ -24,7 +24,7 @@ class InceptionScore:
     def open(cls, subject: Subject) -> InceptionScore:
         return cls(_extractor(subject), subject)
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         self.logits.add(self.extractor.logits(evidence.features("generated", self.extractor)))
 
     def compute(self) -> Result:
@@ -43,11 +43,11 @@ def _extractor(subject: Subject) -> Extractor:
     for name in ("inception-v3", "efficientnet-lite0"):
         try:
             found = subject.extractors.open("is", name, "pictures")
-        except ToFetch:
+        except WeightsMissing:
             continue
         if found.has_logits:
             return found
-    raise ToFetch(
+    raise WeightsMissing(
         "there are no classes to score by: run kineo weights get efficientnet-lite0 (not comparable with published scores), or "
         f"kineo weights get inception-v3 --from {WITH_LOGITS}"
     )

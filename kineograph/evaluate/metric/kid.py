@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
 from kineograph.evaluate.extractor.opening import Extractor
+from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
 from kineograph.evaluate.statistics import Rows, kernel_distance
 
 
@@ -22,7 +22,7 @@ class Kid:
     def open(cls, subject: Subject) -> Kid:
         return cls(subject.extractors.open(cls.name, "inception-v3", "pictures"), subject)
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         self.real.add(evidence.features("real", self.extractor))
         self.made.add(evidence.features("generated", self.extractor))
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from kineograph.core import ranks
-from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
+from kineograph.core import distributed
+from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
 
 
 class HeldOutLoss:
@@ -22,7 +22,7 @@ class HeldOutLoss:
     def open(cls, subject: Subject) -> HeldOutLoss:
         return cls(subject.device)
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         assert evidence.losses is not None
         for name, mean in evidence.losses.items():
             # About the batch as such, such as the codes that it uses: its mean says little about the set.
@@ -32,7 +32,7 @@ class HeldOutLoss:
 
     def compute(self) -> Result:
         joined: dict[str, tuple[float, float]] = {}
-        for told in ranks.data_told(self.sums, self.device):
+        for told in distributed.data_all_gather_object(self.sums, self.device):
             for name, (total, count) in told.items():
                 before = joined.get(name, (0.0, 0.0))
                 joined[name] = before[0] + total, before[1] + count

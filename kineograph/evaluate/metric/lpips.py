@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from kineograph.codec import perceptual
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core import weights as cache
-from kineograph.core.foreign import sha256_of
-from kineograph.evaluate.evidence import Evidence, Kind, LeftOut, Result, Subject, ToFetch
+from kineograph.core.safe_unpickle import sha256_of
+from kineograph.evaluate.metric_api import EvalBatch, Kind, MetricSkipped, Result, Subject, WeightsMissing
 
 CHUNK = 32  # frames at once: the maps of VGG16 are large
 
@@ -31,16 +31,16 @@ class LpipsDistance:
         try:
             found = cache.find(value) if cache.is_name(path) else cache.Found(path, sha256_of(path))
         except cache.NotThere as error:
-            raise ToFetch(str(error)) from None
+            raise WeightsMissing(str(error)) from None
         except FileNotFoundError:
-            raise LeftOut(f"--extractor lpips={value} is not there") from None
+            raise MetricSkipped(f"--extractor lpips={value} is not there") from None
         network = perceptual.load(found.path)
         side = min(subject.shape.height, subject.shape.width)
         if side < network.smallest:
-            raise LeftOut(f"pictures of {side} pixels are too small for it: {network.smallest} are the least")
+            raise MetricSkipped(f"pictures of {side} pixels are too small for it: {network.smallest} are the least")
         return cls(network, f"{value if cache.is_name(path) else path.name} {found.short}", subject)
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         real, made = evidence.pictures("real"), evidence.pictures("reconstruction")
         with torch.no_grad(), torch.autocast(real.device.type, enabled=False):
             for x, y in zip(real.float().split(CHUNK), made.float().split(CHUNK), strict=True):
@@ -48,7 +48,7 @@ class LpipsDistance:
                 self.sums += torch.stack([distance.double().sum(), distance.new_tensor(len(x)).double()])
 
     def compute(self) -> Result:
-        total, count = ranks.sum_(self.sums.clone()).tolist()
+        total, count = distributed.all_reduce_(self.sums.clone()).tolist()
         return Result({"lpips": total / count}, {"extractor": self.label, "count": int(count)})
 
 

@@ -8,8 +8,8 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from kineograph.core import ranks
-from kineograph.evaluate.evidence import Evidence, Kind, Result, Subject
+from kineograph.core import distributed
+from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
 
 SMALLEST = 1e-10  # MSE of a perfect copy: 100 dB
 
@@ -26,7 +26,7 @@ class Reconstruction:
     def open(cls, subject: Subject) -> Reconstruction:
         return cls(subject.device)
 
-    def update(self, evidence: Evidence) -> None:
+    def update(self, evidence: EvalBatch) -> None:
         assert evidence.real is not None
         assert evidence.reconstruction is not None
         error = reduce((evidence.real.float() - evidence.reconstruction.float()).square(), "b t c h w -> b t", "mean")
@@ -36,7 +36,7 @@ class Reconstruction:
 
     def compute(self) -> Result:
         mine = torch.cat(self.psnr) if self.psnr else torch.zeros(0, dtype=torch.float64)
-        every = ranks.gather_rows(mine.to(self.device)).cpu()  # a decile cannot be joined from deciles
+        every = distributed.all_gather_rows(mine.to(self.device)).cpu()  # a decile cannot be joined from deciles
         values = {"psnr": float(every.mean()), "psnr_worst_decile": float(every.quantile(0.1))}
         return Result(values, {"frames": len(every), "unit": "dB"})
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kineograph.codec.game import held
+from kineograph.codec.gan_losses import held
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise

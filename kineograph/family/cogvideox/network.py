@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from kineograph.core.splits import Splits
+from kineograph.core.parallel_plan import ParallelPlan
 from kineograph.family.cogvideox.places import Grid, Places, places
 from kineograph.family.cogvideox.shapes import Latents, TransformerShape
 from kineograph.nn.attention import attend
@@ -113,9 +113,9 @@ class Block(nn.Module):
         modulated, gate = self.norm2(x, time, is_text)
         return x + gate * self.mlp(modulated)
 
-    def splits(self) -> Splits:
+    def splits(self) -> ParallelPlan:
         read = {"to_qkv": 3} if self.attention.fused else {"to_q": 1, "to_k": 1, "to_v": 1}
-        return Splits(
+        return ParallelPlan(
             columns={**{f"attention.{name}": stacked for name, stacked in read.items()}, "mlp.up": 1},
             rows=("attention.to_out", "mlp.down"),
             heads=("attention",),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import load_file
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, without_numbers
+from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, is_fake_or_meta
 from kineograph.core.weight_files import files_digest
 from kineograph.family.cogvideox import sampling, tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, check_folder
@@ -80,7 +80,7 @@ class CogVideoX(Task):
         # A stage that trains everything has everything in its checkpoint.
         folder = config.weights if saved is None or config.tune != "full" else None
         self._base = saved
-        blank = without_numbers()
+        blank = is_fake_or_meta()
         place = torch.device("meta") if folder is not None and not blank else torch.empty(0).device
         with place, _numbers_of(STORED[config.weights_in]):
             network = Transformer(
@@ -246,7 +246,7 @@ def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | N
 
     path = Path(folder).expanduser()
     place = path / "vae" / "config.json"
-    if not without_numbers():
+    if not is_fake_or_meta():
         check_folder(folder, "transformer vae")
         return from_folder(path, context.shape, tile=tile)
     config = config_of(load_file(place) if place.is_file() else {}, str(place), tile=tile)

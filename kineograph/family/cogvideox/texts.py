@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
-from kineograph.core.task import BuildContext, freeze, without_numbers
+from kineograph.core.task import BuildContext, freeze, is_fake_or_meta
 from kineograph.core.transfer import to_device
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.text import Text, build_text
@@ -79,7 +79,7 @@ class Texts(nn.Module):
     def null(self, device: torch.device) -> Tensor:
         """1 L E"""
         reader = self.reader
-        if reader is None or self.null_text == "zeros" or (not reader.trained and without_numbers()):
+        if reader is None or self.null_text == "zeros" or (not reader.trained and is_fake_or_meta()):
             return torch.zeros(1, self.length, self.width, device=device)
         if self.null_text == "learned":
             embeddings = torch.zeros(1, self.length, self.width, device=device)

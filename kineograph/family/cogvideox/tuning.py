@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kineograph.core.config import load_file
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import freeze, without_numbers
+from kineograph.core.task import freeze, is_fake_or_meta
 from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weights
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig, check_folder
 from kineograph.family.cogvideox.network import Transformer
@@ -82,7 +82,7 @@ def add_adapters(network: Transformer, config: LoraConfig) -> None:
             ends = sorted({name.rpartition(".")[2] for name in names})
             raise ConfigError(f"lora.targets={target!r} fits no layer: they end with {', '.join(ends)}")
     network.requires_grad_(False)
-    if without_numbers() and not torch.empty(0).is_meta:
+    if is_fake_or_meta() and not torch.empty(0).is_meta:
         return _add_sizes(network, config)
     chosen = PeftConfig(
         r=config.rank,

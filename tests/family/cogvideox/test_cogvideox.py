@@ -14,7 +14,7 @@ from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
-from kineograph.core.task import load_weights, parameters_of, weights_of
+from kineograph.core.task import load_weights, player_parameters, task_state_dict
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 from kineograph.family.cogvideox.shapes import RELEASED
 from kineograph.train.config import EmaConfig, TrainConfig
@@ -390,9 +390,9 @@ def test_weights_may_be_kept_in_bf16(make: Make) -> None:
 
 def test_everything_trains_and_is_saved(make: Make) -> None:
     task = make()
-    names = set(parameters_of(task, "model"))
+    names = set(player_parameters(task, "model"))
     assert names == {name for name, _ in task.named_parameters()}
-    saved = {name: value.clone() for name, value in weights_of(task).items()}
+    saved = {name: value.clone() for name, value in task_state_dict(task).items()}
     again = make(lively=False, assets=task.assets())
     load_weights(again, saved)
     assert torch.equal(task(clips(), NOISE).error, again(clips(), NOISE).error)

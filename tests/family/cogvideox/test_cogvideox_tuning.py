@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
-from kineograph.core.task import load_weights, parameters_of, weights_of
+from kineograph.core.task import load_weights, player_parameters, task_state_dict
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig, tuning, weights
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import RELEASED
@@ -48,13 +48,13 @@ def folder(make: Make, tmp_path: Path) -> Path:
 
 def test_adapters_start_silent_and_alone_train(make: Make) -> None:
     plain, adapted = make(lively=False), make(lively=False, **LORA)
-    names = set(parameters_of(adapted, "model"))
+    names = set(player_parameters(adapted, "model"))
     own = {name for name in names if name.startswith("network.")}
     assert len(own) == 2 * 4 * 2 and all(".lora_" in name for name in own)
     assert any(name.startswith("texts.") for name in names)  # a learned encoder goes on learning
     weights.load_network(adapted.network, weights.network_state(plain.network))
-    load = {name: value for name, value in weights_of(plain).items() if name.startswith("texts.")}
-    load_weights(adapted, {**weights_of(adapted), **load})
+    load = {name: value for name, value in task_state_dict(plain).items() if name.startswith("texts.")}
+    load_weights(adapted, {**task_state_dict(adapted), **load})
     assert torch.allclose(plain(clips(), NOISE).error, adapted(clips(), NOISE).error)
 
 
@@ -68,7 +68,9 @@ def test_what_is_frozen_stays_and_is_saved_where_no_folder_has_it(
 ) -> None:
     task = make(**keys, weights=None if own else str(folder))
     before = {name: p.detach().clone() for name, p in task.network.named_parameters()}
-    trained = {name.removeprefix("network.") for name in parameters_of(task, "model") if name.startswith("network.")}
+    trained = {
+        name.removeprefix("network.") for name in player_parameters(task, "model") if name.startswith("network.")
+    }
     stepper = stepped(task, ema=EmaConfig(decay=0.5))
     changed = {name for name, p in task.network.named_parameters() if not torch.equal(p, before[name])}
     assert changed == trained and trained < before.keys()
@@ -115,7 +117,7 @@ def test_what_does_not_train_must_come_from_somewhere(make: Make, tune: Any) -> 
 
 def test_diffusers_name_of_the_output_layer_is_understood(make: Make) -> None:
     task = make(**(LORA | {"lora": {"rank": 2, "targets": ["to_out.0", "up"]}}))
-    adapted = {name.partition(".lora_")[0] for name in parameters_of(task, "model") if ".lora_" in name}
+    adapted = {name.partition(".lora_")[0] for name in player_parameters(task, "model") if ".lora_" in name}
     assert adapted == {f"network.blocks.{n}.{part}" for n in range(2) for part in ("attention.to_out", "mlp.up")}
 
 
@@ -137,7 +139,7 @@ def test_a_saved_stage_comes_back_over_its_base(make: Make, folder: Path) -> Non
     keys = {**LORA, "weights": str(folder), "lively": False}
     task = make(**keys)
     stepped(task, ema=EmaConfig(decay=0))
-    saved = {name: value.clone() for name, value in weights_of(task).items()}
+    saved = {name: value.clone() for name, value in task_state_dict(task).items()}
     assert sum(value.numel() for value in saved.values()) < sum(p.numel() for p in task.network.parameters()) / 2
     again = make(assets=task.assets(), **keys)
     load_weights(again, saved)
@@ -269,10 +271,10 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
         "lively": False,
     }
     batch = replace(clips(captions=False), text_embeds=torch.zeros(4, 5, 8))
-    wanted = {name: p.shape for name, p in parameters_of(make(**keys), "model").items()}
+    wanted = {name: p.shape for name, p in player_parameters(make(**keys), "model").items()}
     with FakeTensorMode(allow_non_fake_inputs=True):
         task = make(weights="nowhere", **keys)
-        found = parameters_of(task, "model")
+        found = player_parameters(task, "model")
         assert sorted(p.shape for p in found.values()) == sorted(wanted.values())
         task.loss("model", task(batch, NOISE)).total.sum.backward()
         assert all(p.grad is not None for p in found.values())
@@ -286,10 +288,10 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
 def test_adapters_start_from_the_whole_weights_of_a_stage(make: Make) -> None:
     """q, k and v are one matrix there and three here; back again they are one."""
     source, task = make(), make(lively=False, **LORA)
-    given = task.adopted({name: value.clone() for name, value in weights_of(source).items()}, "init=x")
-    load_weights(task, weights_of(task) | given)
+    given = task.adopted({name: value.clone() for name, value in task_state_dict(source).items()}, "init=x")
+    load_weights(task, task_state_dict(task) | given)
     assert torch.allclose(source(clips(), NOISE).error, task(clips(), NOISE).error, rtol=1e-5)
-    state = {name: value for name, value in weights_of(task).items() if ".lora_" not in name}
+    state = {name: value for name, value in task_state_dict(task).items() if ".lora_" not in name}
     again = make(lively=False, init="x")
     load_weights(again, again.adopted(state, "init=y"))
     assert torch.equal(source(clips(), NOISE).error, again(clips(), NOISE).error)
@@ -298,12 +300,12 @@ def test_adapters_start_from_the_whole_weights_of_a_stage(make: Make) -> None:
 def test_a_start_that_lacks_what_does_not_train_is_refused(make: Make, folder: Path) -> None:
     task, over_folder = make(**LORA), make(**LORA, weights=str(folder))
     with pytest.raises(InputError, match=r"init=x has no patch_in\.weight of this shape .*weights=DIR"):
-        task.adopted(weights_of(over_folder), "init=x")
+        task.adopted(task_state_dict(over_folder), "init=x")
     with pytest.raises(InputError, match=r"init=x has no blocks\.1\.norm1\.linear\.weight of this shape"):
-        task.adopted(weights_of(make(depth=1)), "init=x")
+        task.adopted(task_state_dict(make(depth=1)), "init=x")
     with pytest.raises(InputError, match=r"init=x has adapters, and tune=full has no place for them: .*kineo export"):
-        make().adopted(weights_of(task), "init=x")
-    assert over_folder.adopted(weights_of(over_folder), "init=x").keys() == weights_of(over_folder).keys()
+        make().adopted(task_state_dict(task), "init=x")
+    assert over_folder.adopted(task_state_dict(over_folder), "init=x").keys() == task_state_dict(over_folder).keys()
 
 
 # Adapters by name ------------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def test_blocks_before_the_first_that_trains_are_not_walked_back(make: Make) -> 
 def test_auto_goes_by_the_weights(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     task = make(depth=2)
     weights = sum(p.numel() for p in task.network.blocks.parameters())
-    assert not tasks.large(task)
+    assert not tasks.is_large(task)
     monkeypatch.setattr(tasks, "LARGE", weights)
-    assert tasks.large(task)
+    assert tasks.is_large(task)
     monkeypatch.setattr(tasks, "LARGE", weights + 1)
-    assert not tasks.large(task)
+    assert not tasks.is_large(task)

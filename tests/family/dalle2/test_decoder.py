@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import parameters_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import player_parameters
 from kineograph.family.dalle2 import Decoder, DecoderConfig
 from kineograph.family.dalle2.low_res import blur, cut, shrink
 from kineograph.train.config import TrainConfig
@@ -111,7 +111,7 @@ def test_text_reaches_the_network_and_is_dropped(make, noise):
     dropped = make(**PLAIN, text=TEXT, text_dropout=1.0).train()
     assert value(dropped, a, noise) == value(dropped, b, noise)
     assert Decoder.reads_for(task.config) == {"pixels", "captions"}
-    assert any(name.startswith("conditioner.text") for name in parameters_of(task, "model"))
+    assert any(name.startswith("conditioner.text") for name in player_parameters(task, "model"))
     assert "text/tokenizer.json" in task.assets()
 
 

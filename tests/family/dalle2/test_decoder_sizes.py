@@ -9,7 +9,7 @@ from PIL import Image
 
 from kineograph.core.batch import Shape
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import drawn_shape, freeze
+from kineograph.core.task import freeze, sample_shape
 from kineograph.data.config import DataConfig
 from kineograph.family.dalle2 import Decoder
 from kineograph.family.dalle2.low_res import shrink
@@ -42,7 +42,7 @@ def test_the_clip_sees_the_data_and_the_network_what_is_drawn(make, noise):
     torch.testing.assert_close(
         task.space.read(batch_of(size=32)), shrink(batch_of(size=32).video[:, 0], (16, 16)) * 2 - 1
     )
-    assert drawn_shape(task, Shape(1, 32, 32, 3, 8.0)) == Shape(1, 16, 16, 3, 8.0)
+    assert sample_shape(task, Shape(1, 32, 32, 3, 8.0)) == Shape(1, 16, 16, 3, 8.0)
 
 
 def test_without_a_size_of_its_own_nothing_changes(make, noise):

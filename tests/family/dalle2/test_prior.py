@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, freeze, parameters_of, weights_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import BuildContext, freeze, player_parameters, task_state_dict
 from kineograph.family.dalle2.config import DecoderConfig
 from kineograph.family.dalle2.prior import Prior, most_alike
 from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
@@ -39,7 +39,7 @@ class ToyCodec:
 
 
 def train(task: Prior, batch: Batch, steps: int, lr: float = 3e-3) -> float:
-    optimizer = torch.optim.Adam(parameters_of(task, "model").values(), lr=lr)
+    optimizer = torch.optim.Adam(player_parameters(task, "model").values(), lr=lr)
     task.train()
     for step in range(steps):
         optimizer.zero_grad()
@@ -96,12 +96,14 @@ def test_it_learns_which_embedding_belongs_to_which_caption(trained):
 
 def test_only_the_network_trains_and_is_saved():
     task = make(caption_dropout=0.5)
-    assert all(name.startswith("network.") for name in parameters_of(task, "model"))
-    assert all(name.startswith("network.") for name in weights_of(task))
+    assert all(name.startswith("network.") for name in player_parameters(task, "model"))
+    assert all(name.startswith("network.") for name in task_state_dict(task))
     batch = spread(repeated(16))
     task.train()
     task.loss("model", task(batch, Noise(0, 0, batch.slots))).total.sum.backward()
-    silent = [name for name, p in parameters_of(task, "model").items() if p.grad is None or not p.grad.abs().sum() > 0]
+    silent = [
+        name for name, p in player_parameters(task, "model").items() if p.grad is None or not p.grad.abs().sum() > 0
+    ]
     assert silent == []
 
 

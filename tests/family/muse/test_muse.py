@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from kineograph.core.batch import Batch
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import parameters_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import player_parameters
 from kineograph.family.muse import Muse, MuseConfig
 from kineograph.process.masking import hide
 from kineograph.text.reading import null_text, read_captions
@@ -98,7 +98,7 @@ def test_the_null_text_learns(make, batch, noise):
 
 def test_one_player_owns_everything_and_the_codec_is_not_in_it(make, codec):
     muse = make(critic="self", self_conditioning=True)
-    assert parameters_of(muse, "model").keys() == dict(muse.named_parameters()).keys()
+    assert player_parameters(muse, "model").keys() == dict(muse.named_parameters()).keys()
     assert not any(name.startswith("stages") for name, _ in muse.named_parameters())
     assert set(muse.blocks()) == set(muse.network.transformer.blocks)
     assert muse.tokens_per_clip() == 16
@@ -225,14 +225,14 @@ def test_shapes_that_do_not_fit_are_refused(make):
 def test_a_rebuilt_stage_needs_no_captions(make, batch, noise, codec):
     muse = make().eval()
     from kineograph.core.batch import Shape
-    from kineograph.core.task import BuildContext, load_weights, weights_of
+    from kineograph.core.task import BuildContext, load_weights, task_state_dict
 
     def never():
         raise AssertionError("asked for captions")
 
     context = BuildContext(Shape(1, 16, 16, 3, 8.0), stage=lambda name: codec, captions=never, assets=muse.assets())
     again = Muse.build(muse.config, context).eval()
-    load_weights(again, weights_of(muse))
+    load_weights(again, task_state_dict(muse))
     torch.testing.assert_close(value(again, batch, noise), value(muse, batch, noise))
 
 

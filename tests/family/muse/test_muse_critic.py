@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from kineograph.core.batch import Prompts, Shape
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, freeze, parameters_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import BuildContext, freeze, player_parameters
 from kineograph.family.muse import MuseSample
 from kineograph.family.muse.config import CriticConfig
 from kineograph.family.muse.critic import MuseCritic
@@ -55,7 +55,7 @@ def test_it_learns_and_the_generator_does_not_move(generator):
     critic = make_critic(generator)
     before = {name: p.clone() for name, p in critic.named_parameters()}
     frozen = {name: p.clone() for name, p in generator.named_parameters()}
-    assert parameters_of(critic, "model").keys() == before.keys()
+    assert player_parameters(critic, "model").keys() == before.keys()
     losses = train(critic, batch_of(8), 30)
     assert sum(losses[-5:]) < sum(losses[:5]) - 0.2
     assert all(not torch.equal(before[name], p) for name, p in critic.named_parameters() if p.grad.abs().sum() > 0)

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, load_weights, parameters_of, weights_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import BuildContext, load_weights, player_parameters, task_state_dict
 from kineograph.family.nuwa import Nuwa, NuwaConfig
 from kineograph.text.reading import null_text
 
@@ -203,7 +203,7 @@ def test_dilations_go_round(make):
 
 def test_one_player_owns_everything_and_the_codec_is_not_in_it(make):
     nuwa = make()
-    assert parameters_of(nuwa, "model").keys() == dict(nuwa.named_parameters()).keys()
+    assert player_parameters(nuwa, "model").keys() == dict(nuwa.named_parameters()).keys()
     assert not any(name.startswith(("stages", "one_step")) for name, _ in nuwa.named_parameters())
     assert set(nuwa.blocks()) == set(nuwa.network.blocks)
     assert nuwa.tokens_per_clip() == FRAMES * PLACES
@@ -322,7 +322,7 @@ def test_a_rebuilt_stage_needs_no_captions(make, batch, noise, codec):
     shape = Shape(FRAMES, 4 * SIDE, 4 * SIDE, 3, 8.0)
     context = BuildContext(shape, stage=lambda name: codec, captions=never, assets=nuwa.assets())
     again = Nuwa.build(nuwa.config, context).eval()
-    load_weights(again, weights_of(nuwa))
+    load_weights(again, task_state_dict(nuwa))
     torch.testing.assert_close(value(again, batch, noise), value(nuwa, batch, noise))
 
 

@@ -13,7 +13,7 @@ from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Task, freeze, parameters_of
+from kineograph.core.task import BuildContext, Task, freeze, player_parameters
 from kineograph.family.phenaki import Phenaki, PhenakiConfig
 
 CAPTIONS = [
@@ -120,7 +120,7 @@ def noise() -> Noise:
 
 def train(task: Task, batch: Batch, steps: int, lr: float = 3e-3) -> dict[str, list[float]]:
     """Plain descent on one batch, each player with its own optimizer; their losses."""
-    optimizers = {p: torch.optim.AdamW(list(parameters_of(task, p).values()), lr=lr) for p in task.players}
+    optimizers = {p: torch.optim.AdamW(list(player_parameters(task, p).values()), lr=lr) for p in task.players}
     losses: dict[str, list[float]] = {player: [] for player in task.players}
     task.train()
     for step in range(steps):
@@ -129,7 +129,7 @@ def train(task: Task, batch: Batch, steps: int, lr: float = 3e-3) -> dict[str, l
             total = task.loss(player, shared).total.value()
             optimizers[player].zero_grad()
             total.backward()
-            torch.nn.utils.clip_grad_norm_(list(parameters_of(task, player).values()), 1.0)
+            torch.nn.utils.clip_grad_norm_(list(player_parameters(task, player).values()), 1.0)
             losses[player].append(float(total.detach()))
         for optimizer in optimizers.values():
             optimizer.step()

@@ -8,9 +8,9 @@ from kineograph.codec.vqgan import VQGAN, VQGANConfig
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, freeze, load_weights, parameters_of, weights_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import BuildContext, freeze, load_weights, player_parameters, task_state_dict
 from kineograph.family.phenaki import Phenaki, PhenakiConfig
 from kineograph.process.masking import hide
 from tests.nn.made_tensors import made_tensors
@@ -218,7 +218,7 @@ def test_tokens_of_another_size_are_refused(make, noise):
 
 def test_any_grid_is_as_if_built_for_it(make):
     small, large = (make(frames=frames, size=size).eval() for frames, size in ((1, 8), (5, 16)))
-    load_weights(small, weights_of(large))
+    load_weights(small, task_state_dict(large))
     tokens = clips(2, 3, 16).flatten(1)
     text, mask = large.text.encode(CAPTIONS[:2])
     a, b = (task.network(tokens, (3, 4, 4), text, mask) for task in (small, large))
@@ -258,12 +258,14 @@ def test_memory_of_the_text_is_the_text(make):
 
 def test_every_tensor_of_an_image_generator_fits_the_video_generator(make):
     for keys in ({}, {"critic": "network"}, {"critic": "self"}):
-        image, video = (weights_of(make(frames=frames, **keys)) for frames in (1, 5))
+        image, video = (task_state_dict(make(frames=frames, **keys)) for frames in (1, 5))
         assert {name: value.shape for name, value in image.items()} == {
             name: value.shape for name, value in video.items()
         }
-    larger = weights_of(make(frames=5, size=16))
-    assert {name: value.shape for name, value in weights_of(make()).items()} == {n: v.shape for n, v in larger.items()}
+    larger = task_state_dict(make(frames=5, size=16))
+    assert {name: value.shape for name, value in task_state_dict(make()).items()} == {
+        n: v.shape for n, v in larger.items()
+    }
 
 
 def test_images_then_video(make):
@@ -273,7 +275,7 @@ def test_images_then_video(make):
     losses = train(image, pictures, 30)["generator"]
     assert losses[-1] < losses[0] - 0.5
     video, fresh = make(seed=5), make(seed=5)
-    load_weights(video, weights_of(image))
+    load_weights(video, task_state_dict(image))
     noise = Noise(0, 0, pictures.slots)
     for task in (video, fresh):
         task.eval()
@@ -302,7 +304,7 @@ def test_every_parameter_gets_a_gradient(make, batch, noise, keys):
     task = make(**keys)
     value(task, batch, noise).backward()
     assert [name for name, p in task.named_parameters() if p.grad is None] == []
-    assert parameters_of(task, "generator").keys() == dict(task.named_parameters()).keys()
+    assert player_parameters(task, "generator").keys() == dict(task.named_parameters()).keys()
 
 
 def test_how_the_outside_treats_it(make):
@@ -363,7 +365,7 @@ def test_a_rebuilt_stage_needs_no_captions(make, batch, noise, codec):
 
     context = BuildContext(task.shape, stage=lambda name: codec, captions=never, assets=task.assets())
     again = Phenaki.build(task.config, context).eval()
-    load_weights(again, weights_of(task))
+    load_weights(again, task_state_dict(task))
     torch.testing.assert_close(value(again, batch, noise), value(task, batch, noise))
 
 

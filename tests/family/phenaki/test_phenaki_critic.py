@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
-from kineograph.core.lookup import find_task
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, freeze, load_weights, parameters_of, weights_of
+from kineograph.core.registry import find_task
+from kineograph.core.task import BuildContext, freeze, load_weights, player_parameters, task_state_dict
 from kineograph.family.phenaki import PhenakiSample
 from kineograph.family.phenaki.config import CriticConfig
 from kineograph.family.phenaki.critic import PhenakiCritic
@@ -46,12 +46,12 @@ GENERATOR, CRITIC = {"network", "head", "text"}, {"critic"}
 def test_who_trains_moves_and_who_does_not_stays(make, batch, keys, players, learning):
     task = make(caption_dropout=0.5, **keys)  # so that the null text is met in two steps
     assert task.players == players
-    owned = {name for player in players for name in parameters_of(task, player)}
+    owned = {name for player in players for name in player_parameters(task, player)}
     assert {name.partition(".")[0] for name in owned} == learning
     before = weights(task)
     step_once(task, batch)
     assert moved(task, before) == owned
-    assert weights_of(task).keys() >= before.keys()  # what rests is saved all the same: sampling needs it
+    assert task_state_dict(task).keys() >= before.keys()  # what rests is saved all the same: sampling needs it
 
 
 def test_what_rests_has_no_dropout(make, batch, noise):
@@ -147,7 +147,7 @@ def test_found_by_name():
 def test_a_stage_learns_and_its_generator_does_not_move(generator):
     critic = make_critic(generator)
     before, frozen = weights(critic), weights(generator)
-    assert parameters_of(critic, "model").keys() == before.keys()
+    assert player_parameters(critic, "model").keys() == before.keys()
     losses = train(critic, batch_of(8), 30)["model"]
     assert sum(losses[-5:]) < sum(losses[:5]) - 0.2
     assert moved(critic, before) == before.keys()
@@ -230,22 +230,22 @@ def test_a_critic_that_init_does_not_hold_has_no_part_in_drawing(make, kind):
 
     notes: list[str] = []
     task = make(note=notes.append, **keys)
-    task.adopted(weights_of(make()), "stages.clips.init=x")
+    task.adopted(task_state_dict(make()), "stages.clips.init=x")
     assert not steered(task)
     assert notes == [f"stages.clips.init=x has no critic={kind} of this shape: clips are drawn without one"]
     again = make(assets=task.assets(), **keys)  # from its checkpoint, or as the start of another
-    load_weights(again, weights_of(task))
+    load_weights(again, task_state_dict(task))
     assert not steered(again)
-    assert not any(name.startswith("critic") for name in weights_of(again))  # a file of its weights tells it too
+    assert not any(name.startswith("critic") for name in task_state_dict(again))  # a file of its weights tells it too
 
     other = make(**keys, **({"critic_width": 16} if kind == "network" else {}))
-    other.adopted(weights_of(make(critic=kind)) | {"critic.weight": torch.zeros(1, 8)}, "x")
+    other.adopted(task_state_dict(make(critic=kind)) | {"critic.weight": torch.zeros(1, 8)}, "x")
     assert not steered(other)  # of another shape
     given = make(**keys)
-    given.adopted(weights_of(make(critic=kind)), "x")
+    given.adopted(task_state_dict(make(critic=kind)), "x")
     assert steered(given) and not any("critic" in name for name in given.assets())
     learning = make(assets=task.assets(), critic=kind, only="critic", init="x")  # trained after a generator without
-    learning.adopted(weights_of(task), "x")
+    learning.adopted(task_state_dict(task), "x")
     assert steered(learning)
 
 

@@ -19,16 +19,16 @@ def beat() -> None:
     _last = time.monotonic()
 
 
-def enter(what: str) -> None:
+def set_activity(what: str) -> None:
     """What this process turns to now, in a word or two: what is said of it should it never come back."""
     global _doing
     _doing = what
 
 
-def doing() -> str:
+def current_activity() -> str:
     return _doing
 
 
-def silence() -> float:
+def seconds_since_last() -> float:
     """Seconds since the last sign of life."""
     return time.monotonic() - _last

@@ -25,7 +25,7 @@ _alone = False
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def single_process() -> Iterator[None]:
     """Inside, this process counts as the only one: for what it does without the others, which must not wait for them. Not while a checkpoint
     is saved in the background: that goes on together. (No variable of the thread: compiled code asks too.)"""
     global _alone
@@ -36,16 +36,16 @@ def alone() -> Iterator[None]:
         _alone = before
 
 
-def active() -> bool:
+def is_active() -> bool:
     return not _alone and dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    return dist.get_rank() if active() else 0
+    return dist.get_rank() if is_active() else 0
 
 
 def world() -> int:
-    return dist.get_world_size() if active() else 1
+    return dist.get_world_size() if is_active() else 1
 
 
 def is_first() -> bool:
@@ -59,7 +59,7 @@ def local_rank() -> int:
 
 def local_world() -> int:
     """Processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if active() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_active() else 1
 
 
 class World(NamedTuple):
@@ -70,11 +70,11 @@ class World(NamedTuple):
     """Those on one machine."""
 
 
-def everyone() -> World:
+def current_world() -> World:
     return World(world(), local_world())
 
 
-def lost(error: BaseException) -> str | None:
+def describe_peer_failure(error: BaseException) -> str | None:
     """What to tell of an error that means that another process is gone, or does not answer; None of any other."""
     text = str(error)
     if not isinstance(error, RuntimeError) or not re.search(
@@ -100,27 +100,27 @@ class _Data:
 _data: _Data | None = None  # like torch's own default group: one layout at a time
 
 
-def share_data(rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+def set_data_group(rank: int, world: int, group: dist.ProcessGroup | None) -> None:
     """From now on this process is data rank `rank` of `world`, which `group` joins."""
     global _data
     _data = _Data(rank, world, group)
 
 
-def each_has_data() -> None:
+def reset_data_group() -> None:
     """From now on every process has data of its own."""
     global _data
     _data = None
 
 
 def data_rank() -> int:
-    return _data.rank if _data is not None and active() else rank()
+    return _data.rank if _data is not None and is_active() else rank()
 
 
 def data_world() -> int:
-    return _data.world if _data is not None and active() else world()
+    return _data.world if _data is not None and is_active() else world()
 
 
-def leads() -> bool:
+def is_data_leader() -> bool:
     """Whether this process is the first of those that see its data: what it sends counts for all of them."""
     return rank() % (world() // data_world()) == 0
 
@@ -132,27 +132,27 @@ def _group() -> dist.ProcessGroup | None:
 # Numbers of all data ranks -----------------------------------------------------------------------------------------
 
 
-def sum_(value: Tensor) -> Tensor:
+def all_reduce_(value: Tensor) -> Tensor:
     """Sum over data ranks, in place; without gradient."""
-    if active():
+    if is_active():
         dist.all_reduce(value, group=_group())
     return value
 
 
-def same(value: Tensor) -> Tensor:
+def broadcast_(value: Tensor) -> Tensor:
     """What the first data rank has, in place, for random numbers that all must share: their own are for dropout."""
-    if active():
+    if is_active():
         dist.broadcast(value, group=_group(), group_src=0)
     return value
 
 
-def gather(value: Tensor) -> Tensor:
+def all_gather_with_grad(value: Tensor) -> Tensor:
     """The rows of all data ranks in their order, each having equally many: B … → world · B ….
 
     Every process's loss depends on every row, so a row's gradient is the sum of what all of them send back. With gradients of
     parameters summed over processes, the result is the gradient that one process with all rows would have.
     """
-    return _Gather.apply(value) if active() else value
+    return _Gather.apply(value) if is_active() else value
 
 
 class _Gather(torch.autograd.Function):
@@ -169,18 +169,18 @@ class _Gather(torch.autograd.Function):
         return total.chunk(data_world())[data_rank()]
 
 
-def gather_rows(value: Tensor) -> Tensor:
+def all_gather_rows(value: Tensor) -> Tensor:
     """The rows of all data ranks in their order, however many each has (also none); without gradient."""
-    if not active():
+    if not is_active():
         return value
-    return torch.cat(_rows(value, data_world(), _group()))
+    return torch.cat(_gather_rows(value, data_world(), _group()))
 
 
-def _rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+def _gather_rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Of each of the `world` processes of a group its rows."""
-    told = [torch.empty(1, dtype=torch.int64, device=value.device) for _ in range(world)]
-    dist.all_gather(told, torch.tensor([len(value)], device=value.device), group=group)
-    sizes = torch.cat(told).tolist()
+    counts = [torch.empty(1, dtype=torch.int64, device=value.device) for _ in range(world)]
+    dist.all_gather(counts, torch.tensor([len(value)], device=value.device), group=group)
+    sizes = torch.cat(counts).tolist()
     padded = value.new_zeros(max(sizes), *value.shape[1:])
     padded[: len(value)] = value
     parts = [torch.empty_like(padded) for _ in sizes]
@@ -192,13 +192,13 @@ def _rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Te
 
 
 def barrier() -> None:
-    if active():
+    if is_active():
         dist.barrier()
 
 
-def told(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """What rank 0 says, on every rank: anything that JSON can hold (nothing is pickled)."""
-    if not active():
+    if not is_active():
         return value
     text = torch.tensor(list(json.dumps(value).encode() if is_first() else b""), dtype=torch.uint8)
     size = torch.tensor([len(text)])
@@ -208,27 +208,27 @@ def told(value: Any) -> Any:
     return json.loads(bytes(text.tolist()))
 
 
-def all_told(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What every rank says, by rank. `group` is one that speaks on the host and joins all ranks, or None for the usual one."""
-    return _heard(value, world(), group, "cpu") if active() else [value]
+    return _gather_json(value, world(), group, "cpu") if is_active() else [value]
 
 
-def data_told(value: Any, device: torch.device | str = "cpu") -> list[Any]:
+def data_all_gather_object(value: Any, device: torch.device | str = "cpu") -> list[Any]:
     """What every data rank says, in their order: for numbers that are added up. `device` is one on which they speak."""
-    return _heard(value, data_world(), _group(), device) if active() else [value]
+    return _gather_json(value, data_world(), _group(), device) if is_active() else [value]
 
 
-def _heard(value: Any, world: int, group: dist.ProcessGroup | None, device: torch.device | str) -> list[Any]:
+def _gather_json(value: Any, world: int, group: dist.ProcessGroup | None, device: torch.device | str) -> list[Any]:
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    return [json.loads(part.cpu().numpy().tobytes()) for part in _rows(text.to(device), world, group)]
+    return [json.loads(part.cpu().numpy().tobytes()) for part in _gather_rows(text.to(device), world, group)]
 
 
-def say(line: str) -> None:
+def print_note(line: str) -> None:
     """To the person who watches."""
     print(line, file=sys.stderr, flush=True)
 
 
-def once(note: Callable[[str], None]) -> Callable[[str], None]:
+def on_first_rank(note: Callable[[str], None]) -> Callable[[str], None]:
     """What is said to people, by the first process alone."""
 
     def said(line: str) -> None:
@@ -238,32 +238,32 @@ def once(note: Callable[[str], None]) -> Callable[[str], None]:
     return said
 
 
-def table(values: Sequence[float]) -> list[list[float]]:
+def all_gather_floats(values: Sequence[float]) -> list[list[float]]:
     """[rank][i] of a few numbers that every process has."""
     mine = torch.tensor(values, dtype=torch.float64)
-    if not active():
+    if not is_active():
         return [mine.tolist()]
     parts = [torch.empty_like(mine) for _ in range(world())]
     dist.all_gather(parts, mine)
     return torch.stack(parts).tolist()
 
 
-def tensors_to_first(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def gather_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """[rank][i] of CPU tensors, however many each process has and of whatever shape: on the first one. Elsewhere its own alone."""
-    everyone = all_told([[str(value.dtype).removeprefix("torch."), *value.shape] for value in tensors])
+    specs = all_gather_object([[str(value.dtype).removeprefix("torch."), *value.shape] for value in tensors])
     if not is_first():
         for value in tensors:
             dist.send(value.contiguous(), 0)
         return [list(tensors) if other == rank() else [] for other in range(world())]
     found = [list(tensors)]
-    for other, told in enumerate(everyone[1:], start=1):
-        found.append([torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, *shape in told])
+    for other, tensor_specs in enumerate(specs[1:], start=1):
+        found.append([torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, *shape in tensor_specs])
         for value in found[-1]:
             dist.recv(value, other)
     return found
 
 
-def device_of(name: str = "auto") -> torch.device:
+def resolve_device(name: str = "auto") -> torch.device:
     """`auto` is this process's GPU where there is one."""
     if name != "auto":
         return _checked(name)

@@ -22,7 +22,7 @@ Kind = Literal[
 
 
 @dataclass
-class Evidence:
+class EvalBatch:
     """One batch of what can be judged; only what some metric needs is filled in. Row i of each field belongs together."""
 
     captions: list[str] | None = None
@@ -72,11 +72,11 @@ class Result:
     labels: dict[str, Any] = field(default_factory=dict)
 
 
-class LeftOut(Exception):
+class MetricSkipped(Exception):
     """A metric cannot judge this subject: the reason, for a person. From `open`, or from `update` when it shows later."""
 
 
-class ToFetch(LeftOut):
+class WeightsMissing(MetricSkipped):
     """It could, once something is there that a command brings: extractor weights, a package."""
 
 
@@ -86,7 +86,7 @@ class Metric(Protocol):
     name: ClassVar[str]
     needs: ClassVar[frozenset[Kind]]
 
-    def update(self, evidence: Evidence) -> list[str] | None:
+    def update(self, evidence: EvalBatch) -> list[str] | None:
         """Take in a batch. May answer a remark a row, shown under the samples (✓, ✗ red 3 left)."""
 
     def compute(self) -> Result: ...

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
-class Splits:
+class ParallelPlan:
     columns: Mapping[str, int]
     """Linear layers whose outputs may be computed apart, and how many equal things each one's outputs are: 3 for queries, keys and values."""
     rows: tuple[str, ...]
@@ -27,5 +27,5 @@ class Splits:
 
 
 @runtime_checkable
-class Splittable(Protocol):
-    def splits(self) -> Splits: ...
+class HasParallelPlan(Protocol):
+    def splits(self) -> ParallelPlan: ...

@@ -22,7 +22,7 @@ from kineograph.codec.adversarial import (
     slope,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
-from kineograph.core import ranks
+from kineograph.core import distributed
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
 from kineograph.nn.codebook_use import codebook_histogram, usage
@@ -244,7 +244,7 @@ def _codes(shared: Reconstruction, codes: int | None, training: bool = True) -> 
     if shared.rows is not None:
         ids = ids.masked_fill(~shared.rows[:, None, None], codes)  # padding falls into a bin of its own
     counts = codebook_histogram(ids, codes + 1)[:codes]
-    found = usage(ranks.sum_(counts) if training else counts)  # judging goes on at each process's own pace
+    found = usage(distributed.all_reduce_(counts) if training else counts)  # judging goes on at each process's own pace
     metrics = shared.quantized.metrics if training else {}
     return {f"codes/{name}": Mean(value * shared.count, shared.count) for name, value in (metrics | found).items()}
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from kineograph.core.config import parse
-from kineograph.core.lookup import find_source
-from kineograph.core.seams import Source
+from kineograph.core.protocols import Source
+from kineograph.core.registry import find_source
 from kineograph.data.config import DataConfig, Split
 from kineograph.data.dataset import DatasetSource
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kineograph.codec.adversarial import AdversarialConfig
-from kineograph.codec.game import Reconstruction, Scene, clamped, frames_seen, inward, outward
+from kineograph.codec.gan_losses import Reconstruction, Scene, clamped, frames_seen, inward, outward
 from kineograph.core.noise import Noise
 
 

@@ -7,21 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kineograph.core import ranks
+from kineograph.core import distributed
 from tests.train.together import together
 
 
 def test_one_process_hears_itself() -> None:
-    assert ranks.all_told({"a": 1}) == ranks.data_told({"a": 1}) == [{"a": 1}]
-    assert torch.equal(ranks.gather_rows(torch.ones(2, 3)), torch.ones(2, 3))
+    assert distributed.all_gather_object({"a": 1}) == distributed.data_all_gather_object({"a": 1}) == [{"a": 1}]
+    assert torch.equal(distributed.all_gather_rows(torch.ones(2, 3)), torch.ones(2, 3))
 
 
 def test_everyone_hears_everyone_in_order() -> None:
     """However long each speaks, and in whatever letters."""
 
     def work(rank: int) -> Any:
-        heard = ranks.all_told({"rank": rank, "text": "é\n" * rank})
-        rows = ranks.gather_rows(torch.full((rank, 2), float(rank)))
+        heard = distributed.all_gather_object({"rank": rank, "text": "é\n" * rank})
+        rows = distributed.all_gather_rows(torch.full((rank, 2), float(rank)))
         return [heard, rows.tolist()]
 
     said = [{"rank": rank, "text": "é\n" * rank} for rank in range(3)]
@@ -31,8 +31,8 @@ def test_everyone_hears_everyone_in_order() -> None:
 def test_those_who_see_the_same_data_are_counted_once() -> None:
     def work(rank: int) -> Any:
         groups = [dist.new_group([first, first + 2]) for first in range(2)]  # 0 and 1 see one batch, 2 and 3 another
-        ranks.share_data(rank // 2, 2, groups[rank % 2])
-        return [ranks.data_told(rank), ranks.all_told(rank)]
+        distributed.set_data_group(rank // 2, 2, groups[rank % 2])
+        return [distributed.data_all_gather_object(rank), distributed.all_gather_object(rank)]
 
     assert together(4, work) == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
 
@@ -40,7 +40,7 @@ def test_those_who_see_the_same_data_are_counted_once() -> None:
 def test_people_hear_the_first_process_alone() -> None:
     def work(rank: int) -> list[str]:
         heard: list[str] = []
-        ranks.once(heard.append)("hello")
+        distributed.on_first_rank(heard.append)("hello")
         return heard
 
     assert together(2, work) == [["hello"], []]

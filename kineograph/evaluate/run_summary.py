@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from kineograph.core.config import merge
 from kineograph.core.errors import InputError
-from kineograph.core.lookup import find_task
+from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.evaluate import record

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kineograph.core.batch import Batch, Shape
-from kineograph.evaluate.evidence import Metric
+from kineograph.evaluate.metric_api import Metric
 
 _LOOKED_AT = ("real", "generated", "reconstruction")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import read_arrays, read_torchscript
+from kineograph.core.safe_unpickle import read_arrays, read_torchscript
 
 
 class Evil:

