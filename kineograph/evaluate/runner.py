@@ -27,7 +27,7 @@ from kineograph.evaluate.console import open_console
 from kineograph.evaluate.extractor.opening import Extractors, read_choices
 from kineograph.evaluate.metric_api import EvalBatch, Kind, Metric, MetricSkipped, Result, Subject, WeightsMissing
 from kineograph.evaluate.progress import Watching, beforehand
-from kineograph.sample.draw import as_judged, device_for, draw
+from kineograph.sample.draw import device_for, draw, inference_mode
 from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
 from kineograph.train import checkpoint as checkpoints
 
@@ -356,7 +356,7 @@ class Judge:
             if "generated" in needed:
                 self.watching.doing("drawing")
                 evidence.generated = self._draw(real)
-            with as_judged(self.task, self.device):
+            with inference_mode(self.task, self.device):
                 if "reconstruction" in needed:
                     shown = self.task.reconstruct(real)
                     assert shown is not None

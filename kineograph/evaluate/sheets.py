@@ -12,7 +12,7 @@ from torch import Tensor
 from kineograph.core import distributed
 from kineograph.evaluate.metric_api import EvalBatch
 from kineograph.media.clips import write_clip
-from kineograph.media.grids import grid, side_by_side
+from kineograph.media.grids import make_animated_comparison, make_grid
 
 SAMPLES = 36  # on a sheet
 RECONSTRUCTIONS = 8
@@ -59,10 +59,10 @@ class Pictures:
             folder.mkdir(parents=True, exist_ok=True)
             written.append(folder / f"{name}.png")
             captions = [shown.caption for shown in self.samples]
-            grid([_enlarged(shown.rows[0]) for shown in self.samples], captions=captions).save(written[-1])
+            make_grid([_enlarged(shown.rows[0]) for shown in self.samples], captions=captions).save(written[-1])
         if self.reconstructions:
             inputs, outputs = ([shown.rows[side] for shown in self.reconstructions] for side in (0, 1))
-            sheet = side_by_side([("input", inputs), ("reconstruction", outputs)])  # T 3 H W
+            sheet = make_animated_comparison([("input", inputs), ("reconstruction", outputs)])  # T 3 H W
             path = folder / f"{name}-reconstructions.{'png' if sheet.shape[0] == 1 else 'gif'}"
             written.append(write_clip(path, sheet, fps))
         return written

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 from kineograph.core.oversize import too_large
-from kineograph.media.frames import atomically, to_arrays, to_images
-from kineograph.media.gif import GifWriter, durations
-from kineograph.media.grids import film_strip
+from kineograph.media.frames import replace_atomically, to_arrays, to_images
+from kineograph.media.gif import GifWriter, frame_durations
+from kineograph.media.grids import make_film_strip
 from kineograph.media.mp4 import Mp4Writer
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v"})
 _WANTED = "give a picture (png, jpg, webp) or a clip (gif, mp4, webm, mov)"
-UNTOLD_FPS = 8.0  # of a film whose frames have no times and which states no speed
+DEFAULT_FPS = 8.0  # of a film whose frames have no times and which states no speed
 
 
 def write_clip(path: str | Path, pixels: Tensor, fps: float) -> Path:
@@ -34,12 +34,12 @@ def write_clip(path: str | Path, pixels: Tensor, fps: float) -> Path:
         raise InputError(
             f"{path}: {path.suffix or 'no suffix'} is not a format that is written: use {', '.join(sorted(_WRITERS))}"
         )
-    with atomically(path) as temporary:
+    with replace_atomically(path) as temporary:
         writer(temporary, pixels, _speed(fps, path))
     return path
 
 
-class Growing(Protocol):
+class ClipWriter(Protocol):
     """A clip that is being written."""
 
     def write(self, pixels: Tensor) -> None:
@@ -47,7 +47,7 @@ class Growing(Protocol):
 
 
 @contextmanager
-def growing_clip(path: Path, fps: float) -> Iterator[Growing]:
+def open_clip_writer(path: Path, fps: float) -> Iterator[ClipWriter]:
     """Write a .gif or .mp4 of any length as its frames come. It is complete when the block ends without an error, and
     otherwise of no use: give a temporary name, and rename it afterwards."""
     writer = (Mp4Writer if path.suffix.lower() == ".mp4" else GifWriter)(path, _speed(fps, path))
@@ -71,18 +71,18 @@ def _speed(fps: float, path: Path) -> float:
 
 
 def _write_moving(path: Path, pixels: Tensor, fps: float) -> None:
-    with growing_clip(path, fps) as clip:
+    with open_clip_writer(path, fps) as clip:
         clip.write(pixels)
 
 
 def _write_png(path: Path, pixels: Tensor, fps: float) -> None:
-    image = to_images(pixels)[0] if len(pixels) == 1 else film_strip(pixels)
+    image = to_images(pixels)[0] if len(pixels) == 1 else make_film_strip(pixels)
     image.save(path, format="PNG")
 
 
 def _write_webp(path: Path, pixels: Tensor, fps: float) -> None:
     first, *rest = to_images(pixels)
-    lengths = durations(len(pixels), fps, tick=1000)
+    lengths = frame_durations(len(pixels), fps, tick=1000)
     first.save(path, format="WEBP", save_all=True, append_images=rest, duration=lengths, loop=0, lossless=True)
 
 
@@ -97,7 +97,7 @@ _WRITERS: dict[str, Callable[[Path, Tensor, float], None]] = {
 # Reading ---------------------------------------------------------------------------------------------------------
 
 
-class Shown(NamedTuple):
+class Frame(NamedTuple):
     """A frame of a file, upright."""
 
     image: Image.Image
@@ -105,7 +105,7 @@ class Shown(NamedTuple):
     kind: str  # GIF, PNG …, or video
 
 
-def frames_of(path: str | Path) -> Iterator[Shown]:
+def read_frames(path: str | Path) -> Iterator[Frame]:
     """The frames of a picture or clip in the order shown, decoded as they are asked for."""
     path = Path(path)
     if not path.is_file():
@@ -113,18 +113,18 @@ def frames_of(path: str | Path) -> Iterator[Shown]:
     return _video_frames(path) if path.suffix.lower() in VIDEO_SUFFIXES else _image_frames(path)
 
 
-def _image_frames(path: Path) -> Iterator[Shown]:
+def _image_frames(path: Path) -> Iterator[Frame]:
     try:
         with Image.open(path) as file:
             # Not the pages of a TIFF, nor the second view that phones keep inside a JPEG.
             if file.format not in ("GIF", "WEBP", "PNG") or not getattr(file, "is_animated", False):
-                yield Shown(ImageOps.exif_transpose(file).copy(), 0.0, file.format or "")
+                yield Frame(ImageOps.exif_transpose(file).copy(), 0.0, file.format or "")
                 return
             at = 0
             for frame in ImageSequence.Iterator(file):
                 image = frame.copy()  # decoded; only then does WebP tell its duration
                 length = round(frame.info.get("duration") or 0)
-                yield Shown(image, at / 1000, file.format)
+                yield Frame(image, at / 1000, file.format)
                 at += length if length > 10 else 100  # as viewers do
     except UnidentifiedImageError:
         yield from _video_frames(path)
@@ -134,7 +134,7 @@ def _image_frames(path: Path) -> Iterator[Shown]:
         raise InputError(f"{path} cannot be read ({error}): {_WANTED}") from None
 
 
-def _video_frames(path: Path) -> Iterator[Shown]:
+def _video_frames(path: Path) -> Iterator[Frame]:
     import av
 
     start = None
@@ -144,7 +144,7 @@ def _video_frames(path: Path) -> Iterator[Shown]:
                 raise InputError(f"{path} holds no pictures: {_WANTED}")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            spacing = 1 / float(stream.average_rate or stream.guessed_rate or UNTOLD_FPS)
+            spacing = 1 / float(stream.average_rate or stream.guessed_rate or DEFAULT_FPS)
             for frame in container.decode(stream):
                 following = 0.0 if start is None else start + spacing
                 start = float(frame.time) if frame.time is not None else following
@@ -152,7 +152,7 @@ def _video_frames(path: Path) -> Iterator[Shown]:
                     round(getattr(frame, "rotation", 0) / 90) % 4
                 )  # phones store portrait clips lying down, with a note
                 upright = np.rot90(frame.to_ndarray(format="rgb24"), turns)
-                yield Shown(Image.fromarray(upright), start, "video")
+                yield Frame(Image.fromarray(upright), start, "video")
     except av.FFmpegError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): {_WANTED}") from None
     if start is None:

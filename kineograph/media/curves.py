@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kineograph.media.frames import atomically
+from kineograph.media.frames import replace_atomically
 
 DENSE = 2_000  # lines of a stage and split that are all read; of what follows, an even share
 POINTS = 1_500  # drawn a curve
@@ -35,7 +35,7 @@ def draw_curves(metrics: str | Path, out: str | Path) -> Path:
     records = list(read_records(Path(metrics)))
     axis = _Axis(records)
     panels = [panel for panel in _panels(records, axis) if panel.curves]
-    with atomically(out) as temporary:
+    with replace_atomically(out) as temporary:
         _draw(panels, axis, temporary)
     return out
 

@@ -19,7 +19,7 @@ from kineograph.core.errors import InputError
 CHANNELS = (1, 2, 3, 4)  # gray, with alpha, RGB, with alpha
 
 
-def to_bytes(pixels: Tensor) -> Tensor:
+def to_uint8(pixels: Tensor) -> Tensor:
     """T C H W, uint8 or float in [0, 1] → uint8 on the CPU. What is out of range is clamped, what is not a number is black."""
     if pixels.ndim != 4 or pixels.shape[1] not in CHANNELS or 0 in pixels.shape:
         raise ValueError(f"pixels are T C H W with 1 to 4 channels, not {tuple(pixels.shape)}")
@@ -33,7 +33,7 @@ def to_bytes(pixels: Tensor) -> Tensor:
 
 def to_arrays(pixels: Tensor) -> np.ndarray:
     """T C H W → T H W C, uint8."""
-    return rearrange(to_bytes(pixels), "t c h w -> t h w c").contiguous().numpy()
+    return rearrange(to_uint8(pixels), "t c h w -> t h w c").contiguous().numpy()
 
 
 def to_images(pixels: Tensor) -> list[Image.Image]:
@@ -52,7 +52,7 @@ def to_pixels(images: list[Image.Image]) -> Tensor:
     ).contiguous()
 
 
-def over_black(image: Image.Image) -> Image.Image:
+def blend_over_black(image: Image.Image) -> Image.Image:
     """Without alpha: blended over black, in L or RGB."""
     if image.mode not in ("LA", "RGBA"):
         return image
@@ -61,7 +61,7 @@ def over_black(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def atomically(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` that becomes `path` at the end, or vanishes on an error. Makes the parent folders."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,12 +17,12 @@ import numpy as np
 from PIL import GifImagePlugin, Image
 
 SHORTEST = 2  # hundredths of a second; viewers play anything shorter at a tenth of a second
-FASTEST = 100 // SHORTEST  # frames a second
+MAX_FPS = 100 // SHORTEST  # frames a second
 _PALETTE_SAMPLE = 16_384  # pixels that the shared palette is fitted to: k-means on more is slow and changes nothing
 _IN_MEMORY = 1 << 24  # bytes of packed frames that wait for their palette in memory; more of them wait on disk
 
 
-def durations(frames: int, fps: float, tick: int = 100) -> list[int]:
+def frame_durations(frames: int, fps: float, tick: int = 100) -> list[int]:
     """Ticks (hundredths of a second) a frame: differences of rounded times, so that rounding never adds up."""
     ends = [round(tick * (index + 1) / fps) for index in range(frames)]
     return [max(SHORTEST, end - start) for start, end in zip([0, *ends], ends)]
@@ -40,7 +40,7 @@ class GifWriter:
         self._waiting = tempfile.SpooledTemporaryFile(_IN_MEMORY, dir=str(path.parent))  # noqa: SIM115
         self._sizes: list[int] = []
         self._shape: tuple[int, ...] = ()
-        self._colours: Colours | None = None
+        self._colours: Palette | None = None
 
     def __enter__(self) -> GifWriter:
         return self
@@ -54,7 +54,7 @@ class GifWriter:
         """H W C."""
         if self._colours is None:
             self._shape = frame.shape
-            self._colours = Colours(255 if self._alpha else 256)
+            self._colours = Palette(255 if self._alpha else 256)
         self._colours.add(frame[..., :-1] if self._alpha else frame)
         self._sizes.append(self._waiting.write(zlib.compress(frame.tobytes(), 1)))
 
@@ -76,7 +76,7 @@ class GifWriter:
             )  # 0xF7: a global table of 256 colours
             file.write(palette.tobytes().ljust(768, b"\0"))
             file.write(b"\x21\xff\x0bNETSCAPE2.0\x03\x01\x00\x00\x00")  # loop for ever
-            for size, ticks in zip(self._sizes, durations(len(self._sizes), self.fps)):
+            for size, ticks in zip(self._sizes, frame_durations(len(self._sizes), self.fps)):
                 frame = np.frombuffer(zlib.decompress(self._waiting.read(size)), np.uint8).reshape(self._shape)
                 indices = self._colours.index(frame[..., :-1] if self._alpha else frame)
                 if self._alpha:
@@ -85,7 +85,7 @@ class GifWriter:
             file.write(b"\x3b")
 
 
-class Colours:
+class Palette:
     """The colours of frames that come one after another: which there are, while `limit` is enough, and an even sample of them.
 
     No dithering, which would make still areas flicker.

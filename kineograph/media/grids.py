@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
-from kineograph.media.frames import over_black, to_images, to_pixels
+from kineograph.media.frames import blend_over_black, to_images, to_pixels
 
 LEAST, MOST = 96, 256  # pixels of a cell's larger side: tiny pictures are enlarged, large ones reduced
 GAP = 6
@@ -21,7 +21,7 @@ STRIP = 8  # frames a row of a film strip
 PAGE, INK, FAINT = (255, 255, 255), (40, 40, 40), (110, 110, 110)
 
 
-def grid(
+def make_grid(
     cells: Sequence[Tensor], columns: int | None = None, captions: Sequence[str | None] | None = None
 ) -> Image.Image:
     """A contact sheet: T C H W each; a picture fills its cell, a clip shows four of its frames there."""
@@ -29,7 +29,7 @@ def grid(
     return _Sheet(images, columns or _columns(images), captions).paint(images)
 
 
-def moving_grid(
+def make_animated_grid(
     cells: Sequence[Tensor], columns: int | None = None, captions: Sequence[str | None] | None = None
 ) -> Tensor:
     """The same with the clips playing side by side, T 3 H W; a shorter one holds its last frame."""
@@ -38,25 +38,25 @@ def moving_grid(
     return _play(_Sheet(first, columns or _columns(first), captions), clips)
 
 
-def film_strip(clip: Tensor, most: int = 32) -> Image.Image:
+def make_film_strip(clip: Tensor, most: int = 32) -> Image.Image:
     """Frames from left to right, eight a row; of a long clip, `most` evenly spaced ones with the first and the last."""
     return _strip(_frames(clip), most, STRIP)
 
 
-def strips(rows: Sequence[tuple[str, Tensor]], most: int = STRIP) -> Image.Image:
+def make_titled_strips(rows: Sequence[tuple[str, Tensor]], most: int = STRIP) -> Image.Image:
     """A film strip a row, each under its title: of every clip T C H W, `most` evenly spaced frames."""
-    images = [_strip(_frames(clip[evenly(len(clip), most)]), most, most) for _, clip in rows]
+    images = [_strip(_frames(clip[select_evenly(len(clip), most)]), most, most) for _, clip in rows]
     wide = max(image.width for image in images)
     padded = [ImageOps.pad(image, (wide, image.height), color=PAGE, centering=(0, 0)) for image in images]
     return _Sheet(padded, 1, titles=[title for title, _ in rows]).paint(padded)
 
 
-def evenly(count: int, most: int) -> list[int]:
+def select_evenly(count: int, most: int) -> list[int]:
     """At most `most` places of 0 … count − 1, evenly spaced, with the first and the last."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
 
 
-def beside(rows: Sequence[tuple[str, Sequence[Tensor]]], captions: Sequence[str | None]) -> Image.Image:
+def make_comparison(rows: Sequence[tuple[str, Sequence[Tensor]]], captions: Sequence[str | None]) -> Image.Image:
     """Rows of equally many pictures or clips, each under its title (real, generated, …), a column's caption below it; of a clip, four frames."""
     images = [_strip(_frames(cell), 4, 2) for _, cells in rows for cell in cells]
     columns = len(captions)
@@ -64,7 +64,7 @@ def beside(rows: Sequence[tuple[str, Sequence[Tensor]]], captions: Sequence[str 
     return _Sheet(images, columns, below, [title for title, _ in rows]).paint(images)
 
 
-def side_by_side(rows: Sequence[tuple[str, Sequence[Tensor]]]) -> Tensor:
+def make_animated_comparison(rows: Sequence[tuple[str, Sequence[Tensor]]]) -> Tensor:
     """Rows of pictures or clips, each under its title (input, reconstruction, …), T 3 H W; T = 1 for pictures."""
     clips = [[_frames(cell) for cell in cells] for _, cells in rows]
     columns = max(len(row) for row in clips)
@@ -96,9 +96,9 @@ class _Sheet:
         columns = max(1, min(columns, len(images)))
         rows = math.ceil(len(images) / columns)
         wide, high = max(image.width for image in images), max(image.height for image in images)
-        texts = [wrap(text or "", wide) for text in captions or []]
+        texts = [wrap_text(text or "", wide) for text in captions or []]
         line = _line_height()
-        heads = [wrap(title, columns * (wide + GAP) - GAP) for title in titles or []]
+        heads = [wrap_text(title, columns * (wide + GAP) - GAP) for title in titles or []]
         above = max(map(len, heads)) * line + 2 if heads else 0
         below = [max(map(len, texts[row * columns : (row + 1) * columns]), default=0) * line for row in range(rows)]
         tops = [GAP + row * (above + high + GAP) + sum(below[:row]) for row in range(rows + 1)]
@@ -129,7 +129,7 @@ def _play(sheet: _Sheet, clips: Sequence[Sequence[Image.Image]]) -> Tensor:
 
 def _strip(frames: list[Image.Image], most: int, columns: int) -> Image.Image:
     if len(frames) > most:
-        frames = [frames[index] for index in evenly(len(frames), most)]
+        frames = [frames[index] for index in select_evenly(len(frames), most)]
     if len(frames) == 1:
         return frames[0]
     gap = 2
@@ -150,7 +150,7 @@ def _columns(images: Sequence[Image.Image]) -> int:
 
 
 def _frames(cell: Tensor) -> list[Image.Image]:
-    return [_scaled(over_black(image).convert("RGB")) for image in to_images(cell)]
+    return [_scaled(blend_over_black(image).convert("RGB")) for image in to_images(cell)]
 
 
 def _scaled(image: Image.Image) -> Image.Image:
@@ -183,7 +183,7 @@ def _line_height() -> int:
     return math.ceil(_font().getbbox("Ágy")[3]) + 2
 
 
-def wrap(text: str, width: int, lines: int = LINES) -> list[str]:
+def wrap_text(text: str, width: int, lines: int = LINES) -> list[str]:
     """Lines that fit `width` pixels, words kept whole where they fit; what is left over ends in an ellipsis."""
     measure = _font().getlength
     wrapped: list[str] = []

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from kineograph.core.errors import InputError
-from kineograph.media.frames import over_black
+from kineograph.media.frames import blend_over_black
 
 
 class Mp4Writer:
@@ -53,7 +53,7 @@ class Mp4Writer:
         import av
 
         image = Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
-        colours = np.asarray(over_black(image).convert("RGB"))  # H W 3
+        colours = np.asarray(blend_over_black(image).convert("RGB"))  # H W 3
         height, width = colours.shape[:2]
         colours = np.pad(colours, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
         if self._empty:

@@ -25,8 +25,14 @@ from kineograph.data.cache import KINDS
 from kineograph.data.config import Split
 from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves
-from kineograph.media.grids import beside, film_strip, grid, moving_grid, side_by_side
-from kineograph.media.names import free_name, slug
+from kineograph.media.filenames import reserve_path, slugify
+from kineograph.media.grids import (
+    make_animated_comparison,
+    make_animated_grid,
+    make_comparison,
+    make_film_strip,
+    make_grid,
+)
 from kineograph.run.machine import release_memory
 from kineograph.run.plan import Plan, StagePlan
 from kineograph.run.stage_data import StageData
@@ -126,23 +132,23 @@ class Show:
         suffix = self._suffix(pixels)
         listed = []
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
-            path = write_clip(free_name(out, slug(caption), number, f".{suffix}"), clip, speeds[number])
+            path = write_clip(reserve_path(out, slugify(caption), number, f".{suffix}"), clip, speeds[number])
             write_atomic(path.with_suffix(".txt"), f"{caption}\n")
             listed.append({"file": path.name, "prompt": caption})
             if clip.shape[0] > 1:
-                film_strip(clip).save(path.with_suffix(".strip.png"))
+                make_film_strip(clip).save(path.with_suffix(".strip.png"))
         write_json(out / "prompts.json", listed)
         sheet = out / "grid.png"
         captions = self._logged(captions)
-        grid(list(pixels), captions=captions).save(sheet)
+        make_grid(list(pixels), captions=captions).save(sheet)
         if online is not None:
             write_clip(
                 out / f"online-beside-ema.{_moving(online)}",
-                side_by_side([("online", list(online)), ("EMA", list(pixels))]),
+                make_animated_comparison([("online", list(online)), ("EMA", list(pixels))]),
                 self.shape.fps,
             )
         if pixels.shape[1] > 1:
-            sheet = write_clip(out / "grid.gif", moving_grid(list(pixels), captions=captions), self.shape.fps)
+            sheet = write_clip(out / "grid.gif", make_animated_grid(list(pixels), captions=captions), self.shape.fps)
         self._track(step, "samples", sheet, "; ".join(captions))
 
     def _suffix(self, pixels: Tensor) -> str:
@@ -231,10 +237,10 @@ class Show:
 
     def _write_grid(self, step: int, split: Split, rows: list[tuple[str, list[Tensor]]], captions: list[str]) -> None:
         path = self.folder.samples(self.stage.name, step) / f"{split}-grid.png"
-        beside(rows, captions).save(path)
+        make_comparison(rows, captions).save(path)
         write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in captions))
         if any(len(clip) > 1 for clip in rows[1][1]):
-            path = write_clip(path.with_suffix(".gif"), side_by_side(rows), self.shape.fps)
+            path = write_clip(path.with_suffix(".gif"), make_animated_comparison(rows), self.shape.fps)
         self._track(step, f"grids/{split}", path, "; ".join(captions))
 
     def _logged(self, captions: list[str]) -> list[str]:
@@ -280,7 +286,7 @@ class Show:
         assert batch.pixels is not None
         path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_moving(batch.pixels)}"
         fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps
-        write_clip(path, side_by_side(rows), fps)
+        write_clip(path, make_animated_comparison(rows), fps)
         captions = batch.captions or [""] * len(batch)
         if batch.captions is not None:
             write_atomic(path.with_suffix(".txt"), "".join(f"{caption}\n" for caption in captions))

@@ -9,8 +9,8 @@ from kineograph.core import distributed
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.media.gif import FASTEST
-from kineograph.media.names import check_place
+from kineograph.media.filenames import check_writable
+from kineograph.media.gif import MAX_FPS
 from kineograph.sample.sampler import Sampler
 from kineograph.sample.story import check_story_format, read_scenes
 from kineograph.sample.write import check_format, write
@@ -50,7 +50,7 @@ def draw_and_write(
         raise InputError(f"--fps {fps:g} is the speed of a clip, and --format png stands still: leave one out")
     folder = RunFolder.existing(run)
     if out is not None:
-        check_place(out)
+        check_writable(out)
     height_width = _size(size)
     options = dict(_setting(text) for text in settings)
     sampler = Sampler.open(folder, checkpoint, stage, device, ema, compile)
@@ -123,9 +123,9 @@ def tell_and_write(
 
 def _check_gif(fps: float | None, format: str | None) -> None:
     """Clips are GIFs unless told otherwise."""
-    if fps is not None and fps > FASTEST and format in (None, "gif"):
+    if fps is not None and fps > MAX_FPS and format in (None, "gif"):
         raise InputError(
-            f"--fps {fps:g} is faster than a GIF can be, {FASTEST} frames a second: add --format mp4, or lower it"
+            f"--fps {fps:g} is faster than a GIF can be, {MAX_FPS} frames a second: add --format mp4, or lower it"
         )
 
 

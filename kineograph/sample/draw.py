@@ -82,7 +82,7 @@ def draw(
     slots = torch.arange(first, first + rows) if slots is None else slots
     height, width = size or (None, None)
     parts = []
-    with as_judged(task, device):
+    with inference_mode(task, device):
         for start in range(0, rows, batch):
             stop = min(start + batch, rows)
             heartbeat.beat()
@@ -147,7 +147,7 @@ def _rows(batch: Batch, start: int, stop: int) -> Batch:
 
 
 @contextmanager
-def as_judged(task: Task, device: torch.device) -> Iterator[None]:
+def inference_mode(task: Task, device: torch.device) -> Iterator[None]:
     """Eval mode, no gradients, the precision of its training; afterwards every module is in the mode that it was in."""
     modes = [(module, module.training) for module in task.modules()]
     trains = any(p.requires_grad for p in task.parameters())

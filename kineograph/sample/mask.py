@@ -13,7 +13,7 @@ from torch import Tensor
 from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.data.transforms import Framing
-from kineograph.media.clips import frames_of
+from kineograph.media.clips import read_frames
 from kineograph.sample.prime import Takes, file_digest
 
 
@@ -34,7 +34,7 @@ def read_mask(mask: str | Path | Tensor, takes: Takes, size: tuple[int, int]) ->
             raise InputError(f"mask has shape {tuple(mask.shape)} and type {mask.dtype}: give H W = {size} as bool")
         anew, told = mask.cpu(), {}
     else:
-        image = next(frames_of(mask)).image.convert("L").convert("RGB")
+        image = next(read_frames(mask)).image.convert("L").convert("RGB")
         grey = Framing(size).place(*image.size, numpy_rng(0)).apply(image)[..., 0]  # framed as the picture is
         anew, told = (
             torch.from_numpy(np.ascontiguousarray(grey)) >= 128,

@@ -28,7 +28,7 @@ from kineograph.data.config import DataConfig
 from kineograph.data.decode import MediaConfig, to_channels
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE
 from kineograph.data.transforms import Framing, fit
-from kineograph.media.clips import Shown, frames_of
+from kineograph.media.clips import Frame, read_frames
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _first_picture(
 ) -> Prime:
     if isinstance(prime, Tensor):
         return Prime(fitted_tensor(checked(prime)[:1], data, size), {"sha256": digest(prime)})
-    shown = list(itertools.islice(frames_of(prime), 2))
+    shown = list(itertools.islice(read_frames(prime), 2))
     if len(shown) > 1:
         note(f"--prime: the first frame is {'drawn anew in part' if masked else 'enlarged'}")
     return Prime(fitted([shown[0].image], data, size), {"file": str(prime), "sha256": file_digest(prime)})
@@ -178,10 +178,10 @@ def _first_picture(
 def _last_images(path: str | Path, fps: float | None, most: int) -> tuple[list[Image.Image], int, float | None]:
     """At most `most` frames up to the last one, how many there would be in all, and without a `data.fps` the clip's own rate. Frames are
     taken as training takes them: `fps` a second by timestamps, or without one after another. Memory holds no more than those."""
-    kept: deque[Shown] = deque()
+    kept: deque[Frame] = deque()
     count, first, late = 0, 0.0, TOLERANCE
     span = (most - 1) / fps if fps is not None else 0.0
-    for count, shown in enumerate(frames_of(path), 1):
+    for count, shown in enumerate(read_frames(path), 1):
         if count == 1:
             first, late = shown.start, GIF_TOLERANCE if shown.kind == "GIF" else TOLERANCE
         kept.append(shown)

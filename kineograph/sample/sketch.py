@@ -22,7 +22,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Task
 from kineograph.data.config import DataConfig
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE
-from kineograph.media.clips import frames_of
+from kineograph.media.clips import read_frames
 from kineograph.sample.prime import checked, digest, file_digest, fitted, fitted_tensor
 
 
@@ -87,7 +87,7 @@ def _first(path: str | Path, fps: float | None, most: int, fit: Callable[[Image.
     found: list[Tensor] = []  # 1 C H W
     starts: list[float] = []
     kind = ""
-    for shown in frames_of(path):
+    for shown in read_frames(path):
         if fps is None and len(found) == most:
             break
         found.append(fit(shown.image))

@@ -18,10 +18,10 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import InputError
 from kineograph.core.lines import lines_of
 from kineograph.core.run_folder import write_atomic, write_json
-from kineograph.media.clips import growing_clip
-from kineograph.media.frames import to_bytes
-from kineograph.media.grids import STRIP, evenly, strips
-from kineograph.media.names import free_name, slug
+from kineograph.media.clips import open_clip_writer
+from kineograph.media.filenames import reserve_path, slugify
+from kineograph.media.frames import to_uint8
+from kineograph.media.grids import STRIP, make_titled_strips, select_evenly
 from kineograph.sample.draw import draw
 from kineograph.sample.write import option_words, versions
 
@@ -128,20 +128,20 @@ class Story:
         except OSError as error:
             raise InputError(f"{folder} cannot be made to write a story in: {error.strerror}") from None
         unfinished = folder / f".{secrets.token_hex(4)}.part{suffix}"
-        rows = evenly(len(self), SHEET)
+        rows = select_evenly(len(self), SHEET)
         pictured: list[tuple[str, Tensor]] = []
         say = note or (lambda line: None)
         try:
-            with growing_clip(unfinished, self.fps) as video:
+            with open_clip_writer(unfinished, self.fps) as video:
                 drawn = iter(self)
                 for scene in range(len(self)):
                     say(self._title(scene))
                     frames = next(drawn)
                     video.write(frames)
                     if scene in rows:
-                        pictured.append((self._title(scene), to_bytes(frames[evenly(len(frames), STRIP)])))
+                        pictured.append((self._title(scene), to_uint8(frames[select_evenly(len(frames), STRIP)])))
                     del frames  # before the next ones are drawn
-            path = free_name(folder, slug(f"story {self.captions[0]}"), 1, suffix)
+            path = reserve_path(folder, slugify(f"story {self.captions[0]}"), 1, suffix)
             try:
                 sheet = self._write_beside(path, rows, pictured, format)
                 os.replace(unfinished, path)
@@ -162,7 +162,7 @@ class Story:
         self, path: Path, rows: list[int], pictured: list[tuple[str, Tensor]], format: str | None
     ) -> Path:
         sheet, scenes = path.with_suffix(".png"), path.with_suffix(".txt")
-        strips(pictured).save(sheet)
+        make_titled_strips(pictured).save(sheet)
         write_atomic(scenes, "\n".join(self.captions) + "\n")
         write_json(path.with_suffix(".json"), self._sidecar(path, sheet, scenes, rows, format))
         return sheet

@@ -16,8 +16,8 @@ import kineograph
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_json
 from kineograph.media.clips import write_clip
-from kineograph.media.grids import grid
-from kineograph.media.names import free_name, slug
+from kineograph.media.filenames import reserve_path, slugify
+from kineograph.media.grids import make_grid
 from kineograph.sample.sampler import Drawn, Origin
 
 FORMATS = ("gif", "mp4", "png")
@@ -43,7 +43,7 @@ def write(drawn: Drawn, folder: str | Path, format: str | None = None) -> list[P
     written = []
     for row, (clip, caption) in enumerate(zip(drawn.pixels, drawn.captions, strict=True)):
         numbers[caption] += 1
-        path = free_name(folder, slug(caption), numbers[caption], suffix)
+        path = reserve_path(folder, slugify(caption), numbers[caption], suffix)
         try:
             write_clip(path, clip, drawn.fps)
         except BaseException:
@@ -52,8 +52,8 @@ def write(drawn: Drawn, folder: str | Path, format: str | None = None) -> list[P
         write_json(path.with_suffix(".json"), _sidecar(drawn, row, path, command))
         written.append(path)
     if len(drawn) > 1:
-        sheet = free_name(folder, "sheet", 1, ".png")
-        grid(list(drawn.pixels[:SHEET]), captions=drawn.captions[:SHEET]).save(sheet)
+        sheet = reserve_path(folder, "sheet", 1, ".png")
+        make_grid(list(drawn.pixels[:SHEET]), captions=drawn.captions[:SHEET]).save(sheet)
         written.append(sheet)
     return written
 

@@ -11,15 +11,15 @@ from einops import rearrange
 from PIL import Image, ImageSequence
 
 from kineograph.data.decode import to_channels
-from kineograph.media.clips import frames_of
-from kineograph.media.gif import durations
+from kineograph.media.clips import read_frames
+from kineograph.media.gif import frame_durations
 
 CHANNELS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 
 
 def read_clip(path: Path | str, channels: int | None = None) -> tuple[torch.Tensor, float]:
     """A picture or clip → pixels T C H W, uint8, and its frames a second; `channels` as asked for, or as the file has."""
-    images = [shown.image for shown in frames_of(path)]
+    images = [shown.image for shown in read_frames(path)]
     channels = channels or max(CHANNELS.get(image.mode, 3 + image.has_transparency_data) for image in images)
     arrays = [np.asarray(to_channels(image, channels, "black")) for image in images]
     stacked = torch.from_numpy(np.stack([array[..., None] if array.ndim == 2 else array for array in arrays]))
@@ -42,6 +42,6 @@ def rate(ticks: list[int], tick: int = 100) -> float:
     """Frames a second of a clip with these durations; a short number where that would give the same ones."""
     mean = tick * len(ticks) / max(1, sum(ticks))
     for simple in (round(mean), round(2 * mean) / 2, round(mean, 1), round(mean, 2)):
-        if simple > 0 and durations(len(ticks), simple, tick) == ticks:
+        if simple > 0 and frame_durations(len(ticks), simple, tick) == ticks:
             return float(simple)
     return mean

@@ -10,9 +10,9 @@ import torch
 from PIL import Image, ImageSequence
 
 from kineograph.core.errors import InputError
-from kineograph.media.clips import frames_of, growing_clip, write_clip
-from kineograph.media.frames import to_bytes
-from kineograph.media.gif import Colours, durations
+from kineograph.media.clips import open_clip_writer, read_frames, write_clip
+from kineograph.media.frames import to_uint8
+from kineograph.media.gif import Palette, frame_durations
 from tests.media.reading import rate, read_clip
 
 
@@ -69,17 +69,17 @@ def test_gif_durations_follow_the_clock_without_drift(tmp_path):
 
 @pytest.mark.parametrize(("frames", "fps"), [(1, 8.0), (5, 8.0), (16, 12.0), (49, 29.97), (10, 0.5), (3, 25.0)])
 def test_rate_undoes_durations(frames, fps):
-    assert rate(durations(frames, fps)) == pytest.approx(fps, rel=0.05)
+    assert rate(frame_durations(frames, fps)) == pytest.approx(fps, rel=0.05)
     if frames > 1:
-        assert durations(frames, rate(durations(frames, fps))) == durations(frames, fps)
+        assert frame_durations(frames, rate(frame_durations(frames, fps))) == frame_durations(frames, fps)
 
 
 def test_gif_never_asks_for_frames_that_viewers_slow_down():
-    assert min(durations(100, 90.0)) == 2
+    assert min(frame_durations(100, 90.0)) == 2
 
 
 def test_gif_of_many_colours_is_close_and_steady(tmp_path):
-    pixels = to_bytes(smooth_clip())
+    pixels = to_uint8(smooth_clip())
     back, _ = read_clip(write_clip(tmp_path / "x.gif", pixels, 8), 3)
     assert psnr(back, pixels) > 30
     still = pixels[:1].expand(4, -1, -1, -1)
@@ -90,7 +90,7 @@ def test_gif_of_many_colours_is_close_and_steady(tmp_path):
 def test_gif_keeps_a_page_white():
     frames = np.full((2, 40, 40, 3), 255, dtype=np.uint8)
     frames[:, 5:15, 5:35] = np.random.default_rng(0).integers(0, 256, (2, 10, 30, 3))
-    colours = Colours(256)
+    colours = Palette(256)
     for frame in frames:
         colours.add(frame)
     palette = colours.palette()
@@ -132,7 +132,7 @@ def test_mp4_has_its_true_rate(tmp_path, fps):
 @pytest.mark.parametrize("size", [(33, 31), (32, 31), (1, 1), (7, 64)])
 def test_mp4_takes_odd_sizes(tmp_path, size):
     height, width = size
-    pixels = to_bytes(smooth_clip(5, 64)[:, :, :height, :width])
+    pixels = to_uint8(smooth_clip(5, 64)[:, :, :height, :width])
     back, _ = read_clip(write_clip(tmp_path / "x.mp4", pixels, 8))
     assert back.shape == (5, 3, height + height % 2, width + width % 2)
     assert psnr(back[:, :, :height, :width], pixels) > 28
@@ -169,7 +169,7 @@ def test_no_encoder_is_said_plainly(tmp_path, monkeypatch):
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_a_clip_that_grows_is_the_clip_written_at_once(tmp_path, suffix, channels):
     pixels = moving_square(9, channels)
-    with growing_clip(tmp_path / f"x{suffix}", 8) as clip:
+    with open_clip_writer(tmp_path / f"x{suffix}", 8) as clip:
         for part in (pixels[:4], pixels[4:5], pixels[5:].float() / 255):
             clip.write(part)
     at_once = write_clip(tmp_path / f"y{suffix}", pixels, 8)
@@ -178,20 +178,20 @@ def test_a_clip_that_grows_is_the_clip_written_at_once(tmp_path, suffix, channel
 
 def test_a_gif_knows_the_colours_of_its_last_frames(tmp_path):
     """A palette of the first scene would show a later one in its colours."""
-    red, many, blue = moving_square(4)[:, [0, 0, 0]], to_bytes(smooth_clip(4, 24))[:, :, :20], torch.zeros(4, 3, 20, 24)
+    red, many, blue = moving_square(4)[:, [0, 0, 0]], to_uint8(smooth_clip(4, 24))[:, :, :20], torch.zeros(4, 3, 20, 24)
     red[:, 1:], blue[:, 2] = 0, 0.8
-    with growing_clip(tmp_path / "x.gif", 8) as clip:
+    with open_clip_writer(tmp_path / "x.gif", 8) as clip:
         for part in (red, many, blue):
             clip.write(part)
     back, _ = read_clip(tmp_path / "x.gif", 3)
     assert torch.equal(back[:4], red)
-    assert torch.equal(back[8:], to_bytes(blue))
+    assert torch.equal(back[8:], to_uint8(blue))
     assert psnr(back[4:8], many) > 28
 
 
 def test_the_palette_of_a_long_gif_is_fitted_to_an_even_sample(monkeypatch):
     monkeypatch.setattr("kineograph.media.gif._PALETTE_SAMPLE", 64)
-    colours = Colours(16)
+    colours = Palette(16)
     rng = np.random.default_rng(0)
     for level in np.linspace(0, 255, 200):
         colours.add(np.clip(rng.normal(level, 3, (12, 12, 3)), 0, 255).astype(np.uint8))
@@ -203,13 +203,13 @@ def test_the_palette_of_a_long_gif_is_fitted_to_an_even_sample(monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
 def test_an_empty_clip_is_refused(tmp_path, suffix):
-    with pytest.raises(ValueError, match="at least one frame"), growing_clip(tmp_path / f"x{suffix}", 8):
+    with pytest.raises(ValueError, match="at least one frame"), open_clip_writer(tmp_path / f"x{suffix}", 8):
         pass
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4", ".webp"])
 def test_frames_come_with_their_times(tmp_path, suffix):
-    shown = list(frames_of(write_clip(tmp_path / f"x{suffix}", smooth_clip(6), 7.5)))
+    shown = list(read_frames(write_clip(tmp_path / f"x{suffix}", smooth_clip(6), 7.5)))
     assert [frame.start for frame in shown] == pytest.approx([t / 7.5 for t in range(6)], abs=0.006)
 
 
@@ -219,14 +219,14 @@ def test_frames_come_with_their_times(tmp_path, suffix):
 def test_png_is_exact_and_more_frames_make_a_strip(tmp_path):
     picture = torch.rand(1, 3, 17, 13)
     back, _ = read_clip(write_clip(tmp_path / "x.png", picture, 8))
-    assert torch.equal(back, to_bytes(picture))
+    assert torch.equal(back, to_uint8(picture))
     strip, _ = read_clip(write_clip(tmp_path / "y.png", moving_square(5), 8))
     assert strip.shape[0] == 1
     assert strip.shape[3] > 4 * strip.shape[2]
 
 
 def test_webp_is_lossless_and_keeps_time(tmp_path):
-    pixels = to_bytes(smooth_clip())
+    pixels = to_uint8(smooth_clip())
     back, fps = read_clip(write_clip(tmp_path / "x.webp", pixels, 7.5), 3)
     assert torch.equal(back, pixels)
     assert fps == 7.5
@@ -234,8 +234,8 @@ def test_webp_is_lossless_and_keeps_time(tmp_path):
 
 def test_floats_are_clamped_and_rounded():
     pixels = torch.tensor([-1.0, 0.5, 2.0, float("nan")]).view(1, 1, 2, 2)
-    assert to_bytes(pixels).flatten().tolist() == [0, 128, 255, 0]
-    assert to_bytes(pixels.bfloat16()).flatten().tolist() == [0, 128, 255, 0]
+    assert to_uint8(pixels).flatten().tolist() == [0, 128, 255, 0]
+    assert to_uint8(pixels.bfloat16()).flatten().tolist() == [0, 128, 255, 0]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_messages_name_the_file_and_the_remedy(tmp_path):
     with pytest.raises(InputError, match="fps=0"):
         write_clip(tmp_path / "x.gif", moving_square(), 0)
     with pytest.raises(InputError, match="is a folder: give a picture"):
-        next(frames_of(tmp_path))
+        next(read_frames(tmp_path))
     with pytest.raises(InputError, match=r"missing\.png does not exist"):
         read_clip(tmp_path / "missing.png")
     for name in ("broken.png", "broken.mp4", "broken.gif"):

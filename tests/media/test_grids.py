@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from kineograph.media.grids import LEAST, MOST, evenly, film_strip, grid, moving_grid, side_by_side, strips, wrap
+from kineograph.media.grids import (
+    LEAST,
+    MOST,
+    make_animated_comparison,
+    make_animated_grid,
+    make_film_strip,
+    make_grid,
+    make_titled_strips,
+    select_evenly,
+    wrap_text,
+)
 
 
 def flat(red: int, frames: int = 1, size: tuple[int, int] = (32, 32)) -> torch.Tensor:
@@ -22,14 +32,14 @@ def area(image, red: int) -> int:
 
 def test_grid_shows_every_picture_enlarged():
     cells = [flat(10 + index) for index in range(7)]
-    sheet = grid(cells, columns=3)
+    sheet = make_grid(cells, columns=3)
     assert [area(sheet, 10 + index) for index in range(7)] == [LEAST * LEAST] * 7
     assert sheet.width < 3 * (LEAST + 10)
     assert sheet.height < 3 * (LEAST + 10)
 
 
 def test_grid_order_is_reading_order():
-    array = np.asarray(grid([flat(10 + index) for index in range(4)], columns=2)).astype(int)[..., 0]
+    array = np.asarray(make_grid([flat(10 + index) for index in range(4)], columns=2)).astype(int)[..., 0]
     y, x = zip(*[[axis.mean() for axis in np.nonzero(array == 10 + index)] for index in range(4)])
     assert y[0] == y[1] < y[2] == y[3]
     assert x[0] == x[2] < x[1] == x[3]
@@ -37,49 +47,49 @@ def test_grid_order_is_reading_order():
 
 def test_enlarging_keeps_pixels_square_and_sharp():
     picture = torch.rand(1, 3, 5, 7)
-    array = np.asarray(grid([picture]))
+    array = np.asarray(make_grid([picture]))
     assert len(np.unique(array.reshape(-1, 3), axis=0)) == 5 * 7 + 1  # nothing blended; and the page
 
 
 def test_large_pictures_are_reduced():
-    assert max(grid([flat(9, size=(1000, 500))]).size) <= MOST + 20
+    assert max(make_grid([flat(9, size=(1000, 500))]).size) <= MOST + 20
 
 
 def test_captions_take_room_below_and_leave_ink():
     cells = [flat(0), flat(0)]
     plain, with_text = (
-        grid(cells, 2),
-        grid(cells, 2, ["a red 3 moves left and then on and on", "sept « à gauche », 猫"]),
+        make_grid(cells, 2),
+        make_grid(cells, 2, ["a red 3 moves left and then on and on", "sept « à gauche », 猫"]),
     )
     assert with_text.height > plain.height
     ink = np.asarray(with_text)[plain.height - 5 :]
     assert (ink[:, : LEAST // 2] < 200).any()
     assert (ink[:, LEAST + 10 :] < 200).any()
-    assert grid(cells, 2, ["", None]).size == plain.size
+    assert make_grid(cells, 2, ["", None]).size == plain.size
 
 
 def test_wrap_fits_and_ends_in_an_ellipsis():
-    assert wrap("", 100) == []
-    assert wrap("short", 100) == ["short"]
-    lines = wrap("the quick brown fox jumps over the lazy dog " * 5, 100, 3)
+    assert wrap_text("", 100) == []
+    assert wrap_text("short", 100) == ["short"]
+    lines = wrap_text("the quick brown fox jumps over the lazy dog " * 5, 100, 3)
     assert len(lines) == 3
     assert lines[-1].endswith("…")
     assert " ".join(lines).startswith("the quick brown")
     assert all(len(line) < 30 for line in lines)
-    assert "".join(wrap("a" * 40, 60, 30)) == "a" * 40  # a word that does not fit is broken, not lost
-    assert wrap("ab", 1, 1) == ["a…"]  # too narrow for anything: ends all the same
+    assert "".join(wrap_text("a" * 40, 60, 30)) == "a" * 40  # a word that does not fit is broken, not lost
+    assert wrap_text("ab", 1, 1) == ["a…"]  # too narrow for anything: ends all the same
 
 
 def test_a_clip_in_a_still_grid_shows_its_motion():
     clip = torch.cat([flat(10 + t) for t in range(9)])
-    sheet = grid([clip])
+    sheet = make_grid([clip])
     assert area(sheet, 10) == area(sheet, 18) == LEAST * LEAST
     assert sum(area(sheet, 10 + t) > 0 for t in range(9)) == 4
 
 
 def test_moving_grid_plays_and_holds_the_last_frame():
     long, short = torch.cat([flat(10 + t) for t in range(4)]), torch.cat([flat(20 + t) for t in range(2)])
-    page = moving_grid([long, short], 2)
+    page = make_animated_grid([long, short], 2)
     assert page.shape[:2] == (4, 3)
     frames = page.permute(0, 2, 3, 1).numpy()
     assert area(frames[3], 13) == area(frames[3], 21) == LEAST * LEAST
@@ -87,9 +97,9 @@ def test_moving_grid_plays_and_holds_the_last_frame():
 
 def test_film_strip_holds_all_frames_and_thins_long_clips():
     clip = torch.cat([flat(10 + t) for t in range(20)])
-    assert all(area(film_strip(clip), 10 + t) == LEAST * LEAST for t in range(20))
+    assert all(area(make_film_strip(clip), 10 + t) == LEAST * LEAST for t in range(20))
     long = torch.cat([flat(t) for t in range(100)])
-    strip = film_strip(long)
+    strip = make_film_strip(long)
     shown = [t for t in range(100) if area(strip, t)]
     assert len(shown) == 32
     assert (shown[0], shown[-1]) == (0, 99)
@@ -97,7 +107,9 @@ def test_film_strip_holds_all_frames_and_thins_long_clips():
 
 def test_side_by_side_rows_stand_under_one_another():
     inputs, online, average = [flat(10), flat(11)], [flat(20), flat(21)], [flat(30)]
-    page = side_by_side([("input", inputs), ("reconstruction, online", online), ("reconstruction, EMA", average)])
+    page = make_animated_comparison(
+        [("input", inputs), ("reconstruction, online", online), ("reconstruction, EMA", average)]
+    )
     assert page.shape[:2] == (1, 3)
     array = page[0].permute(1, 2, 0).numpy()
     places = {
@@ -111,27 +123,27 @@ def test_side_by_side_rows_stand_under_one_another():
 
 def test_side_by_side_plays_clips():
     clips = [torch.cat([flat(10 + t) for t in range(3)])]
-    page = side_by_side([("input", clips), ("output", clips)])
+    page = make_animated_comparison([("input", clips), ("output", clips)])
     assert page.shape[0] == 3
     assert area(page[2].permute(1, 2, 0).numpy(), 12) == 2 * LEAST * LEAST
 
 
 def test_channels_may_differ_from_three():
     grey, alpha = torch.full((1, 1, 8, 8), 77, dtype=torch.uint8), torch.zeros(1, 4, 8, 8)
-    array = np.asarray(grid([grey, alpha], 2))
+    array = np.asarray(make_grid([grey, alpha], 2))
     assert (array == 77).all(axis=-1).sum() >= LEAST * LEAST
     assert (array == 0).all(axis=-1).sum() >= LEAST * LEAST
 
 
 def test_nothing_to_show_is_an_error():
     with pytest.raises(ValueError, match="at least one"):
-        grid([])
+        make_grid([])
 
 
 def test_strips_stand_under_their_titles_from_the_left():
     long, short = torch.cat([flat(10 + t) for t in range(12)]), torch.cat([flat(40 + t) for t in range(3)])
     titles = ["scene 1 of 2: " + "a red 3 moves left and on " * 20, "scene 2 of 2"]
-    array = np.asarray(strips(list(zip(titles, (long, short))))).astype(int)
+    array = np.asarray(make_titled_strips(list(zip(titles, (long, short))))).astype(int)
     places = {red: np.nonzero((array[..., 0] == red) & (array[..., 1] == 0)) for red in (10, 21, 40, 41, 42)}
     assert all(len(y) == LEAST * LEAST for y, _ in places.values())
     assert places[10][1].min() == places[40][1].min() < places[41][1].min() < places[42][1].min()
@@ -143,6 +155,6 @@ def test_strips_stand_under_their_titles_from_the_left():
 
 
 def test_evenly_holds_both_ends():
-    assert evenly(5, 8) == [0, 1, 2, 3, 4]
-    assert evenly(9, 3) == [0, 4, 8]
-    assert evenly(1, 3) == [0]
+    assert select_evenly(5, 8) == [0, 1, 2, 3, 4]
+    assert select_evenly(9, 3) == [0, 4, 8]
+    assert select_evenly(1, 3) == [0]

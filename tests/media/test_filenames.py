@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kineograph.core.errors import InputError
-from kineograph.media.names import LONGEST, check_place, free_name, slug
+from kineograph.media.filenames import LONGEST, check_writable, reserve_path, slugify
 
 
 @pytest.mark.parametrize(
@@ -24,52 +24,52 @@ from kineograph.media.names import LONGEST, check_place, free_name, slug
     ],
 )
 def test_slug(caption, expected):
-    assert slug(caption) == expected
+    assert slugify(caption) == expected
 
 
 def test_slug_of_pictographs_is_neither_empty_nor_shared():
-    assert slug("🎉") != slug("🐈")
-    assert slug("🎉").isascii()
+    assert slugify("🎉") != slugify("🐈")
+    assert slugify("🎉").isascii()
 
 
 @pytest.mark.parametrize("caption", ["x" * 300, "word " * 100, "猫" * 200, "猫 " * 200, "é" * 79 + "猫"])
 def test_long_captions_are_cut_between_characters(caption):
-    name = slug(caption)
+    name = slugify(caption)
     assert 1 < len(name.encode()) <= LONGEST
     assert not name.endswith("-")
-    assert set(name) <= set(slug(caption[:5])) | set("-猫")
+    assert set(name) <= set(slugify(caption[:5])) | set("-猫")
 
 
 def test_identical_captions_get_files_of_their_own(tmp_path):
-    paths = [free_name(tmp_path / "new", slug("a 3"), 0, ".gif") for _ in range(5)]
+    paths = [reserve_path(tmp_path / "new", slugify("a 3"), 0, ".gif") for _ in range(5)]
     assert [path.name for path in paths] == [f"a-3-{n:04d}.gif" for n in range(5)]
 
 
 def test_another_format_does_not_share_a_sidecar(tmp_path):
-    first = free_name(tmp_path, "a", 0, ".gif")
+    first = reserve_path(tmp_path, "a", 0, ".gif")
     first.with_suffix(".json").touch()
     first.unlink()
-    assert free_name(tmp_path, "a", 0, ".mp4").name == "a-0001.mp4"
-    assert free_name(tmp_path, "a", 7, ".png").name == "a-0007.png"
+    assert reserve_path(tmp_path, "a", 0, ".mp4").name == "a-0001.mp4"
+    assert reserve_path(tmp_path, "a", 7, ".png").name == "a-0007.png"
 
 
 def test_concurrent_callers_never_meet(tmp_path):
     with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda _: free_name(tmp_path, "a", 0, ".gif"), range(64)))
+        paths = list(pool.map(lambda _: reserve_path(tmp_path, "a", 0, ".gif"), range(64)))
     assert len(set(paths)) == 64
 
 
 def test_a_name_that_cannot_be_written_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
-        free_name(tmp_path, "x" * 300, 0, ".gif")
+        reserve_path(tmp_path, "x" * 300, 0, ".gif")
 
 
 def test_a_place_that_cannot_be_written_into_is_said_beforehand(tmp_path):
     (tmp_path / "file").touch()
-    check_place(tmp_path)
-    check_place(tmp_path / "yet" / "to come")
+    check_writable(tmp_path)
+    check_writable(tmp_path / "yet" / "to come")
     for place in ("file", "file/below"):
         with pytest.raises(InputError, match=r"cannot be written into: .*file is a file"):
-            check_place(tmp_path / place)
+            check_writable(tmp_path / place)
         with pytest.raises(InputError, match="cannot be written into"):
-            free_name(tmp_path / place, "a", 1, ".gif")
+            reserve_path(tmp_path / place, "a", 1, ".gif")

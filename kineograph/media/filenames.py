@@ -15,7 +15,7 @@ LONGEST = 80  # bytes of a slug; file systems allow 255 for the whole name, some
 _BESIDE = (".gif", ".mp4", ".png", ".webp", ".json", ".txt")
 
 
-def slug(caption: str | None) -> str:
+def slugify(caption: str | None) -> str:
     """`A red 3 moves left!` → `a-red-3-moves-left`. Letters of every script stay; no caption is `unconditional`."""
     text = unicodedata.normalize("NFKC", caption or "").strip()
     if not text:
@@ -38,7 +38,7 @@ def _cut(name: str, limit: int) -> str:
     return short.encode()[:limit].decode(errors="ignore")
 
 
-def check_place(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Before anything is drawn for it: whether files can be written there. The folder may be yet to come."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -49,7 +49,7 @@ def check_place(folder: Path) -> None:
         )
 
 
-def free_name(folder: str | Path, name: str, number: int, suffix: str) -> Path:
+def reserve_path(folder: str | Path, name: str, number: int, suffix: str) -> Path:
     """`folder/name-0007.gif`, or the next number that is free in every format and has no sidecar.
 
     The name is taken at once, by an empty file, so that neither a second call nor another process gets it too: ask just before writing.
