@@ -1,6 +1,6 @@
 """How a transformer block can be cut over processes that hold it together: what its layers are to one another, by their names in it.
 
-A block says this beside its layers; who cuts it, and when, is decided outside (train/tensor.py, train/sequence.py).
+A block says this beside its layers; who cuts it, and when, is decided outside (train/tensor_parallel.py, train/sequence_parallel.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kineograph.core.distributed import World
 from kineograph.core.task import Task
 from kineograph.train.parallel import ParallelConfig, Sizes
-from kineograph.train.tensor import check_splits
+from kineograph.train.tensor_parallel import check_splits
 
 _REDUCED = 4  # bytes of a gradient's number while it is joined
 
@@ -35,7 +35,7 @@ class Division:
 
 
 def divide(task: Task, parallel: ParallelConfig, world: World, precision: str) -> Division:
-    """How train/sharding.py and train/tensor.py would divide this task over `world`."""
+    """How train/fsdp.py and train/tensor_parallel.py would divide this task over `world`."""
     sizes = parallel.sizes(*world)
     if sizes.tensor > 1:
         return Division({id(p): 1 / sizes.tensor for p in _cut(task, sizes.tensor)})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kineograph.train.config import EmaConfig
-from kineograph.train.shard_spec import local
+from kineograph.train.dtensors import local
 
 
 class Ema:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from kineograph.core.errors import InputError
 from kineograph.core.transfer import to_device
 from kineograph.train.config import PlayerConfig
+from kineograph.train.dtensors import WHOLE, Piece, local, local_parameter, total_norm
 from kineograph.train.low_memory_adamw import Lean, Rule
-from kineograph.train.shard_spec import WHOLE, Piece, local, local_parameter, total_norm
 
 
 def rate_at(config: PlayerConfig, step: int, steps: int) -> float:

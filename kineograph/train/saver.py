@@ -2,7 +2,7 @@
 
 One thread does everything in the order in which it was asked: write a checkpoint, note a finished phase in it, prune; also pictures, which are
 there before their phase is noted as finished. A save begins when the
-one before is complete, so two never overlap and the host holds one copy. With many processes each writes its own part (sharded.py); the first
+one before is complete, so two never overlap and the host holds one copy. With many processes each writes its own part (distributed_checkpoint.py); the first
 one writes state and manifest and gives the folder its name after all have told that their part lies on disk. What fails anywhere fails
 everywhere: `check`, which costs nothing, and `wait` raise it in the thread that trains.
 """
@@ -111,7 +111,7 @@ class Saver:
     def _copied(self, kind: str, group: Mapping[str, Held]) -> dict[str, Any]:
         if distributed.world() == 1:
             return {name: self._staging.copy(f"{kind}/{name}", whole(value).detach()) for name, value in group.items()}
-        from kineograph.train.sharded import Part, own_parts
+        from kineograph.train.distributed_checkpoint import Part, own_parts
 
         return {
             name: Part(self._staging.copy(f"{kind}/{name}", part.local), part.offsets, part.whole)
@@ -132,7 +132,7 @@ class Saver:
 
 def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], text: str, group: Any) -> None:
     """All processes of `group`: each its parts, the first one the rest, after all."""
-    from kineograph.train import sharded
+    from kineograph.train import distributed_checkpoint
 
     temporary: Path | None = None
     try:
@@ -142,7 +142,9 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
         temporary = Path(place)
         own: dict[str, Path] = {}
         for name, parts in staged.items():
-            own |= {f"{name}/{path.name}": path for path in sharded.write(temporary / name, parts, group)}
+            own |= {
+                f"{name}/{path.name}": path for path in distributed_checkpoint.write(temporary / name, parts, group)
+            }
             heartbeat.beat()
         files = _agree(group, lambda: {name: checkpoint.fingerprint(path) for name, path in own.items()})
         position = _agree(group, lambda: json.loads(text).get("data") or {})

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from kineograph.core.errors import InputError
 from kineograph.train.checkpoint import Checkpoint
-from kineograph.train.shard_spec import Cut, Piece, Sharded
+from kineograph.train.dtensors import Cut, Piece, Sharded
 
 Held = Tensor | Callable[[], Tensor]
 """A tensor that all processes have, a DTensor of which each has a part, or a function that puts a tensor together; all must call that one."""

@@ -26,16 +26,16 @@ from kineograph.core.task import Loss, Task, check_weights, compile_task, is_lar
 from kineograph.core.transfer import fetch_floats
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
+from kineograph.train.ddp import Reduction, Replicated
+from kineograph.train.dtensors import WHOLE, Cut, Piece, Sharded, local
 from kineograph.train.ema import Ema, averaged
+from kineograph.train.fsdp import ShardedTask, check_sharding
 from kineograph.train.optim import LossScale, Optimizer, rate_at
 from kineograph.train.parallel import Layout, ParallelConfig
-from kineograph.train.reduction import Reduction, Replicated
-from kineograph.train.sequence import spread_sequence
+from kineograph.train.sequence_parallel import spread_sequence
 from kineograph.train.shard_io import Held, held, read_into, whole
-from kineograph.train.shard_spec import WHOLE, Cut, Piece, Sharded, local
-from kineograph.train.sharding import ShardedTask, check_sharding
 from kineograph.train.step_times import StepTimes
-from kineograph.train.tensor import check_splits, cut_blocks
+from kineograph.train.tensor_parallel import check_splits, cut_blocks
 
 
 def precision_for(wanted: str, device: torch.device) -> str:

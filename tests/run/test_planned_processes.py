@@ -20,7 +20,7 @@ from kineograph.run.probing import read_two
 from kineograph.run.stage_data import workers_for
 from kineograph.run.tracing import Memory, trace
 from kineograph.train.config import TrainConfig
-from kineograph.train.shard_spec import local
+from kineograph.train.dtensors import local
 from kineograph.train.stepper import Stepper
 from tests.run.test_doctor import MUSE, TREE, opened
 from tests.train.together import together

@@ -68,7 +68,7 @@ def warm() -> None:
 
     import kineograph.cli
     import kineograph.run.train
-    import kineograph.train.sharded  # noqa: F401
+    import kineograph.train.distributed_checkpoint  # noqa: F401
     import tests.torture.tiny  # noqa: F401
 
 

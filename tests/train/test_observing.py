@@ -286,7 +286,7 @@ def test_a_hang_leaves_the_stacks_of_both_and_ends_them(tmp_path: Path) -> None:
     first, second = (log_file(tmp_path, rank).read_text() for rank in range(2))
     assert "train.watchdog" in first
     assert "rank 0 of 2 is at 'sync'" in first
-    assert "reduction.py" in first, "where the one waits"
+    assert "ddp.py" in first, "where the one waits"
     assert "rank 1 of 2 is at 'data'" in second
     assert "test_observing.py" in second, "what it waits for"
 

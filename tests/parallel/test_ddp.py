@@ -11,7 +11,7 @@ from torch import nn
 
 from kineograph.core.errors import ConfigError
 from kineograph.train.config import TrainConfig
-from kineograph.train.reduction import Reduction
+from kineograph.train.ddp import Reduction
 from kineograph.train.stepper import Stepper
 from tests.train.test_stepper import batch, duel, toy
 from tests.train.together import together

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kineograph.core.parallel_plan import ParallelPlan
 from kineograph.core.task import Task
-from kineograph.train.tensor import check_splits
+from kineograph.train.tensor_parallel import check_splits
 
 
 def spread_sequence(task: Task, group: Any) -> None:

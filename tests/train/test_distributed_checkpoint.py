@@ -16,16 +16,16 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import kineograph.train.sharded  # noqa: F401  the same
+import kineograph.train.distributed_checkpoint  # noqa: F401  the same
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import RunFolder
 from kineograph.evaluate.run_summary import _size
 from kineograph.interop.portable import export_safetensors
 from kineograph.train import checkpoint
+from kineograph.train.dtensors import WHOLE as WHOLE_PIECE
+from kineograph.train.dtensors import Cut
 from kineograph.train.saver import Saver
 from kineograph.train.shard_io import held, read_into
-from kineograph.train.shard_spec import WHOLE as WHOLE_PIECE
-from kineograph.train.shard_spec import Cut
 from tests.train.test_checkpoint import flip
 from tests.train.together import together
 

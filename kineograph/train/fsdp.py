@@ -13,8 +13,8 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Task
+from kineograph.train.ddp import LossModule
 from kineograph.train.parallel import Layout
-from kineograph.train.reduction import LossModule
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kineograph.core.errors import ConfigError
 from kineograph.core.parallel_plan import HasParallelPlan, ParallelPlan
 from kineograph.core.task import Task
-from kineograph.train.shard_spec import Cut, Piece
+from kineograph.train.dtensors import Cut, Piece
 
 
 def check_splits(task: Task, key: str, count: int) -> list[tuple[nn.Module, ParallelPlan]]:
