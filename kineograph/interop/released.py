@@ -17,7 +17,7 @@ from kineograph.family.cogvideox.weights import CLASS as TRANSFORMER
 from kineograph.interop import sat_weights
 from kineograph.interop.diffusers_folder import DiffusersFolder, read_folder
 from kineograph.interop.lora import merged
-from kineograph.process.diffusers_scheduler import drawn_otherwise, read_scheduler
+from kineograph.process.diffusers_scheduler import read_scheduler, unsupported_scheduler_options
 from kineograph.process.diffusion import DiffusionConfig
 
 PIPELINES = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline")
@@ -82,7 +82,7 @@ def from_diffusers(path: Path) -> Released:
         diffusion=diffusion,
         solver=solver,
         text=_text(folder),
-        notes=drawn_otherwise(scheduler.config, where),
+        notes=unsupported_scheduler_options(scheduler.config, where),
     )
 
 

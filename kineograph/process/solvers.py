@@ -1,21 +1,21 @@
-"""From noise to data: functions over `denoise(x, t)`, where t is int64, B, and the answer has the form of the diffusion's objective.
+"""Diffusion samplers: functions over `denoise(x, t)`, where t is int64, B, and the result is the objective's prediction.
 
-Every step from a level t to a cleaner one s is linear in what is there (x), what it is taken for (x̂0, and x̂0 of the step before) and fresh noise z,
+Every step from timestep t to a cleaner s is linear in x, in the predicted x̂0 (of this step and the one before) and in fresh noise z,
 
     x_s = keep · x + pull · x̂0 + past · x̂0 before + spread · z,
 
-with coefficients that are known before the first step. They are Python floats of ᾱ in double precision, so a step launches a handful of
-elementwise kernels and never waits for the device; `denoise` may be a compiled network or a recorded graph. With λ = log(α/σ), h = λ_s − λ_t, and
-β = 1 − ᾱ_t/ᾱ_s of the step that is really taken, which need not be one of the T of training:
+with coefficients known before the first step, Python floats computed from ᾱ in double precision. So a step launches a
+handful of elementwise kernels and never waits for the device; `denoise` may be compiled or a captured graph. With
+λ = log(α/σ), h = λ_s − λ_t, and β = 1 − ᾱ_t/ᾱ_s of the step that is taken, which may span several of training:
 
     ddpm            keep √(1−β) σ_s²/σ_t²            pull α_s β / σ_t²            spread √β̃ = √(β σ_s²/σ_t²), or as learned
     ddim            keep k = √(σ_s² − τ²)/σ_t        pull α_s − k α_t             spread τ = η √β̃
     dpm_solver      keep σ_s/σ_t                     pull α_s (1 − e^−h) D        spread 0
     … its SDE       keep σ_s/σ_t e^−h                pull α_s (1 − e^−2h) D       spread σ_s √(1 − e^−2h)
-                    D = x̂0 + (h / 2 h_before) (x̂0 − x̂0 before): second order from what is known anyhow (DPM-Solver++ 2M)
+                    D = x̂0 + (h / 2 h_before) (x̂0 − x̂0 before): second order, multistep (DPM-Solver++ 2M)
 
-Levels are spaced backwards from the end (trailing): the first is T − 1, where x is what training saw there, and the last step leads to ᾱ = 1, where
-every solver returns x̂0 itself. Where x̂0 is clipped, ε is that which x_t and the clipped x̂0 imply: x_t stays a mixture of the two.
+Timesteps have trailing spacing: the first is T − 1, and the last step leads to ᾱ = 1, where every solver returns x̂0 itself.
+Where x̂0 is clipped, ε is derived again from x_t and the clipped x̂0.
 """
 
 from __future__ import annotations
@@ -33,35 +33,33 @@ from torch import Tensor
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.process.diffusion import Diffusion
-from kineograph.process.guidance import DiffusionSchedule, guided_denoise, scale_table
+from kineograph.process.guidance import DiffusionSchedule, make_guided_denoiser, scale_table
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
-"""denoise(x, t: B int64) → the objective's own form, with twice the channels where the variance is learned."""
-Fresh = Callable[[int], Tensor]
-"""noise(n) → the n-th draw of standard normal noise in x's shape, n = 0, 1, 2 …"""
+"""denoise(x, t: B int64) → the prediction, with twice the channels where the variance is learned."""
+NoiseFn = Callable[[int], Tensor]
+"""noise(n) → the n-th standard normal draw in x's shape, n = 0, 1, 2 …"""
 Clip = Callable[[Tensor], Tensor]
-"""x̂0 → x̂0 in its range."""
+"""Clips x̂0 to its range."""
 
 
-# Levels ----------------------------------------------------------------------------------------------------------
+# Timesteps ----------------------------------------------------------------------------------------------------------
 
 
 def timesteps(total: int, steps: int) -> list[int]:
-    """The levels that `steps` steps visit, falling from total − 1, evenly spaced backwards from the end."""
+    """The timesteps of `steps` steps, falling from total − 1, with trailing spacing."""
     if not 1 <= steps <= total:
-        raise InputError(f"steps={steps} does not fit a diffusion of {total} levels: use 1 … {total}")
+        raise InputError(f"steps={steps} does not fit a diffusion of {total} timesteps: use 1 … {total}")
     return [round(total - step * total / steps) - 1 for step in range(steps)]
 
 
 def check_steps(steps: int, total: int) -> None:
-    """For configs that hold both: refused when they are read, not when the first sample is drawn."""
+    """Refuse more sampling steps than training timesteps when the config is parsed."""
     if steps > total:
-        raise ValueError(
-            f"sample.steps={steps} is more than there are noise levels: lower it, or raise diffusion.steps={total}"
-        )
+        raise ValueError(f"sample.steps={steps} is above diffusion.steps={total}: lower it, or raise diffusion.steps")
 
 
-# Ranges ----------------------------------------------------------------------------------------------------------
+# Clipping ----------------------------------------------------------------------------------------------------------
 
 
 def static_clip(limit: float = 1.0) -> Clip:
@@ -70,9 +68,9 @@ def static_clip(limit: float = 1.0) -> Clip:
 
 
 def dynamic_clip(share: float = 0.995, limit: float = 1.0) -> Clip:
-    """Dynamic thresholding (Imagen): s = the `share` quantile of |x̂0| of each sample, at least `limit`; clamp to ±s, then scale s to `limit`.
+    """Dynamic thresholding (Imagen): s = the `share` quantile of |x̂0| per sample, at least `limit`; clamp to ±s, then scale s to `limit`.
 
-    Unlike static_clip it keeps values at the end of the range apart, so strong guidance saturates less.
+    Strong guidance saturates less than with static_clip.
     """
 
     def clip(x0: Tensor) -> Tensor:
@@ -83,17 +81,17 @@ def dynamic_clip(share: float = 0.995, limit: float = 1.0) -> Clip:
     return clip
 
 
-# Known parts -----------------------------------------------------------------------------------------------------
+# Inpainting ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Inpaint:
-    """Data of which a part is known. Before each step that part is put in at the noise level of x_t, and in the end as it is."""
+    """Known data. Before each step the known part of x_t is replaced by the known data at that noise level."""
 
     known: Tensor  # B …
     mask: Tensor  # broadcasts to B …, bool, True = known
     resample: int = 1
-    """How often each step is taken: between two times x_s gets its noise back, so that the rest can agree with the known part (RePaint)."""
+    """Times that each step is taken, re-noising in between, so that the rest agrees with the known part (RePaint)."""
 
 
 # Solvers ---------------------------------------------------------------------------------------------------------
@@ -115,24 +113,24 @@ def ddpm(
     x: Tensor,
     steps: int,
     *,
-    noise: Fresh,
+    noise: NoiseFn,
     clip: Clip | None = None,
     inpaint: Inpaint | None = None,
     start: int = 0,
 ) -> Tensor:
-    """Ancestral sampling: each step draws from q(x_s | x_t, x̂0), with the learned variance where there is one.
+    """Ancestral sampling from q(x_s | x_t, x̂0), with the learned variance where there is one.
 
-    `x` is noise (B …), or with `start` > 0 data at the level of the step with that number: `begin` makes it.
+    `x` is noise (B …), or with `start` > 0 data noised to that step by `add_start_noise`.
     """
     plan = []
-    for t, kept, then in _pairs(diffusion, steps, start):
+    for t, kept, then in _step_levels(diffusion, steps, start):
         beta = 1 - kept / then
         ratio = (1 - then) / (1 - kept)
         step = _Step(t, math.sqrt(1 - beta) * ratio, math.sqrt(then) * beta / (1 - kept), math.sqrt(beta * ratio))
         if diffusion.config.learned_variance and then < 1:
             step.log_bounds = math.log(beta * ratio), math.log(beta)
         plan.append(step)
-    return _walk(diffusion, denoise, x, plan, noise, clip, inpaint)
+    return _integrate(diffusion, denoise, x, plan, noise, clip, inpaint)
 
 
 def ddim(
@@ -141,21 +139,21 @@ def ddim(
     x: Tensor,
     steps: int,
     *,
-    noise: Fresh,
+    noise: NoiseFn,
     eta: float = 0.0,
     clip: Clip | None = None,
     inpaint: Inpaint | None = None,
     start: int = 0,
 ) -> Tensor:
-    """Deterministic at eta = 0, ancestral (with β̃) at eta = 1. Learned variances are not used."""
+    """Deterministic at eta = 0, ancestral (with β̃) at eta = 1. Ignores learned variances."""
     if not 0 <= eta <= 1:
-        raise InputError(f"eta={eta} does not fit ddim: use 0 (no noise) … 1 (as much as ddpm)")
+        raise InputError(f"eta={eta} does not fit ddim: use 0 (deterministic) … 1 (as ddpm)")
     plan = []
-    for t, kept, then in _pairs(diffusion, steps, start):
+    for t, kept, then in _step_levels(diffusion, steps, start):
         spread = eta * math.sqrt((1 - kept / then) * (1 - then) / (1 - kept))
         keep = math.sqrt(max(0.0, 1 - then - spread**2) / (1 - kept))
         plan.append(_Step(t, keep, math.sqrt(then) - keep * math.sqrt(kept), spread))
-    return _walk(diffusion, denoise, x, plan, noise, clip, inpaint)
+    return _integrate(diffusion, denoise, x, plan, noise, clip, inpaint)
 
 
 def dpm_solver(
@@ -164,16 +162,16 @@ def dpm_solver(
     x: Tensor,
     steps: int,
     *,
-    noise: Fresh,
+    noise: NoiseFn,
     sde: bool = False,
     clip: Clip | None = None,
     inpaint: Inpaint | None = None,
     start: int = 0,
 ) -> Tensor:
-    """DPM-Solver++ 2M, or with `sde` its stochastic form. First order where there is no step before, and in the last step, which is x̂0."""
+    """DPM-Solver++ 2M, or with `sde` its stochastic form. The first and the last step are first order."""
     plan = []
     last: float | None = None  # h of the step before
-    for t, kept, then in _pairs(diffusion, steps, start):
+    for t, kept, then in _step_levels(diffusion, steps, start):
         decay = math.sqrt((1 - then) / (1 - kept) * kept / then)  # e^−h: 0 to x̂0, and from pure noise
         size = -math.log(decay) if decay else math.inf
         if sde:
@@ -181,20 +179,20 @@ def dpm_solver(
             spread = math.sqrt((1 - then) * (1 - decay**2))
         else:
             keep, pull, spread = math.sqrt((1 - then) / (1 - kept)), math.sqrt(then) * (1 - decay), 0.0
-        # h / 2 h_before; nothing to learn from a step that came from pure noise, whose h is infinite
+        # h / 2 h_before; first order after a step from pure noise, whose h is infinite
         lean = size / (2 * last) if last is not None and decay else 0.0
         plan.append(_Step(t, keep, pull * (1 + lean), spread, past=-pull * lean))
         last = size
-    return _walk(diffusion, denoise, x, plan, noise, clip, inpaint)
+    return _integrate(diffusion, denoise, x, plan, noise, clip, inpaint)
 
 
-def begin(diffusion: Diffusion, x0: Tensor, eps: Tensor, steps: int, start: int) -> Tensor:
-    """Data with the noise of step `start` of `steps`: what a solver goes on from, to vary given data instead of making new."""
-    kept = _pairs(diffusion, steps, start)[0][1]
+def add_start_noise(diffusion: Diffusion, x0: Tensor, eps: Tensor, steps: int, start: int) -> Tensor:
+    """Noise data to step `start` of `steps`, for a solver to continue from (SDEdit)."""
+    kept = _step_levels(diffusion, steps, start)[0][1]
     return math.sqrt(kept) * x0.float() + math.sqrt(1 - kept) * eps.float()
 
 
-def _pairs(diffusion: Diffusion, steps: int, start: int) -> list[tuple[int, float, float]]:
+def _step_levels(diffusion: Diffusion, steps: int, start: int) -> list[tuple[int, float, float]]:
     """t, ᾱ_t, ᾱ_s of every step from `start` on; ᾱ = 1 after the last."""
     times = timesteps(diffusion.steps, steps)
     if not 0 <= start < steps:
@@ -205,18 +203,18 @@ def _pairs(diffusion: Diffusion, steps: int, start: int) -> list[tuple[int, floa
 
 
 @torch.no_grad()
-def _walk(
+def _integrate(
     diffusion: Diffusion,
     denoise: Denoise,
     x: Tensor,
     plan: list[_Step],
-    noise: Fresh,
+    noise: NoiseFn,
     clip: Clip | None,
     inpaint: Inpaint | None,
 ) -> Tensor:
     draws = (noise(number).float() for number in count())
     x = x.float()
-    now: Tensor | None = None  # x̂0 of the level before, then of this one
+    now: Tensor | None = None  # x̂0 of the previous step, then of this one
     for step, following in zip(plan, [*plan[1:], None], strict=True):
         t = torch.full((x.shape[0],), step.t, dtype=torch.int64, device=x.device)
         before, kept = now, diffusion.alpha_bar[step.t]
@@ -230,7 +228,7 @@ def _walk(
             if clip is not None:
                 now = clip(now)
             x = _advance(step, x, now, before, output, draws)
-            if left:  # noise that the step took out goes back in: q(x_t | x_s)
+            if left:  # re-noise: q(x_t | x_s)
                 assert following is not None
                 share = kept / diffusion.alpha_bar[following.t]
                 x = math.sqrt(share) * x + math.sqrt(1 - share) * next(draws)
@@ -238,22 +236,21 @@ def _walk(
 
 
 def _to_x0(diffusion: Diffusion, x: Tensor, kept: float, output: Tensor) -> Tensor:
-    """`Diffusion.to_x0` with numbers of the host, in memory of its own: a recorded graph writes its next output where this one lies."""
-    alpha, sigma, found = math.sqrt(kept), math.sqrt(1 - kept), diffusion.answer(output)
+    """`Diffusion.to_x0` with host floats, in fresh memory: a captured graph overwrites its output in the next step."""
+    alpha, sigma, predicted = math.sqrt(kept), math.sqrt(1 - kept), diffusion.prediction(output)
     if diffusion.config.objective == "x0":
-        return found.clone()
+        return predicted.clone()
     if diffusion.config.objective == "v":
-        return alpha * x - sigma * found
-    return (x - sigma * found) * (1 / alpha)
+        return alpha * x - sigma * predicted
+    return (x - sigma * predicted) * (1 / alpha)
 
 
 def _advance(
     step: _Step, x: Tensor, now: Tensor, before: Tensor | None, output: Tensor, draws: Iterator[Tensor]
 ) -> Tensor:
-    """x_s. Terms that are 0 cost nothing, and no noise is drawn for them."""
-    result = now * (
-        step.pull if before is not None else step.pull + step.past
-    )  # D = x̂0 where nothing is known from before
+    """x_s. Terms with coefficient 0 are skipped, and no noise is drawn for them."""
+    # D = x̂0 in the first step
+    result = now * (step.pull if before is not None else step.pull + step.past)
     if step.keep:
         result = result.add(x, alpha=step.keep)
     if step.past and before is not None:
@@ -265,41 +262,41 @@ def _advance(
     return result.add(next(draws), alpha=step.spread) if step.spread else result
 
 
-# By config -------------------------------------------------------------------------------------------------------
+# Config -------------------------------------------------------------------------------------------------------
 
 
 class DiffusionSample(Config):
     steps: int = Field(50, ge=1)
-    """Forward passes from noise to data."""
+    """Sampling steps."""
     solver: Literal["ddpm", "ddim", "dpm_solver", "dpm_solver_sde"] = "ddim"
-    """ddpm: ancestral, uses learned variances, wants many steps. ddim: noise by eta. dpm_solver: DPM-Solver++ 2M, for few steps; _sde: with fresh noise."""
+    """ddpm: ancestral, uses learned variances, needs many steps. ddim: noise by eta. dpm_solver: DPM-Solver++ 2M, for few steps; _sde: its stochastic form."""
     eta: float = Field(0.0, ge=0, le=1)
-    """Noise that ddim adds back: 0 none, 1 as much as ddpm."""
+    """Noise of ddim: 0 is deterministic, 1 adds as much as ddpm."""
     guidance: float = Field(3.0, ge=0)
-    """Classifier-free guidance; 1 is none, and costs half as much."""
+    """Classifier-free guidance scale; 1 turns it off and halves the cost."""
     guidance_schedule: DiffusionSchedule = "constant"
-    """linear: from 1 at the first step to `guidance` at the last. cosine: CogVideoX's, from 1 to 1 + `guidance`, late. oscillating: its legacy form."""
+    """linear: from 1 at the first step to `guidance` at the last. cosine: CogVideoX's, late from 1 to 1 + `guidance`. oscillating: its legacy form."""
     clip: Literal["none", "static", "dynamic"] = "static"
-    """Of the predicted data, at every step. static: to [−1, 1]. dynamic: by its own quantile, against saturation under strong guidance."""
+    """Clip x̂0 at every step. static: to [−1, 1]. dynamic: by its own quantile, against saturation under strong guidance."""
     clip_quantile: float = Field(0.995, gt=0, le=1)
-    """Of clip=dynamic: this share of the values is in range."""
+    """Quantile of clip=dynamic."""
 
     @model_validator(mode="after")
     def _fits(self) -> DiffusionSample:
         if self.eta and self.solver != "ddim":
-            raise ValueError(f"eta={self.eta} is read by solver=ddim only, not by solver={self.solver}: leave it out")
+            raise ValueError(f"solver={self.solver} does not use eta={self.eta}: remove it, or set solver=ddim")
         if self.clip != "dynamic" and self.clip_quantile != type(self).model_fields["clip_quantile"].default:
-            raise ValueError(f"clip_quantile is read by clip=dynamic only, not by clip={self.clip}: leave it out")
+            raise ValueError(f"clip={self.clip} does not use clip_quantile: remove it, or set clip=dynamic")
         return self
 
     @property
-    def guides(self) -> bool:
-        """Whether guidance does anything, so that two rows a sample must run."""
-        return self.guidance != self.unguided
+    def uses_guidance(self) -> bool:
+        """Whether guidance has an effect, so that each sample needs two rows."""
+        return self.guidance != self.neutral_guidance
 
     @property
-    def unguided(self) -> float:
-        """The guidance that is none."""
+    def neutral_guidance(self) -> float:
+        """The scale that turns guidance off."""
         return 0.0 if self.guidance_schedule in ("cosine", "oscillating") else 1.0
 
 
@@ -309,19 +306,21 @@ def solve(
     x: Tensor,
     options: DiffusionSample,
     *,
-    noise: Fresh,
+    noise: NoiseFn,
     guide: bool = False,
     clip: Clip | None = None,
     inpaint: Inpaint | None = None,
     start: int = 0,
 ) -> Tensor:
-    """Sample as `options` say. With `guide`, `denoise` is bound to 2B conditions, the wanted before the others, and x has B rows.
+    """Sample with the solver that `options` name. With `guide`, `denoise` is bound to 2B conditions and x has B rows.
 
-    A `clip` of the caller's (embeddings have a norm, not a range) takes the place of that in the options.
+    `clip` overrides the one in the options, for data without a fixed range such as embeddings.
     """
     if guide:
         times = timesteps(diffusion.steps, options.steps)
-        denoise = guided_denoise(denoise, scale_table(options.guidance, times, options.guidance_schedule, x.device))
+        denoise = make_guided_denoiser(
+            denoise, scale_table(options.guidance, times, options.guidance_schedule, x.device)
+        )
     if clip is None and options.clip != "none":
         clip = static_clip() if options.clip == "static" else dynamic_clip(options.clip_quantile)
     if options.solver == "ddpm":

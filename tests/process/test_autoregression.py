@@ -11,7 +11,7 @@ from torch import nn
 from kineograph.core.noise import Noise
 from kineograph.nn.nearby import NearbyAttention, Window
 from kineograph.nn.token_shift import TokenShift
-from kineograph.process.autoregression import Drawing, draw_nucleus
+from kineograph.process.autoregression import AutoregressiveSampler, draw_top_p
 
 VOCABULARY, BOS = 11, 11
 
@@ -73,14 +73,14 @@ def make_net() -> Net:
 
 
 def test_each_token_is_drawn_after_the_one_before():
-    assert Drawing(follow, 5, noise(2), bos=BOS).run().tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert AutoregressiveSampler(follow, 5, noise(2), bos=BOS).run().tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_given_tokens_stay_and_are_followed():
     given = torch.tensor([[7, 3], [1, 9]])
     wanted = [[7, 3, 4, 5], [1, 9, 10, 0]]
-    assert Drawing(follow, 4, noise(2), bos=BOS, given=given).run().tolist() == wanted
-    assert Drawing(follow, 4, noise(2), bos=BOS, given=given, start=2).run().tolist() == wanted
+    assert AutoregressiveSampler(follow, 4, noise(2), bos=BOS, prefix=given).run().tolist() == wanted
+    assert AutoregressiveSampler(follow, 4, noise(2), bos=BOS, prefix=given, start=2).run().tolist() == wanted
 
 
 def test_positions_are_counted_on_the_device_from_the_start():
@@ -90,17 +90,17 @@ def test_positions_are_counted_on_the_device_from_the_start():
         seen.append((index.item(), tokens[:, 0].tolist()))
         return follow(tokens, index)
 
-    Drawing(step, 4, noise(1), bos=BOS, given=torch.tensor([[5, 2]]), start=1).run()
+    AutoregressiveSampler(step, 4, noise(1), bos=BOS, prefix=torch.tensor([[5, 2]]), start=1).run()
     assert seen == [(1, [5]), (2, [2]), (3, [3])]
 
 
 def test_a_drawing_starts_again_in_its_buffers():
-    drawing = Drawing(flat, 12, noise(2), bos=BOS)
-    whole = Drawing(flat, 18, noise(2), bos=BOS).run()
+    drawing = AutoregressiveSampler(flat, 12, noise(2), bos=BOS)
+    whole = AutoregressiveSampler(flat, 18, noise(2), bos=BOS).run()
     before = drawing.tokens.data_ptr()
     assert torch.equal(drawing.run(), whole[:, :12])
-    drawing.restart(whole[:, 6:12], start=6, place=6)
-    assert drawing.left == 6
+    drawing.restart(whole[:, 6:12], start=6, offset=6)
+    assert drawing.remaining == 6
     assert torch.equal(drawing.run(), whole[:, 6:])
     assert drawing.tokens.data_ptr() == before
     drawing.restart()
@@ -108,15 +108,15 @@ def test_a_drawing_starts_again_in_its_buffers():
 
 
 def test_draws_belong_to_sample_and_place():
-    whole = Drawing(flat, 20, noise(4), bos=BOS).run()
-    parts = [Drawing(flat, 20, noise(2, first=first), bos=BOS).run() for first in (0, 2)]
+    whole = AutoregressiveSampler(flat, 20, noise(4), bos=BOS).run()
+    parts = [AutoregressiveSampler(flat, 20, noise(2, first=first), bos=BOS).run() for first in (0, 2)]
     assert torch.equal(torch.cat(parts), whole)
-    late = Drawing(flat, 8, noise(4), bos=BOS, place=12).run()
+    late = AutoregressiveSampler(flat, 8, noise(4), bos=BOS, offset=12).run()
     assert torch.equal(late, whole[:, 12:])
-    longer = Drawing(flat, 30, noise(4), bos=BOS)
-    assert torch.equal(longer.run(7)[:, :7], whole[:, :7]) and longer.left == 23
+    longer = AutoregressiveSampler(flat, 30, noise(4), bos=BOS)
+    assert torch.equal(longer.run(7)[:, :7], whole[:, :7]) and longer.remaining == 23
     assert torch.equal(longer.run()[:, :20], whole)
-    assert not torch.equal(Drawing(flat, 20, noise(4, seed=1), bos=BOS).run(), whole)
+    assert not torch.equal(AutoregressiveSampler(flat, 20, noise(4, seed=1), bos=BOS).run(), whole)
     assert len(whole.unique()) == VOCABULARY
 
 
@@ -131,14 +131,14 @@ def test_nucleus_draws_from_the_cut_distribution(temperature, top_k, top_p):
     wanted = torch.zeros(6).scatter(0, order[:count], chances[:count] / chances[:count].sum())
     draws = 20_000
     uniforms = (torch.arange(draws) + 0.5) / draws
-    tokens = draw_nucleus(logits.expand(draws, 6), uniforms, temperature, top_k, top_p)
+    tokens = draw_top_p(logits.expand(draws, 6), uniforms, temperature, top_k, top_p)
     torch.testing.assert_close(tokens.bincount(minlength=6) / draws, wanted, atol=1e-3, rtol=0)
 
 
 def test_a_nucleus_is_never_empty():
     logits = torch.tensor([[5.0, 5.0, -9.0]])
-    assert draw_nucleus(logits, torch.tensor([0.99]), top_p=1e-6).item() in (0, 1)
-    assert draw_nucleus(torch.tensor([[0.0, 3.0]]), torch.tensor([0.99]), temperature=0, top_p=0.1).item() == 1
+    assert draw_top_p(logits, torch.tensor([0.99]), top_p=1e-6).item() in (0, 1)
+    assert draw_top_p(torch.tensor([[0.0, 3.0]]), torch.tensor([0.99]), temperature=0, top_p=0.1).item() == 1
 
 
 def test_options_of_the_choice_arrive():
@@ -150,7 +150,7 @@ def test_options_of_the_choice_arrive():
         return logits.expand(len(tokens), -1)
 
     def drawn(**options) -> set[int]:
-        return set(Drawing(step, 150, noise(4), bos=BOS, **options).run().unique().tolist())
+        return set(AutoregressiveSampler(step, 150, noise(4), bos=BOS, **options).run().unique().tolist())
 
     assert drawn(temperature=0) == {best[0].item()}
     assert drawn(top_k=3) == set(best[:3].tolist())
@@ -170,7 +170,9 @@ def test_cached_drawing_is_the_uncached():
         caches = net.caches(2, grid, frames=4)
         if start:
             net.whole(wanted[:, :6], (1, 2, 3), caches)
-        drawing = Drawing(net.stepper(caches), count, noise(2), bos=BOS, given=given, start=start, temperature=0)
+        drawing = AutoregressiveSampler(
+            net.stepper(caches), count, noise(2), bos=BOS, prefix=given, start=start, temperature=0
+        )
         assert torch.equal(drawing.run(), wanted[:, 1:])
 
 
@@ -178,10 +180,10 @@ def test_a_long_clip_in_a_ring_is_the_long_clip():
     net, grid = make_net(), (2, 2, 3)
     long = (12, 2, 3)
     count = math.prod(long)
-    tokens = Drawing(net.stepper(net.caches(2, grid, frames=12)), count, noise(2), bos=BOS).run()
+    tokens = AutoregressiveSampler(net.stepper(net.caches(2, grid, frames=12)), count, noise(2), bos=BOS).run()
     logits = net.whole(torch.cat([torch.full((2, 1), BOS), tokens[:, :-1]], dim=1), long)
     uniforms = noise(2).uniform("tokens", count)
-    assert torch.equal(draw_nucleus(logits, uniforms), tokens)
+    assert torch.equal(draw_top_p(logits, uniforms), tokens)
 
 
 @pytest.mark.gpu
@@ -190,10 +192,10 @@ def test_a_replayed_graph_draws_what_single_steps_draw():
     grid, count = (2, 3, 3), 54
     options = {"bos": BOS, "top_k": 8, "top_p": 0.9, "given": torch.tensor([[1, 2], [3, 4]]).cuda()}
     rows = Noise.for_rows(0, 0, 2, device="cuda")
-    graph = Drawing(net.stepper(net.caches(2, grid, frames=6)), count, rows, **options)
+    graph = AutoregressiveSampler(net.stepper(net.caches(2, grid, frames=6)), count, rows, **options)
     graph.run(10)
     graph.run()
-    single = Drawing(net.stepper(net.caches(2, grid, frames=6)), count, rows, **options)
+    single = AutoregressiveSampler(net.stepper(net.caches(2, grid, frames=6)), count, rows, **options)
     with torch.no_grad():
         for _ in range(count):
             single.advance()

@@ -10,8 +10,8 @@ import torch
 from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
 from kineograph.core.errors import InputError
-from kineograph.process.diffusers_scheduler import drawn_otherwise, read_scheduler, write_scheduler
-from kineograph.process.diffusion import DiffusionConfig, levels
+from kineograph.process.diffusers_scheduler import read_scheduler, unsupported_scheduler_options, write_scheduler
+from kineograph.process.diffusion import DiffusionConfig, compute_alpha_bars
 
 RELEASED = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "clip_sample": False}  # fmt: skip
 WHERE = Path("scheduler_config.json")
@@ -33,7 +33,10 @@ def test_tables_agree_both_ways(kind: Any, changes: dict[str, Any]) -> None:
     ours, solver = read_scheduler(dict(theirs.config), kind.__name__, WHERE)
     # float32 tables of theirs where the schedule is linear
     torch.testing.assert_close(
-        torch.as_tensor(levels(ours), dtype=torch.float64), theirs.alphas_cumprod.double(), rtol=1e-4, atol=1e-6
+        torch.as_tensor(compute_alpha_bars(ours), dtype=torch.float64),
+        theirs.alphas_cumprod.double(),
+        rtol=1e-4,
+        atol=1e-6,
     )
     written = write_scheduler(ours, solver)
     assert written["_class_name"] == kind.__name__
@@ -46,7 +49,7 @@ def test_tables_agree_both_ways(kind: Any, changes: dict[str, Any]) -> None:
 def test_what_a_config_leaves_out_is_the_class_default() -> None:
     ours, _ = read_scheduler({"prediction_type": "v_prediction"}, "CogVideoXDDIMScheduler", WHERE)
     torch.testing.assert_close(
-        torch.as_tensor(levels(ours), dtype=torch.float64),
+        torch.as_tensor(compute_alpha_bars(ours), dtype=torch.float64),
         CogVideoXDDIMScheduler().alphas_cumprod.double(),
         rtol=1e-5,
         atol=1e-7,
@@ -67,6 +70,6 @@ def test_strangers_are_refused_by_file_and_key() -> None:
 
 
 def test_other_ways_to_draw_are_told() -> None:
-    assert drawn_otherwise(RELEASED, WHERE) == []
-    told = " ".join(drawn_otherwise({"set_alpha_to_one": False}, WHERE))
+    assert unsupported_scheduler_options(RELEASED, WHERE) == []
+    told = " ".join(unsupported_scheduler_options({"set_alpha_to_one": False}, WHERE))
     assert "timestep_spacing=leading" in told and "clip_sample" in told and "set_alpha_to_one" in told

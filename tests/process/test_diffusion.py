@@ -7,7 +7,7 @@ from torch import nn
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
-from kineograph.process.diffusion import Diffusion, DiffusionConfig, log_mass
+from kineograph.process.diffusion import Diffusion, DiffusionConfig, discretized_log_likelihood
 
 OBJECTIVES = ["eps", "x0", "v"]
 BETAS = ["linear", "scaled_linear", "quadratic", "sigmoid"]
@@ -43,7 +43,7 @@ def batch(times: list[int], channels: int = 3) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("zero", [False, True])
 def test_levels_are_those_of_diffusers(schedule, theirs, zero):
     config = DiffusionConfig(schedule=schedule, zero_terminal=zero, objective="v")
-    start, end = config.ends if schedule != "cosine" else (1e-4, 0.02)
+    start, end = config.beta_range if schedule != "cosine" else (1e-4, 0.02)
     reference = DDPMScheduler(beta_schedule=theirs, beta_start=start, beta_end=end, rescale_betas_zero_snr=zero)
     found = Diffusion(config)
     torch.testing.assert_close(found.alpha**2, reference.alphas_cumprod, atol=2e-6, rtol=2e-5)
@@ -182,7 +182,7 @@ def test_the_bound_is_zero_for_the_true_posterior(objective):
     x0, eps, t = batch([1, 2, 50, 500, 998])
     x = diffusion.add_noise(x0, eps, t)
     output = torch.cat([diffusion.target(x0, eps, t), torch.full_like(x0, -1.0)], 1)  # share 0: β̃
-    assert float(diffusion.bound(output, x0, x, t).abs().max()) < 1e-6
+    assert float(diffusion.variational_bound(output, x0, x, t).abs().max()) < 1e-6
 
 
 def test_the_bound_is_the_divergence_of_torch():
@@ -205,7 +205,7 @@ def test_the_bound_is_the_divergence_of_torch():
         normal(mean(x0.double()), posterior.sqrt()), normal(mean(guess), variance.sqrt())
     )
     wanted = wanted.mean((1, 2, 3)) / math.log(2)
-    torch.testing.assert_close(diffusion.bound(output, x0, x, t).double(), wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(diffusion.variational_bound(output, x0, x, t).double(), wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("objective", ["x0", "v"])
@@ -215,8 +215,8 @@ def test_the_bound_of_a_model_does_not_depend_on_how_it_answers(objective):
     x = noise.add_noise(x0, eps, t)
     said, variance = eps + 0.1 * drawn(*eps.shape, seed=3), drawn(*eps.shape, seed=4)
     same = other.target(noise.to_x0(x, t, torch.cat([said, said], 1)), said, t)
-    a = noise.bound(torch.cat([said, variance], 1), x0, x, t)
-    b = other.bound(torch.cat([same, variance], 1), x0, x, t)
+    a = noise.variational_bound(torch.cat([said, variance], 1), x0, x, t)
+    b = other.variational_bound(torch.cat([same, variance], 1), x0, x, t)
     assert (a > 1e-5).all()
     torch.testing.assert_close(a, b, atol=0, rtol=1e-3)
 
@@ -226,10 +226,10 @@ def test_the_bound_teaches_the_variance_alone():
     x0, eps, t = batch([0, 1, 500, 999])
     x = diffusion.add_noise(x0, eps, t)
     output = (3 * drawn(4, 6, 6, 6, seed=3)).requires_grad_()
-    diffusion.bound(output, x0, x, t).sum().backward()
+    diffusion.variational_bound(output, x0, x, t).sum().backward()
     assert output.grad is not None and output.grad.isfinite().all()
     assert not output.grad[:, :3].any() and output.grad[:, 3:].abs().amax((1, 2, 3)).all()
-    parts = diffusion.error(output, x0, eps, t) + 0.01 * 1000 * diffusion.bound(output, x0, x, t)
+    parts = diffusion.squared_error(output, x0, eps, t) + 0.01 * 1000 * diffusion.variational_bound(output, x0, x, t)
     torch.testing.assert_close(diffusion.loss(output, x0, eps, x, t), parts)
 
 
@@ -247,7 +247,7 @@ def test_descending_the_bound_finds_the_best_variance():
 
     def closure():
         optimizer.zero_grad()
-        loss = diffusion.bound(torch.cat([torch.full_like(x0, off), share], 1), x0, x0, t).sum() * 1e4
+        loss = diffusion.variational_bound(torch.cat([torch.full_like(x0, off), share], 1), x0, x0, t).sum() * 1e4
         loss.backward()
         return loss
 
@@ -260,7 +260,7 @@ def test_descending_the_bound_finds_the_best_variance():
 @pytest.mark.parametrize("mean", [-1.0, -0.3, 0.0, 0.98])
 def test_the_decoder_spreads_a_mass_of_one_over_256_values(deviation, mean):
     values = torch.arange(256) / 127.5 - 1
-    found = log_mass(values, values - mean, torch.full_like(values, 2 * math.log(deviation)))
+    found = discretized_log_likelihood(values, values - mean, torch.full_like(values, 2 * math.log(deviation)))
     assert float(found.exp().sum()) == pytest.approx(1, abs=1e-4)
     normal = torch.distributions.Normal(torch.tensor(mean).double(), deviation)
     edges = torch.cat([torch.tensor([-40.0]), (values[1:] + values[:-1]) / 2, torch.tensor([40.0])]).double()
@@ -270,7 +270,9 @@ def test_the_decoder_spreads_a_mass_of_one_over_256_values(deviation, mean):
 
 def test_the_decoder_keeps_its_digits_and_gradient_far_out():
     log_variance = torch.full((2,), -10.0, requires_grad=True)
-    found = log_mass(torch.tensor([0.0, 1.0]), torch.tensor([-2.0, 2.0]), log_variance)  # 300 deviations away
+    found = discretized_log_likelihood(
+        torch.tensor([0.0, 1.0]), torch.tensor([-2.0, 2.0]), log_variance
+    )  # 300 deviations away
     found.sum().backward()
     assert (found < -4e4).all() and found.isfinite().all()
     assert log_variance.grad is not None and (log_variance.grad > 1e4).all()
@@ -281,8 +283,10 @@ def test_the_first_term_is_the_likelihood_of_the_data():
     x0, eps, t = batch([0])
     x = diffusion.add_noise(x0, eps, t)
     output = torch.cat([x0 + 0.002, torch.ones_like(x0)], 1)  # share 1: β
-    expected = -log_mass(x0, torch.full_like(x0, -0.002), diffusion.log_beta[0].expand_as(x0)).mean() / math.log(2)
-    torch.testing.assert_close(diffusion.bound(output, x0, x, t), expected[None], atol=1e-4, rtol=1e-4)
+    expected = -discretized_log_likelihood(
+        x0, torch.full_like(x0, -0.002), diffusion.log_beta[0].expand_as(x0)
+    ).mean() / math.log(2)
+    torch.testing.assert_close(diffusion.variational_bound(output, x0, x, t), expected[None], atol=1e-4, rtol=1e-4)
 
 
 # As a module -----------------------------------------------------------------------------------------------------

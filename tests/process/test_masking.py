@@ -7,15 +7,15 @@ import torch
 from kineograph.core.noise import Noise
 from kineograph.process.masking import (
     MaskedSample,
-    capacity,
-    find_guided,
-    find_tokens,
-    hidden_counts,
-    hide,
-    judge,
-    mask_ratios,
-    mean_ratio,
-    redraw,
+    draw_mask_ratios,
+    mask_tokens,
+    masked_counts,
+    max_masked_rows,
+    mean_mask_ratio,
+    resample_masked,
+    sample_tokens,
+    sample_tokens_guided,
+    score_critic,
 )
 
 
@@ -27,41 +27,41 @@ def noise(rows: int, step: int = 0, first: int = 0, seed: int = 0) -> Noise:
 
 
 def test_ratios_follow_the_cosine():
-    drawn = torch.cat([mask_ratios(noise(16, step)) for step in range(250)])
+    drawn = torch.cat([draw_mask_ratios(noise(16, step)) for step in range(250)])
     expected = torch.cos((torch.arange(4000) + 0.5) / 4000 * math.pi / 2)  # γ of an even r
     torch.testing.assert_close(drawn.sort(descending=True).values, expected, atol=0.02, rtol=0)
-    one = torch.stack([mask_ratios(noise(16, step))[5] for step in range(600)])  # each sample by itself, too
+    one = torch.stack([draw_mask_ratios(noise(16, step))[5] for step in range(600)])  # each sample by itself, too
     assert float(one.mean()) == pytest.approx(2 / math.pi, abs=0.02)
 
 
 def test_at_least_one_token_is_hidden_and_counts_follow_the_ratio():
     for step in range(50):
-        masked = hide(noise(8, step), 16)
-        expected = (mask_ratios(noise(8, step)) * 16).ceil().clamp(1, 16)
+        masked = mask_tokens(noise(8, step), 16)
+        expected = (draw_mask_ratios(noise(8, step)) * 16).ceil().clamp(1, 16)
         assert torch.equal(masked.mask.sum(1).float(), expected)
 
 
 def test_places_are_uniform():
-    share = torch.stack([hide(noise(32, step), 10).mask.float().mean(0) for step in range(200)]).mean(0)
+    share = torch.stack([mask_tokens(noise(32, step), 10).mask.float().mean(0) for step in range(200)]).mean(0)
     torch.testing.assert_close(share, share.mean().expand(10), atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 64), (2, 64), (7, 64), (32, 256), (64, 64), (48, 100), (129, 16)])
 def test_capacity_holds_all_hidden_tokens_of_neighbouring_slots(rows, tokens):
-    limit = capacity(rows, tokens)
+    limit = max_masked_rows(rows, tokens)
     assert limit <= rows * tokens
     for step in range(120):
-        masked = hide(noise(rows, step, first=step * 13), tokens)
+        masked = mask_tokens(noise(rows, step, first=step * 13), tokens)
         assert masked.rows.shape == (limit,)
         assert int(masked.weights.sum()) == int(masked.mask.sum())
 
 
 def test_capacity_spares_the_head_a_quarter_of_the_rows():
-    assert capacity(32, 256) < 0.75 * 32 * 256
+    assert max_masked_rows(32, 256) < 0.75 * 32 * 256
 
 
 def test_scored_rows_are_the_hidden_places_each_once():
-    masked = hide(noise(9, 3), 20)
+    masked = mask_tokens(noise(9, 3), 20)
     kept = masked.rows[masked.weights > 0]
     assert torch.equal(kept.sort().values, masked.mask.flatten().nonzero()[:, 0])
     assert len(set(masked.rows.tolist())) == len(masked.rows)
@@ -69,17 +69,17 @@ def test_scored_rows_are_the_hidden_places_each_once():
 
 def test_more_than_fits_is_a_random_choice_of_hidden_places():
     far = Noise(0, 0, torch.zeros(64, dtype=torch.int64) + 3)  # one slot many times: all ratios alike
-    step = next(step for step in range(50) if float(mask_ratios(Noise(0, step, far.slots))[0]) > 0.95)
-    masked = hide(Noise(0, step, far.slots), 32)
-    assert int(masked.weights.sum()) == capacity(64, 32) < int(masked.mask.sum())
+    step = next(step for step in range(50) if float(draw_mask_ratios(Noise(0, step, far.slots))[0]) > 0.95)
+    masked = mask_tokens(Noise(0, step, far.slots), 32)
+    assert int(masked.weights.sum()) == max_masked_rows(64, 32) < int(masked.mask.sum())
     assert masked.mask.flatten()[masked.rows].all()
 
 
 def test_masks_belong_to_slots_not_to_batches():
-    whole = hide(noise(8, 5), 30).mask
-    parts = torch.cat([hide(noise(3, 5), 30).mask, hide(noise(5, 5, first=3), 30).mask])
+    whole = mask_tokens(noise(8, 5), 30).mask
+    parts = torch.cat([mask_tokens(noise(3, 5), 30).mask, mask_tokens(noise(5, 5, first=3), 30).mask])
     assert torch.equal(whole, parts)
-    assert not torch.equal(whole, hide(noise(8, 6), 30).mask)
+    assert not torch.equal(whole, mask_tokens(noise(8, 6), 30).mask)
 
 
 # finding
@@ -87,13 +87,13 @@ def test_masks_belong_to_slots_not_to_batches():
 
 def test_counts_fall_from_all_to_none():
     for tokens, steps in ((256, 18), (16, 24), (64, 1)):
-        counts = hidden_counts(tokens, steps)
+        counts = masked_counts(tokens, steps)
         assert counts[0] == tokens
         assert counts[-1] == 0
         assert len(counts) == steps + 1
         assert counts == sorted(counts, reverse=True)
         assert min(counts[:-1]) >= 1
-    assert hidden_counts(256, 18)[9] == math.floor(256 * math.cos(math.pi / 4))
+    assert masked_counts(256, 18)[9] == math.floor(256 * math.cos(math.pi / 4))
 
 
 class Oracle:
@@ -115,7 +115,7 @@ def truth(rows: int = 3, length: int = 20, vocabulary: int = 11) -> torch.Tensor
 
 
 def test_a_pace_above_one_finds_fewer_tokens_at_first_and_all_in_the_end():
-    even, slow = hidden_counts(576, 18), hidden_counts(576, 18, pace=2.0)
+    even, slow = masked_counts(576, 18), masked_counts(576, 18, pace=2.0)
     assert all(later < before for before, later in itertools.pairwise(slow))
     assert all(576 - a < 576 - b for a, b in zip(slow[1:18], even[1:18], strict=True) if a != b)
     assert slow[9] == math.floor(576 * math.cos(math.pi / 2 * 0.25))
@@ -123,20 +123,20 @@ def test_a_pace_above_one_finds_fewer_tokens_at_first_and_all_in_the_end():
 
 
 def test_a_mask_bias_hides_more_and_its_rows_still_fit():
-    drawn = torch.cat([mask_ratios(noise(16, step), bias=2.0) for step in range(250)])
-    assert float(drawn.mean()) == pytest.approx(mean_ratio(2.0), abs=0.005)
-    assert mean_ratio(1.0) == pytest.approx(2 / math.pi, abs=1e-6)
-    assert mean_ratio(2.0) == pytest.approx(0.7799, abs=1e-3)  # the Fresnel integral C(1)
+    drawn = torch.cat([draw_mask_ratios(noise(16, step), bias=2.0) for step in range(250)])
+    assert float(drawn.mean()) == pytest.approx(mean_mask_ratio(2.0), abs=0.005)
+    assert mean_mask_ratio(1.0) == pytest.approx(2 / math.pi, abs=1e-6)
+    assert mean_mask_ratio(2.0) == pytest.approx(0.7799, abs=1e-3)  # the Fresnel integral C(1)
     for step in range(40):
-        masked = hide(noise(24, step, first=step * 24), 30, bias=2.0)
+        masked = mask_tokens(noise(24, step, first=step * 24), 30, bias=2.0)
         assert int(masked.weights.sum()) == int(masked.mask.sum())
 
 
 def test_an_oracle_is_followed_and_only_hidden_places_are_asked():
     oracle = Oracle(truth(), 11)
-    found = find_tokens(oracle, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3))
+    found = sample_tokens(oracle, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3))
     assert torch.equal(found, truth())
-    for seen, places, count in zip(oracle.seen, oracle.places, hidden_counts(20, 6), strict=False):
+    for seen, places, count in zip(oracle.seen, oracle.places, masked_counts(20, 6), strict=False):
         assert (seen == 11).sum(1).tolist() == [count] * 3
         assert (seen.gather(1, places) == 11).all()
         assert places.shape == (3, count)
@@ -151,7 +151,7 @@ def test_given_tokens_are_never_hidden(with_critic):
     critic = (
         (lambda tokens, step: (tokens == 10).float() * 100) if with_critic else None
     )  # a critic that hates what was given
-    found = find_tokens(oracle, start, mask_id=11, steps=5, noise=noise(3), given=given, critic=critic)
+    found = sample_tokens(oracle, start, mask_id=11, steps=5, noise=noise(3), fixed=given, critic=critic)
     assert (found[:, given] == 10).all()
     assert torch.equal(found[:, ~given], truth(vocabulary=10)[:, ~given])
     assert all((seen[:, given] == 10).all() for seen in oracle.seen)
@@ -160,11 +160,11 @@ def test_given_tokens_are_never_hidden(with_critic):
 
 def test_kept_tokens_stay_without_a_critic_and_may_be_redrawn_with_one():
     flat = Oracle(truth(), 11, sharpness=0.5)
-    find_tokens(flat, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3))
+    sample_tokens(flat, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3))
     for before, after in zip(flat.seen, flat.seen[1:], strict=False):
         assert torch.equal(before[before != 11], after[before != 11])
     judged = Oracle(truth(), 11, sharpness=0.5)
-    find_tokens(
+    sample_tokens(
         judged,
         torch.full((3, 20), 11),
         mask_id=11,
@@ -179,7 +179,7 @@ def test_kept_tokens_stay_without_a_critic_and_may_be_redrawn_with_one():
 def test_a_critic_mends_what_the_model_gets_wrong():
     def right(critic):
         oracle = Oracle(truth(), 11, sharpness=2.0)
-        found = find_tokens(
+        found = sample_tokens(
             oracle, torch.full((3, 20), 11), mask_id=11, steps=12, noise=noise(3), critic=critic, critic_noise=0.0
         )
         return float((found == truth()).float().mean())
@@ -190,7 +190,7 @@ def test_a_critic_mends_what_the_model_gets_wrong():
 def test_chunks_of_a_batch_draw_alike_and_seeds_differ():
     def found(rows, first=0, seed=0, **keys):
         oracle = Oracle(truth()[first : first + rows], 11, sharpness=1.0)
-        return find_tokens(
+        return sample_tokens(
             oracle, torch.full((rows, 20), 11), mask_id=11, steps=5, noise=noise(rows, first=first, seed=seed), **keys
         )
 
@@ -204,7 +204,7 @@ def test_chunks_of_a_batch_draw_alike_and_seeds_differ():
 def test_noise_on_confidence_and_on_critic_scores_changes_the_order():
     def order(**keys):
         oracle = Oracle(truth(), 11, sharpness=3.0)
-        find_tokens(oracle, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3), **keys)
+        sample_tokens(oracle, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3), **keys)
         return oracle.seen[1] == 11
 
     assert not torch.equal(order(confidence_noise=0.0), order(confidence_noise=20.0))
@@ -221,10 +221,10 @@ def test_the_surest_tokens_are_kept_first():
         seen.append(tokens)
         return logits.gather(1, places[..., None].expand(-1, -1, 11))
 
-    find_tokens(
+    sample_tokens(
         denoise, torch.full((3, 20), 11), mask_id=11, steps=4, noise=noise(3), temperature=0.0, confidence_noise=0.0
     )
-    left = hidden_counts(20, 4)[1]
+    left = masked_counts(20, 4)[1]
     assert (seen[1][:, :left] == 11).all()
     assert (seen[1][:, left:] != 11).all()
 
@@ -240,25 +240,25 @@ def padded(rows: int, tokens: int) -> torch.Tensor:
 def test_a_share_of_the_real_tokens_is_hidden_and_padding_never():
     keep = padded(24, 12)
     for step in range(30):
-        masked = hide(noise(24, step), 12, keep)
+        masked = mask_tokens(noise(24, step), 12, keep)
         assert not (masked.mask & ~keep).any()
-        expected = (mask_ratios(noise(24, step)) * keep.sum(1)).ceil().clamp(min=1)
+        expected = (draw_mask_ratios(noise(24, step)) * keep.sum(1)).ceil().clamp(min=1)
         assert torch.equal(masked.mask.sum(1).float(), expected)
         kept = masked.rows[masked.weights > 0]
         assert torch.equal(kept.sort().values, masked.mask.flatten().nonzero()[:, 0])
-        assert masked.rows.shape == (capacity(24, 12),)
+        assert masked.rows.shape == (max_masked_rows(24, 12),)
 
 
 def test_what_is_hidden_does_not_depend_on_padding():
     keep = padded(6, 20)
-    together = hide(noise(6, 4), 20, keep).mask
+    together = mask_tokens(noise(6, 4), 20, keep).mask
     for row in range(6):
         length = int(keep[row].sum())
-        assert torch.equal(together[row, :length], hide(noise(1, 4, first=row), length).mask[0])
+        assert torch.equal(together[row, :length], mask_tokens(noise(1, 4, first=row), length).mask[0])
 
 
 def test_nothing_padded_is_no_mask():
-    a, b = hide(noise(5, 1), 9), hide(noise(5, 1), 9, torch.ones(5, 9, dtype=torch.bool))
+    a, b = mask_tokens(noise(5, 1), 9), mask_tokens(noise(5, 1), 9, torch.ones(5, 9, dtype=torch.bool))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -267,11 +267,11 @@ def test_nothing_padded_is_no_mask():
 
 def test_redrawn_tokens_lie_at_scored_places_and_follow_the_logits():
     tokens = truth(4, 16, 11)
-    masked = hide(noise(4), 16)
+    masked = mask_tokens(noise(4), 16)
     hidden = torch.randn(len(masked.rows), 11, generator=torch.Generator().manual_seed(0))
 
     def drawn(temperature, parts):
-        return redraw(lambda rows: 9 * rows, parts, hidden, masked, tokens, noise(4), temperature)
+        return resample_masked(lambda rows: 9 * rows, parts, hidden, masked, tokens, noise(4), temperature)
 
     whole = [slice(0, len(hidden))]
     filled, wrong = drawn(0.0, whole)
@@ -285,20 +285,20 @@ def test_redrawn_tokens_lie_at_scored_places_and_follow_the_logits():
 
 
 def test_judging_counts_scored_places_alone():
-    masked = hide(noise(4, 3), 16)
+    masked = mask_tokens(noise(4, 3), 16)
     wrong = torch.arange(len(masked.rows)) % 3 == 0
     wrong &= masked.weights > 0
     scores = torch.full((4, 16, 1), -9.0)
     scores.view(-1)[masked.rows[wrong]] = 9.0  # always right
-    found = judge(scores, masked, wrong)
+    found = score_critic(scores, masked, wrong)
     assert float(found.count) == int(masked.mask.sum()) == float(found.right)
     assert float(found.wrong) == int(wrong.sum())
     assert float(found.loss().total.value()) == pytest.approx(math.log1p(math.exp(-9)), rel=1e-2)
-    opposite = judge(-scores, masked, wrong)
+    opposite = score_critic(-scores, masked, wrong)
     assert float(opposite.right) == 0
     assert float(opposite.loss().total.value()) == pytest.approx(9, rel=1e-3)
     unscored = ~masked.mask
-    assert torch.equal(judge(torch.where(unscored[..., None], 5.0, scores), masked, wrong).sum, found.sum)
+    assert torch.equal(score_critic(torch.where(unscored[..., None], 5.0, scores), masked, wrong).sum, found.sum)
 
 
 def test_critic_noise_may_stay():
@@ -306,7 +306,7 @@ def test_critic_noise_may_stay():
 
     def orders(**keys):
         oracle = Oracle(truth(), 11)
-        find_tokens(
+        sample_tokens(
             oracle,
             torch.full((3, 20), 11),
             mask_id=11,
@@ -318,9 +318,9 @@ def test_critic_noise_may_stay():
         )
         return oracle.seen
 
-    falling, constant = orders(), orders(critic_noise_falls=False)
+    falling, constant = orders(), orders(anneal_critic_noise=False)
     assert not torch.equal(falling[-1], constant[-1])
-    left = hidden_counts(20, 6)[5]
+    left = masked_counts(20, 6)[5]
     assert ((falling[-1] == 11).sum(1) == left).all()
     assert (falling[-1] == 11)[:, 4:].sum() < (constant[-1] == 11)[:, 4:].sum()  # late noise still moves what is hidden
 
@@ -344,6 +344,6 @@ def test_guided_hidden_states_are_guided_logits():
         return found.gather(1, places[..., None].expand(-1, -1, 11))
 
     options = MaskedSample(steps=5, guidance=4.0, noise=2.0)
-    a = find_guided(hidden, logits, start, options, guide=True, mask_id=11, noise=noise(3))
-    b = find_tokens(denoise, start, mask_id=11, steps=5, noise=noise(3), confidence_noise=2.0)
+    a = sample_tokens_guided(hidden, logits, start, options, guide=True, mask_id=11, noise=noise(3))
+    b = sample_tokens(denoise, start, mask_id=11, steps=5, noise=noise(3), confidence_noise=2.0)
     assert torch.equal(a, b)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kineograph.core.noise import Noise
-from kineograph.process.guidance import guided, scale_at
-from kineograph.process.sampling import draw_tokens, top_classes
+from kineograph.process.guidance import guidance_scale_at, make_guided
+from kineograph.process.sampling import draw_tokens, top_k_blockwise
 
 
 @pytest.mark.parametrize("classes", [2, 13, 16, 1000, 96])
@@ -44,7 +44,7 @@ def test_classes_of_no_weight_are_never_drawn():
 @pytest.mark.parametrize(("classes", "k"), [(65536, 100), (1000, 20), (64, 5), (65536, 1), (17, 9)])
 def test_top_classes_by_blocks_are_the_top_classes(classes, k):
     logits = torch.randn(3, 2, classes, generator=torch.Generator().manual_seed(2))
-    values, places = top_classes(logits, k)
+    values, places = top_k_blockwise(logits, k)
     torch.testing.assert_close(values, logits.topk(k).values)
     torch.testing.assert_close(logits.gather(-1, places), values)
 
@@ -67,13 +67,13 @@ def test_guidance_in_one_batch_is_two_passes():
         return net(x) * torch.cat([wanted, other])
 
     x = torch.randn(3, 4)
-    found = guided(denoise, lambda step: 2.5)(x, 0)
+    found = make_guided(denoise, lambda step: 2.5)(x, 0)
     a, b = net(x) * wanted, net(x) * other
     torch.testing.assert_close(found, b + 2.5 * (a - b))
     assert calls == [6]
 
 
 def test_guidance_schedules():
-    assert [scale_at(4.0, step, 4) for step in range(4)] == [4.0] * 4
-    assert [scale_at(4.0, step, 4, "linear") for step in range(4)] == [1.0, 2.0, 3.0, 4.0]
-    assert scale_at(4.0, 0, 1, "linear") == 4.0
+    assert [guidance_scale_at(4.0, step, 4) for step in range(4)] == [4.0] * 4
+    assert [guidance_scale_at(4.0, step, 4, "linear") for step in range(4)] == [1.0, 2.0, 3.0, 4.0]
+    assert guidance_scale_at(4.0, 0, 1, "linear") == 4.0

@@ -11,11 +11,11 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.process.diffusion import Diffusion
-from kineograph.process.guidance import guided_denoise, scale_table
+from kineograph.process.guidance import make_guided_denoiser, scale_table
 from kineograph.process.solvers import (
     DiffusionSample,
     Inpaint,
-    begin,
+    add_start_noise,
     ddim,
     ddpm,
     dpm_solver,
@@ -215,7 +215,7 @@ def test_clipping_acts_at_every_step(solver):
 @pytest.mark.parametrize("objective", ["eps", "v"])
 def test_a_start_on_the_way_goes_on_from_there(solver, objective):
     diffusion, x0 = make(objective=objective), drawn(*SHAPE, seed=5)
-    x = begin(diffusion, x0, drawn(*SHAPE), steps=10, start=7)
+    x = add_start_noise(diffusion, x0, drawn(*SHAPE), steps=10, start=7)
     torch.testing.assert_close(x, diffusion.add_noise(x0, drawn(*SHAPE), torch.full((2,), 299)))
     seen = []
 
@@ -303,7 +303,7 @@ def test_sampling_asks_the_device_nothing(solver, objective):
     with torch.device("meta"):
         found = solver(
             diffusion,
-            guided_denoise(both, table),
+            make_guided_denoiser(both, table),
             x,
             5,
             noise=lambda n: torch.empty(SHAPE, device="meta"),
@@ -367,7 +367,7 @@ def test_options_name_solver_clip_and_guidance(options, solver, clip, function, 
     chosen = DiffusionSample(steps=6, guidance=2.5, guidance_schedule=schedule, clip=clip, **keys, **options)
     found = solve(diffusion, conditional, drawn(*SHAPE), chosen, noise=draws, guide=True)
     table = scale_table(2.5, timesteps(100, 6), schedule)
-    wanted = solver(diffusion, guided_denoise(conditional, table), drawn(*SHAPE), 6, noise=draws, clip=function)
+    wanted = solver(diffusion, make_guided_denoiser(conditional, table), drawn(*SHAPE), 6, noise=draws, clip=function)
     torch.testing.assert_close(found, wanted, atol=0, rtol=0)
     own = solve(diffusion, network, drawn(*SHAPE), chosen, noise=draws, clip=lambda x0: torch.zeros_like(x0))
     assert not own.any()
@@ -381,6 +381,6 @@ def test_options_that_do_nothing_are_refused():
 
 
 def test_guidance_that_does_nothing_costs_nothing():
-    assert not DiffusionSample(guidance=1).guides and DiffusionSample(guidance=0).guides
-    assert DiffusionSample(guidance=1, guidance_schedule="cosine").guides
-    assert not DiffusionSample(guidance=0, guidance_schedule="cosine").guides
+    assert not DiffusionSample(guidance=1).uses_guidance and DiffusionSample(guidance=0).uses_guidance
+    assert DiffusionSample(guidance=1, guidance_schedule="cosine").uses_guidance
+    assert not DiffusionSample(guidance=0, guidance_schedule="cosine").uses_guidance

@@ -12,7 +12,7 @@ from kineograph.core.config import Config, StageConfig
 from kineograph.core.errors import InputError
 from kineograph.family.cogvideox.shapes import Released, TransformerShape, filled
 from kineograph.process.diffusion import DiffusionConfig
-from kineograph.process.guidance import check_null
+from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.solvers import DiffusionSample
 from kineograph.text import TextConfig
 
@@ -131,7 +131,9 @@ class CogVideoXConfig(StageConfig, TransformerShape):
             )
         if self.text.kind != "none":
             known = self.init is not None or self.weights is not None
-            check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known, self.sample.unguided)
+            check_guidance_dropout(
+                self.sample.guidance, self.caption_dropout, "caption_dropout", known, self.sample.neutral_guidance
+            )
         return self
 
     @property

@@ -37,7 +37,7 @@ def draw_latents(task: CogVideoX, prompts: Prompts, options: CogVideoXSample) ->
     padding = space.padding(t)
     shape = (t + padding, space.channels, h, w)
     wanted, other = task.texts.of_prompts(prompts)
-    guide = other is not None and options.guides
+    guide = other is not None and options.uses_guidance
     text = torch.cat([wanted, other]) if guide and other is not None else wanted
     x = noise.normal(f"start {shape}", *shape)
     image = space.shown(_first_frame(task, prompts, prime), padding, x)

@@ -131,10 +131,10 @@ class CogVideoX(Task):
         x_t = self.diffusion.add_noise(clips.x0, eps, t)
         output = self.predict(x_t, t, text, self.space.shown(clips.first, clips.padding, x_t))
         if clips.times is None:
-            return self.diffusion.error(output, clips.x0, eps, t)
+            return self.diffusion.squared_error(output, clips.x0, eps, t)
         real = clips.times[:, :, None, None, None]
         right = torch.where(real, output.float(), self.diffusion.target(clips.x0, eps, t))  # no error at the others
-        return self.diffusion.error(right, clips.x0, eps, t) * (real.shape[1] / clips.times.sum(1))
+        return self.diffusion.squared_error(right, clips.x0, eps, t) * (real.shape[1] / clips.times.sum(1))
 
     def forward(self, batch: Batch, noise: Noise) -> Scored:
         clips = self.space.read(batch, noise, self.training)

@@ -20,7 +20,7 @@ from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig, chec
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import TransformerShape
 from kineograph.family.cogvideox.weights import renamed, shape_of
-from kineograph.process.diffusers_scheduler import differences, drawn_otherwise, read_scheduler
+from kineograph.process.diffusers_scheduler import compare_diffusion, read_scheduler, unsupported_scheduler_options
 
 ASSET = "cogvideox/base.json"
 _SAMPLED = 4096  # values of a tensor that tell it apart from another
@@ -199,13 +199,13 @@ def check_scheduler(config: CogVideoXConfig, stage: str, note: Callable[[str], N
         return
     said = load_file(place)
     theirs, _ = read_scheduler(said, said.get("_class_name", "CogVideoXDDIMScheduler"), place)
-    for key, (wanted, found) in differences(theirs, config.diffusion).items():
+    for key, (wanted, found) in compare_diffusion(theirs, config.diffusion).items():
         shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
         raise ConfigError(
             f"{place} says diffusion.{key}={shown}, and the stage has {found}: set stages.{stage}.diffusion.{key}={shown}, or take the file out of "
             "the folder to train with another schedule"
         )
-    for line in drawn_otherwise(said, place):
+    for line in unsupported_scheduler_options(said, place):
         note(f"warning: {line}")
 
 

@@ -10,7 +10,7 @@ from kineograph.core.config import Size, StageConfig
 from kineograph.family.dalle2.low_res import AugmentConfig
 from kineograph.nn.unet import UnetConfig
 from kineograph.process.diffusion import DiffusionConfig
-from kineograph.process.guidance import check_null
+from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text import TextConfig
 from kineograph.text.embedding import ClipChoice
@@ -101,7 +101,9 @@ class DecoderConfig(StageConfig, UnetConfig):
             raise ValueError(f"crop={self.crop} does not fit this U-Net: use a multiple of {self.factor}")
         for key, read in (("image_dropout", self.reads_images), ("text_dropout", self.reads_text)):
             if read:
-                check_null(self.sample.guidance, getattr(self, key), key, self.init is not None, self.sample.unguided)
+                check_guidance_dropout(
+                    self.sample.guidance, getattr(self, key), key, self.init is not None, self.sample.neutral_guidance
+                )
         return self
 
     @property

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from kineograph.core.config import Config, StageConfig
 from kineograph.nn.transformer import TransformerConfig
 from kineograph.process.diffusion import DiffusionConfig
-from kineograph.process.guidance import check_null
+from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text.embedding import ClipChoice
 
@@ -63,7 +63,9 @@ class PriorConfig(StageConfig, TransformerConfig):
     @model_validator(mode="after")
     def _fits(self) -> PriorConfig:
         check_steps(self.sample.steps, self.diffusion.steps)
-        check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
+        check_guidance_dropout(
+            self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None
+        )
         if self.diffusion.learned_variance:
             raise ValueError(
                 "diffusion.learned_variance=true does not fit a prior: its bound counts the 256 steps of a pixel, and embeddings have none"

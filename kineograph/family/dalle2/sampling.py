@@ -28,7 +28,7 @@ def draw(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
     _check(task, prompts, options)
     wanted, other = task.conditioner.of_prompts(prompts, task.prior)
     low_res, level = _low_res(task, prompts, options)
-    guide = other is not None and options.guides
+    guide = other is not None and options.uses_guidance
     both = wanted.join(other) if guide and other is not None else wanted
 
     def rows(value: Tensor) -> Tensor:

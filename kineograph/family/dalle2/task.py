@@ -39,9 +39,9 @@ class Scores(nn.Module):
         self.diffusion = diffusion
 
     def forward(self, output: Tensor, x0: Tensor, eps: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        error = self.diffusion.error(output, x0, eps, t)
+        error = self.diffusion.squared_error(output, x0, eps, t)
         learned = self.diffusion.config.learned_variance
-        return error, self.diffusion.bound(output, x0, x_t, t) if learned else None
+        return error, self.diffusion.variational_bound(output, x0, x_t, t) if learned else None
 
 
 def _drawn(config: DecoderConfig, data: Shape) -> Shape:

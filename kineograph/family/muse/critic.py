@@ -14,8 +14,8 @@ from kineograph.core.task import BuildContext, Loss, Task
 from kineograph.family.muse.config import CriticConfig, MuseSample
 from kineograph.family.muse.network import Condition, MuseNetwork
 from kineograph.family.muse.task import Muse
-from kineograph.process.guidance import check_null_of
-from kineograph.process.masking import Critic, Judged, judge
+from kineograph.process.guidance import check_generator_dropout
+from kineograph.process.masking import Critic, CriticLoss, score_critic
 
 
 class MuseCritic(Task):
@@ -47,7 +47,9 @@ class MuseCritic(Task):
     def _check_guidance(self, options: MuseSample) -> None:
         drawn = self.generator.config
         if drawn.text.kind != "none":
-            check_null_of(self.config.generator, options.guidance, drawn.caption_dropout, drawn.init is not None)
+            check_generator_dropout(
+                self.config.generator, options.guidance, drawn.caption_dropout, drawn.init is not None
+            )
 
     def trainable(self, player: str) -> list[nn.Module]:
         return [self.network, self.score]
@@ -56,17 +58,17 @@ class MuseCritic(Task):
         """How wrong each token looks, B N 1."""
         return self.score(self.network(tokens, condition.text, condition.mask, condition.low_res))
 
-    def forward(self, batch: Batch, noise: Noise) -> Judged:
+    def forward(self, batch: Batch, noise: Noise) -> CriticLoss:
         with torch.no_grad():
             tokens = self.generator.tokens(batch)
             share = self.generator.config.caption_dropout
             dropped = noise.happens("caption dropout", share) if self.training else None
             condition = self.generator.condition(batch, dropped)
             masked, rows = self.generator.predict(tokens, condition, noise)
-            filled, wrong = self.generator.redraw(rows, masked, tokens, noise, self.config.temperature)
-        return judge(self.scores(filled, condition), masked, wrong)
+            filled, wrong = self.generator.resample_masked(rows, masked, tokens, noise, self.config.temperature)
+        return score_critic(self.scores(filled, condition), masked, wrong)
 
-    def loss(self, player: str, shared: Judged) -> Loss:
+    def loss(self, player: str, shared: CriticLoss) -> Loss:
         return shared.loss()
 
     def sample(self, prompts: Prompts, options: MuseSample) -> Tensor:

@@ -18,7 +18,15 @@ from kineograph.core.task import BuildContext, Loss, Task
 from kineograph.family.muse.config import MuseConfig, MuseSample
 from kineograph.family.muse.network import Condition, MuseNetwork
 from kineograph.nn.head import Head
-from kineograph.process.masking import Critic, Masked, Scored, critic_loss, find_guided, hide, redraw
+from kineograph.process.masking import (
+    Critic,
+    MaskedLoss,
+    TokenMask,
+    mask_tokens,
+    resample_masked,
+    sample_tokens_guided,
+    sum_critic_loss,
+)
 from kineograph.text import Text, build_text
 from kineograph.text.reading import compiled_of, precomputed, read_batch, read_prompts, reads_for
 
@@ -125,9 +133,9 @@ class Muse(Task):
             previous = torch.zeros(*tokens.shape, self.config.width, device=tokens.device)
         return self.network(tokens, condition.text, condition.mask, condition.low_res, previous)
 
-    def predict(self, tokens: Tensor, condition: Condition, noise: Noise) -> tuple[Masked, Tensor]:
+    def predict(self, tokens: Tensor, condition: Condition, noise: Noise) -> tuple[TokenMask, Tensor]:
         """Hide tokens and run the network: where the scored ones lie, and their hidden states, R D."""
-        masked = hide(noise, tokens.shape[1], bias=self.config.mask_bias)
+        masked = mask_tokens(noise, tokens.shape[1], bias=self.config.mask_bias)
         inputs = tokens.masked_fill(masked.mask, self.mask_id)
         previous = None
         if self.config.self_conditioning and key_of(noise.seed, noise.step, "self-conditioning") % 2:
@@ -136,26 +144,26 @@ class Muse(Task):
         hidden = self.hidden(inputs, condition, previous)
         return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
 
-    def redraw(
-        self, rows: Tensor, masked: Masked, tokens: Tensor, noise: Noise, temperature: float = 1.0
+    def resample_masked(
+        self, rows: Tensor, masked: TokenMask, tokens: Tensor, noise: Noise, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Tokens with the model's own draws at the scored places, B N, and which of the R draws are wrong."""
-        return redraw(self.head.logits, self.head.chunks(len(rows)), rows, masked, tokens, noise, temperature)
+        return resample_masked(self.head.logits, self.head.chunks(len(rows)), rows, masked, tokens, noise, temperature)
 
-    def forward(self, batch: Batch, noise: Noise) -> Scored:
+    def forward(self, batch: Batch, noise: Noise) -> MaskedLoss:
         tokens = self.tokens(batch)
         dropped = noise.happens("caption dropout", self.config.caption_dropout) if self.training else None
         condition = self.condition(batch, dropped)
         masked, rows = self.predict(tokens, condition, noise)
         targets = tokens.flatten().index_select(0, masked.rows)
         loss, correct = self.head(rows, targets, masked.weights)
-        scored = Scored(loss, correct, masked.weights.sum())
+        scored = MaskedLoss(loss, correct, masked.weights.sum())
         if self.critic is not None:
-            filled, wrong = self.redraw(rows.detach(), masked, tokens, noise)
-            scored.critic = critic_loss(self.critic(self.hidden(filled, condition)), masked, wrong)
+            filled, wrong = self.resample_masked(rows.detach(), masked, tokens, noise)
+            scored.critic = sum_critic_loss(self.critic(self.hidden(filled, condition)), masked, wrong)
         return scored
 
-    def loss(self, player: str, shared: Scored) -> Loss:
+    def loss(self, player: str, shared: MaskedLoss) -> Loss:
         return shared.loss(self.config.critic_weight)
 
     # sampling ------------------------------------------------------------------------------------------------------
@@ -222,7 +230,7 @@ class Muse(Task):
 
         if make_critic is None and self.critic is not None:
             make_critic = self._self_critic
-        tokens = find_guided(
+        tokens = sample_tokens_guided(
             hidden,
             self.head.logits,
             torch.full((rows, length), self.mask_id, device=prompts.noise.device),

@@ -17,8 +17,8 @@ from kineograph.core.noise import Noise
 from kineograph.family.nuwa.config import NuwaSample
 from kineograph.family.nuwa.network import Condition, NuwaNetwork
 from kineograph.nn.head import Head
-from kineograph.process.autoregression import Drawing
-from kineograph.process.guidance import guided
+from kineograph.process.autoregression import AutoregressiveSampler
+from kineograph.process.guidance import make_guided
 
 if TYPE_CHECKING:
     from kineograph.family.nuwa.task import Nuwa
@@ -63,11 +63,11 @@ class Canvas:
                     return cast(Tensor, task.one_step(pen.network, tokens, index, self.state))  # B 1 D
 
                 # the head is linear: guiding hidden states is guiding logits, at half the price
-                found = guided(hidden, lambda _: kind.guidance)(token, 0) if kind.guide else hidden(token, 0)
+                found = make_guided(hidden, lambda _: kind.guidance)(token, 0) if kind.guide else hidden(token, 0)
                 return pen.head.logits(found[:, 0])
 
             _, height, width = task.grid
-            self.drawing = Drawing(
+            self.drawing = AutoregressiveSampler(
                 step,
                 kind.times * height * width,
                 noise,

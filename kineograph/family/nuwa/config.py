@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.config import Config, StageConfig
 from kineograph.nn.transformer import TransformerConfig
-from kineograph.process.guidance import check_null
+from kineograph.process.guidance import check_guidance_dropout
 from kineograph.text import TextConfig
 
 Triple = tuple[int, int, int]
@@ -81,5 +81,7 @@ class NuwaConfig(StageConfig, TransformerConfig):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is read with a sketch only: name the sketch's codec, or leave it out")
         if self.text.kind != "none":
-            check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
+            check_guidance_dropout(
+                self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None
+            )
         return self

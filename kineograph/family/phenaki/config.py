@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from kineograph.core.config import StageConfig
 from kineograph.nn.transformer import TransformerConfig
-from kineograph.process.guidance import check_null
+from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.masking import MaskedSample
 from kineograph.text import TextConfig
 
@@ -65,7 +65,9 @@ class PhenakiConfig(StageConfig, TransformerConfig):
             self.sample.check_without_critic()
         self.critic_transformer()
         if self.text.kind != "none":
-            check_null(self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None)
+            check_guidance_dropout(
+                self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None
+            )
         return self
 
     def critic_transformer(self) -> TransformerConfig:

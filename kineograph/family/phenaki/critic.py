@@ -15,8 +15,8 @@ from kineograph.family.phenaki.config import CriticConfig, PhenakiSample
 from kineograph.family.phenaki.network import TokenCritic
 from kineograph.family.phenaki.sampling import draw
 from kineograph.family.phenaki.task import Phenaki
-from kineograph.process.guidance import check_null_of
-from kineograph.process.masking import Judged, judge
+from kineograph.process.guidance import check_generator_dropout
+from kineograph.process.masking import CriticLoss, score_critic
 
 
 class PhenakiCritic(Task):
@@ -46,20 +46,22 @@ class PhenakiCritic(Task):
     def _check_guidance(self, options: PhenakiSample) -> None:
         drawn = self.generator.config
         if drawn.text.kind != "none":
-            check_null_of(self.config.generator, options.guidance, drawn.caption_dropout, drawn.init is not None)
+            check_generator_dropout(
+                self.config.generator, options.guidance, drawn.caption_dropout, drawn.init is not None
+            )
 
     def trainable(self, player: str) -> list[nn.Module]:
         return [self.critic]
 
-    def forward(self, batch: Batch, noise: Noise) -> Judged:
+    def forward(self, batch: Batch, noise: Noise) -> CriticLoss:
         generator = self.generator
         with torch.no_grad():
             clips, words = generator.clips(batch), generator.words(batch, noise, drop=self.training)
             masked, rows = generator.predict(clips, words, noise)
             found = generator.challenge(clips, words, masked, rows, noise, self.config.temperature)
-        return judge(self.critic(found.clips, words), masked, found.wrong)
+        return score_critic(self.critic(found.clips, words), masked, found.wrong)
 
-    def loss(self, player: str, shared: Judged) -> Loss:
+    def loss(self, player: str, shared: CriticLoss) -> Loss:
         return shared.loss()
 
     def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:

@@ -13,7 +13,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.family.phenaki.config import PhenakiSample
 from kineograph.family.phenaki.network import Clips, Grid, TokenCritic, full, rows_of
-from kineograph.process.masking import Critic, find_guided
+from kineograph.process.masking import Critic, sample_tokens_guided
 from kineograph.text.reading import read_prompts
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Drawing:
             start = task.codec.encode(prime).flatten(1)  # B m
             tokens[:, : start.shape[1]] = start
             given = torch.arange(tokens.shape[1]) < start.shape[1]
-        found = find_guided(
+        found = sample_tokens_guided(
             lambda tokens, step: task.network(tokens, grid, None, self.both.mask, None, self.memory),
             task.head.logits,
             tokens,
@@ -140,7 +140,7 @@ class Drawing:
             guide=self.guide,
             mask_id=task.mask_id,
             noise=noise,
-            given=given,
+            fixed=given,
             critic=self.judge(grid),
         )
         return task.codec.decode(rearrange(found, "b (t h w) -> b t h w", t=grid[0], h=grid[1]))

@@ -18,7 +18,14 @@ from kineograph.family.phenaki.config import PhenakiConfig, PhenakiSample
 from kineograph.family.phenaki.network import Clips, Grid, PhenakiNetwork, TokenCritic
 from kineograph.family.phenaki.sampling import draw, overlap_of
 from kineograph.nn.head import Head
-from kineograph.process.masking import Masked, Scored, critic_loss, hide, judge, redraw
+from kineograph.process.masking import (
+    MaskedLoss,
+    TokenMask,
+    mask_tokens,
+    resample_masked,
+    score_critic,
+    sum_critic_loss,
+)
 from kineograph.text import Text, build_text
 from kineograph.text.reading import Words, compiled_of, precomputed, read_batch, reads_for
 
@@ -31,7 +38,7 @@ class Challenge:
 
     clips: Clips
     words: Words
-    masked: Masked
+    masked: TokenMask
     wrong: Tensor  # R
 
 
@@ -39,7 +46,7 @@ class Challenge:
 class Played:
     """What a step's players share; a part that nobody learns from is None."""
 
-    scored: Scored | None
+    scored: MaskedLoss | None
     challenge: Challenge | None
 
 
@@ -164,18 +171,20 @@ class Phenaki(Task):
         later = repeat(later, "b t -> b (t n)", n=rows * columns)
         return later if clips.keep is None else later & clips.keep
 
-    def predict(self, clips: Clips, words: Words, noise: Noise) -> tuple[Masked, Tensor]:
+    def predict(self, clips: Clips, words: Words, noise: Noise) -> tuple[TokenMask, Tensor]:
         """Hide tokens and run the network: where the scored ones lie, and their hidden states, R D."""
-        masked = hide(noise, clips.tokens.shape[1], self.unknown(clips, noise), self.config.mask_bias)
+        masked = mask_tokens(noise, clips.tokens.shape[1], self.unknown(clips, noise), self.config.mask_bias)
         hidden = self.hidden(clips.of_tokens(clips.tokens.masked_fill(masked.mask, self.mask_id)), words)
         return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
 
     def challenge(
-        self, clips: Clips, words: Words, masked: Masked, rows: Tensor, noise: Noise, temperature: float = 1.0
+        self, clips: Clips, words: Words, masked: TokenMask, rows: Tensor, noise: Noise, temperature: float = 1.0
     ) -> Challenge:
         """The same clips with the generator's own draws at the hidden places."""
         chunks = self.head.chunks(len(rows))
-        filled, wrong = redraw(self.head.logits, chunks, rows.detach(), masked, clips.tokens, noise, temperature)
+        filled, wrong = resample_masked(
+            self.head.logits, chunks, rows.detach(), masked, clips.tokens, noise, temperature
+        )
         return Challenge(clips.of_tokens(filled), words, masked, wrong)
 
     def scores(self, clips: Clips, words: Words) -> Tensor:
@@ -196,19 +205,19 @@ class Phenaki(Task):
             if self.learns("generator"):
                 targets = clips.tokens.flatten().index_select(0, masked.rows)
                 loss, correct = self.head(rows, targets, masked.weights)
-                played.scored = Scored(loss, correct, masked.weights.sum())
+                played.scored = MaskedLoss(loss, correct, masked.weights.sum())
             if self.learns("critic"):
                 played.challenge = self.challenge(clips, words, masked, rows, noise)
         if played.scored is not None and played.challenge is not None and self.config.critic == "self":
             scores = self.scores(played.challenge.clips, words)
-            played.scored.critic = critic_loss(scores, masked, played.challenge.wrong)
+            played.scored.critic = sum_critic_loss(scores, masked, played.challenge.wrong)
         return played
 
     def loss(self, player: str, shared: Played) -> Loss:
         if player == "critic":
             found = shared.challenge
             assert found is not None
-            return judge(self.scores(found.clips, found.words.detach()), found.masked, found.wrong).loss()
+            return score_critic(self.scores(found.clips, found.words.detach()), found.masked, found.wrong).loss()
         assert shared.scored is not None
         return shared.scored.loss(self.config.critic_weight)
 

@@ -171,13 +171,13 @@ def test_self_conditioning_reads_the_last_prediction(make):
     task.network.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["previous"]), with_kwargs=True
     )
-    inner = task.diffusion.answer
+    inner = task.diffusion.prediction
 
     def remember(output):
         predicted.append(output)
         return inner(output)
 
-    task.diffusion.answer = remember
+    task.diffusion.prediction = remember
     prompts = prompts_of(2, captions=["a", "b"])
     draw(task, prompts, guidance=2.0)
     assert [len(part) for part in seen] == [4] * 4

@@ -11,7 +11,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.registry import find_task
 from kineograph.core.task import player_parameters
 from kineograph.family.muse import Muse, MuseConfig
-from kineograph.process.masking import hide
+from kineograph.process.masking import mask_tokens
 from kineograph.text.reading import null_text, read_captions
 
 from .conftest import CAPTIONS, PatchCodec, batch_of, train
@@ -28,7 +28,7 @@ def test_found_by_name():
 def test_masked_only_loss_is_that_of_all_logits(make, batch, noise):
     muse = make(label_smoothing=0.1).eval()
     tokens = muse.tokens(batch)
-    mask = hide(noise, 16).mask
+    mask = mask_tokens(noise, 16).mask
     condition = muse.condition(batch)
     logits = muse.head.logits(muse.hidden(tokens.masked_fill(mask, muse.mask_id), condition))
     expected = F.cross_entropy(logits[mask], tokens[mask], label_smoothing=0.1)
@@ -46,7 +46,7 @@ def test_masked_only_loss_is_that_of_all_logits(make, batch, noise):
 def test_hidden_tokens_cannot_be_seen(make, batch, noise):
     muse = make().eval()
     tokens, condition = muse.tokens(batch), muse.condition(batch)
-    mask = hide(noise, 16).mask
+    mask = mask_tokens(noise, 16).mask
     changed = torch.where(mask, (tokens + 3) % 16, tokens)
     a, b = (muse.predict(t, condition, noise)[1] for t in (tokens, changed))
     assert torch.equal(a, b)

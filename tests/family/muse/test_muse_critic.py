@@ -12,7 +12,7 @@ from kineograph.core.task import BuildContext, freeze, player_parameters
 from kineograph.family.muse import MuseSample
 from kineograph.family.muse.config import CriticConfig
 from kineograph.family.muse.critic import MuseCritic
-from kineograph.process.masking import hide
+from kineograph.process.masking import mask_tokens
 
 from .conftest import CAPTIONS, PatchCodec, batch_of, train
 
@@ -37,8 +37,8 @@ def test_found_by_name():
 def test_only_drawn_places_are_judged_and_only_they_are_changed(generator, batch, noise):
     tokens, condition = generator.tokens(batch), generator.condition(batch)
     masked, rows = generator.predict(tokens, condition, noise)
-    filled, wrong = generator.redraw(rows, masked, tokens, noise)
-    mask = hide(noise, 16).mask
+    filled, wrong = generator.resample_masked(rows, masked, tokens, noise)
+    mask = mask_tokens(noise, 16).mask
     assert torch.equal(filled[~mask], tokens[~mask])
     assert (filled < generator.mask_id).all()
     critic = make_critic(generator).eval()  # in training some captions are dropped
@@ -110,7 +110,7 @@ def test_self_critic_has_labels_at_hidden_places_alone(make, batch, noise):
     found = muse.loss("model", muse(batch, noise))
     tokens, condition = muse.tokens(batch), muse.condition(batch)
     masked, rows = muse.predict(tokens, condition, noise)
-    filled, _ = muse.redraw(rows, masked, tokens, noise)
+    filled, _ = muse.resample_masked(rows, masked, tokens, noise)
     mask = masked.mask
     scores = muse.critic(muse.hidden(filled, condition))[..., 0]
     expected = F.binary_cross_entropy_with_logits(scores[mask], (filled != tokens)[mask].float())

@@ -7,7 +7,7 @@ from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.family.muse import Condition, MuseSample
-from kineograph.process.guidance import guided
+from kineograph.process.guidance import make_guided
 from kineograph.text.reading import null_text, read_captions
 
 from .conftest import CAPTIONS, batch_of, train
@@ -58,7 +58,7 @@ def test_guidance_in_one_batch_is_two_passes_and_may_act_on_hidden_states(make):
     other = Condition(*null_text(muse.reader, 3, torch.device("cpu")))
     tokens = torch.randint(0, 17, (3, 16), generator=torch.Generator().manual_seed(0))
     both = wanted.join(other)
-    hidden = guided(lambda x, step: muse.hidden(x, both), lambda step: 3.0)(tokens, 0)
+    hidden = make_guided(lambda x, step: muse.hidden(x, both), lambda step: 3.0)(tokens, 0)
     a, b = (muse.head.logits(muse.hidden(tokens, condition)) for condition in (wanted, other))
     torch.testing.assert_close(muse.head.logits(hidden), b + 3.0 * (a - b), rtol=1e-4, atol=1e-4)
 

@@ -12,7 +12,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, freeze, load_weights, player_parameters, task_state_dict
 from kineograph.family.phenaki import Phenaki, PhenakiConfig
-from kineograph.process.masking import hide
+from kineograph.process.masking import mask_tokens
 from tests.nn.made_tensors import made_tensors
 
 from .conftest import CAPTIONS, VOCABULARY, ClipCodec, batch_of, clips, train
@@ -32,7 +32,7 @@ def test_loss_is_that_of_all_logits_at_hidden_places(make, batch, noise, bias):
     found, words = task.clips(batch), task.words(batch, noise, drop=False)
     assert found.tokens.shape == (4, 12)
     assert found.keep is None
-    mask = hide(noise, 12, bias=bias).mask
+    mask = mask_tokens(noise, 12, bias=bias).mask
     logits = task.head.logits(task.hidden(found.of_tokens(found.tokens.masked_fill(mask, task.mask_id)), words))
     expected = F.cross_entropy(logits[mask], found.tokens[mask], label_smoothing=0.1)
     loss = task.loss("generator", task(batch, noise))
@@ -44,7 +44,7 @@ def test_loss_is_that_of_all_logits_at_hidden_places(make, batch, noise, bias):
 def test_hidden_tokens_cannot_be_seen(make, batch, noise):
     task = make().eval()
     found, words = task.clips(batch), task.words(batch, noise, drop=False)
-    mask = hide(noise, 12).mask
+    mask = mask_tokens(noise, 12).mask
     changed = found.of_tokens(torch.where(mask, (found.tokens + 3) % VOCABULARY, found.tokens))
     a, b = (task.predict(c, words, noise)[1] for c in (found, changed))
     assert torch.equal(a, b)
@@ -102,7 +102,7 @@ def test_padding_is_neither_hidden_scored_nor_seen(make, noise):
     together, _ = mixed()
     found = task.clips(together)
     noise = Noise(1, 2, together.slots)
-    masked = hide(noise, 12, found.keep)
+    masked = mask_tokens(noise, 12, found.keep)
     assert not (masked.mask & ~found.keep).any()
     assert found.keep.flatten()[masked.rows[masked.weights > 0]].all()
     changed = Batch(together.slots, together.pixels.clone(), together.frame_mask, captions=together.captions)

@@ -13,7 +13,7 @@ from kineograph.core.task import BuildContext, freeze, load_weights, player_para
 from kineograph.family.phenaki import PhenakiSample
 from kineograph.family.phenaki.config import CriticConfig
 from kineograph.family.phenaki.critic import PhenakiCritic
-from kineograph.process.masking import hide
+from kineograph.process.masking import mask_tokens
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper
 
@@ -80,7 +80,7 @@ def test_the_critics_loss_teaches_the_critic_alone(make, batch, noise):
 def test_labels_lie_at_hidden_places_alone(make, batch, noise, keys):
     task = make(**keys).eval()
     shared = task(batch, noise)
-    filled, tokens, mask = shared.challenge.clips, task.clips(batch).tokens, hide(noise, 12).mask
+    filled, tokens, mask = shared.challenge.clips, task.clips(batch).tokens, mask_tokens(noise, 12).mask
     assert torch.equal(filled.tokens[~mask], tokens[~mask])
     assert (filled.tokens < task.mask_id).all()
     scores = task.scores(filled, shared.challenge.words)[..., 0]
@@ -95,7 +95,7 @@ def test_a_self_critic_is_part_of_the_generators_loss(make, batch, noise):
     task = make(critic="self", critic_weight=0.5).eval()
     shared = task(batch, noise)
     found = task.loss("generator", shared)
-    tokens, mask = task.clips(batch).tokens, hide(noise, 12).mask
+    tokens, mask = task.clips(batch).tokens, mask_tokens(noise, 12).mask
     scores = task.scores(shared.challenge.clips, shared.challenge.words)[..., 0]
     expected = F.binary_cross_entropy_with_logits(scores[mask], (shared.challenge.clips.tokens != tokens)[mask].float())
     torch.testing.assert_close(found.terms["critic"].value(), expected)
