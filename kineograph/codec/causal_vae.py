@@ -81,7 +81,7 @@ class CausalVAE(Task):
     Config = CausalVAEConfig
     players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
     vocabulary = None
-    any_shape = True
+    supports_buckets = True
     spread: Tensor
 
     def __init__(self, config: CausalVAEConfig, shape: Shape, perceptual: Lpips | None = None) -> None:
@@ -219,7 +219,7 @@ class CausalVAE(Task):
             return [self.discriminator]
         return [self.encoder, self.decoder]
 
-    def plays(self, player: str, step: int) -> bool:
+    def is_active(self, player: str, step: int) -> bool:
         return player == "generator" or game_on(self.config.adversarial, step)
 
     def forward(self, batch: Batch, noise: Noise) -> Reconstruction:
@@ -303,7 +303,7 @@ class CausalVAE(Task):
 
     # how the outside treats it -----------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [part for part in (self.encoder, self.decoder, self.discriminator, self.perceptual) if part is not None]
 
     def blocks(self) -> list[nn.Module]:

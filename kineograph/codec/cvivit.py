@@ -194,7 +194,7 @@ class CViViT(Task):
     """Codec and its training: generator (encoder, quantizer, decoder) against a discriminator of clips."""
 
     Config = CViViTConfig
-    any_shape = True
+    supports_buckets = True
     players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
 
     def __init__(self, config: CViViTConfig, shape: Shape, perceptual: Lpips | None = None) -> None:
@@ -260,7 +260,7 @@ class CViViT(Task):
             return [self.discriminator]
         return [self.encoder, self.quantizer, self.decoder, self.to_pixels]
 
-    def plays(self, player: str, step: int) -> bool:
+    def is_active(self, player: str, step: int) -> bool:
         return player == "generator" or game_on(self.config.adversarial, step)
 
     def forward(self, batch: Batch, noise: Noise) -> Reconstruction:
@@ -292,7 +292,7 @@ class CViViT(Task):
 
     # how the outside treats it -----------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [part for part in (self.encoder, self.decoder, self.discriminator, self.perceptual) if part is not None]
 
     def blocks(self) -> list[nn.Module]:

@@ -64,10 +64,10 @@ class Task(nn.Module):
     """
 
     Config: ClassVar[type[StageConfig]]
-    asks_always = False  # whether steps ask the frozen stages also where a cache holds what they make of the data
+    always_encode = False  # whether steps ask the frozen stages also where a cache holds what they make of the data
     players: ClassVar[tuple[str, ...]] = ("model",)
     reads: ClassVar[frozenset[str]] = frozenset({"pixels"})  # of "pixels", "captions"; what training needs
-    any_shape: bool = False  # trains on clips of several shapes, each batch of one (data.buckets)
+    supports_buckets: bool = False  # trains on clips of several shapes, each batch of one (data.buckets)
     continues: ClassVar[bool] = False  # `sample` takes `prompts.prime` as the first frames of the clip that it gives
     enlarges: bool = False  # `sample` takes `prompts.prime` as the picture that it makes larger
     animates: bool = False  # `sample` begins with the first frame of a real sample that stands beside the prompt
@@ -79,7 +79,7 @@ class Task(nn.Module):
         super().__init__()
         self.stages: dict[str, Task] = {}
         self.precision = "auto"  # what it is trained in, and so judged in
-        self.drawn_size: tuple[int, int] | None = None  # of what `sample` gives; None: that of the data
+        self.sample_size: tuple[int, int] | None = None  # of what `sample` gives; None: that of the data
 
     @classmethod
     def build(cls, config: Any, context: BuildContext) -> Task:
@@ -99,7 +99,7 @@ class Task(nn.Module):
         """The modules whose parameters this player owns."""
         raise NotImplementedError
 
-    def plays(self, player: str, step: int) -> bool:
+    def is_active(self, player: str, step: int) -> bool:
         """Whether this player takes part in this step (a discriminator may start late or rest)."""
         return True
 
@@ -129,7 +129,7 @@ class Task(nn.Module):
         """Pixels for prompts, B T C H W, float in [0, 1]; `options` is the stage's `sample` config."""
         raise NotImplementedError
 
-    def as_drawn(self, pixels: Tensor) -> Tensor:
+    def resize_reference(self, pixels: Tensor) -> Tensor:
         """Real pixels, B T C H W, in the size that `sample` draws, to be held against what it gives."""
         return pixels
 
@@ -137,7 +137,7 @@ class Task(nn.Module):
         """Of a picture that is to be enlarged: the size in which it is given; None: in that of what is drawn."""
         return None
 
-    def drawn_from(self, prompts: Prompts) -> str | None:
+    def describe_start(self, prompts: Prompts) -> str | None:
         """What `sample` would draw from with these prompts, in words for a label, where captions alone do not say it."""
         return None
 
@@ -160,7 +160,7 @@ class Task(nn.Module):
     # what can be computed once -----------------------------------------------------------------------------------
 
     @classmethod
-    def caches(cls, config: Any) -> bool:
+    def can_cache(cls, config: Any) -> bool:
         """Whether `precompute` has something to give under this config."""
         return False
 
@@ -177,7 +177,7 @@ class Task(nn.Module):
 
     # how the outside treats it -----------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         """Modules that torch.compile takes one by one, in place."""
         return []
 
@@ -189,12 +189,12 @@ class Task(nn.Module):
         """Text that a rebuild needs beside the weights, such as a learned vocabulary."""
         return {}
 
-    def adopted(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    def remap_init(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
         """Weights that a stage starts from (`init`) by the names that they have here. Refuses, with an InputError, what is no start for it."""
         return weights
 
     @classmethod
-    def lighter(cls, config: Any) -> dict[str, Any]:
+    def memory_savers(cls, config: Any) -> dict[str, Any]:
         """Keys of the stage and the values with which it would need less memory, each on its own, for `kineo doctor` to try."""
         return {}
 
@@ -211,7 +211,7 @@ def player_parameters(task: Task, player: str) -> dict[str, nn.Parameter]:
 
 def sample_shape(task: Task, shape: Shape) -> Shape:
     """The shape of what a task draws, where its data have `shape`."""
-    height, width = task.drawn_size or (shape.height, shape.width)
+    height, width = task.sample_size or (shape.height, shape.width)
     return replace(shape, height=height, width=width)
 
 
@@ -225,13 +225,13 @@ def compile_task(task: Task, graphs: bool, by_block: bool = False) -> None:
     """torch.compile on the parts that the task names, in place; `graphs` runs them as CUDA graphs, so that the host launches
     one graph instead of hundreds of kernels. `by_block` takes blocks, and their forward passes alone, in place of a part that holds them:
     what is done with a block before and after it (by processes that shard it, say) is not compiled."""
-    if task.any_shape:  # every bucket is a compilation of its own, and dynamo gives up after a few
+    if task.supports_buckets:  # every bucket is a compilation of its own, and dynamo gives up after a few
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_SHAPES)
     blocks = {id(block) for block in task.blocks()} if by_block else set()
     for block in task.blocks() if by_block else []:
         block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
-    for module in task.compiled():
+    for module in task.compile_targets():
         if any(id(part) in blocks for part in module.modules()):
             continue
         # A module without weights is a kernel or two: copying its inputs into a graph would cost more than it saves.

@@ -352,7 +352,7 @@ class Judge:
             heartbeat.beat()
             evidence = EvalBatch(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
             if real.pixels is not None:
-                evidence.real = self.task.as_drawn(real.video) if "generated" in needed else real.video
+                evidence.real = self.task.resize_reference(real.video) if "generated" in needed else real.video
             if "generated" in needed:
                 self.watching.doing("drawing")
                 evidence.generated = self._draw(real)
@@ -371,7 +371,7 @@ class Judge:
         options = getattr(self.spec.config, "sample", None)
         if self.drawn_from is None:
             noise = Noise(key_of(self.seed, "sample"), 0, real.slots)
-            self.drawn_from = self.task.drawn_from(Prompts(noise, real.captions, batch=real))
+            self.drawn_from = self.task.describe_start(Prompts(noise, real.captions, batch=real))
         pixels = draw(
             self.task,
             real.captions,

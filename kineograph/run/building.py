@@ -144,7 +144,7 @@ def _fitted(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Weights that a stage starts from by their names here; and what of the stage they cannot fill, and why. At least one must fit."""
     where = f"stages.{stage.name}.init={stage.spec.config.init}"
-    renamed = task.adopted(given, where)
+    renamed = task.remap_init(given, where)
     own = task_state_dict(task)
     left = _misfits(own, renamed, _of_other_words(task, words))
     if len(left) == len(own):

@@ -258,12 +258,12 @@ def _switches(found: Traced, stage: StagePlan, target: Target, world: World) -> 
         and found.task.blocks()
     ):
         switches["train.parallel=shard"] = {"train.parallel": ParallelConfig(layout="shard")}
-    for key, value in stage.spec.task.lighter(stage.spec.config).items():
+    for key, value in stage.spec.task.memory_savers(stage.spec.config).items():
         switches[f"stages.{stage.name}.{key}={value}"] = {key: value}
     if found.memory.ema:
         switches[_NO_AVERAGE] = {}
     switches[_LEAN] = {}
-    if found.memory.text and stage.spec.task.caches(stage.spec.config):
+    if found.memory.text and stage.spec.task.can_cache(stage.spec.config):
         switches[_CACHED] = {}
     return switches
 

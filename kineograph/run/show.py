@@ -164,7 +164,7 @@ class Show:
             if task.can_sample_latents:
                 asked, tensors["samples"] = self._drawn(task, latents=True)
             real = self.data.pictures(len(asked.captions))
-            if real.pixels is not None and type(task).caches(self.stage.spec.config):
+            if real.pixels is not None and type(task).can_cache(self.stage.spec.config):
                 tensors["inputs"] = self._in_parts(real, lambda part: _encoded(task, part))
         if not distributed.is_first():
             return
@@ -231,7 +231,7 @@ class Show:
         with stepper.eval_mode() as task:
             drawn = self._draw(task, real.captions if self._is_told(task, real) else None, real)
         if distributed.is_first():
-            rows = [("real", _real(stepper.task.as_drawn(real.video), real)), ("generated", list(drawn))]
+            rows = [("real", _real(stepper.task.resize_reference(real.video), real)), ("generated", list(drawn))]
             captions = self._logged(real.captions or [""] * len(real))
             self._left.append(partial(self._write_grid, step, split, rows, captions))
 

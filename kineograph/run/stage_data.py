@@ -314,7 +314,7 @@ def expect_tokens(task: Task, data: StageData) -> None:
     codec: Any = _codec_of(task)
     for source in (data.source, data.validation) if codec is not None else ():
         if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
-            source.expect_grid(lambda frames, *size: codec.shape_for(frames, *(task.drawn_size or size)))
+            source.expect_grid(lambda frames, *size: codec.shape_for(frames, *(task.sample_size or size)))
     if getattr(codec, "vocabulary", None) is None:
         return
     config = data.stage.spec.data
@@ -341,7 +341,7 @@ def expect_shapes(task: Task, data: StageData) -> None:
         return
     there = [shape for shape, members in zip(data.buckets.shapes, data.buckets.members, strict=True) if len(members)]
     stage = data.stage
-    if not task.any_shape and there != [data.buckets.usual]:
+    if not task.supports_buckets and there != [data.buckets.usual]:
         raise ConfigError(
             f"stage {stage.name} ({stage.spec.config.task}) trains on clips of one shape, and data.buckets has {len(there)}, such as "
             f"{next(shape for shape in there if shape != data.buckets.usual)}: set stages.{stage.name}.data.buckets=null"

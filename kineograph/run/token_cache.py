@@ -45,7 +45,7 @@ def check_cachable(stage: StagePlan, source: Source) -> None:
 
 def _why_not(stage: StagePlan, source: Source) -> str | None:
     config = stage.spec.config
-    if not stage.spec.task.caches(config):
+    if not stage.spec.task.can_cache(config):
         return f"{config.task} has nothing here that could be kept instead of pixels; set it to false"
     if "pixels" not in gives(source):
         return f"the data hold {', '.join(sorted(gives(source)))} and no pixels, so nothing is left to encode; set it to false"

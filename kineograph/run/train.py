@@ -212,7 +212,7 @@ class _StageRun:
             stage_seed(self.plan, stage),
         )
         source = cached_source(stage, task, self.stages, self.folder, self.data, self.device, self.stop, self.note)
-        if source is None or task.asks_always:
+        if source is None or task.always_encode:
             stepper.compile_stages()
         evaluate = Evaluate(self.plan, stage, self.data, self.stages) if stage.train.metrics else None
         if evaluate is not None:

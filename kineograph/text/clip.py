@@ -154,7 +154,7 @@ class TrainedClip(Task):
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.image, *([self.text.transformer] if self.text.transformer is not None else [])]
 
     def blocks(self) -> list[nn.Module]:

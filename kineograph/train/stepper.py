@@ -256,7 +256,7 @@ class Stepper:
         torch.manual_seed(key_of(self.seed, step, "torch", *apart) >> 1)
         if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        playing = [name for name in self.task.players if self.task.plays(name, step)]
+        playing = [name for name in self.task.players if self.task.is_active(name, step)]
         joined: dict[str, _Joined] = {name: _Joined() for name in playing}
         for number, batch in enumerate(batches, 1):
             batch = batch.to(self.device)

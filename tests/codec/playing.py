@@ -37,7 +37,7 @@ def gradients(task: Task, player: str) -> float:
 def train(task: Task, batch: Batch, steps: int, lr: float = 3e-3) -> None:
     optimizers = {name: torch.optim.Adam(parameters_of_all(task, name), lr) for name in task.players}
     for step in range(steps):
-        playing = [name for name in task.players if task.plays(name, step)]
+        playing = [name for name in task.players if task.is_active(name, step)]
         torch.manual_seed(step)
         shared = task(batch, noise_for(batch, step))
         for name in reversed(playing):

@@ -337,7 +337,7 @@ def test_players_own_their_parts_and_teach_nobody_else():
     assert {"kl", "adversarial", "adversarial_weight"} <= set(loss.terms)
     assert 0 < loss.terms["adversarial_weight"].value() < 1e4
     late = build(adversarial={"width": 8, "levels": 2, "start": 5})
-    assert [late.plays("discriminator", step) for step in (4, 5)] == [False, True]
+    assert [late.is_active("discriminator", step) for step in (4, 5)] == [False, True]
     assert "adversarial" not in late.loss("generator", late(batch, noise_for(batch, 4))).terms
 
 
@@ -435,7 +435,7 @@ def test_a_scale_that_is_given_stays():
 def test_blocks_and_compiled_parts():
     task = build(**GAME)
     assert len(task.blocks()) == 3 + 2 + 2 + 6
-    assert task.compiled() == [task.encoder, task.decoder, task.discriminator]
+    assert task.compile_targets() == [task.encoder, task.decoder, task.discriminator]
 
 
 def test_recomputed_blocks_give_the_same_gradients():

@@ -267,8 +267,8 @@ def test_bf16_autocast_trains(vgg):
 
 def test_compiled_parts_cover_the_networks(vgg):
     task = build(perceptual={"weights": str(vgg)}, **GAME)
-    assert task.compiled() == [task.encoder, task.decoder, task.discriminator, task.perceptual]
-    assert build().compiled()[2:] == []
+    assert task.compile_targets() == [task.encoder, task.decoder, task.discriminator, task.perceptual]
+    assert build().compile_targets()[2:] == []
 
 
 def test_paper_sized_codec_builds_on_the_meta_device():

@@ -24,7 +24,7 @@ def test_without_a_game_there_is_one_player_and_the_quantizer_still_learns(quant
         task = build(quantizer=quantizer, adversarial=off)
         assert task.players == ("generator",)
         assert task.discriminator is None
-        assert not task.plays("discriminator", 10**6)
+        assert not task.is_active("discriminator", 10**6)
         batch = batch_for(task)
         shared = task(batch, noise_for(batch))
         loss = run_player(task, "generator", shared)
@@ -124,7 +124,7 @@ def test_adaptive_weight_can_be_fixed_and_is_capped():
 def test_the_game_starts_late_and_the_penalty_is_lazy():
     task = build(adversarial={"width": 8, "levels": 2, "start": 3, "penalty": 3.0, "penalty_every": 4})
     batch = batch_for(task)
-    assert [task.plays("discriminator", step) for step in (0, 2, 3)] == [False, False, True]
+    assert [task.is_active("discriminator", step) for step in (0, 2, 3)] == [False, False, True]
     assert "adversarial" not in task.loss("generator", task(batch, noise_for(batch, 2))).terms
     for step in (3, 4, 5, 8):
         shared = task(batch, noise_for(batch, step))

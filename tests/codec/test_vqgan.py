@@ -128,7 +128,7 @@ def test_without_a_game_there_is_one_player_and_the_quantizer_still_learns(quant
         task = build(quantizer=quantizer, adversarial=off)
         assert task.players == ("generator",)
         assert task.discriminator is None
-        assert not task.plays("discriminator", 10**6)
+        assert not task.is_active("discriminator", 10**6)
         batch = batch_for(task)
         shared = task(batch, noise_for(batch))
         loss = run_player(task, "generator", shared)
@@ -218,8 +218,8 @@ def test_adaptive_weight_can_be_fixed_and_is_capped():
 def test_the_game_starts_late():
     task = build(adversarial={"width": 8, "levels": 2, "start": 5})
     batch = batch_for(task)
-    assert [task.plays("discriminator", step) for step in (0, 4, 5)] == [False, False, True]
-    assert task.plays("generator", 0)
+    assert [task.is_active("discriminator", step) for step in (0, 4, 5)] == [False, False, True]
+    assert task.is_active("generator", 0)
     before = task.loss("generator", task(batch, noise_for(batch, 4)))
     assert "adversarial" not in before.terms
     assert "adversarial" in task.loss("generator", task(batch, noise_for(batch, 5))).terms
@@ -380,8 +380,8 @@ def test_bf16_autocast_trains(vgg):
 
 def test_compiled_parts_cover_the_networks(vgg):
     task = build(perceptual={"weights": str(vgg)}, **GAME)
-    assert task.compiled() == [task.encoder, task.decoder, task.discriminator, task.perceptual]
-    assert build().compiled()[2:] == []
+    assert task.compile_targets() == [task.encoder, task.decoder, task.discriminator, task.perceptual]
+    assert build().compile_targets()[2:] == []
 
 
 def test_paper_sized_codec_builds_on_the_meta_device():

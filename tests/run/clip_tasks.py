@@ -65,7 +65,7 @@ class ClipCodec(Task):
     """Brightness of 8 × 8 blocks in 16 levels: of the first frame, then of each second frame."""
 
     Config = ClipCodecConfig
-    any_shape = True
+    supports_buckets = True
     vocabulary: int | None = 16
 
     def __init__(self, config: ClipCodecConfig, context: BuildContext) -> None:
@@ -123,7 +123,7 @@ class ClipGenerator(Task):
     """Guesses each token from the caption, whatever its time; padded times are not scored."""
 
     Config = ClipConfig
-    any_shape = True
+    supports_buckets = True
     reads = frozenset({"pixels", "captions"})
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
@@ -144,7 +144,7 @@ class ClipGenerator(Task):
         return cls.reads if config.text.kind == "learned" else frozenset({"pixels"})
 
     @classmethod
-    def caches(cls, config: ClipConfig) -> bool:
+    def can_cache(cls, config: ClipConfig) -> bool:
         return True
 
     def tokens(self, batch: Batch) -> Tensor:
@@ -207,7 +207,7 @@ class LatentGenerator(Task):
     """Guesses the brightness of a clip from noise; what it reads can be kept as a posterior."""
 
     Config = ClipConfig
-    any_shape = True
+    supports_buckets = True
     reads = frozenset({"pixels", "captions"})
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
@@ -221,7 +221,7 @@ class LatentGenerator(Task):
         return cls(config, context)
 
     @classmethod
-    def caches(cls, config: ClipConfig) -> bool:
+    def can_cache(cls, config: ClipConfig) -> bool:
         return True
 
     def posterior(self, batch: Batch) -> Tensor:

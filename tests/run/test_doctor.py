@@ -309,7 +309,7 @@ class Heavy(Toy):
     """A stage that says what would make it lighter."""
 
     @classmethod
-    def lighter(cls, config):
+    def memory_savers(cls, config):
         return {"width": 8}
 
 

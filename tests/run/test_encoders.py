@@ -16,7 +16,7 @@ from kineograph.run.encoders import Encoders
 class Codec(Task):
     Config = StageConfig
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return []
 
 

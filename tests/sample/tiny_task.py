@@ -105,7 +105,7 @@ class TinyGenerator(Task):
     def loss(self, player: str, shared: Tensor) -> Loss:
         return Loss(Mean(shared.sum(), float(len(shared))))
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.mix]
 
     def sample(self, prompts: Prompts, options: TinySampling) -> Tensor:

@@ -89,7 +89,7 @@ class Duel(Task):
     def trainable(self, player: str) -> list[nn.Module]:
         return [getattr(self, player)]
 
-    def plays(self, player: str, step: int) -> bool:
+    def is_active(self, player: str, step: int) -> bool:
         return player == "generator" or step >= self.critic_start
 
     def forward(self, batch: Batch, noise: Noise) -> tuple[Tensor, Tensor]:

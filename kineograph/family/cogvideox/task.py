@@ -42,14 +42,14 @@ class CogVideoX(Task):
         return reads_for(config.text)
 
     @classmethod
-    def caches(cls, config: CogVideoXConfig) -> bool:
+    def can_cache(cls, config: CogVideoXConfig) -> bool:
         return True
 
     def __init__(self, config: CogVideoXConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.shape = config, context.shape
         self.animates = config.first_frame
-        self.asks_always = config.first_frame  # it gets its noise before the codec, in every step
+        self.always_encode = config.first_frame  # it gets its noise before the codec, in every step
         if config.codec is not None:
             codec = context.stage(config.codec)
         else:
@@ -68,7 +68,7 @@ class CogVideoX(Task):
                 tuning.check_first_frame(config, context.name)
             tuning.check_scheduler(config, context.name, context.note)
         self.reads = self.reads_for(config)  # type: ignore[misc]
-        self.any_shape = config.positions != "rotary+learned"  # a table has rows for one shape
+        self.supports_buckets = config.positions != "rotary+learned"  # a table has rows for one shape
 
     @classmethod
     def build(cls, config: CogVideoXConfig, context: BuildContext) -> CogVideoX:
@@ -211,7 +211,7 @@ class CogVideoX(Task):
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.network, *compiled_of(self.texts.reader)]
 
     def blocks(self) -> list[nn.Module]:
@@ -221,11 +221,11 @@ class CogVideoX(Task):
         base = {tuning.ASSET: self._base} if self._base is not None else {}
         return {**self.texts.assets(), **base}
 
-    def adopted(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-        return tuning.adopted(self.network, self.config, weights, where)
+    def remap_init(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        return tuning.remap_init(self.network, self.config, weights, where)
 
     @classmethod
-    def lighter(cls, config: CogVideoXConfig) -> dict[str, Any]:
+    def memory_savers(cls, config: CogVideoXConfig) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         if config.weights_in == "fp32":
             keys["weights_in"] = "bf16"

@@ -127,7 +127,9 @@ def _add_sizes(network: Transformer, config: LoraConfig) -> None:
 # The weights below -----------------------------------------------------------------------------------------------
 
 
-def adopted(network: Transformer, config: CogVideoXConfig, given: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+def remap_init(
+    network: Transformer, config: CogVideoXConfig, given: dict[str, Tensor], where: str
+) -> dict[str, Tensor]:
     """Weights of another stage by the names here: with q, k and v in one matrix or apart, below adapters or not. Whatever does not train, and
     is in no folder, must be among them."""
     prefix = "network."

@@ -26,7 +26,7 @@ class Prior(Task):
     reads = frozenset({"pixels", "captions"})
 
     @classmethod
-    def caches(cls, config: PriorConfig) -> bool:
+    def can_cache(cls, config: PriorConfig) -> bool:
         return not _given(config)
 
     @classmethod
@@ -162,7 +162,7 @@ class Prior(Task):
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         return self.clip.precomputed(batch, self.config.text_encodings)
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.network]
 
     def blocks(self) -> list[nn.Module]:

@@ -108,7 +108,7 @@ def _limit(task: Decoder, options: DecoderSample) -> Any:
     return static_clip() if options.clip == "static" else dynamic_clip(options.clip_quantile)
 
 
-def drawn_from(task: Decoder, prompts: Prompts) -> str | None:
+def describe_start(task: Decoder, prompts: Prompts) -> str | None:
     """What a label says; None where a caption is read as text, and nothing else is."""
     source, _ = task.conditioner.image_source(prompts, task.prior)
     name = task.config.prior
@@ -125,7 +125,7 @@ def drawn_from(task: Decoder, prompts: Prompts) -> str | None:
     if task.enlarges and prompts.prime is None:
         below = _below(task, prompts)
         size = " × ".join(map(str, task.config.low_res_size or ()))
-        told.insert(0, f"real pictures made smaller, {size}" if below is None else below.drawn_from(prompts))
+        told.insert(0, f"real pictures made smaller, {size}" if below is None else below.describe_start(prompts))
     return "; ".join(part for part in dict.fromkeys(told) if part is not None) or None
 
 
@@ -164,7 +164,7 @@ def _small_picture(task: Decoder, prompts: Prompts, options: DecoderSample) -> T
                 else "give a picture to enlarge with --prime"
             )
         )
-    return shrink(task.as_drawn(real.float() / 255)[:, 0], size)
+    return shrink(task.resize_reference(real.float() / 255)[:, 0], size)
 
 
 def _below(task: Decoder, prompts: Prompts) -> Any:

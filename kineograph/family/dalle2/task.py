@@ -69,7 +69,7 @@ class Decoder(Task):
         return frozenset({"pixels"} if given else {"pixels", "captions"})
 
     @classmethod
-    def caches(cls, config: DecoderConfig) -> bool:
+    def can_cache(cls, config: DecoderConfig) -> bool:
         return config.codec is not None and config.low_res_size is None and not config.reads_images
 
     @classmethod
@@ -83,7 +83,7 @@ class Decoder(Task):
             raise ConfigError(f"data.frames={shape.frames} does not fit dalle2, which draws images: set data.frames=1")
         self.config, self.name = config, context.name
         self.shape = shape = _drawn(config, shape)
-        self.drawn_size = (shape.height, shape.width)
+        self.sample_size = (shape.height, shape.width)
         self._stage = context.stage  # for stages that only drawing needs
         if config.codec is not None:
             codec = self.stages["codec"] = context.stage(config.codec)
@@ -219,7 +219,7 @@ class Decoder(Task):
                 raise InputError(
                     "super-resolution reads pixels to make them smaller: train from pixels, not from a cache"
                 )
-            low_res, level = self.smaller(self.as_drawn(batch.video)[:, 0], noise)
+            low_res, level = self.smaller(self.resize_reference(batch.video)[:, 0], noise)
             x0, low_res = self.cropped(x0, low_res, noise)
         condition = self.condition(batch, noise)
         t, eps = self.times(noise), noise.normal("noise", *x0.shape[1:])
@@ -250,11 +250,11 @@ class Decoder(Task):
             self.stages[key] = self._stage(name)
         return self.stages.get(key)
 
-    def as_drawn(self, pixels: Tensor) -> Tensor:
+    def resize_reference(self, pixels: Tensor) -> Tensor:
         return shrink(pixels[:, 0], (self.shape.height, self.shape.width))[:, None]
 
-    def drawn_from(self, prompts: Prompts) -> str | None:
-        return sampling.drawn_from(self, prompts)
+    def describe_start(self, prompts: Prompts) -> str | None:
+        return sampling.describe_start(self, prompts)
 
     def prime_size(self, options: DecoderSample) -> tuple[int, int] | None:
         return sampling.prime_size(self, options)
@@ -283,7 +283,7 @@ class Decoder(Task):
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.network, self.scores, *compiled_of(self.conditioner.reader)]
 
     def blocks(self) -> list[nn.Module]:

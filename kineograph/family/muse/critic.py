@@ -79,7 +79,7 @@ class MuseCritic(Task):
 
         return self.generator.decode(self.generator.draw(prompts, options, critic))
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.network]
 
     def blocks(self) -> list[nn.Module]:

@@ -36,7 +36,7 @@ class Muse(Task):
     reads = frozenset({"pixels", "captions"})
 
     @classmethod
-    def caches(cls, config: MuseConfig) -> bool:
+    def can_cache(cls, config: MuseConfig) -> bool:
         return config.low_res is None  # super-resolution reads pixels, to make them smaller
 
     @classmethod
@@ -198,7 +198,7 @@ class Muse(Task):
             )
         return self.read_low_res(prompts.batch)
 
-    def drawn_from(self, prompts: Prompts) -> str | None:
+    def describe_start(self, prompts: Prompts) -> str | None:
         if "low_res" not in self.stages or "base" in self.stages or prompts.prime is not None:
             return None
         return f"real pictures made smaller, {self.low_res_size[0]} × {self.low_res_size[1]}"
@@ -262,7 +262,7 @@ class Muse(Task):
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.network, self.head.softmax, *compiled_of(self.reader)]
 
     def blocks(self) -> list[nn.Module]:

@@ -38,7 +38,7 @@ class Nuwa(Task):
     continues = True
 
     @classmethod
-    def caches(cls, config: NuwaConfig) -> bool:
+    def can_cache(cls, config: NuwaConfig) -> bool:
         return config.sketch is None  # sketches come as pixels
 
     @classmethod
@@ -170,7 +170,7 @@ class Nuwa(Task):
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.network, self.one_step, self.head.softmax, *compiled_of(self.words)]
 
     def blocks(self) -> list[nn.Module]:

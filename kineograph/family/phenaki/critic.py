@@ -68,7 +68,7 @@ class PhenakiCritic(Task):
         self._check_guidance(options)
         return draw(self.generator, prompts, options, self.critic)
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         return [self.critic.network]
 
     def blocks(self) -> list[nn.Module]:

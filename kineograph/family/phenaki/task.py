@@ -57,7 +57,7 @@ class Phenaki(Task):
     continues = True
 
     @classmethod
-    def caches(cls, config: PhenakiConfig) -> bool:
+    def can_cache(cls, config: PhenakiConfig) -> bool:
         return True
 
     @classmethod
@@ -248,7 +248,7 @@ class Phenaki(Task):
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
-    def compiled(self) -> list[nn.Module]:
+    def compile_targets(self) -> list[nn.Module]:
         critic = [self.critic.network] if isinstance(self.critic, TokenCritic) else []
         return [self.network, self.head.softmax, *critic, *compiled_of(self.reader)]
 
@@ -260,7 +260,7 @@ class Phenaki(Task):
         words = self.reader.assets() if self.reader is not None else {}
         return words if self.critic is not None or self.config.critic == "none" else words | {ASSET: "none"}
 
-    def adopted(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    def remap_init(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
         """A critic that is not trained here comes from there as a whole, or there is none."""
         if self.critic is not None and not self.learns("critic"):
             own = {f"critic.{name}": value.shape for name, value in self.critic.state_dict().items()}

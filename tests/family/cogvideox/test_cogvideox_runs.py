@@ -193,6 +193,6 @@ def test_a_cache_knows_the_files_that_made_it(tmp_path: Path) -> None:
 
 def test_what_would_be_lighter() -> None:
     folder = Path("released")
-    assert CogVideoX.lighter(stage(folder)) == {"weights_in": "bf16", "tune": "lora"}
-    assert CogVideoX.lighter(stage(folder, weights_in="bf16", tune="lora")) == {}
-    assert CogVideoX.lighter(parse(CogVideoXConfig, {"task": "cogvideox", **TINY})) == {"weights_in": "bf16"}
+    assert CogVideoX.memory_savers(stage(folder)) == {"weights_in": "bf16", "tune": "lora"}
+    assert CogVideoX.memory_savers(stage(folder, weights_in="bf16", tune="lora")) == {}
+    assert CogVideoX.memory_savers(parse(CogVideoXConfig, {"task": "cogvideox", **TINY})) == {"weights_in": "bf16"}

@@ -288,24 +288,24 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
 def test_adapters_start_from_the_whole_weights_of_a_stage(make: Make) -> None:
     """q, k and v are one matrix there and three here; back again they are one."""
     source, task = make(), make(lively=False, **LORA)
-    given = task.adopted({name: value.clone() for name, value in task_state_dict(source).items()}, "init=x")
+    given = task.remap_init({name: value.clone() for name, value in task_state_dict(source).items()}, "init=x")
     load_weights(task, task_state_dict(task) | given)
     assert torch.allclose(source(clips(), NOISE).error, task(clips(), NOISE).error, rtol=1e-5)
     state = {name: value for name, value in task_state_dict(task).items() if ".lora_" not in name}
     again = make(lively=False, init="x")
-    load_weights(again, again.adopted(state, "init=y"))
+    load_weights(again, again.remap_init(state, "init=y"))
     assert torch.equal(source(clips(), NOISE).error, again(clips(), NOISE).error)
 
 
 def test_a_start_that_lacks_what_does_not_train_is_refused(make: Make, folder: Path) -> None:
     task, over_folder = make(**LORA), make(**LORA, weights=str(folder))
     with pytest.raises(InputError, match=r"init=x has no patch_in\.weight of this shape .*weights=DIR"):
-        task.adopted(task_state_dict(over_folder), "init=x")
+        task.remap_init(task_state_dict(over_folder), "init=x")
     with pytest.raises(InputError, match=r"init=x has no blocks\.1\.norm1\.linear\.weight of this shape"):
-        task.adopted(task_state_dict(make(depth=1)), "init=x")
+        task.remap_init(task_state_dict(make(depth=1)), "init=x")
     with pytest.raises(InputError, match=r"init=x has adapters, and tune=full has no place for them: .*kineo export"):
-        make().adopted(task_state_dict(task), "init=x")
-    assert over_folder.adopted(task_state_dict(over_folder), "init=x").keys() == task_state_dict(over_folder).keys()
+        make().remap_init(task_state_dict(task), "init=x")
+    assert over_folder.remap_init(task_state_dict(over_folder), "init=x").keys() == task_state_dict(over_folder).keys()
 
 
 # Adapters by name ------------------------------------------------------------------------------------------------

@@ -289,8 +289,12 @@ LEARNED = {"kind": "learned", "width": 16, "depth": 1, "heads": 2, "length": 16}
 
 def test_everything_that_runs_at_every_step_is_compiled(make):
     task = make(text=LEARNED)
-    assert task.text.transformer in task.compiled() and task.network in task.compiled()
-    assert len(make(text={**LEARNED, "depth": 0, "positions": "none"}).compiled()) == len(make().compiled()) == 2
+    assert task.text.transformer in task.compile_targets() and task.network in task.compile_targets()
+    assert (
+        len(make(text={**LEARNED, "depth": 0, "positions": "none"}).compile_targets())
+        == len(make().compile_targets())
+        == 2
+    )
 
 
 @pytest.mark.parametrize(

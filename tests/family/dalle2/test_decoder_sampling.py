@@ -71,14 +71,14 @@ def test_a_caption_goes_through_the_prior_whatever_lies_beside_it(make):
     alone = draw(task, prompts_of(2, captions=["a red one", "three"]))
     beside = prompts_of(2, captions=["a red one", "three"], batch=embedded())
     assert torch.equal(draw(task, beside), alone) and len(prior.calls) == 2
-    assert task.drawn_from(beside) == "captions, through prior=prior"
+    assert task.describe_start(beside) == "captions, through prior=prior"
     without = make()
     from_data = draw(without, beside)
     assert torch.equal(from_data, draw(without, prompts_of(2, batch=embedded())))
-    assert without.drawn_from(beside) == "image_embed of the data"
-    assert "CLIP embeddings taken for" in without.drawn_from(prompts_of(2, captions=["a", "b"]))
+    assert without.describe_start(beside) == "image_embed of the data"
+    assert "CLIP embeddings taken for" in without.describe_start(prompts_of(2, captions=["a", "b"]))
     pictured = prompts_of(2, captions=["a red one", "three"], batch=batch_of(2))  # as if embedded beforehand
-    assert without.drawn_from(pictured) == "the real pictures' CLIP embeddings"
+    assert without.describe_start(pictured) == "the real pictures' CLIP embeddings"
     known = Batch(slots=torch.arange(2), extra={"image_embed": ToyClip().embed_images(batch_of(2).video)})
     assert torch.equal(draw(without, pictured), draw(without, prompts_of(2, batch=known)))
 
@@ -94,7 +94,7 @@ def test_while_the_prior_is_not_trained_the_true_pictures_serve_and_it_is_told(m
     a, b = (draw(task, prompts_of(2, captions=["a", "b"], batch=batch_of(2, seed=seed))) for seed in (0, 1))
     assert (a - b).abs().max() > 1e-3  # what is seen is that of the pictures
     beside = prompts_of(2, captions=["a", "b"], batch=real)
-    assert task.drawn_from(beside) == "the real pictures' CLIP embeddings (prior=prior is not trained)"
+    assert task.describe_start(beside) == "the real pictures' CLIP embeddings (prior=prior is not trained)"
     with pytest.raises(NotTrained):
         draw(task, prompts_of(2, captions=["a", "b"]))
 
@@ -283,7 +283,7 @@ def test_while_training_pictures_may_come_from_real_ones(make):
         draw(task, prompts_of(4))
     a, b = (draw(task, prompts_of(4, batch=batch_of(seed=seed))) for seed in (0, 1))
     assert (a - b).abs().max() > 1e-3
-    assert task.drawn_from(prompts_of(4, batch=batch_of())) == "real pictures made smaller, 8 × 8"
+    assert task.describe_start(prompts_of(4, batch=batch_of())) == "real pictures made smaller, 8 × 8"
 
 
 def test_each_stage_has_noise_of_its_own(make):

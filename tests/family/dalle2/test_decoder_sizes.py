@@ -54,13 +54,13 @@ def test_what_is_held_against_the_drawn_is_antialiased(make):
     """Metrics compare what is drawn with real pictures: both must have been made smaller in the same way."""
     stripes = torch.zeros(1, 1, 3, 32, 32)
     stripes[..., ::2] = 1
-    assert (make(size=32, draws=16).as_drawn(stripes) - 0.5).abs().max() < 0.2
+    assert (make(size=32, draws=16).resize_reference(stripes) - 0.5).abs().max() < 0.2
 
 
 def test_super_resolution_of_what_is_drawn(make, noise):
     task = make(size=64, draws=32, low_res_size=16, **PLAIN)
     assert draw(task, prompts_of(4, batch=batch_of(size=64))).shape == (4, 1, 3, 32, 32)
-    small, _ = task.eval().smaller(task.as_drawn(batch_of(size=64).video)[:, 0], noise)
+    small, _ = task.eval().smaller(task.resize_reference(batch_of(size=64).video)[:, 0], noise)
     assert small.shape == (4, 3, 32, 32)
 
 

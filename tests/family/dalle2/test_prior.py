@@ -371,8 +371,8 @@ def test_what_a_cache_keeps_is_what_training_reads():
     )  # fmt: skip
     noise = Noise(0, 0, batch.slots)
     torch.testing.assert_close(task(cached, noise), task(batch, noise))
-    assert Prior.caches(task.config)
-    assert not Prior.caches(make(clip=GIVEN).config)
+    assert Prior.can_cache(task.config)
+    assert not Prior.can_cache(make(clip=GIVEN).config)
     assert Prior.reads_for(task.config) == {"pixels", "captions"}
     assert Prior.reads_for(make(clip=GIVEN).config) == frozenset()
 

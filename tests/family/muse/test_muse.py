@@ -102,7 +102,7 @@ def test_one_player_owns_everything_and_the_codec_is_not_in_it(make, codec):
     assert not any(name.startswith("stages") for name, _ in muse.named_parameters())
     assert set(muse.blocks()) == set(muse.network.transformer.blocks)
     assert muse.tokens_per_clip() == 16
-    assert {muse.network, muse.text.transformer} <= set(muse.compiled())
+    assert {muse.network, muse.text.transformer} <= set(muse.compile_targets())
 
 
 @pytest.mark.parametrize("keys", [{}, {"critic": "self"}, {"self_conditioning": True}, {"text": {"kind": "none"}}])

@@ -113,7 +113,8 @@ def test_a_given_small_picture_is_taken_as_it_is(large, codec):
     small = torch.rand(2, 1, 3, 16, 16)
     prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2], prime=small)
     assert torch.equal(task.prompted_low_res(prompts), codec.encode(small).flatten(1))
-    assert task.drawn_from(Prompts(prompts.noise, CAPTIONS[:2])) is None
+    assert task.describe_start(Prompts(prompts.noise, CAPTIONS[:2])) is None
     assert (
-        large(low_res="small").drawn_from(Prompts(prompts.noise, CAPTIONS[:2])) == "real pictures made smaller, 16 × 16"
+        large(low_res="small").describe_start(Prompts(prompts.noise, CAPTIONS[:2]))
+        == "real pictures made smaller, 16 × 16"
     )

@@ -154,7 +154,7 @@ def test_the_text_encoder_learns_with_it(make, batch, noise):
     nuwa = make()
     value(nuwa, batch, noise).backward()
     assert nuwa.text.tokens.weight.grad.abs().sum() > 0
-    assert nuwa.text.transformer in nuwa.compiled()
+    assert nuwa.text.transformer in nuwa.compile_targets()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
@@ -207,7 +207,7 @@ def test_one_player_owns_everything_and_the_codec_is_not_in_it(make):
     assert not any(name.startswith(("stages", "one_step")) for name, _ in nuwa.named_parameters())
     assert set(nuwa.blocks()) == set(nuwa.network.blocks)
     assert nuwa.tokens_per_clip() == FRAMES * PLACES
-    assert {nuwa.network, nuwa.one_step} <= set(nuwa.compiled())
+    assert {nuwa.network, nuwa.one_step} <= set(nuwa.compile_targets())
     assert nuwa.continues
 
 

@@ -167,8 +167,8 @@ def test_what_it_needs_is_said(sketched, make):
     nuwa = sketched()
     assert "sketch" in nuwa.reads
     assert "sketch" not in make().reads
-    assert not Nuwa.caches(nuwa.config)
-    assert Nuwa.caches(make().config)
+    assert not Nuwa.can_cache(nuwa.config)
+    assert Nuwa.can_cache(make().config)
     with pytest.raises(InputError, match="samples have none"):
         nuwa(batch_of(), Noise.for_rows(0, 0, 4))
     with pytest.raises(ConfigError, match="sketch=raw gives no tokens"):

@@ -194,7 +194,7 @@ def test_cached_tokens_and_masks_give_the_same_loss(make, codec):
     calls = len(codec.encoded)
     assert torch.equal(value(task, cached, noise), value(task, Batch(**vars(together)), noise))
     assert len(codec.encoded) == calls + 1  # for the pixels alone
-    assert Phenaki.caches(task.config)
+    assert Phenaki.can_cache(task.config)
     whole = batch_of(3)
     assert task.precompute(whole)["frame_mask"].all()
     assert task.precompute(whole)["frame_mask"].shape == (3, 5)
@@ -310,7 +310,7 @@ def test_every_parameter_gets_a_gradient(make, batch, noise, keys):
 def test_how_the_outside_treats_it(make):
     task = make(critic="network")
     assert set(task.blocks()) == {*task.network.transformer.blocks, *task.critic.network.transformer.blocks}
-    assert {task.network, task.critic.network, task.head.softmax, task.text.transformer} == set(task.compiled())
+    assert {task.network, task.critic.network, task.head.softmax, task.text.transformer} == set(task.compile_targets())
     assert task.tokens_per_clip() == 12
     assert task.assets().keys() == {"text/tokenizer.json"}
     assert task.continues

@@ -173,7 +173,7 @@ def test_options_of_the_stage(generator, batch, noise):
     a, b = (make_critic(generator, rotary=rotary).eval()(batch, noise).sum for rotary in (True, False))
     assert not torch.equal(a, b)
     critic = make_critic(generator)
-    assert critic.compiled() == [critic.critic.network]
+    assert critic.compile_targets() == [critic.critic.network]
     assert set(critic.blocks()) == set(critic.critic.network.transformer.blocks)
     assert critic.tokens_per_clip() == 12
     assert critic.stages["codec"] is generator.codec
@@ -230,7 +230,7 @@ def test_a_critic_that_init_does_not_hold_has_no_part_in_drawing(make, kind):
 
     notes: list[str] = []
     task = make(note=notes.append, **keys)
-    task.adopted(task_state_dict(make()), "stages.clips.init=x")
+    task.remap_init(task_state_dict(make()), "stages.clips.init=x")
     assert not steered(task)
     assert notes == [f"stages.clips.init=x has no critic={kind} of this shape: clips are drawn without one"]
     again = make(assets=task.assets(), **keys)  # from its checkpoint, or as the start of another
@@ -239,13 +239,13 @@ def test_a_critic_that_init_does_not_hold_has_no_part_in_drawing(make, kind):
     assert not any(name.startswith("critic") for name in task_state_dict(again))  # a file of its weights tells it too
 
     other = make(**keys, **({"critic_width": 16} if kind == "network" else {}))
-    other.adopted(task_state_dict(make(critic=kind)) | {"critic.weight": torch.zeros(1, 8)}, "x")
+    other.remap_init(task_state_dict(make(critic=kind)) | {"critic.weight": torch.zeros(1, 8)}, "x")
     assert not steered(other)  # of another shape
     given = make(**keys)
-    given.adopted(task_state_dict(make(critic=kind)), "x")
+    given.remap_init(task_state_dict(make(critic=kind)), "x")
     assert steered(given) and not any("critic" in name for name in given.assets())
     learning = make(assets=task.assets(), critic=kind, only="critic", init="x")  # trained after a generator without
-    learning.adopted(task_state_dict(task), "x")
+    learning.remap_init(task_state_dict(task), "x")
     assert steered(learning)
 
 
