@@ -44,7 +44,7 @@ def batch(rows: int) -> Batch:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """The tasks that were compiled."""
     found: list[Task] = []
-    monkeypatch.setattr(encoders, "compile_parts", lambda task, graphs: found.append(task))
+    monkeypatch.setattr(encoders, "compile_task", lambda task, graphs: found.append(task))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return found
 
