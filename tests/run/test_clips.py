@@ -79,7 +79,7 @@ def test_pictures_are_cached_without_masks(tmp_path: Path) -> None:
 
 def test_codecs_are_compiled_only_where_every_step_asks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    parts = "kineograph.train.stepper.compile_parts"
+    parts = "kineograph.train.stepper.compile_task"
     monkeypatch.setattr(parts, lambda task, graphs, by_block=False: asked.append(type(task).__name__))
     train(tmp_path, "cached", train__compile=True, stages__generator__cache=True)
     assert asked == ["ClipCodec", "ClipGenerator"]
