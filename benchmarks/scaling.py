@@ -86,8 +86,8 @@ def _training(size: int) -> Any:
     from kineograph.core import distributed
     from kineograph.core.batch import Batch
     from kineograph.run import layers
-    from kineograph.run.builder import Builder
     from kineograph.run.plan import make_plan
+    from kineograph.stage.build import Builder
     from kineograph.train.stepper import Stepper
 
     words = ["muse-tiny", f"train.batch_size={size}", "stages.generator.text={kind: given, width: 32, length: 8}"]

@@ -95,7 +95,7 @@ def train(
     if dry_run:
         if not speaks():
             return
-        from kineograph.run.doctor import dry_run as check
+        from kineograph.run.dry_run import dry_run as check
 
         if resume_from:
             raise typer.BadParameter(
@@ -474,7 +474,7 @@ def doctor(
     processes: Processes = None,
 ) -> None:
     """Look at the machine, and at what a preset will need of it, before anything is spent: what fits, and which switch helps."""
-    from kineograph.run.doctor import examine
+    from kineograph.run.dry_run import examine
 
     examine(what or [], memory=memory, processes=processes)
 

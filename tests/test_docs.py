@@ -39,7 +39,7 @@ from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.solvers import DiffusionSample
 from kineograph.run import layers
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
-from kineograph.sample.stages import read_stage
+from kineograph.stage.spec import read_stage
 from kineograph.text import TextConfig
 from kineograph.text.clip import ClipConfig
 from kineograph.text.embedding import ClipSource

@@ -14,7 +14,7 @@ from kineograph.data.config import DataConfig
 
 if TYPE_CHECKING:
     from kineograph.evaluate.extractor.opening import Extractor, Extractors
-    from kineograph.sample.stages import Stages
+    from kineograph.stage.load import StageLoader
 
 Kind = Literal[
     "captions", "real", "generated", "reconstruction", "tokens", "losses", "clips"
@@ -61,7 +61,7 @@ class Subject:
     device: torch.device
     captions: list[str] | None  # some of the held-out ones, to see what they are like
     extractors: Extractors
-    stages: Stages | None = None  # the run's other stages, where there is a run
+    stages: StageLoader | None = None  # the run's other stages, where there is a run
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.evaluate import record
 from kineograph.evaluate.caption_accuracy import ATTRIBUTES
-from kineograph.sample.stages import sampling_stage
+from kineograph.stage.load import sampling_stage
 from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
 from kineograph.train.trackers import MetricsFile

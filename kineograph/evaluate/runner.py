@@ -28,7 +28,8 @@ from kineograph.evaluate.extractor.opening import Extractors, read_choices
 from kineograph.evaluate.metric_api import EvalBatch, Kind, Metric, MetricSkipped, Result, Subject, WeightsMissing
 from kineograph.evaluate.progress import Watching, beforehand
 from kineograph.sample.draw import device_for, draw, inference_mode
-from kineograph.sample.stages import Stages, StageSpec, read_stage, sampling_stage
+from kineograph.stage.load import StageLoader, sampling_stage
+from kineograph.stage.spec import StageSpec, read_stage
 from kineograph.train import checkpoint as checkpoints
 
 Note = Callable[[str], None]
@@ -119,7 +120,7 @@ def evaluate(
     note = distributed.on_first_rank(note)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     # No CUDA graphs: what one batch leaves is still looked at while the next is drawn.
-    stages = Stages(folder, device_for(device), compiled=compile, graphs=False)
+    stages = StageLoader(folder, device_for(device), compiled=compile, graphs=False)
     looking = Extractors(stages.device, read_choices(list(extractors)))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
@@ -210,7 +211,7 @@ class Judge:
         samples: int,
         run_seed: int,
         extractors: Extractors,
-        stages: Stages | None = None,
+        stages: StageLoader | None = None,
         seed: int = 0,
         batch: int = 32,
         draws: bool = True,

@@ -26,7 +26,7 @@ from kineograph.interop.lora import merged, write_lora
 from kineograph.interop.lora_base import base_header
 from kineograph.interop.placing import new_folder, refuse_occupied
 from kineograph.process.diffusers_scheduler import write_scheduler
-from kineograph.sample.stages import Stages
+from kineograph.stage.load import StageLoader
 from kineograph.text.pretrained import tokenizer_of
 from kineograph.train import checkpoint
 
@@ -49,7 +49,7 @@ def export_diffusers(
     refuse_occupied(target)
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: use {', '.join(DTYPES)}")
-    task = Stages(run, note=note).load(_generator(run), which, ema=not online)
+    task = StageLoader(run, note=note).load(_generator(run), which, ema=not online)
     assert isinstance(task, CogVideoX)
     wanted = DTYPES[dtype] if dtype else None
     if lora:

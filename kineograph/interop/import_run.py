@@ -33,7 +33,8 @@ from kineograph.interop.lora import read_lora
 from kineograph.interop.lora_base import check_base
 from kineograph.interop.placing import new_folder, refuse_occupied
 from kineograph.interop.released import Released, from_diffusers, from_sat
-from kineograph.run.plan import Plan, make_plan
+from kineograph.run.plan import make_plan
+from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
 
 CODEC, GENERATOR = "vae", "generator"

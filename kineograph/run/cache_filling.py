@@ -24,7 +24,7 @@ from kineograph.data.cache_writer import CacheWriter, StoredRow
 from kineograph.run.cache_reuse import Mixture, take_over
 from kineograph.run.encoders import Encoders
 from kineograph.run.encoding_progress import EncodingProgress
-from kineograph.run.stage_data import StageData
+from kineograph.stage.data import StageData
 from kineograph.train.stepper import autocast, precision_for
 from kineograph.train.stop import StopRequest
 

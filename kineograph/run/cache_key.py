@@ -9,11 +9,11 @@ from typing import Any
 
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder
-from kineograph.run.plan import StagePlan
-from kineograph.sample.stages import Stages
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import StagePlan
 
 
-def cache_facts(stage: StagePlan, stages: Stages, source: Source) -> dict[str, Any]:
+def cache_facts(stage: StagePlan, stages: StageLoader, source: Source) -> dict[str, Any]:
     """All that a stage's cache depends on: with any other fact it is another cache."""
     config = stage.spec.config
     encoders = {

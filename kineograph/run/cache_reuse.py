@@ -24,7 +24,7 @@ from kineograph.data.cache import HEADER
 from kineograph.data.cache_earlier import FACTS, Earlier, digests_of, write_items
 from kineograph.data.cache_shards import SHARDS, hold, read_layout
 from kineograph.data.cache_writer import StoredRow
-from kineograph.run.plan import Plan, StagePlan
+from kineograph.stage.spec import Plan, StagePlan
 from kineograph.train.stepper import precision_for
 
 # Keys of data.* that say which items there are and in which batches, not how one is read; its bucket is part of what it is.
@@ -165,7 +165,7 @@ def _remove(path: Path, note: Callable[[str], None]) -> bool:
 
 
 def _size(folders: Iterable[Path]) -> str:
-    from kineograph.run.doctor import size  # late: it estimates whole runs
+    from kineograph.doctor.report import size  # late: it estimates whole runs
 
     files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
     return size(sum(file.stat().st_blocks * 512 for file in files))  # arrays of unfinished caches have holes

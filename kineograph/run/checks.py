@@ -12,14 +12,15 @@ from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
-from kineograph.run.builder import Builder, pretending
-from kineograph.run.building import check_start
-from kineograph.run.fetching import is_remote, probe
-from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData, expect_codec, expect_shapes, expect_tokens, gives
+from kineograph.run.stage_data import expect_codec, expect_shapes, expect_tokens
 from kineograph.run.token_cache import check_cachable
-from kineograph.sample.stages import Stages
+from kineograph.stage.build import Builder, pretending
+from kineograph.stage.data import StageData, missing
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import Plan, StagePlan
+from kineograph.stage.warm_start import check_start
 from kineograph.train import checkpoint
+from kineograph.train.fetching import is_remote, probe
 from kineograph.train.stepper import check_layout, graphs_for, precision_for
 
 
@@ -65,7 +66,9 @@ def check_stages(
                 with pretending():
                     task = builder.build(stage.name, torch.device("cpu"))
                     if folder is not None:
-                        check_start(task, stage, Stages(folder), lambda name: builder.build(name, torch.device("cpu")))
+                        check_start(
+                            task, stage, StageLoader(folder), lambda name: builder.build(name, torch.device("cpu"))
+                        )
             except KineoError:
                 raise
             except Exception:  # a Task that looks at numbers while it is built: training will tell
@@ -76,15 +79,6 @@ def check_stages(
             expect_tokens(task, data[stage.name])
             expect_shapes(task, data[stage.name])
             _check_show(stage, task)
-
-
-def missing(stage: StagePlan, data: StageData, hub: bool) -> str | None:
-    """What the stage will read besides data and is not there, or does not fit, in words. `hub`: names on a hub are looked up too."""
-    try:
-        stage.spec.config.check_pretrained(gives(data.source), hub)
-    except InputError as error:
-        return f"stages.{stage.name}.{error}"
-    return None
 
 
 def _check_show(stage: StagePlan, task: Task) -> None:
@@ -126,7 +120,7 @@ def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
             f"{where}={init} is neither a file.safetensors nor a path runs/NAME/STAGE nor a URL nor wandb:ENTITY/PROJECT/NAME:VERSION "
             f"nor an earlier stage ({', '.join(earlier) or 'none'})"
         )
-    run, name = Stages(folder).locate(init)
+    run, name = StageLoader(folder).locate(init)
     checkpoint.choose(run.checkpoints(name))
 
 
@@ -136,7 +130,7 @@ def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
     for key in stage.spec.config.references:
         wanted = getattr(stage.spec.config, key)
         if isinstance(wanted, str) and ("/" in wanted or wanted in skipped):
-            run, name = Stages(folder).locate(wanted)
+            run, name = StageLoader(folder).locate(wanted)
             if not checkpoint.steps(run.checkpoints(name)):
                 raise InputError(f"stages.{stage.name}.{key}={wanted}: that stage has no checkpoint; train it first")
 
@@ -146,4 +140,4 @@ def _check_codec(plan: Plan, stage: StagePlan, folder: RunFolder, data: StageDat
     codec = getattr(stage.spec.config, "codec", None)
     skipped = {other.name for other in plan.stages if other.spec.config.skip}
     if isinstance(codec, str) and ("/" in codec or codec in skipped):
-        expect_codec(data, Stages(folder).codec_of(stage.spec.config))
+        expect_codec(data, StageLoader(folder).codec_of(stage.spec.config))

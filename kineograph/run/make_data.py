@@ -190,7 +190,7 @@ def open_embedder(reference: str) -> Embedder:
     from kineograph.core import distributed
     from kineograph.core.registry import find_task
     from kineograph.core.run_folder import RunFolder
-    from kineograph.sample.stages import Stages
+    from kineograph.stage.load import StageLoader
 
     path = Path(reference)
     if not (path / "config.yaml").exists() and (path.parent / "config.yaml").exists():
@@ -207,7 +207,7 @@ def open_embedder(reference: str) -> Embedder:
         raise InputError(
             f"--embeddings {reference}: none of the stages {', '.join(names)} embeds pictures and texts; name a run with a stage of task: clip"
         )
-    return Stages(run, distributed.resolve_device()).load(embedding[0])  # type: ignore[return-value]
+    return StageLoader(run, distributed.resolve_device()).load(embedding[0])  # type: ignore[return-value]
 
 
 def _facts(facts: Facts) -> list[dict[str, Any]]:

@@ -10,15 +10,15 @@ from kineograph.core.task import Task
 from kineograph.evaluate.extractor.opening import Extractors
 from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
 from kineograph.evaluate.runner import Judge
-from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData
-from kineograph.sample.stages import Stages
+from kineograph.stage.data import StageData
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import Plan, StagePlan
 
 
 class Evaluate:
     """Called by the Trainer with (step, the task as it is judged). The same items, noise and seed at every step, and as `kineo evaluate` takes them."""
 
-    def __init__(self, plan: Plan, stage: StagePlan, data: StageData, stages: Stages) -> None:
+    def __init__(self, plan: Plan, stage: StagePlan, data: StageData, stages: StageLoader) -> None:
         self.plan, self.stage, self.data, self.stages = plan, stage, data, stages
         self.chosen = {metric.name: metric for metric in map(find_metric, stage.train.metrics)}
         self.extractors = Extractors(stages.device)

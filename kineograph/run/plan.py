@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from kineograph.core.config import Config, Tree, merge, parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.lines import lines_of
 from kineograph.run.layers import changed_keys
-from kineograph.sample.stages import StageSpec, read_stage
+from kineograph.stage.spec import Plan, StagePlan, StageSpec, read_stage
 from kineograph.train.config import PlayerConfig, TrainConfig
 
 MAY_CHANGE = (
@@ -39,46 +38,6 @@ class RunConfig(Config):
     data: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    spec: StageSpec
-    train: TrainConfig
-    players: dict[str, PlayerConfig]
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-
-@dataclass(frozen=True)
-class Plan:
-    name: str
-    preset: str | None
-    seed: int
-    prompts: list[str] | str
-    stages: tuple[StagePlan, ...]
-
-    def tree(self) -> Tree:
-        """Fully resolved: enough to repeat the run."""
-        return {
-            "name": self.name,
-            "preset": self.preset,
-            "resolved": True,
-            "seed": self.seed,
-            "prompts": self.prompts,
-            "stages": {stage.name: _stage_tree(stage) for stage in self.stages},
-        }
-
-
-def _stage_tree(stage: StagePlan) -> Tree:
-    return {
-        **stage.spec.config.model_dump(mode="json"),
-        "data": stage.spec.data.model_dump(mode="json"),
-        "train": stage.train.model_dump(mode="json"),
-        "players": {name: player.model_dump(mode="json") for name, player in stage.players.items()},
-    }
 
 
 def make_plan(tree: Tree) -> Plan:

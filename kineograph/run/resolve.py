@@ -10,7 +10,8 @@ from kineograph.core.config import Tree
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.run import layers
-from kineograph.run.plan import Plan, make_plan, refuse_changes
+from kineograph.run.plan import make_plan, refuse_changes
+from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
 
 Resume = Literal["auto", "never", "must"]

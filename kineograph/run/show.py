@@ -23,6 +23,7 @@ from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
 from kineograph.data.cache import KINDS
 from kineograph.data.config import Split
+from kineograph.doctor.machine import release_memory
 from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves
 from kineograph.media.filenames import reserve_path, slugify
@@ -33,10 +34,9 @@ from kineograph.media.grids import (
     make_film_strip,
     make_grid,
 )
-from kineograph.run.machine import release_memory
-from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData
 from kineograph.sample.draw import BATCH, draw_for_training
+from kineograph.stage.data import StageData
+from kineograph.stage.spec import Plan, StagePlan
 from kineograph.text.embedding import IMAGE
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import Tracker

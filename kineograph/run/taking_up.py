@@ -10,10 +10,11 @@ from typing import NamedTuple
 from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
-from kineograph.run.fetching import fetched, is_remote, move_into
-from kineograph.run.plan import Plan, make_plan, refuse_changes
+from kineograph.run.plan import make_plan, refuse_changes
 from kineograph.run.resolve import comparable
+from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
+from kineograph.train.fetching import fetched, is_remote, move_into
 from kineograph.train.trackers import read_json
 
 

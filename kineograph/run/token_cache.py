@@ -22,14 +22,16 @@ from kineograph.core.task import Task
 from kineograph.data.cache import Cache, CacheConfig
 from kineograph.data.cache_shards import read_layout
 from kineograph.data.reader import streams
-from kineograph.run.building import build_task
 from kineograph.run.cache_filling import fill, is_complete
 from kineograph.run.cache_key import cache_facts, cache_folder
 from kineograph.run.cache_reuse import prune, tell_superseded
-from kineograph.run.plan import Plan, StagePlan, make_plan
+from kineograph.run.plan import make_plan
 from kineograph.run.resolve import resolve
-from kineograph.run.stage_data import StageData, expect_codec, expect_tokens, gives, open_data
-from kineograph.sample.stages import Stages
+from kineograph.run.stage_data import expect_codec, expect_tokens, open_data
+from kineograph.stage.build import build_task
+from kineograph.stage.data import StageData, gives
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import Plan, StagePlan
 from kineograph.train.stop import StopRequest
 
 LARGEST = 50_000_000  # items; an endless source is beyond it
@@ -61,7 +63,7 @@ def _why_not(stage: StagePlan, source: Source) -> str | None:
 def cached_source(
     stage: StagePlan,
     task: Task,
-    stages: Stages,
+    stages: StageLoader,
     folder: RunFolder,
     data: StageData,
     device: torch.device,
@@ -166,7 +168,7 @@ class _Encoder:
     def __init__(self, plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> None:
         self.stage, self.folder, self.note = stage, folder, note
         self.device = distributed.resolve_device(stage.train.device)
-        self.stages = Stages(folder, self.device, note)
+        self.stages = StageLoader(folder, self.device, note)
         self.data = open_data(stage, plan.seed, None, note, folder.path)
         self.fault = _why_not(stage, self.data.source)
         if self.fault is None:

@@ -16,19 +16,22 @@ from kineograph.core.errors import Stopped
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.data.loader import worker_died
-from kineograph.run.building import brought_init, build_task, stage_seed, warm_start
+from kineograph.doctor.machine import release_memory
+from kineograph.doctor.step_flops import work_of
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import speaks, together, wait_at_most
-from kineograph.run.machine import release_memory
 from kineograph.run.metrics import Evaluate
-from kineograph.run.plan import Plan, StagePlan, make_plan
+from kineograph.run.plan import make_plan
 from kineograph.run.resolve import Resume, resolve
 from kineograph.run.show import Show
-from kineograph.run.stage_data import StageData, open_data
+from kineograph.run.stage_data import open_data
 from kineograph.run.taking_up import take_up
 from kineograph.run.token_cache import cached_source
-from kineograph.run.work import work_of
-from kineograph.sample.stages import Stages
+from kineograph.stage.build import build_task, stage_seed
+from kineograph.stage.data import StageData
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import Plan, StagePlan
+from kineograph.stage.warm_start import brought_init, warm_start
 from kineograph.train import checkpoint
 from kineograph.train.phases import Cursor, finished, settle
 from kineograph.train.rank_log import RankLog
@@ -53,7 +56,7 @@ def train(
 ) -> Path:
     """Train all stages of a preset or file; the same call again resumes. → the run folder.
 
-    `resume_from` names checkpoints that lie elsewhere, to go on from (run/fetching.py says where that may be).
+    `resume_from` names checkpoints that lie elsewhere, to go on from (train/fetching.py says where that may be).
     """
     quiet = quiet or not speaks()
     with together():
@@ -191,7 +194,7 @@ class _StageRun:
         self.metrics = MetricsFile(folder.metrics_file)
         self.device = distributed.resolve_device(stage.train.device)
         self.checkpoints = folder.checkpoints(stage.name)
-        self.stages = Stages(folder, self.device, note)
+        self.stages = StageLoader(folder, self.device, note)
 
     def train(self) -> None:
         stage = self.stage

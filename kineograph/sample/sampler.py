@@ -20,7 +20,8 @@ from kineograph.sample.draw import BATCH, device_for, draw, draw_together
 from kineograph.sample.mask import Mask, read_mask
 from kineograph.sample.prime import Prime, Takes, read_prime
 from kineograph.sample.sketch import Sketch, read_sketch
-from kineograph.sample.stages import Stages, read_stage, sampling_stage
+from kineograph.stage.load import StageLoader, sampling_stage
+from kineograph.stage.spec import read_stage
 from kineograph.train import checkpoint as checkpoints
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Drawn:
 class Sampler:
     """A trained stage that draws. `kineograph.load("runs/x")` gives one."""
 
-    def __init__(self, stages: Stages, stage: str, task: Task, found: checkpoints.Checkpoint, ema: bool) -> None:
+    def __init__(self, stages: StageLoader, stage: str, task: Task, found: checkpoints.Checkpoint, ema: bool) -> None:
         spec = read_stage(stages.run.config(), stage)
         self.run = stages.run
         self.stage = stage
@@ -102,7 +103,9 @@ class Sampler:
         """Load the stage that draws and the stages that it stands on. `compile` pays when many batches are drawn; what is
         drawn may then differ in the last bits."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
-        stages = Stages(folder, device_for(device), distributed.on_first_rank(distributed.print_note), compiled=compile)
+        stages = StageLoader(
+            folder, device_for(device), distributed.on_first_rank(distributed.print_note), compiled=compile
+        )
         name = sampling_stage(folder, stage)
         found = checkpoints.choose(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)

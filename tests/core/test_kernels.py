@@ -21,9 +21,9 @@ from kineograph.cli import app
 from kineograph.core import kernels
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import sha256_of
+from kineograph.doctor import machine
+from kineograph.doctor.report import environment
 from kineograph.nn import attention
-from kineograph.run import machine
-from kineograph.run.doctor import environment
 
 GPU = torch.device("cuda", 0)
 

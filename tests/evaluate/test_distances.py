@@ -30,7 +30,8 @@ from kineograph.evaluate.extractor.opening import Extractors
 from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped, Subject
 from kineograph.evaluate.runner import evaluate
 from kineograph.sample.sampler import Sampler
-from kineograph.sample.stages import Stages, read_stage
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import read_stage
 from tests.evaluate.test_extractors import Colours, scripted
 from tests.run.test_prior_runs import BASE
 from tests.sample.tiny_task import make_run
@@ -248,7 +249,7 @@ def test_a_clip_stage_of_another_run_judges(run, clip_run, tmp_path):
     found = evaluate(
         run.path, ["clip_score"], samples=6, batch=4, device="cpu", extractors=[f"clip_score={clip_run}/clip"]
     )
-    task = Stages(RunFolder(clip_run)).load("clip")
+    task = StageLoader(RunFolder(clip_run)).load("clip")
     drawn = Sampler.open(run, device="cpu").sample(held_out(run, 6).captions, seed=0, batch=4)
     with torch.no_grad():
         images = task.embed_images((drawn.pixels[:, 0] * 255).round() / 255)
@@ -259,7 +260,7 @@ def test_a_clip_stage_of_another_run_judges(run, clip_run, tmp_path):
 
 def test_the_runs_own_clip_stage_judges_unless_another_is_named(clip_run):
     shape = Shape(frames=1, height=16, width=16, channels=3, fps=8)
-    stages = Stages(RunFolder(clip_run))
+    stages = StageLoader(RunFolder(clip_run))
     found, label = open_clip(Subject("x", None, None, shape, CPU, None, Extractors(CPU), stages))  # type: ignore[arg-type]
     assert found is stages.load("clip")
     assert label == f"clip stage clip {stages.digest('clip')[:12]}"

@@ -24,7 +24,8 @@ from kineograph.evaluate.metric.loss import HeldOutLoss
 from kineograph.evaluate.metric.reconstruction import Reconstruction
 from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped
 from kineograph.evaluate.runner import Judge
-from kineograph.sample.stages import Stages, read_stage
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import read_stage
 from tests.sample.tiny_task import make_run
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def _numbers(labels: dict[str, object]) -> dict[str, float]:
 def _judged(run: Path) -> dict[str, dict[str, float]]:
     """What the runner finds of a tiny run's two stages on this process's share."""
     folder = RunFolder(run)
-    stages = Stages(folder)
+    stages = StageLoader(folder)
     found: dict[str, dict[str, float]] = {}
     for name, metrics in (("tokenizer", ["reconstruction", "codebook", "loss"]), ("generator", ["loss", _BRIGHT])):
         spec = read_stage(folder.config(), name)
@@ -142,7 +143,7 @@ _BRIGHT = f"{__name__}.Brightness"
 
 def _quit(run: Path) -> tuple[list[str], list[str]]:
     folder = RunFolder(run)
-    stages = Stages(folder)
+    stages = StageLoader(folder)
     spec = read_stage(folder.config(), "generator")
     source = MovingDigits.open(spec.data, "validation")
     judge = Judge(spec, stages.load("generator"), source, CPU, 8, 3, Extractors(CPU), stages, batch=4)

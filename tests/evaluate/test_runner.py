@@ -26,7 +26,8 @@ from kineograph.evaluate.progress import Watching
 from kineograph.evaluate.reader import ReaderNet
 from kineograph.evaluate.runner import Judge, evaluate
 from kineograph.sample.draw import draw
-from kineograph.sample.stages import Stages, read_stage
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import read_stage
 from tests.evaluate.test_extractors import Colours, scripted
 from tests.sample.tiny_task import make_run, save_stage
 
@@ -111,7 +112,7 @@ def test_psnr_codebook_and_loss_are_those_of_the_whole_set(run):
         run.path, ["reconstruction", "codebook", "loss"], samples=12, batch=5, stage="tokenizer", device="cpu"
     )
     spec = read_stage(run.config(), "tokenizer")
-    task = Stages(run).load("tokenizer")
+    task = StageLoader(run).load("tokenizer")
     loader = Loader(MovingDigits.open(spec.data, "validation"), seed=key_of(3, "validation") >> 1, batch_size=12)
     batch = next(iter(loader.fixed(12, 12)))
     error = (task.reconstruct(batch) - batch.video).square().flatten(1).mean(1)
@@ -129,7 +130,7 @@ def test_the_loss_is_the_trainers_own(run):
     spec = read_stage(run.config(), "generator")
     loader = Loader(MovingDigits.open(spec.data, "validation"), seed=key_of(3, "validation") >> 1, batch_size=6)
     batch = next(iter(loader.fixed(6, 6)))
-    task = Stages(run).load("generator")
+    task = StageLoader(run).load("generator")
     noise = Noise(key_of(key_of(3, "generator") >> 1, "validation"), 0, batch.slots)
     assert found["loss"] == pytest.approx(float(task.validate(batch, noise)["loss"].value()), rel=1e-6)
 
@@ -238,7 +239,7 @@ def test_progress_is_shown_on_a_terminal_and_not_in_pipes(tmp_path, monkeypatch,
 
 
 def test_training_judges_without_a_word(run, capsys):
-    spec, stages = read_stage(run.config(), "generator"), Stages(run)
+    spec, stages = read_stage(run.config(), "generator"), StageLoader(run)
     source = MovingDigits.open(spec.data, "validation")
     judge = Judge(
         spec, stages.load("generator"), source, torch.device("cpu"), 4, 3, Extractors(torch.device("cpu")), stages

@@ -27,7 +27,7 @@ from kineograph.interop.export_run import export_diffusers
 from kineograph.interop.import_run import import_run
 from kineograph.interop.lora import read_lora, write_lora
 from kineograph.interop.lora_base import base_header
-from kineograph.sample.stages import Stages
+from kineograph.stage.load import StageLoader
 from tests.interop.test_lora import random_lora, with_lora
 from tests.interop.test_sat_weights import as_sat, vae_as_sat
 from tests.interop.tiny import TEXT_LENGTH, answer, tiny_pipeline, tiny_transformer, tiny_vae
@@ -36,7 +36,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def ours(run: Path) -> Any:
-    return Stages(RunFolder(run), note=lambda line: None).load("generator")
+    return StageLoader(RunFolder(run), note=lambda line: None).load("generator")
 
 
 def our_answer(task: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from kineograph.family.dalle2.conditioning import Conditioner
 from kineograph.run.train import train
 from kineograph.sample.command import draw_and_write
 from kineograph.sample.sampler import Sampler
-from kineograph.sample.stages import Stages
+from kineograph.stage.load import StageLoader
 
 CONFIG = {
     "data": {"source": "moving_digits", "size": 16, "count": 40},
@@ -58,13 +58,13 @@ def test_an_upsampler_trains_alone_and_shows_enlarged_real_pictures(place):
 
 def test_it_enlarges_a_given_picture_and_loads_nothing_else(place, tmp_path, monkeypatch):
     loaded = []
-    load = Stages.load
+    load = StageLoader.load
 
     def watched(self, reference, *which, **keys):
         loaded.append(reference)
         return load(self, reference, *which, **keys)
 
-    monkeypatch.setattr(Stages, "load", watched)
+    monkeypatch.setattr(StageLoader, "load", watched)
     written = draw_and_write(place / "upsampler", None, out=tmp_path / "out", prime=picture(tmp_path), device="cpu")
     assert loaded == ["large"]
     assert Image.open(written[0]).size == (32, 32)

@@ -27,7 +27,7 @@ from tests.run.clip_tasks import BASE, train
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Curves take longer than everything else here, and an endless source has many captions."""
     monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
-    monkeypatch.setattr("kineograph.run.stage_data.VOCABULARY_CAPTIONS", 200)
+    monkeypatch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
 
 
 def weights(run: Path, stage: str) -> dict[str, torch.Tensor]:

@@ -66,7 +66,7 @@ class Brightness:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
-    monkeypatch.setattr("kineograph.run.stage_data.VOCABULARY_CAPTIONS", 200)
+    monkeypatch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
 
 
 def train(folder: Path, name: str = "run", **changes: Any) -> Path:
@@ -108,7 +108,7 @@ def facts(run: Path) -> dict[str, Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
-        patch.setattr("kineograph.run.stage_data.VOCABULARY_CAPTIONS", 200)
+        patch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
         return facts(train(tmp_path_factory.mktemp("whole")))
 
 

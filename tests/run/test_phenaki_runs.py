@@ -16,7 +16,7 @@ from kineograph.codec.perceptual import Lpips
 from kineograph.core.config import read_yaml
 from kineograph.core.errors import InputError
 from kineograph.family.phenaki.sampling import Drawing
-from kineograph.sample.stages import read_stage
+from kineograph.stage.spec import read_stage
 from kineograph.train import checkpoint
 from tests.run.calling import kineo, written
 

@@ -17,7 +17,7 @@ from kineograph.core.config import merge
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.core.run_folder import RunFolder
-from kineograph.sample.stages import Stages
+from kineograph.stage.load import StageLoader
 from kineograph.text.clip import TrainedClip
 from kineograph.train import checkpoint
 from tests.run.calling import kineo
@@ -62,7 +62,7 @@ def test_clip_then_prior_then_embeddings_for_captions(tmp_path: Path) -> None:
     (judged,) = metrics(run, "prior", "validation")
     assert {"cosine/image", "cosine/text", "cosine/shuffled", "cosine/true_to_text"} <= judged.keys()
     assert all(name.startswith("network.") for name in weights(run, "prior"))
-    prior = Stages(RunFolder(run)).load("prior")
+    prior = StageLoader(RunFolder(run)).load("prior")
     drawn = prior.embed(Prompts(Noise.for_rows(0, 0, 2), ["a red 3 moves left", "a blue 7"]))  # type: ignore[operator]
     torch.testing.assert_close(drawn.norm(dim=-1), torch.ones(2))
     assert kineo("sample", run, "a red 3") == 2  # neither of them draws pixels

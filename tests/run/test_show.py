@@ -51,7 +51,7 @@ def test_samples_inputs_and_reconstructions_are_files_with_their_text(tmp_path: 
 
 
 def test_each_clip_keeps_its_own_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kineograph.run.stage_data import StageData
+    from kineograph.stage.data import StageData
 
     inner = StageData.pictures
 

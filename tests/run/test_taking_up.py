@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.run import fetching, taking_up
+from kineograph.run import taking_up
 from kineograph.run.plan import make_plan
 from kineograph.run.train import train as run_train
 from kineograph.text.learned import ASSET
-from kineograph.train import checkpoint
+from kineograph.train import checkpoint, fetching
 from tests.run import clip_tasks
 from tests.run.test_phases import lines
 
@@ -33,7 +33,7 @@ STEPS, HALF = 6, 3
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
-    monkeypatch.setattr("kineograph.run.stage_data.VOCABULARY_CAPTIONS", 200)
+    monkeypatch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
 
 
 def train(folder: Path, name: str, **changes: Any) -> Path:
@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with checkpoints at steps 3 and 6."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
-        patch.setattr("kineograph.run.stage_data.VOCABULARY_CAPTIONS", 200)
+        patch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
         return train(tmp_path_factory.mktemp("elsewhere"), "whole")
 
 

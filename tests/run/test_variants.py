@@ -14,7 +14,7 @@ from PIL import Image
 
 import kineograph as kg
 from kineograph.core.run_folder import RunFolder
-from kineograph.sample.stages import Stages
+from kineograph.stage.load import StageLoader
 from kineograph.train import checkpoint
 from tests.run.calling import kineo, written
 
@@ -197,7 +197,7 @@ def test_codebook_ids_of_a_users_own_train_what_their_pixels_train(tmp_path: Pat
     tree["data"] = {"size": 16}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     pixels = kg.train(str(tmp_path / "run.yaml"), dataset=Squares(), run=tmp_path / "pixels", quiet=True)
-    codec = Stages(RunFolder(pixels)).load("tokenizer")
+    codec = StageLoader(RunFolder(pixels)).load("tokenizer")
     tree["stages"] = {"generator": tree["stages"]["generator"] | {"codec": f"{pixels}/tokenizer"}}
     (tmp_path / "ids.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     ids = kg.train(str(tmp_path / "ids.yaml"), dataset=Encoded(codec), run=tmp_path / "ids", quiet=True)

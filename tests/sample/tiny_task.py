@@ -17,7 +17,7 @@ from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Loss, Mean, Task, task_state_dict
-from kineograph.sample.stages import build
+from kineograph.stage.load import build
 from kineograph.train import checkpoint
 
 

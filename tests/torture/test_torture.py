@@ -11,7 +11,7 @@ import torch
 
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import task_state_dict
-from kineograph.sample.stages import Stages
+from kineograph.stage.load import StageLoader
 from kineograph.train import checkpoint
 from tests.torture import faults, judging, kills, lives
 from tests.torture.__main__ import DDP, FSDP, HYBRID, ONE, ROUNDING, WITHOUT_DROPOUT
@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_other_processes_and_another_layout(tmp_path: Path) -
         assert set(life.codes) == {0}, life.text
         assert checkpoint.latest(run / "toy/checkpoints").is_sharded == (layout.world > 1)
         assert judging.saved_steps(run, kills.STAGES) == {"duel": steps, "toy": steps}
-        opened = Stages(RunFolder(run)).load("toy")  # as sampling and judging do
+        opened = StageLoader(RunFolder(run)).load("toy")  # as sampling and judging do
         saved = checkpoint.at(run / "toy/checkpoints", steps).weights()
         assert all(torch.equal(value, saved[name]) for name, value in task_state_dict(opened).items())
     found, wrong = judging.curve(run)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kineograph.core.registry import find_task
 from kineograph.core.safe_unpickle import sha256_of
 from kineograph.evaluate.metric_api import MetricSkipped, Subject, WeightsMissing
-from kineograph.sample.stages import Stages
+from kineograph.stage.load import StageLoader
 from kineograph.train import checkpoint
 
 
@@ -37,17 +37,17 @@ def open_clip(subject: Subject) -> tuple[Embeds, str]:
     return _stage(subject.stages, value)
 
 
-def _own(stages: Stages | None) -> tuple[Embeds, str]:
+def _own(stages: StageLoader | None) -> tuple[Embeds, str]:
     for name, stage in (stages.run.config()["stages"] if stages is not None else {}).items():
         if hasattr(find_task(stage["task"]), "embed_images") and checkpoint.steps(stages.run.checkpoints(name)):  # type: ignore[union-attr]
-            return _stage(cast("Stages", stages), name)
+            return _stage(cast("StageLoader", stages), name)
     raise WeightsMissing(
         "the run has no trained clip stage: name one of another run (--extractor clip_score=runs/x/clip), or a CLIP in a folder of "
         "transformers (--extractor clip_score=FOLDER)"
     )
 
 
-def _stage(stages: Stages, reference: str) -> tuple[Embeds, str]:
+def _stage(stages: StageLoader, reference: str) -> tuple[Embeds, str]:
     task: Any = stages.load(reference)
     if not hasattr(task, "embed_images"):
         raise MetricSkipped(f"stage {reference} gives no embeddings: name one whose task is clip")

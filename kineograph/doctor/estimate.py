@@ -18,13 +18,13 @@ from kineograph.core.config import merge, nest, parse
 from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.task import Task, player_parameters
-from kineograph.run.builder import Builder, pretending
-from kineograph.run.dividing import Division, parts_of
-from kineograph.run.machine import free_memory, matmul_rate
-from kineograph.run.plan import StagePlan
-from kineograph.run.probing import PROBE_SECONDS, Speed, probe, read_two
-from kineograph.run.stage_data import StageData, workers_for
-from kineograph.run.tracing import ONE, READ, Memory, Traced, tensors_of, trace
+from kineograph.doctor.machine import free_memory, matmul_rate
+from kineograph.doctor.sharded_memory import Division, parts_of
+from kineograph.doctor.speed import PROBE_SECONDS, Speed, probe, read_two
+from kineograph.doctor.step_trace import ONE, READ, Memory, Traced, tensors_of, trace
+from kineograph.stage.build import Builder, pretending
+from kineograph.stage.data import StageData, workers_for
+from kineograph.stage.spec import StagePlan
 from kineograph.train.config import TrainConfig
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import precision_for

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from kineograph.core.errors import InputError
-from kineograph.run.doctor import examine
-from tests.run.test_doctor import TREE, estimated
+from kineograph.run.dry_run import examine
+from tests.doctor.test_doctor import TREE, estimated
 
 
 def encoder(name: Path | str, width: int = 16, device: str = "cpu") -> Any:
@@ -26,7 +26,7 @@ def encoder(name: Path | str, width: int = 16, device: str = "cpu") -> Any:
 def test_the_memory_of_a_text_encoder_counts_unless_captions_are_cached(tmp_path: Path) -> None:
     from transformers import T5Config, T5EncoderModel
 
-    from kineograph.run.tracing import encoder_bytes
+    from kineograph.doctor.step_trace import encoder_bytes
 
     config = T5Config(vocab_size=32128, d_model=512, d_kv=64, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu")  # fmt: skip
     model = T5EncoderModel(config).half()

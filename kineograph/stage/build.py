@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kineograph.core.batch import Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Task, freeze
-from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData
-from kineograph.sample.stages import read_stage
+from kineograph.stage.data import StageData
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import Plan, StagePlan, read_stage
 from kineograph.train import checkpoint
+from kineograph.train.fetching import is_remote
 
 
 @contextmanager
@@ -110,3 +112,64 @@ class Builder:
 
 def _frozen(task: Task, device: torch.device) -> Task:
     return freeze(task if device.type == "cpu" else task.to(device))  # type: ignore[return-value]
+
+
+def stage_seed(plan: Plan, stage: StagePlan) -> int:
+    """Stages of one run draw different numbers."""
+    return key_of(plan.seed, stage.name) >> 1
+
+
+def build_task(
+    plan: Plan,
+    stage: StagePlan,
+    stages: StageLoader,
+    data: StageData,
+    folder: RunFolder,
+    note: Callable[[str], None],
+    brought: Path | None = None,
+) -> Task:
+    """A stage's Task with fresh weights. What it once learned from the data (a vocabulary) comes from its checkpoint.
+
+    Before it has one, a stage that starts from another's weights takes over what that one learned: its embeddings are of those words.
+    `brought` is what was fetched for an `init` that lies elsewhere.
+    """
+    seed = stage_seed(plan, stage)
+    torch.manual_seed(key_of(seed, "init") >> 1)
+    found = checkpoint.latest(folder.checkpoints(stage.name)) or _saved(brought) or _ancestor(stage, stages)
+    context = BuildContext(
+        shape=stage.spec.data.shape,
+        seed=seed,
+        stage=stages.load,
+        captions=data.captions,
+        assets=found.state().get("assets", {}) if found else {},
+        note=note,
+        name=stage.name,
+    )
+    task = stage.spec.task.build(stage.spec.config, context)
+    _tell_of_longer_clips(task, stage, note)
+    return task
+
+
+def _tell_of_longer_clips(task: Task, stage: StagePlan, note: Callable[[str], None]) -> None:
+    """A codec of clips takes any length, but knows those that it was trained on: beyond, its latents drift and its frames smear."""
+    trained: Shape | None = getattr(task.stages.get("codec"), "shape", None)
+    frames = stage.spec.data.shape.frames
+    if trained is not None and 1 < trained.frames < frames:
+        note(
+            f"warning: {stage.name}: its codec was trained on clips of {trained.frames} frames, and these have {frames}: "
+            "what it makes of the later ones may be far off; train it on clips as long"
+        )
+
+
+def _ancestor(stage: StagePlan, stages: StageLoader) -> checkpoint.Checkpoint | None:
+    """The checkpoint that `init` names; None for a file, which has weights only. It may be yet to come: `kineo cache` builds early."""
+    init = stage.spec.config.init
+    if init is None or init.endswith(".safetensors") or is_remote(init):
+        return None
+    run, name = stages.locate(init)
+    return checkpoint.latest(run.checkpoints(name))
+
+
+def _saved(brought: Path | None) -> checkpoint.Checkpoint | None:
+    """What was fetched, where it is a checkpoint and not weights alone."""
+    return checkpoint.Checkpoint(brought, 0) if brought is not None and brought.is_dir() else None

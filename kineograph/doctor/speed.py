@@ -9,10 +9,10 @@ import torch
 
 from kineograph.core.batch import Batch
 from kineograph.data.loader import Loader
-from kineograph.run.builder import Builder
-from kineograph.run.plan import StagePlan
-from kineograph.run.stage_data import StageData
-from kineograph.run.tracing import as_encoded
+from kineograph.doctor.step_trace import as_encoded
+from kineograph.stage.build import Builder
+from kineograph.stage.data import StageData
+from kineograph.stage.spec import StagePlan
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import Stepper
 

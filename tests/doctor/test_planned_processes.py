@@ -13,16 +13,17 @@ import yaml
 from kineograph.cli import main
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.run import estimate, probing
-from kineograph.run.doctor import describe, dry_run, examine, planned_world
-from kineograph.run.estimate import Estimate, Target
-from kineograph.run.probing import read_two
-from kineograph.run.stage_data import workers_for
-from kineograph.run.tracing import Memory, trace
+from kineograph.doctor import estimate, speed
+from kineograph.doctor.estimate import Estimate, Target
+from kineograph.doctor.report import describe
+from kineograph.doctor.speed import read_two
+from kineograph.doctor.step_trace import Memory, trace
+from kineograph.run.dry_run import dry_run, examine, planned_world
+from kineograph.stage.data import workers_for
 from kineograph.train.config import TrainConfig
 from kineograph.train.dtensors import local
 from kineograph.train.stepper import Stepper
-from tests.run.test_doctor import MUSE, TREE, opened
+from tests.doctor.test_doctor import MUSE, TREE, opened
 from tests.train.together import together
 
 
@@ -127,7 +128,7 @@ def test_what_is_not_known_is_said() -> None:
 
 
 def test_what_one_process_cannot_try_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(speed, "PROBE_SECONDS", 0.1)
     cut = replace(some_estimate(), stage=opened(TREE, "train.parallel={tensor: 2}")[0].stages[1], world=World(2, 2))
     assert "one alone cannot try that" in str(estimate._probed(cut, None, None, 1.0).unprobed)  # type: ignore[arg-type]
     found = planned(2, probing=True)
@@ -155,7 +156,7 @@ def test_workers_are_shared_out_over_the_processes_of_a_machine(monkeypatch: pyt
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(speed, "PROBE_SECONDS", 0.05)
     monkeypatch.chdir(tmp_path)
     for name, tree in (("toy", TREE), ("muse", MUSE)):
         Path(f"{name}.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))

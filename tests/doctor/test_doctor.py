@@ -14,17 +14,21 @@ import yaml
 from kineograph.cli import main
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Loss, Mean
-from kineograph.run import doctor, estimate, layers, machine, probing
-from kineograph.run.builder import Builder, pretending
-from kineograph.run.doctor import describe, dry_run, examine
-from kineograph.run.estimate import Estimate, micro_batch
-from kineograph.run.plan import Plan, make_plan
-from kineograph.run.stage_data import StageData, open_data
-from kineograph.run.tracing import trace
+from kineograph.doctor import estimate, machine, report, speed
+from kineograph.doctor.estimate import Estimate, micro_batch
+from kineograph.doctor.report import describe
+from kineograph.doctor.step_trace import trace
+from kineograph.run import layers
+from kineograph.run.dry_run import dry_run, examine
+from kineograph.run.plan import make_plan
+from kineograph.run.stage_data import open_data
+from kineograph.stage.build import Builder, pretending
+from kineograph.stage.data import StageData
+from kineograph.stage.spec import Plan
 from kineograph.train.stepper import Stepper
 from tests.train.toy_tasks import Toy
 
-HERE = "tests.run.test_doctor"
+HERE = "tests.doctor.test_doctor"
 TREE = {
     "name": "toy",
     "data": {"size": 16, "glyphs": 2, "count": 64},
@@ -191,7 +195,7 @@ def test_a_slow_model_is_not_probed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_speed_is_probed_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(speed, "PROBE_SECONDS", 0.2)
     _, found = estimated(TREE, "train.accumulate=2", probe=True)
     assert found.speed is not None
     assert found.speed.samples == 4
@@ -273,7 +277,7 @@ def test_without_arguments_the_machine_is_described(
 def test_with_a_file_every_stage_is_described(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(speed, "PROBE_SECONDS", 0.2)
     path = tmp_path / "toy.yaml"
     path.write_text(yaml.safe_dump(TREE, sort_keys=False))
     examine([str(path), "stages.first.skip=true", "train.steps=1000"])
@@ -291,15 +295,15 @@ def test_with_a_file_every_stage_is_described(
 
 
 def test_numbers_for_people() -> None:
-    assert [doctor.size(n) for n in (5, 1536, 3 * 2**20, 139 * 2**30, 1010 * 1024)] == [
+    assert [report.size(n) for n in (5, 1536, 3 * 2**20, 139 * 2**30, 1010 * 1024)] == [
         "5 bytes",
         "1.5 KiB",
         "3 MiB",
         "139 GiB",
         "1010 KiB",
     ]
-    assert [doctor.count(n) for n in (12, 29_992, 35_500_000, 2e9)] == ["12", "30 k", "35.5 M", "2 billion"]
-    assert [doctor.clock(s) for s in (5, 600, 7200, 864_000)] == ["5 s", "10 min", "2.0 h", "10.0 days"]
+    assert [report.count(n) for n in (12, 29_992, 35_500_000, 2e9)] == ["12", "30 k", "35.5 M", "2 billion"]
+    assert [report.clock(s) for s in (5, 600, 7200, 864_000)] == ["5 s", "10 min", "2.0 h", "10.0 days"]
 
 
 # Devices that are not here, and what would fit there ---------------------------------------------------------------
@@ -509,7 +513,7 @@ def everything(folder: Path) -> set[str]:
 def test_a_dry_run_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(speed, "PROBE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(MUSE, sort_keys=False))
     dry_run(["toy.yaml"])

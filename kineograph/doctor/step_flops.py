@@ -8,12 +8,12 @@ import torch
 
 from kineograph.core import distributed
 from kineograph.core.task import Task
-from kineograph.run.builder import Builder
-from kineograph.run.machine import peak_flops
-from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.probing import read_two
-from kineograph.run.stage_data import StageData
-from kineograph.run.tracing import READ, trace
+from kineograph.doctor.machine import peak_flops
+from kineograph.doctor.speed import read_two
+from kineograph.doctor.step_trace import READ, trace
+from kineograph.stage.build import Builder
+from kineograph.stage.data import StageData
+from kineograph.stage.spec import Plan, StagePlan
 from kineograph.train.clock import Work
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import precision_for

@@ -20,9 +20,9 @@ from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
 from kineograph.core.distributed import World
 from kineograph.core.task import Task, player_parameters
-from kineograph.run.builder import Builder, pretending
-from kineograph.run.dividing import divide
-from kineograph.run.plan import StagePlan
+from kineograph.doctor.sharded_memory import divide
+from kineograph.stage.build import Builder, pretending
+from kineograph.stage.spec import StagePlan
 from kineograph.text.pretrained import PretrainedText
 from kineograph.train.config import TrainConfig
 from kineograph.train.low_memory_adamw import Lean

@@ -9,77 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
-from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import BuildContext, Task, load_weights, task_state_dict
+from kineograph.core.task import Task, load_weights, task_state_dict
 from kineograph.core.weight_files import WeightFiles
-from kineograph.run.fetching import fetched, is_remote
-from kineograph.run.plan import Plan, StagePlan
-from kineograph.run.stage_data import StageData
-from kineograph.sample.stages import Stages
+from kineograph.stage.build import _saved
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import StagePlan
 from kineograph.text.learned import ASSET, LearnedText
 from kineograph.train import checkpoint
+from kineograph.train.fetching import fetched, is_remote
 
 _BYTES = 259  # tokens of a vocabulary that learned nothing: 256 bytes and three special ones, the same everywhere
 _NAMED = 4  # tensors that a line of the log names before it counts the rest
-
-
-def stage_seed(plan: Plan, stage: StagePlan) -> int:
-    """Stages of one run draw different numbers."""
-    return key_of(plan.seed, stage.name) >> 1
-
-
-def build_task(
-    plan: Plan,
-    stage: StagePlan,
-    stages: Stages,
-    data: StageData,
-    folder: RunFolder,
-    note: Callable[[str], None],
-    brought: Path | None = None,
-) -> Task:
-    """A stage's Task with fresh weights. What it once learned from the data (a vocabulary) comes from its checkpoint.
-
-    Before it has one, a stage that starts from another's weights takes over what that one learned: its embeddings are of those words.
-    `brought` is what was fetched for an `init` that lies elsewhere.
-    """
-    seed = stage_seed(plan, stage)
-    torch.manual_seed(key_of(seed, "init") >> 1)
-    found = checkpoint.latest(folder.checkpoints(stage.name)) or _saved(brought) or _ancestor(stage, stages)
-    context = BuildContext(
-        shape=stage.spec.data.shape,
-        seed=seed,
-        stage=stages.load,
-        captions=data.captions,
-        assets=found.state().get("assets", {}) if found else {},
-        note=note,
-        name=stage.name,
-    )
-    task = stage.spec.task.build(stage.spec.config, context)
-    _tell_of_longer_clips(task, stage, note)
-    return task
-
-
-def _tell_of_longer_clips(task: Task, stage: StagePlan, note: Callable[[str], None]) -> None:
-    """A codec of clips takes any length, but knows those that it was trained on: beyond, its latents drift and its frames smear."""
-    trained: Shape | None = getattr(task.stages.get("codec"), "shape", None)
-    frames = stage.spec.data.shape.frames
-    if trained is not None and 1 < trained.frames < frames:
-        note(
-            f"warning: {stage.name}: its codec was trained on clips of {trained.frames} frames, and these have {frames}: "
-            "what it makes of the later ones may be far off; train it on clips as long"
-        )
-
-
-def _ancestor(stage: StagePlan, stages: Stages) -> checkpoint.Checkpoint | None:
-    """The checkpoint that `init` names; None for a file, which has weights only. It may be yet to come: `kineo cache` builds early."""
-    init = stage.spec.config.init
-    if init is None or init.endswith(".safetensors") or is_remote(init):
-        return None
-    run, name = stages.locate(init)
-    return checkpoint.latest(run.checkpoints(name))
 
 
 @contextmanager
@@ -93,13 +35,8 @@ def brought_init(stage: StagePlan, folder: RunFolder, note: Callable[[str], None
         yield found
 
 
-def _saved(brought: Path | None) -> checkpoint.Checkpoint | None:
-    """What was fetched, where it is a checkpoint and not weights alone."""
-    return checkpoint.Checkpoint(brought, 0) if brought is not None and brought.is_dir() else None
-
-
 def warm_start(
-    task: Task, stage: StagePlan, stages: Stages, note: Callable[[str], None], brought: Path | None = None
+    task: Task, stage: StagePlan, stages: StageLoader, note: Callable[[str], None], brought: Path | None = None
 ) -> None:
     """Copy what fits from `init`, unless the stage has begun: then its own checkpoint holds everything."""
     init = stage.spec.config.init
@@ -120,7 +57,7 @@ def warm_start(
     note(f"{stage.name}: {len(taken)} of {len(own)} tensors taken from {init}{_told(left)}")
 
 
-def check_start(task: Task, stage: StagePlan, stages: Stages, untrained: Callable[[str], Task]) -> None:
+def check_start(task: Task, stage: StagePlan, stages: StageLoader, untrained: Callable[[str], Task]) -> None:
     """Refuse an `init` whose weights do not fit, before anything is trained: by names and shapes, of which nothing is read but headers.
 
     `untrained` builds an earlier stage of the plan that has no checkpoint yet. What is to be fetched is looked at when it is there.
@@ -154,13 +91,13 @@ def _fitted(
     return renamed, left
 
 
-def _trained(init: str, stages: Stages) -> checkpoint.Checkpoint:
+def _trained(init: str, stages: StageLoader) -> checkpoint.Checkpoint:
     run, name = stages.locate(init)
     return checkpoint.choose(run.checkpoints(name))
 
 
 def _compare_codecs(
-    found: checkpoint.Checkpoint, stage: StagePlan, stages: Stages, note: Callable[[str], None]
+    found: checkpoint.Checkpoint, stage: StagePlan, stages: StageLoader, note: Callable[[str], None]
 ) -> None:
     """Say so where the weights that a stage starts from know another codec's tokens or latents, which mean something else."""
     config, known = stage.spec.config, found.state().get("references", {})

@@ -1,0 +1,1 @@
+"""Tokens, latents and embeddings encoded once and kept on disk."""

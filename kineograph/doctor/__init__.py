@@ -1,0 +1,1 @@
+"""The machine, and what a run will take of it."""
