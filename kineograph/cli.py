@@ -395,9 +395,9 @@ def import_(
 
     Example: kineo import CogVideoX-2b --from diffusers --run runs/cogvideox-2b
     """
-    from kineograph.interop.command import bring_in
+    from kineograph.interop.command import import_weights
 
-    print(bring_in(what, from_, run, link, lora, note=lambda line: print(line, file=sys.stderr)))
+    print(import_weights(what, from_, run, link, lora, note=lambda line: print(line, file=sys.stderr)))
 
 
 @app.command()
@@ -417,9 +417,9 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's weights as others read them: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
-    from kineograph.interop.command import take_out
+    from kineograph.interop.command import export_weights
 
-    written = take_out(
+    written = export_weights(
         run,
         out,
         to,
@@ -447,9 +447,9 @@ def weights_get(
     if name is None:
         weights_list()
         return
-    from kineograph.evaluate.weights import get
+    from kineograph.evaluate.weights import get_weights
 
-    found = get(name, from_ or [], note=lambda line: print(line, file=sys.stderr))
+    found = get_weights(name, from_ or [], note=lambda line: print(line, file=sys.stderr))
     print(f"{found.path}  sha256 {found.sha256}")
 
 
@@ -457,9 +457,9 @@ def weights_get(
 def weights_list() -> None:
     """List the weights that can be fetched, and those that have been."""
     from kineograph.evaluate.console import open_console
-    from kineograph.evaluate.weights import table
+    from kineograph.evaluate.weights import weights_table
 
-    open_console().print(table())
+    open_console().print(weights_table())
 
 
 @app.command()

@@ -42,7 +42,7 @@ from kineograph.run.plan import RunConfig, make_plan, refuse_changes
 from kineograph.stage.spec import read_stage
 from kineograph.text import TextConfig
 from kineograph.text.clip import ClipConfig
-from kineograph.text.embedding import ClipSource
+from kineograph.text.clip_embedding import ClipSource
 from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig, WandbConfig
 from kineograph.train.parallel import ParallelConfig
 

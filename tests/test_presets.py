@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from kineograph.codec.causal_vae import CausalVAE, CausalVAEConfig
-from kineograph.codec.causal_vae_weights import config_for, weights_for
+from kineograph.codec.causal_vae_weights import config_to_diffusers, weights_to_diffusers
 from kineograph.core.batch import Shape
 from kineograph.core.config import parse
 from kineograph.core.task import BuildContext, Task, player_parameters
@@ -197,7 +197,11 @@ def released(tmp_path_factory: pytest.TempPathFactory, t5: Path) -> Callable[[st
         )
         for name, config, state in (
             ("transformer", diffusers_config(network, 24, 6), network_state(network)),
-            ("vae", {**config_for(vae), "invert_scale_latents": shape == "1.5-5b-i2v"}, weights_for(vae)),
+            (
+                "vae",
+                {**config_to_diffusers(vae), "invert_scale_latents": shape == "1.5-5b-i2v"},
+                weights_to_diffusers(vae),
+            ),
         ):
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps(config))

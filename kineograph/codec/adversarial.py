@@ -118,7 +118,7 @@ def check_size(config: AdversarialConfig, height: int, width: int) -> None:
 D = TypeVar("D", Discriminator, VideoDiscriminator)
 
 
-def opponent(config: AdversarialConfig | None, shape: Shape, kind: type[D]) -> D | None:
+def build_discriminator(config: AdversarialConfig | None, shape: Shape, kind: type[D]) -> D | None:
     """The discriminator that a codec plays against; None: it plays against nobody."""
     if config is None or not config.weight:
         return None
@@ -126,14 +126,14 @@ def opponent(config: AdversarialConfig | None, shape: Shape, kind: type[D]) -> D
     return kind(shape.channels, config)
 
 
-def players_with(discriminator: nn.Module | None) -> tuple[str, ...]:
+def gan_players(discriminator: nn.Module | None) -> tuple[str, ...]:
     return ("generator",) if discriminator is None else ("generator", "discriminator")
 
 
 # What the discriminator descends -----------------------------------------------------------------------------------
 
 
-def hinge(real: Tensor, fake: Tensor) -> Tensor:
+def discriminator_hinge(real: Tensor, fake: Tensor) -> Tensor:
     """½ (max(0, 1 − D(real)) + max(0, 1 + D(fake))), mean over patches: F h w → F"""
     return (F.relu(1 - real) + F.relu(1 + fake)).mean((1, 2)) / 2
 
@@ -142,13 +142,13 @@ PENALTY_STEP = 0.05
 """Length of the finite difference a pixel: far above what bf16 rounds away, far below what a person sees."""
 
 
-def nudged(real: Tensor, noise: Noise) -> Tensor:
+def perturb(real: Tensor, noise: Noise) -> Tensor:
     """x + s ε, random signs ε by sample: what `slope` compares D(x) with."""
     signs = (noise.bits("penalty", real.numel() // noise.batch) & 1).to(real.dtype) * 2 - 1
     return torch.add(real, signs.view(real.shape), alpha=PENALTY_STEP)
 
 
-def slope(real: Tensor, moved: Tensor) -> Tensor:
+def finite_difference_r1(real: Tensor, moved: Tensor) -> Tensor:
     """|∇D(real)|² from the logits of real and nudged pictures, mean over patches: F
 
     E[((D(x + s ε) − D(x)) / s)²] → ∇Dᵀ E[ε εᵀ] ∇D = |∇D|² for random signs ε. More rows of the same compiled forward take
@@ -160,7 +160,7 @@ def slope(real: Tensor, moved: Tensor) -> Tensor:
 # What the generator descends ---------------------------------------------------------------------------------------
 
 
-def fooling(fake: Tensor) -> Tensor:
+def generator_hinge(fake: Tensor) -> Tensor:
     """−D(fake), mean over patches: F h w → F"""
     return -fake.mean((1, 2))
 

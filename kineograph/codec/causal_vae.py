@@ -12,22 +12,22 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
-from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, opponent, players_with
-from kineograph.codec.causal_vae_chunks import Tiling, spans
+from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, build_discriminator, gan_players
 from kineograph.codec.causal_vae_network import CausalVAEShape, Decoder, Encoder
-from kineograph.codec.fitting import real_times, times_of, tokens_across
 from kineograph.codec.gan_losses import (
     Divergence,
     Reconstruction,
-    clip_judge,
+    bind_discriminator,
     discriminator_loss,
-    game_on,
     generator_loss,
-    held,
-    inward,
-    scores,
+    is_adversarial_step,
+    pixels_to_frames,
+    repeat_last_real,
+    validation_metrics,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
+from kineograph.codec.tiling import Tiling, chunk_spans
+from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import Size, StageConfig
@@ -96,20 +96,20 @@ class CausalVAE(Task):
         if config.scale == "auto":
             self.register_buffer("spread", torch.zeros(3, config.latent_channels))
         self.perceptual = perceptual
-        self.discriminator = opponent(config.adversarial, shape, VideoDiscriminator)
-        self.players = players_with(self.discriminator)  # type: ignore[misc]
+        self.discriminator = build_discriminator(config.adversarial, shape, VideoDiscriminator)
+        self.players = gan_players(self.discriminator)  # type: ignore[misc]
 
     @classmethod
     def build(cls, config: CausalVAEConfig, context: BuildContext) -> CausalVAE:
-        return cls(config, context.shape, lpips.for_stage(config.perceptual, context))
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
 
     # codec -------------------------------------------------------------------------------------------------------
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Latents (t, h, w) of a clip."""
         side = self.config.spatial
-        times = times_of("causal_vae", frames, self.config.temporal)
-        return times, *tokens_across("causal_vae", height, width, (side, side))
+        times = latent_frames("causal_vae", frames, self.config.temporal)
+        return times, *grid_size("causal_vae", height, width, (side, side))
 
     @property
     def spatial(self) -> int:
@@ -118,7 +118,7 @@ class CausalVAE(Task):
 
     def mask_for(self, frame_mask: Tensor) -> Tensor:
         """A latent is real where any of its frames is."""
-        return real_times(frame_mask, self.config.temporal)
+        return latent_frame_mask(frame_mask, self.config.temporal)
 
     @property
     def scale(self) -> Tensor:
@@ -137,7 +137,7 @@ class CausalVAE(Task):
         _, frames, _, height, width = pixels.shape
         self.shape_for(frames, height, width)
         if frame_mask is not None:
-            pixels = held(pixels, frame_mask)
+            pixels = repeat_last_real(pixels, frame_mask)
         code, tiling = self._moments, self._tiling(decoding=False)
         if tiling is not None and tiling.needed(height, width):
             found = [tiling.run(clips, code) for clips in pixels.split(self._clips_at_once(*tiling.size))]
@@ -182,7 +182,7 @@ class CausalVAE(Task):
 
     def _spans(self, count: int, size: int) -> list[tuple[int, int]]:
         """Chunks; one where they make no difference and gradients hold all of the clip in any case."""
-        return [(0, count)] if self.config.norm == "frame" and torch.is_grad_enabled() else spans(count, size)
+        return [(0, count)] if self.config.norm == "frame" and torch.is_grad_enabled() else chunk_spans(count, size)
 
     def _moments(self, pixels: Tensor) -> Tensor:
         """B T C H W in [0, 1] → B 2c t h w"""
@@ -220,7 +220,7 @@ class CausalVAE(Task):
         return [self.encoder, self.decoder]
 
     def is_active(self, player: str, step: int) -> bool:
-        return player == "generator" or game_on(self.config.adversarial, step)
+        return player == "generator" or is_adversarial_step(self.config.adversarial, step)
 
     def forward(self, batch: Batch, noise: Noise) -> Reconstruction:
         return self._coded(batch, noise)[0]
@@ -237,7 +237,7 @@ class CausalVAE(Task):
         clips, frames = video.shape[:2]
         self.shape_for(frames, *video.shape[-2:])
         if mask is not None:
-            video = held(video, mask)
+            video = repeat_last_real(video, mask)
         mean, log_variance = _parts(rearrange(self._moments(video), "b c t h w -> b t c h w"))
         times = None if mask is None else self.mask_for(mask)
         z = mean
@@ -245,7 +245,7 @@ class CausalVAE(Task):
             z = mean + (log_variance / 2).exp() * noise.normal("posterior", *mean.shape[1:])
             self._measure(mean.detach(), times)
         if times is not None:
-            z = held(z, times)
+            z = repeat_last_real(z, times)
         painted = torch.cat(list(self._chunks(rearrange(z, "b t c h w -> b c t h w"))), dim=2)
         keep = video.new_ones(clips * frames) if mask is None else mask.flatten().to(video.dtype)
         nats = _divergence(mean, log_variance)  # B t
@@ -253,7 +253,7 @@ class CausalVAE(Task):
         shown = frames if mask is None else mask.sum(1).clamp_min(1)
         nats = (nats / shown / video[0, 0].numel()).repeat_interleave(frames)
         shared = Reconstruction(
-            real=inward(video),
+            real=pixels_to_frames(video),
             fake=rearrange(painted, "b c t h w -> (b t) c h w"),
             keep=keep,
             quantized=None,
@@ -275,7 +275,7 @@ class CausalVAE(Task):
         self.spread.lerp_(total / total[0], FORGETS)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        judge = clip_judge(self.discriminator, self.config.adversarial, shared)
+        judge = bind_discriminator(self.discriminator, self.config.adversarial, shared)
         if player == "discriminator":
             return discriminator_loss(shared, self.config.adversarial, judge)
         last = [self.decoder.conv_out.conv.weight]
@@ -296,7 +296,7 @@ class CausalVAE(Task):
         named |= {f"std_{channel:02d}": value.sqrt() for channel, value in enumerate(variances)}
         count = torch.full_like(variances[0], len(batch))
         spread = {f"latents/{name}": Mean(value * count, count) for name, value in named.items()}
-        return scores(shared, self.config, None, self.perceptual) | spread
+        return validation_metrics(shared, self.config, None, self.perceptual) | spread
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video, batch.frame_mask))

@@ -36,7 +36,7 @@ _FIXED: dict[str, Any] = {
 }  # what ours has no other way of
 
 
-def config_of(theirs: Mapping[str, Any], where: str = "vae/config.json", **changed: Any) -> CausalVAEConfig:
+def config_from_diffusers(theirs: Mapping[str, Any], where: str = "vae/config.json", **changed: Any) -> CausalVAEConfig:
     """diffusers' config.json → ours. Its chunks are of 2 latents, with norms over each. `changed` are keys of ours to set otherwise, such as
     `tile`."""
     if theirs.get("_class_name", CLASS) != CLASS:
@@ -48,7 +48,7 @@ def config_of(theirs: Mapping[str, Any], where: str = "vae/config.json", **chang
     return parse(CausalVAEConfig, {"scale": SCALES["2b"], **keys, **changed}, where)
 
 
-def config_for(task: CausalVAE) -> dict[str, Any]:
+def config_to_diffusers(task: CausalVAE) -> dict[str, Any]:
     """Ours → diffusers' config.json, with the scale as it is now."""
     config, shape, levels = task.config, task.shape, len(task.config.widths)
     if config.norm != "chunk" or config.chunk != 2 or config.temporal != 4:
@@ -71,19 +71,19 @@ def config_for(task: CausalVAE) -> dict[str, Any]:
     }
 
 
-def weights_for(task: CausalVAE) -> dict[str, Tensor]:
+def weights_to_diffusers(task: CausalVAE) -> dict[str, Tensor]:
     """What diffusers' class has of it: encoder and decoder, under their own names."""
     return {name: value for name, value in task.state_dict().items() if name.startswith(("encoder.", "decoder."))}
 
 
-def from_folder(folder: Path, shape: Shape, **changed: Any) -> CausalVAE:
+def load_diffusers_vae(folder: Path, shape: Shape, **changed: Any) -> CausalVAE:
     """The VAE of a diffusers folder, or of its vae/, strict: every name must be there in its shape, and nothing else."""
     folder = folder / "vae" if (folder / "vae").is_dir() else folder
     place = folder / "config.json"
     if not place.is_file():
         raise InputError(f"{place} does not exist: name a diffusers folder, or its vae/")
-    config = config_of(load_file(place), str(place), **changed)
+    config = config_from_diffusers(load_file(place), str(place), **changed)
     task, weights = CausalVAE(config, shape), open_weights(folder, DIFFUSERS_STEM)
-    check_shapes(weights, {name: value.shape for name, value in weights_for(task).items()}, folder)
+    check_shapes(weights, {name: value.shape for name, value in weights_to_diffusers(task).items()}, folder)
     task.load_state_dict(dict(weights), strict=False)
     return task

@@ -11,20 +11,20 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
-from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, opponent, players_with
-from kineograph.codec.fitting import real_times, times_of, tokens_across
+from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, build_discriminator, gan_players
 from kineograph.codec.gan_losses import (
     Reconstruction,
-    clip_judge,
+    bind_discriminator,
     discriminator_loss,
-    game_on,
+    frames_to_pixels,
     generator_loss,
-    held,
-    inward,
-    outward,
-    scores,
+    is_adversarial_step,
+    pixels_to_frames,
+    repeat_last_real,
+    validation_metrics,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
+from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import Size, StageConfig
 from kineograph.core.noise import Noise
@@ -208,23 +208,23 @@ class CViViT(Task):
         self.to_pixels = ToPixels(shape.channels, config)
         self.vocabulary = self.quantizer.codes
         self.perceptual = perceptual
-        self.discriminator = opponent(config.adversarial, shape, VideoDiscriminator)
-        self.players = players_with(self.discriminator)  # type: ignore[misc]
+        self.discriminator = build_discriminator(config.adversarial, shape, VideoDiscriminator)
+        self.players = gan_players(self.discriminator)  # type: ignore[misc]
 
     @classmethod
     def build(cls, config: CViViTConfig, context: BuildContext) -> CViViT:
-        return cls(config, context.shape, lpips.for_stage(config.perceptual, context))
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
 
     # codec -------------------------------------------------------------------------------------------------------
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Tokens (t, h, w) of a clip."""
-        times = times_of("cvivit", frames, self.config.temporal_patch)
-        return times, *tokens_across("cvivit", height, width, self.config.patch)
+        times = latent_frames("cvivit", frames, self.config.temporal_patch)
+        return times, *grid_size("cvivit", height, width, self.config.patch)
 
     def mask_for(self, frame_mask: Tensor) -> Tensor:
         """A token is real where any of its frames is."""
-        return real_times(frame_mask, self.config.temporal_patch)
+        return latent_frame_mask(frame_mask, self.config.temporal_patch)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
@@ -232,7 +232,7 @@ class CViViT(Task):
         clips, frames, _, height, width = pixels.shape
         self.shape_for(frames, height, width)
         if frame_mask is not None:
-            pixels = held(pixels, frame_mask)
+            pixels = repeat_last_real(pixels, frame_mask)
         ids = self.quantizer.ids(_rows(self.encoder(pixels * 2 - 1)))
         return rearrange(ids, "(b t) h w -> b t h w", b=clips)
 
@@ -240,7 +240,7 @@ class CViViT(Task):
     def decode(self, tokens: Tensor) -> Tensor:
         """B t h w → B T C H W in [0, 1]"""
         features = self.quantizer.lookup(rearrange(tokens, "b t h w -> (b t) h w"))
-        return outward(self._painted(features, tokens.shape[0]), tokens.shape[0])
+        return frames_to_pixels(self._painted(features, tokens.shape[0]), tokens.shape[0])
 
     def _quantized(self, features: Tensor, mask: Tensor | None) -> Quantized:
         """B t h w D, and which of its times are real, B t"""
@@ -261,15 +261,15 @@ class CViViT(Task):
         return [self.encoder, self.quantizer, self.decoder, self.to_pixels]
 
     def is_active(self, player: str, step: int) -> bool:
-        return player == "generator" or game_on(self.config.adversarial, step)
+        return player == "generator" or is_adversarial_step(self.config.adversarial, step)
 
     def forward(self, batch: Batch, noise: Noise) -> Reconstruction:
         video, mask = batch.video, batch.frame_mask
         clips = video.shape[0]
         self.shape_for(video.shape[1], *video.shape[-2:])
         if mask is not None:
-            video = held(video, mask)
-        real = inward(video)
+            video = repeat_last_real(video, mask)
+        real = pixels_to_frames(video)
         features = self.encoder(rearrange(real, "(b t) c h w -> b t c h w", b=clips))
         times = None if mask is None else self.mask_for(mask)
         quantized = self._quantized(features, times)
@@ -278,14 +278,14 @@ class CViViT(Task):
         return Reconstruction(real, fake, keep, quantized, None if times is None else times.flatten(), noise)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        judge = clip_judge(self.discriminator, self.config.adversarial, shared)
+        judge = bind_discriminator(self.discriminator, self.config.adversarial, shared)
         if player == "discriminator":
             return discriminator_loss(shared, self.config.adversarial, judge)
         last = self.to_pixels.weights(shared.real.shape[0] // shared.noise.batch)
         return generator_loss(shared, self.config, self.vocabulary, self.perceptual, judge, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
-        return scores(self(batch, noise), self.config, self.vocabulary, self.perceptual)
+        return validation_metrics(self(batch, noise), self.config, self.vocabulary, self.perceptual)
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video, batch.frame_mask))

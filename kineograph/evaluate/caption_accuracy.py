@@ -13,7 +13,7 @@ from kineograph.core import distributed
 from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import Facts, Figure, parse_caption
 from kineograph.data.moving_digits import MovingDigits
-from kineograph.evaluate.reader import Reader
+from kineograph.evaluate.digit_reader import Reader
 
 ATTRIBUTES = ("digit", "colour", "direction", "place")
 

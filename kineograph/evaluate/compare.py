@@ -10,7 +10,7 @@ from typing import Any
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_json
 from kineograph.evaluate.console import open_console
-from kineograph.evaluate.run_summary import Fact, RunFacts, gather
+from kineograph.evaluate.run_summary import Cell, RunSummary, summarize_run
 
 RATES = ("caption accuracy", "  digit right", "  colour right", "  direction right", "  place right", "codebook use")
 _COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")
@@ -18,7 +18,7 @@ _COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#
 
 @dataclass
 class Comparison:
-    runs: list[RunFacts]
+    runs: list[RunSummary]
     split: str
 
     @property
@@ -27,7 +27,7 @@ class Comparison:
         short = [run.path.name for run in self.runs]
         return short if len(set(short)) == len(short) else [str(run.path) for run in self.runs]
 
-    def rows(self) -> dict[str, list[Fact]]:
+    def rows(self) -> dict[str, list[Cell]]:
         """Row → one cell a run. A row that no run has a value or a command for is left out."""
         table = {title: [run.facts[title] for run in self.runs] for title in self.runs[0].facts}
         return {
@@ -111,7 +111,7 @@ class Comparison:
         figure.savefig(path, dpi=130)
         return True
 
-    def _bars(self, axis: Any, rates: list[str], rows: dict[str, list[Fact]]) -> None:
+    def _bars(self, axis: Any, rates: list[str], rows: dict[str, list[Cell]]) -> None:
         width = 0.8 / len(self.runs)
         for index, name in enumerate(self.names):
             places = [place + width * (index - (len(self.runs) - 1) / 2) for place in range(len(rates))]
@@ -128,4 +128,4 @@ def compare(runs: Sequence[str | Path], split: str = "validation") -> Comparison
     """Gather what is known about each run."""
     if not runs:
         raise InputError("there is nothing to compare: name run folders (kineo runs lists them)")
-    return Comparison([gather(run, split) for run in runs], split)
+    return Comparison([summarize_run(run, split) for run in runs], split)

@@ -13,7 +13,7 @@ from kineograph.core.task import Mean, Task
 from kineograph.data.config import DataConfig
 
 if TYPE_CHECKING:
-    from kineograph.evaluate.extractor.opening import Extractor, Extractors
+    from kineograph.evaluate.extractor.registry import Extractor, Extractors
     from kineograph.stage.load import StageLoader
 
 Kind = Literal[
@@ -51,7 +51,7 @@ class EvalBatch:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalContext:
     """The trained stage that is judged."""
 
     stage: str

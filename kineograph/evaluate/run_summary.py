@@ -16,7 +16,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
-from kineograph.evaluate import record
+from kineograph.evaluate import results_file
 from kineograph.evaluate.caption_accuracy import ATTRIBUTES
 from kineograph.stage.load import sampling_stage
 from kineograph.train import checkpoint
@@ -36,7 +36,7 @@ DISTANCES: dict[str, tuple[str, Callable[[float], str]]] = {  # row → metric, 
 
 
 @dataclass(frozen=True)
-class Fact:
+class Cell:
     """One cell: a value, or the command that would fill it (None where nothing would)."""
 
     value: float | str | None
@@ -46,9 +46,9 @@ class Fact:
 
 
 @dataclass
-class RunFacts:
+class RunSummary:
     path: Path
-    facts: dict[str, Fact] = field(default_factory=dict)  # row → cell
+    facts: dict[str, Cell] = field(default_factory=dict)  # row → cell
     losses: list[tuple[float, float]] = field(default_factory=list)  # (minutes, training loss) of the main stage
 
 
@@ -58,7 +58,7 @@ def planned_steps(tree: dict[str, Any], stage: str) -> int:
     return int(train.get("steps", TrainConfig.model_fields["steps"].default))
 
 
-def main_stage(run: RunFolder) -> str:
+def find_main_stage(run: RunFolder) -> str:
     """The stage that draws; before it is trained, the last one that is; before that, the last of all."""
     try:
         return sampling_stage(run)
@@ -68,26 +68,26 @@ def main_stage(run: RunFolder) -> str:
         return (trained or names)[-1]
 
 
-def gather(path: str | Path, split: str = "validation") -> RunFacts:
+def summarize_run(path: str | Path, split: str = "validation") -> RunSummary:
     """Everything that a comparison shows about a run."""
     run = RunFolder.existing(path)
     tree = run.config()
     stages = list(tree["stages"])
-    main = main_stage(run)
+    main = find_main_stage(run)
     records = MetricsFile(run.metrics_file).read()
-    found = RunFacts(run.path, losses=_curve(records, main))
+    found = RunSummary(run.path, losses=_curve(records, main))
     facts = found.facts
     train = _train_command(run, tree)
-    facts["stages"] = Fact(
+    facts["stages"] = Cell(
         text := " + ".join(str(tree["stages"][name]["task"]).rpartition(".")[2] for name in stages), text
     )
-    facts["judged stage"] = Fact(main, main)
+    facts["judged stage"] = Cell(main, main)
     sizes = {name: _size(run, name) for name in stages}
     facts["parameters"] = _cell(sizes[main], _count, train)
     facts["parameters, all stages"] = _cell(sum(filter(None, sizes.values())) or None, _count, train)
     done = checkpoint.steps(run.checkpoints(main))
     planned = planned_steps(tree, main)
-    facts["steps"] = Fact(done[-1], f"{done[-1]:,} of {planned:,}") if done else Fact(None, command=train)
+    facts["steps"] = Cell(done[-1], f"{done[-1]:,} of {planned:,}") if done else Cell(None, command=train)
     facts["best validation loss"] = _best_loss(run, main, records)
     facts |= _judgements(run, main, stages, tree, split)
     rates = [r[RATE] for r in records if _is_train(r, main) and _is_number(r.get(RATE))]
@@ -106,13 +106,13 @@ def _train_command(run: RunFolder, tree: dict[str, Any]) -> str | None:
     return f"kineo train {run.config_file} --run {run.path}" if left else None
 
 
-def _judgements(run: RunFolder, main: str, stages: list[str], tree: dict[str, Any], split: str) -> dict[str, Fact]:
+def _judgements(run: RunFolder, main: str, stages: list[str], tree: dict[str, Any], split: str) -> dict[str, Cell]:
     """What evaluation.json says of the drawing stage and of its codec."""
-    results = record.read(run)
+    results = results_file.read_results(run)
     command = f"kineo evaluate {run.path}" + (f" --split {split}" if split != "validation" else "")
     source = merge(tree.get("data") or {}, tree["stages"][main].get("data") or {}).get("source", "moving_digits")
     drawing = find_task(tree["stages"][main]["task"]).sample is not Task.sample
-    read = record.newest(results, split, main, "caption_accuracy")
+    read = results_file.newest_result(results, split, main, "caption_accuracy")
     facts = {
         "caption accuracy": _judged(
             run, main, read, "caption_accuracy", _share, command if drawing and source == "moving_digits" else None
@@ -133,19 +133,19 @@ def _judgements(run: RunFolder, main: str, stages: list[str], tree: dict[str, An
         ("codebook use", "codebook", "codebook_use", _share),
         ("codebook perplexity", "codebook", "codebook_perplexity", lambda v: f"{v:,.1f}"),
     ):
-        found = record.newest(results, split, codec, metric) if codec else None
+        found = results_file.newest_result(results, split, codec, metric) if codec else None
         asks = codec is not None and (codes or metric != "codebook")
         facts[row] = _judged(run, codec or "", found, key, text, command if asks else None)
     for row, (metric, text) in DISTANCES.items():
         stage = codec or "" if metric in ("rfid", "lpips") else main
-        found = record.newest(results, split, stage, metric)
+        found = results_file.newest_result(results, split, stage, metric)
         cell = _judged(run, stage, found, metric, text, None)
         if found is None or cell.value is None:
-            facts[row] = Fact(None, command=f"{command} --metrics {metric}", wanted=False)
+            facts[row] = Cell(None, command=f"{command} --metrics {metric}", wanted=False)
         else:  # two such numbers are comparable only if they rest on the same
             labels = found[1].get("labels", {})
             rests_on = [labels.get("extractor"), labels.get("count"), *_drawn_from(labels)]
-            facts[row] = Fact(cell.value, f"{cell.text} ({', '.join(map(str, rests_on))})")
+            facts[row] = Cell(cell.value, f"{cell.text} ({', '.join(map(str, rests_on))})")
     return facts
 
 
@@ -162,24 +162,24 @@ def _judged(
     key: str,
     text: Callable[[float], str],
     command: str | None,
-) -> Fact:
+) -> Cell:
     if found is None or not _is_number(found[1].get("values", {}).get(key)):
-        return Fact(None, command=command)
+        return Cell(None, command=command)
     step, value = found[0], found[1]["values"][key]
     newest = checkpoint.steps(run.checkpoints(stage))
-    return Fact(value, text(value) + (f" @ step {step:,}" if newest and step != newest[-1] else ""))
+    return Cell(value, text(value) + (f" @ step {step:,}" if newest and step != newest[-1] else ""))
 
 
-def _best_loss(run: RunFolder, main: str, records: list[dict[str, Any]]) -> Fact:
+def _best_loss(run: RunFolder, main: str, records: list[dict[str, Any]]) -> Cell:
     """Of the best checkpoint; else the lowest that was logged; else what an evaluation found."""
     best = checkpoint.best(run.checkpoints(main))
     if best and _is_number(best.get("loss")):
-        return Fact(best["loss"], f"{best['loss']:.4g} @ step {best['step']:,}")
+        return Cell(best["loss"], f"{best['loss']:.4g} @ step {best['step']:,}")
     held_out = [r for r in records if r["stage"] == main and r.get("split") == "validation"]
     losses = [r["loss"] for r in held_out if _is_number(r.get("loss"))]
     if losses:
-        return Fact(min(losses), f"{min(losses):.4g}")
-    found = record.newest(record.read(run), "validation", main, "loss")
+        return Cell(min(losses), f"{min(losses):.4g}")
+    found = results_file.newest_result(results_file.read_results(run), "validation", main, "loss")
     return _judged(run, main, found, "loss", lambda v: f"{v:.4g}", f"kineo evaluate {run.path}")
 
 
@@ -216,8 +216,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _cell(value: float | None, text: Callable[[float], str], command: str | None) -> Fact:
-    return Fact(None, command=command) if value is None else Fact(value, text(value))
+def _cell(value: float | None, text: Callable[[float], str], command: str | None) -> Cell:
+    return Cell(None, command=command) if value is None else Cell(value, text(value))
 
 
 def _share(value: float) -> str:

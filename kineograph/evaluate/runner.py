@@ -22,11 +22,10 @@ from kineograph.data.captions import require_captions
 from kineograph.data.config import Split
 from kineograph.data.loader import Loader
 from kineograph.data.open_source import open_source
-from kineograph.evaluate import record, sheets
-from kineograph.evaluate.console import open_console
-from kineograph.evaluate.extractor.opening import Extractors, read_choices
-from kineograph.evaluate.metric_api import EvalBatch, Kind, Metric, MetricSkipped, Result, Subject, WeightsMissing
-from kineograph.evaluate.progress import Watching, beforehand
+from kineograph.evaluate import results_file, sheets
+from kineograph.evaluate.console import Watching, beforehand, open_console
+from kineograph.evaluate.extractor.registry import Extractors, parse_choices
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Metric, MetricSkipped, Result, WeightsMissing
 from kineograph.sample.draw import device_for, draw, inference_mode
 from kineograph.stage.load import StageLoader, sampling_stage
 from kineograph.stage.spec import StageSpec, read_stage
@@ -37,7 +36,7 @@ FIRST_LOOK = 64  # captions that metrics see before anything is drawn
 
 
 @dataclass(frozen=True)
-class Judged:
+class StageResult:
     """One stage at one checkpoint, and what the metrics found."""
 
     stage: str
@@ -50,7 +49,7 @@ class Judged:
 class Evaluation:
     run: Path
     split: str
-    judged: list[Judged] = field(default_factory=list)
+    judged: list[StageResult] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
 
@@ -121,7 +120,7 @@ def evaluate(
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     # No CUDA graphs: what one batch leaves is still looked at while the next is drawn.
     stages = StageLoader(folder, device_for(device), compiled=compile, graphs=False)
-    looking = Extractors(stages.device, read_choices(list(extractors)))
+    looking = Extractors(stages.device, parse_choices(list(extractors)))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
     reasons: dict[str, list[MetricSkipped]] = {name: [] for name in chosen}
@@ -136,7 +135,7 @@ def evaluate(
             note(
                 f"{name}: the {split} split has {len(source)} items, so {len(source)} samples are judged instead of {samples}"
             )
-        judge = Judge(
+        judge = StageEvaluator(
             spec,
             task,
             source,
@@ -153,14 +152,16 @@ def evaluate(
             split=split,
         )
         results, pictures = judge.run(chosen, reasons)
-        judged = Judged(name, spec.config.task, step, results)
+        judged = StageResult(name, spec.config.task, step, results)
         where = f"{split}-{name}-step-{step:08d}"
         if distributed.is_first():
             found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
         if judged.results:
             weights = stages.opened[f"{folder.path}/{name}"]
             if distributed.is_first():
-                record.add(folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights)
+                results_file.add_results(
+                    folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights
+                )
             found.judged.append(judged)
     _report(found, chosen, reasons, asked=metrics is not None)
     found.files.insert(0, folder.path / "evaluation.json")
@@ -199,7 +200,7 @@ def _report(found: Evaluation, chosen: dict[str, Any], reasons: dict[str, list[M
         found.left_out.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} left out: {why}")
 
 
-class Judge:
+class StageEvaluator:
     """One stage's judgement: a trained one that was loaded, or one that is being trained."""
 
     def __init__(
@@ -281,10 +282,10 @@ class Judge:
                     reasons[name].append(reason)
         return metrics
 
-    def _subject(self) -> Subject:
+    def _subject(self) -> EvalContext:
         captions = [self.source.caption(index) for index in range(min(FIRST_LOOK, len(self.source)))]
         known = [caption for caption in captions if caption]
-        return Subject(
+        return EvalContext(
             self.name,
             self.task,
             self.spec.data,
@@ -295,7 +296,7 @@ class Judge:
             self.stages,
         )
 
-    def _offered(self, subject: Subject) -> frozenset[Kind]:
+    def _offered(self, subject: EvalContext) -> frozenset[Kind]:
         """What this stage can show."""
         offered: set[Kind] = {"real", "losses"}
         if subject.captions is not None:

@@ -26,7 +26,7 @@ SPLITS = 10  # of the Inception Score, as in its paper …
 SPLIT_FROM = 5000  # … where there are samples enough for ten means
 
 
-class Frechet:
+class FrechetDistance:
     """‖μ₁ − μ₂‖² + tr(Σ₁ + Σ₂ − 2 √(Σ₁Σ₂)), from running sums in float64: memory does not grow with the samples."""
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Frechet:
         return max(0.0, float(metric.cpu().compute())), *counts
 
 
-class Rows:
+class FeatureRows:
     """Features kept on the host, for scores that need them all: 8 KiB a sample of width 2048."""
 
     def __init__(self, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from kineograph.core.noise import Noise, numpy_rng
 from kineograph.data.digit_captions import PLACES, Facts
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
-from kineograph.evaluate.reader import (
+from kineograph.evaluate.digit_reader import (
     COLOUR_NAMES,
     DIRECTION_NAMES,
     MOST_FIGURES,

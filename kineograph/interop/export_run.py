@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAE
 from kineograph.codec.causal_vae_weights import CLASS as VAE
-from kineograph.codec.causal_vae_weights import config_for, weights_for
+from kineograph.codec.causal_vae_weights import config_to_diffusers, weights_to_diffusers
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder, write_json
 from kineograph.core.weight_files import DIFFUSERS_STEM, write_weights
 from kineograph.family.cogvideox.task import CogVideoX
 from kineograph.family.cogvideox.weights import CLASS as TRANSFORMER
 from kineograph.family.cogvideox.weights import diffusers_config, diffusers_state
-from kineograph.interop.adapters import lora_of
+from kineograph.interop.atomic_folder import check_unoccupied, write_atomically
 from kineograph.interop.diffusers_folder import INDEX
-from kineograph.interop.lora import merged, write_lora
-from kineograph.interop.lora_base import base_header
-from kineograph.interop.placing import new_folder, refuse_occupied
+from kineograph.interop.lora_adapters import describe_base, extract_lora
+from kineograph.interop.lora_file import merge_lora, write_lora
 from kineograph.process.diffusers_scheduler import write_scheduler
 from kineograph.stage.load import StageLoader
-from kineograph.text.pretrained import tokenizer_of
+from kineograph.text.pretrained import find_tokenizer
 from kineograph.train import checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,20 +46,20 @@ def export_diffusers(
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
     """→ the files."""
-    refuse_occupied(target)
+    check_unoccupied(target)
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: use {', '.join(DTYPES)}")
     task = StageLoader(run, note=note).load(_generator(run), which, ema=not online)
     assert isinstance(task, CogVideoX)
     wanted = DTYPES[dtype] if dtype else None
     if lora:
-        adapters, header = lora_of(task), base_header(task)
-        with new_folder(target) as folder:
+        adapters, header = extract_lora(task), describe_base(task)
+        with write_atomically(target) as folder:
             write_lora(folder, adapters, header, wanted)
     else:
         parts = _described(task)
         _note_table(task, parts["transformer"]["sample_frames"], note)
-        with new_folder(target) as folder:
+        with write_atomically(target) as folder:
             _write_folder(folder, task, parts, wanted, note)
     return sorted(path for path in target.rglob("*") if path.is_file())
 
@@ -84,7 +84,7 @@ def _described(task: CogVideoX) -> dict[str, dict[str, Any]]:
             f"the codec is a {type(codec).__name__}, and diffusers' pipeline needs a causal_vae: export with --to safetensors"
         )
     texts = task.texts
-    vae = config_for(codec)
+    vae = config_to_diffusers(codec)
     if codec.config.scale != "auto":
         vae["scaling_factor"] = codec.config.scale  # as it was written, not as float32 has it
     if task.config.first_frame_inverse_scale:
@@ -118,9 +118,9 @@ def _write_folder(
         write_json(folder / name / file, version | config)
     state: Iterable[tuple[str, Tensor]] = diffusers_state(task).items()
     if task.config.adapts:
-        state = merged(dict(state), lora_of(task), dtype)
+        state = merge_lora(dict(state), extract_lora(task), dtype)
     write_weights(folder / "transformer", DIFFUSERS_STEM, _cast(state, dtype))
-    write_weights(folder / "vae", DIFFUSERS_STEM, _cast(weights_for(task.codec).items(), dtype))
+    write_weights(folder / "vae", DIFFUSERS_STEM, _cast(weights_to_diffusers(task.codec).items(), dtype))
     text = _write_text(folder, task, note)
     write_json(
         folder / INDEX,
@@ -154,7 +154,7 @@ def _write_text(folder: Path, task: CogVideoX, note: Callable[[str], None]) -> b
         note(
             f"null_text={task.config.null_text}: diffusers' pipeline guides away from the empty caption; give it negative_prompt_embeds"
         )
-    reader = Path(tokenizer_of(str(place)))
+    reader = Path(find_tokenizer(str(place)))
     if reader == place:  # both in one folder
         (folder / "text_encoder").mkdir()
         (folder / "tokenizer").mkdir()
@@ -177,3 +177,43 @@ def _version() -> dict[str, str]:
         return {"_diffusers_version": metadata.version("diffusers")}
     except metadata.PackageNotFoundError:  # it is not needed to write its files
         return {}
+
+
+def export_safetensors(
+    run: RunFolder,
+    target: Path,
+    which: str = "last",
+    online: bool = False,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """Every trained stage of a run. → the files."""
+    check_unoccupied(target)
+    tree = run.config()
+    trained = [name for name in tree["stages"] if checkpoint.steps(run.checkpoints(name))]
+    if not trained:
+        raise InputError(f"{run.path} has no trained stage to export: train it first")
+    chosen = {}
+    for name in trained:  # a step is one of the last stage, and others may have no such
+        own = which if which in ("last", "best") or name == trained[-1] else "last"
+        chosen[name] = checkpoint.choose(run.checkpoints(name), own)
+    for name in tree["stages"]:
+        if name not in trained:
+            note(f"{name} is left out: it has no checkpoint")
+    with write_atomically(target) as folder:
+        shutil.copyfile(run.config_file, folder / "config.yaml")
+        for name, found in chosen.items():
+            averaged = not online and found.has("ema")
+            file = folder / f"{name}.safetensors"
+            if found.is_sharded:
+                save_file(found.weights(ema=averaged), file)
+            else:
+                shutil.copyfile(found.path / f"{'ema' if averaged else 'model'}.safetensors", file)
+            described = {
+                "task": tree["stages"][name]["task"],
+                "step": found.step,
+                "weights": "ema" if averaged else "online",
+                "sha256": checkpoint.fingerprint(file)["sha256"],
+                "assets": found.state().get("assets", {}),
+            }
+            write_json(folder / f"{name}.json", described)
+    return sorted(target.iterdir())

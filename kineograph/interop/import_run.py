@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAE
-from kineograph.codec.causal_vae_weights import weights_for
+from kineograph.codec.causal_vae_weights import weights_to_diffusers
 from kineograph.core.batch import Shape
 from kineograph.core.config import Tree, dump_yaml, parse
 from kineograph.core.errors import InputError
@@ -28,11 +28,10 @@ from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.weights import check_state, diffusers_names, shape_of
-from kineograph.interop.adapters import diffusers_modules, idle_adapters, own_adapters
-from kineograph.interop.lora import read_lora
-from kineograph.interop.lora_base import check_base
-from kineograph.interop.placing import new_folder, refuse_occupied
-from kineograph.interop.released import Released, from_diffusers, from_sat
+from kineograph.interop.atomic_folder import check_unoccupied, write_atomically
+from kineograph.interop.lora_adapters import check_base, convert_lora, diffusers_modules, zero_adapters
+from kineograph.interop.lora_file import read_lora
+from kineograph.interop.released_model import ReleasedModel, read_diffusers, read_sat
 from kineograph.run.plan import make_plan
 from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
@@ -52,9 +51,9 @@ def import_run(
     """→ the run folder."""
     if source == "sat" and (link or lora is not None):
         raise InputError("--link and --lora refer to a diffusers folder: --from sat has none to refer to")
-    found = from_diffusers(path) if source == "diffusers" else from_sat(path)
+    found = read_diffusers(path) if source == "diffusers" else read_sat(path)
     target = run if run is not None else Path("runs") / (found.path.resolve().name or "imported")
-    refuse_occupied(target, "--run")
+    check_unoccupied(target, "--run")
     for line in found.notes:
         note(line)
     tree = run_tree(found, target.name)
@@ -66,13 +65,17 @@ def import_run(
         tensors[CODEC] = _codec_weights(found)
         tensors[GENERATOR] = _generator_weights(found, tree["stages"][GENERATOR])
     plan = make_plan(tree)
-    with new_folder(target, "--run") as folder:
+    with write_atomically(target, "--run") as folder:
         _write(RunFolder(folder), plan, tensors, assets, found)
     return target
 
 
 def _write(
-    run: RunFolder, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], assets: dict[str, str], found: Released
+    run: RunFolder,
+    plan: Plan,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    assets: dict[str, str],
+    found: ReleasedModel,
 ) -> None:
     run.config_file.write_text(dump_yaml(plan.tree()), encoding="utf-8")
     digests: dict[str, str] = {}
@@ -89,7 +92,7 @@ def _write(
 # Config ----------------------------------------------------------------------------------------------------------
 
 
-def run_tree(found: Released, name: str) -> Tree:
+def run_tree(found: ReleasedModel, name: str) -> Tree:
     """The config of a run of these weights."""
     part = found.transformer
     generator: Tree = {
@@ -114,7 +117,7 @@ def run_tree(found: Released, name: str) -> Tree:
     }
 
 
-def _text(found: Released) -> Tree:
+def _text(found: ReleasedModel) -> Tree:
     config = found.transformer.config
     length = config.get("max_text_seq_length", 226)
     if found.text is None:
@@ -125,12 +128,12 @@ def _text(found: Released) -> Tree:
 # Weights ---------------------------------------------------------------------------------------------------------
 
 
-def _codec_weights(found: Released) -> dict[str, Tensor]:
+def _codec_weights(found: ReleasedModel) -> dict[str, Tensor]:
     """The names are the same on both sides."""
     part, side = found.vae, found.codec.spatial
     with torch.device("meta"):
         codec = CausalVAE(found.codec, Shape(1, side, side, found.channels, found.fps))
-    expected = {name: tuple(value.shape) for name, value in weights_for(codec).items()}
+    expected = {name: tuple(value.shape) for name, value in weights_to_diffusers(codec).items()}
     if isinstance(part.state, WeightFiles):
         check_shapes(part.state, expected, part.where)
     elif part.state.keys() != expected.keys():
@@ -139,7 +142,7 @@ def _codec_weights(found: Released) -> dict[str, Tensor]:
     return {name: part.state[name] for name in expected}
 
 
-def network_of(found: Released, stage: Tree, fused: bool = True) -> Transformer:
+def network_of(found: ReleasedModel, stage: Tree, fused: bool = True) -> Transformer:
     """The transformer without numbers, after its weights were found to fit."""
     config = parse(CogVideoXConfig, stage, f"stages.{GENERATOR}")
     theirs = found.transformer.config
@@ -152,7 +155,7 @@ def network_of(found: Released, stage: Tree, fused: bool = True) -> Transformer:
     return network
 
 
-def _generator_weights(found: Released, stage: Tree) -> dict[str, Tensor]:
+def _generator_weights(found: ReleasedModel, stage: Tree) -> dict[str, Tensor]:
     state, own = found.transformer.state, dict[str, Tensor]()
     for name, parameter in network_of(found, stage).named_parameters():
         parts = [state[theirs] for theirs in diffusers_names(name)]
@@ -161,7 +164,7 @@ def _generator_weights(found: Released, stage: Tree) -> dict[str, Tensor]:
 
 
 def _linked(
-    found: Released, tree: Tree, lora: Path | None, note: Callable[[str], None]
+    found: ReleasedModel, tree: Tree, lora: Path | None, note: Callable[[str], None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Nothing is copied: the stage stands on the folder, and its own weights are adapters. → them, and the folder's mark."""
     place = str(found.path.resolve())
@@ -169,9 +172,9 @@ def _linked(
     network = network_of(found, stage, fused=False)
     mark = tuning.base_asset(place, found.transformer.state)
     if lora is None:
-        own, keys = idle_adapters(network)
+        own, keys = zero_adapters(network)
     else:
         check_base(lora, network, str(found.path), json.loads(mark)["digest"], note)
-        own, keys = own_adapters(network, read_lora(lora, diffusers_modules(network)), str(lora))
+        own, keys = convert_lora(network, read_lora(lora, diffusers_modules(network)), str(lora))
     tree["stages"] = {GENERATOR: stage | {"tune": "lora", "lora": keys}}
     return {f"network.{name}": value for name, value in own.items()}, {tuning.ASSET: mark}

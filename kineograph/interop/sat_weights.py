@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.interop.lora import Adapter, Lora
+from kineograph.interop.lora_file import Adapter, Lora
 
 _NETWORK = "model.diffusion_model."
 _CODEC = "first_stage_model."

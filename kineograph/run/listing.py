@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.run_folder import RunFolder
-from kineograph.evaluate import record
+from kineograph.evaluate import results_file
 from kineograph.evaluate.console import open_console
 from kineograph.evaluate.run_summary import planned_steps
 from kineograph.train import checkpoint
@@ -56,7 +56,7 @@ def _row(path: Path) -> Row:
         planned = {stage: planned_steps(tree, stage) for stage in stages}
         saved = {stage: max(checkpoint.steps(run.checkpoints(stage)), default=0) for stage in stages}
         inside = [stage for stage in stages if saved[stage] and _inside(run.checkpoints(stage), saved[stage])]
-        results = record.read(run)
+        results = results_file.read_results(run)
     except (KineoError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, KineoError) else str(error)
         return Row(name, "broken", age=age, problem=f"config.yaml: {reason}")
@@ -126,7 +126,7 @@ def _logged(path: Path) -> dict[str, int]:
     return newest
 
 
-def _accuracy(results: record.Results) -> float | None:
+def _accuracy(results: results_file.Results) -> float | None:
     """The newest caption accuracy, of whatever stage."""
     found = [
         (

@@ -7,9 +7,9 @@ from typing import Any
 from kineograph.core.errors import InputError
 from kineograph.core.registry import find_metric
 from kineograph.core.task import Task
-from kineograph.evaluate.extractor.opening import Extractors
+from kineograph.evaluate.extractor.registry import Extractors
 from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
-from kineograph.evaluate.runner import Judge
+from kineograph.evaluate.runner import StageEvaluator
 from kineograph.stage.data import StageData
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
@@ -50,8 +50,8 @@ class Evaluate:
         }
         return values, {name: {"samples": judge.count, **result.labels} for name, result in results.items()}
 
-    def _judge(self, task: Task) -> Judge:
-        return Judge(
+    def _judge(self, task: Task) -> StageEvaluator:
+        return StageEvaluator(
             self.stage.spec,
             task,
             self.data.validation,

@@ -37,7 +37,7 @@ from kineograph.media.grids import (
 from kineograph.sample.draw import BATCH, draw_for_training
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan, StagePlan
-from kineograph.text.embedding import IMAGE
+from kineograph.text.clip_embedding import IMAGE
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import Tracker
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,6 +12,7 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.errors import ConfigError, InputError
@@ -19,10 +21,9 @@ from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.core.transfer import to_device
 from kineograph.nn.positions import LearnedPositions
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
+from kineograph.text.conditioning import encode_captions
 from kineograph.text.config import TextConfig
-from kineograph.text.contrast import Contrast, contrast
 from kineograph.text.learned import LearnedText
-from kineograph.text.reading import read_captions
 
 
 class ClipConfig(StageConfig, TransformerConfig):
@@ -114,7 +115,7 @@ class TrainedClip(Task):
 
     def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
         """→ B D of length 1, encodings of the tokens B L E, mask B L."""
-        encodings, mask = read_captions(self.text, captions)
+        encodings, mask = encode_captions(self.text, captions)
         assert encodings is not None
         assert mask is not None
         return unit(self.text_projection(mean(encodings, mask))), encodings.float(), mask
@@ -130,20 +131,20 @@ class TrainedClip(Task):
         with torch.no_grad():
             self.sharpness.clamp_(max=self.sharpest)
 
-    def forward(self, batch: Batch, noise: Noise) -> Contrast:
+    def forward(self, batch: Batch, noise: Noise) -> ContrastiveLoss:
         if self.training:
             self.bound_temperature()
         images = self.embed_images(batch.video, batch.frame_mask)
         texts, _, _ = self.embed_texts(cast("list[str]", batch.captions))
         keys = to_device(self.keys(cast("list[str]", batch.captions)), images.device)
         # Validation batches may differ in size between processes, so each is judged by itself.
-        return contrast(images, texts, keys, self.scale(), over_ranks=self.training)
+        return contrastive_loss(images, texts, keys, self.scale(), over_ranks=self.training)
 
     def keys(self, captions: list[str]) -> Tensor:
         """B, on the host: equal for captions that the text encoder cannot tell apart (case, blanks, what is cut off)."""
         return torch.tensor([hash(self.text.vocabulary.ids(caption)) for caption in captions])
 
-    def loss(self, player: str, shared: Contrast) -> Loss:
+    def loss(self, player: str, shared: ContrastiveLoss) -> Loss:
         rows = shared.rows
         terms = {"image_to_text": shared.picked_text, "text_to_image": shared.picked_image}
         return Loss(
@@ -183,3 +184,42 @@ def mean(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 TASK = TrainedClip
+
+
+@dataclass
+class ContrastiveLoss:
+    """Sums over the rows of this process."""
+
+    loss: Tensor
+    picked_text: Tensor  # pictures whose best caption is theirs
+    picked_image: Tensor  # captions whose best picture is theirs
+    rows: int
+    scale: Tensor  # 1/temperature
+
+
+def contrastive_loss(images: Tensor, texts: Tensor, keys: Tensor, scale: Tensor, over_ranks: bool) -> ContrastiveLoss:
+    """Symmetric InfoNCE of unit vectors, images B D and texts B D; `keys` (B, int64) are equal where captions are.
+
+        loss = ½ Σᵢ [ −log e^{s·xᵢyᵢ} / Σ_{j ∈ N(i)} e^{s·xᵢyⱼ}  −log e^{s·xᵢyᵢ} / Σ_{j ∈ N(i)} e^{s·xⱼyᵢ} ]
+
+    N(i) is i and all j with another caption. A second picture of the same caption is as right an answer as the first: counted as a wrong
+    one it would push pictures away from their own caption, the more so the fewer captions there are, and no weights could bring the loss
+    to 0. So equal captions neither reward nor punish one another. With `over_ranks` the batch is that of all processes, whose rows are
+    equally many; each process takes the loss of its own rows.
+    """
+    with torch.autocast(images.device.type, enabled=False):  # a logit of 100 has steps of 0.5 in bf16
+        images, texts = images.float(), texts.float()
+        everyone = distributed.all_gather_with_grad if over_ranks else lambda value: value
+        all_images, all_texts, all_keys = everyone(images), everyone(texts), everyone(keys)
+        rows, first = len(keys), len(keys) * distributed.data_rank() if over_ranks else 0
+        own = torch.arange(first, first + rows, device=keys.device)
+        same = keys[:, None] == all_keys[None]  # B N
+        alike = same & (own[:, None] != torch.arange(len(all_keys), device=keys.device))
+        to_texts, to_images = scale * images @ all_texts.T, scale * texts @ all_images.T  # B N
+        loss = sum(
+            F.cross_entropy(logits.masked_fill(alike, -torch.inf), own, reduction="sum")
+            for logits in (to_texts, to_images)
+        )
+        text, image = (same.gather(1, logits.argmax(1, keepdim=True)).sum() for logits in (to_texts, to_images))
+    assert isinstance(loss, Tensor)
+    return ContrastiveLoss(loss / 2, text, image, rows, scale)

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from kineograph.core.errors import InputError
 from kineograph.core.task import freeze
 from kineograph.text.clip import mean, unit
-from kineograph.text.pretrained import check_folder, fetched, located, on_device, seen_by, token_ids
+from kineograph.text.pretrained import (
+    batch_token_ids,
+    build_attention_mask,
+    check_folder,
+    load_pretrained,
+    resolve_name,
+    token_ids,
+)
 
 KEY = "clip.name"
 # What OpenAI's models were trained with, for folders that do not say.
@@ -85,7 +92,7 @@ class PretrainedClip(nn.Module):
         super().__init__()
         from transformers import CLIPConfig
 
-        self.name, self.local = located(name)
+        self.name, self.local = resolve_name(name)
         if self.local:
             check_folder(Path(self.name), KEY)
         self.options: dict[str, Any] = {"local_files_only": True} if self.local else {}
@@ -102,7 +109,7 @@ class PretrainedClip(nn.Module):
         self._said = False
 
     def _fetch(self, load: Callable[[], Any]) -> Any:
-        return fetched(load, KEY, self.name, "CLIP")
+        return load_pretrained(load, KEY, self.name, "CLIP")
 
     @property
     def loaded(self) -> bool:
@@ -149,7 +156,9 @@ class PretrainedClip(nn.Module):
     def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
         """→ B D of length 1, encodings of the tokens B L E, mask B L."""
         model = self._model()
-        ids, mask = on_device([self.ids(caption) for caption in captions], self.length, self.here.device)
-        found = model.text_model(input_ids=ids, attention_mask=seen_by(model.text_model, mask, causal=True))
+        ids, mask = batch_token_ids([self.ids(caption) for caption in captions], self.length, self.here.device)
+        found = model.text_model(
+            input_ids=ids, attention_mask=build_attention_mask(model.text_model, mask, causal=True)
+        )
         encodings = found.last_hidden_state.float() * mask[..., None]
         return unit(model.text_projection(found.pooler_output)), encodings, mask

@@ -102,7 +102,7 @@ def build_text(config: TextConfig, context: BuildContext) -> Text | None:
 
         return LearnedText(config, context)
     if config.kind == "given":
-        from kineograph.text.given import GivenText
+        from kineograph.text.encoder import GivenText
 
         assert config.width is not None
         return GivenText(config.width, config.length)

@@ -15,7 +15,7 @@ from kineograph.core.task import BuildContext
 from kineograph.core.transfer import to_device
 from kineograph.nn.positions import LearnedPositions, Rotary
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
-from kineograph.text.null import NullText
+from kineograph.text.encoder import NullText
 
 if TYPE_CHECKING:
     from kineograph.text.config import TextConfig

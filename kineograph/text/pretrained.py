@@ -18,7 +18,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.task import freeze, is_fake_or_meta
 from kineograph.core.transfer import to_device
 from kineograph.core.weight_files import TRANSFORMERS_STEM, open_weights
-from kineograph.text.null import NullText
+from kineograph.text.encoder import NullText
 
 if TYPE_CHECKING:
     from kineograph.text.config import TextConfig
@@ -47,7 +47,7 @@ class PretrainedText(nn.Module):
         assert config.name is not None
         self.kind, self.length, self.note = config.kind, config.length, note
         self.reads_padding = config.padding == "read"
-        self.name, self.local = located(config.name)
+        self.name, self.local = resolve_name(config.name)
         if self.local and not is_fake_or_meta():  # where sizes matter it may be yet to come
             check_folder(Path(self.name), KEY)
         self.width = config.width or _width_of(_described(self.name, self.local, self.kind), self.name)
@@ -74,7 +74,7 @@ class PretrainedText(nn.Module):
         options: dict[str, Any] = {"local_files_only": True} if self.local else {}
         self._parts["tokenizer"] = _load_tokenizer(self.name, self.local, self.kind)
         with _without_bars():
-            model = fetched(
+            model = load_pretrained(
                 lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options),
                 KEY,
                 self.name,
@@ -97,10 +97,10 @@ class PretrainedText(nn.Module):
         if not self._parts:
             self._load(device)
         model = self._parts["model"].to(device)
-        ids, mask = on_device([self.ids(caption) for caption in captions], self.length, device)
+        ids, mask = batch_token_ids([self.ids(caption) for caption in captions], self.length, device)
         if self.reads_padding:
             mask = torch.ones_like(mask)
-        seen = None if self.reads_padding else seen_by(model, mask, causal=self.kind == "clip")
+        seen = None if self.reads_padding else build_attention_mask(model, mask, causal=self.kind == "clip")
         embeddings = model(input_ids=ids, attention_mask=seen).last_hidden_state.float()
         return embeddings * mask[..., None], mask
 
@@ -118,7 +118,7 @@ class PretrainedText(nn.Module):
 def check_encoder(config: TextConfig, hub: bool) -> None:
     """Refuse what could not be loaded or read later: a folder that is not there or lacks something, another width. `hub`: or a name there."""
     assert config.name is not None
-    name, local = located(config.name)
+    name, local = resolve_name(config.name)
     if not (local or hub):
         return
     _check_fits(config.width, config.length, _described(name, local, config.kind), name)
@@ -144,7 +144,7 @@ def _described(name: str, local: bool, kind: str) -> dict[str, Any]:
     else:
         from transformers import AutoConfig
 
-        found = fetched(lambda: AutoConfig.from_pretrained(name), KEY, name, kind).to_dict()
+        found = load_pretrained(lambda: AutoConfig.from_pretrained(name), KEY, name, kind).to_dict()
     return found.get("text_config") or found  # a whole CLIP keeps its text tower's config inside
 
 
@@ -159,10 +159,10 @@ def _load_tokenizer(name: str, local: bool, kind: str) -> Any:
     from transformers import AutoTokenizer
 
     options: dict[str, Any] = {"local_files_only": True} if local else {}
-    return fetched(lambda: AutoTokenizer.from_pretrained(tokenizer_of(name), **options), KEY, name, kind)
+    return load_pretrained(lambda: AutoTokenizer.from_pretrained(find_tokenizer(name), **options), KEY, name, kind)
 
 
-def located(name: str) -> tuple[str, bool]:
+def resolve_name(name: str) -> tuple[str, bool]:
     """A folder, whether it is there or not, or a hub name as it is; and whether it is a folder."""
     folder = Path(name).expanduser()
     if not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -170,7 +170,7 @@ def located(name: str) -> tuple[str, bool]:
     return str(folder), True
 
 
-def fetched(load: Callable[[], Any], key: str, name: str, kind: str) -> Any:
+def load_pretrained(load: Callable[[], Any], key: str, name: str, kind: str) -> Any:
     """What transformers loads, or an InputError with the first line of its reason."""
     try:
         return load()
@@ -191,14 +191,16 @@ def token_ids(tokenizer: Any, caption: str, length: int) -> tuple[tuple[int, ...
     return tuple(ids) + (pad,) * (length - len(ids)), whole
 
 
-def on_device(rows: list[tuple[tuple[int, ...], int]], length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch_token_ids(
+    rows: list[tuple[tuple[int, ...], int]], length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """What `token_ids` found of each caption → ids B L, and which of them are real, B L."""
     ids = to_device(torch.tensor([ids for ids, _ in rows]), device)
     lengths = to_device(torch.tensor([count for _, count in rows]), device)
     return ids, torch.arange(length, device=device) < lengths[:, None]
 
 
-def seen_by(model: Any, mask: Tensor, causal: bool) -> Tensor:
+def build_attention_mask(model: Any, mask: Tensor, causal: bool) -> Tensor:
     """Which tokens each one sees, B 1 L L, in the form that attention takes it in. Given the real tokens alone (B L), transformers would ask at every
     call whether that is all of them, and wait for the device's answer."""
     from transformers import __version__
@@ -218,7 +220,7 @@ def seen_by(model: Any, mask: Tensor, causal: bool) -> Tensor:
 _TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
 
 
-def tokenizer_of(name: str) -> str:
+def find_tokenizer(name: str) -> str:
     """Where an encoder's tokenizer lies: beside its weights, or in the folder `tokenizer` beside that, as diffusers' pipelines have it."""
     folder = Path(name)
     beside = folder.parent / "tokenizer"
@@ -256,7 +258,7 @@ def check_folder(folder: Path, key: str) -> None:
         missing.append("config.json")
     if not any((folder / name).is_file() for name in _WEIGHTS):
         missing.append("model.safetensors (weights in .bin files are pickles and are not read)")
-    if not _has_tokenizer(Path(tokenizer_of(str(folder)))):
+    if not _has_tokenizer(Path(find_tokenizer(str(folder)))):
         missing.append("a tokenizer (tokenizer.json, spiece.model or vocab.json)")
     if missing:
         raise InputError(f"{key}={folder} lacks {', '.join(missing)}")

@@ -11,11 +11,11 @@ from kineograph.codec.adversarial import (
     VideoDiscriminator,
     adaptive_weight,
     check_size,
-    fooling,
+    discriminator_hinge,
+    finite_difference_r1,
+    generator_hinge,
     gradient_at,
-    hinge,
-    nudged,
-    slope,
+    perturb,
 )
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
@@ -92,7 +92,7 @@ def test_it_tells_motion_from_the_same_frames_in_another_order():
         optimizer = torch.optim.Adam(judge.parameters(), 3e-3)
         for _ in range(40):
             optimizer.zero_grad()
-            loss = hinge(judge(real, *frames), judge(fake, *frames)).mean()
+            loss = discriminator_hinge(judge(real, *frames), judge(fake, *frames)).mean()
             loss.backward()
             optimizer.step()
         return loss.item()
@@ -109,8 +109,8 @@ def test_too_many_levels_are_refused():
 
 def test_hinge_and_fooling_by_hand():
     real, fake = torch.tensor([[[2.0, 0.5]]]), torch.tensor([[[-3.0, 0.25]]])
-    assert hinge(real, fake) == pytest.approx(((0 + 0.5) / 2 + (0 + 1.25) / 2) / 2)
-    assert fooling(fake) == pytest.approx(2.75 / 2)
+    assert discriminator_hinge(real, fake) == pytest.approx(((0 + 0.5) / 2 + (0 + 1.25) / 2) / 2)
+    assert generator_hinge(fake) == pytest.approx(2.75 / 2)
 
 
 def test_slope_of_a_linear_judge_is_its_gradient():
@@ -121,7 +121,7 @@ def test_slope_of_a_linear_judge_is_its_gradient():
             return (x * weights).sum((1, 2, 3))[:, None, None]
 
     judge, real = Linear(), torch.rand(4000, 3, 8, 8)
-    found = slope(judge(real), judge(nudged(real, Noise.for_rows(0, 0, 4000))))
+    found = finite_difference_r1(judge(real), judge(perturb(real, Noise.for_rows(0, 0, 4000))))
     assert found.mean().item() == pytest.approx(weights.square().sum().item(), rel=0.1)
 
 
@@ -140,7 +140,7 @@ def test_slope_is_near_the_exact_penalty_and_descending_it_lowers_the_exact_one(
         return total.mean().item()
 
     def penalty(step: int) -> torch.Tensor:
-        return slope(judge(real), judge(nudged(real, Noise.for_rows(0, step, 8)))).mean()
+        return finite_difference_r1(judge(real), judge(perturb(real, Noise.for_rows(0, step, 8)))).mean()
 
     before = exact()
     estimates = [penalty(step) for step in range(200)]
@@ -155,11 +155,11 @@ def test_slope_is_near_the_exact_penalty_and_descending_it_lowers_the_exact_one(
 
 def test_nudges_are_keyed_by_sample_and_step():
     real = torch.randn(4, 1, 8, 8)
-    together = nudged(real, Noise.for_rows(3, 5, 4))
-    assert torch.equal(together[2:], nudged(real[2:], Noise(3, 5, 2 + torch.arange(2))))
-    assert not torch.equal(together, nudged(real, Noise.for_rows(3, 6, 4)))
+    together = perturb(real, Noise.for_rows(3, 5, 4))
+    assert torch.equal(together[2:], perturb(real[2:], Noise(3, 5, 2 + torch.arange(2))))
+    assert not torch.equal(together, perturb(real, Noise.for_rows(3, 6, 4)))
     assert torch.allclose((together - real).abs(), torch.tensor(PENALTY_STEP), atol=1e-6)
-    clips = nudged(real.expand(4, 3, 8, 8).reshape(12, 1, 8, 8), Noise.for_rows(3, 5, 4))  # three frames a sample
+    clips = perturb(real.expand(4, 3, 8, 8).reshape(12, 1, 8, 8), Noise.for_rows(3, 5, 4))  # three frames a sample
     assert clips.shape == (12, 1, 8, 8)
 
 

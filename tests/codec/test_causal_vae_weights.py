@@ -11,7 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from kineograph.codec.causal_vae import CausalVAE
-from kineograph.codec.causal_vae_weights import config_for, config_of, from_folder, weights_for
+from kineograph.codec.causal_vae_weights import (
+    config_from_diffusers,
+    config_to_diffusers,
+    load_diffusers_vae,
+    weights_to_diffusers,
+)
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 
@@ -52,7 +57,7 @@ def theirs(folder):
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    return from_folder(folder, SHAPE).eval()
+    return load_diffusers_vae(folder, SHAPE).eval()
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -93,7 +98,7 @@ def test_an_even_number_of_latents_is_encoded_as_theirs_and_decoded_to_as_many_f
 @torch.no_grad()
 @pytest.mark.parametrize(("height", "width"), [(64, 96), (72, 40)])
 def test_tiles_are_theirs(folder, theirs, height, width):
-    ours = from_folder(folder, SHAPE, tile=[48, 40], tile_overlap=[1 / 6, 1 / 5]).eval()
+    ours = load_diffusers_vae(folder, SHAPE, tile=[48, 40], tile_overlap=[1 / 6, 1 / 5]).eval()
     theirs.enable_tiling(48, 40)
     try:
         pixels = torch.rand(1, 9, 3, height, width)
@@ -105,7 +110,7 @@ def test_tiles_are_theirs(folder, theirs, height, width):
 
 
 def test_gradients_are_theirs(folder, theirs):
-    ours = from_folder(folder, SHAPE)
+    ours = load_diffusers_vae(folder, SHAPE)
     pixels = torch.rand(1, 17, 3, 16, 16)
     z = ours._moments(pixels)[:, :4]
     torch.cat(list(ours._chunks(z)), dim=2).square().mean().backward()
@@ -118,31 +123,31 @@ def test_gradients_are_theirs(folder, theirs):
 
 @torch.no_grad()
 def test_ours_goes_back_to_a_folder_that_theirs_reads(ours, theirs, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config_for(ours)))
-    save_file(weights_for(ours), tmp_path / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config_to_diffusers(ours)))
+    save_file(weights_to_diffusers(ours), tmp_path / "diffusion_pytorch_model.safetensors")
     again = diffusers.AutoencoderKLCogVideoX.from_pretrained(tmp_path)
     assert again.config.scaling_factor == pytest.approx(0.7)
     pixels = torch.rand(1, 9, 3, 16, 16)
     assert torch.equal(again.encode(inside(pixels)).latent_dist.mean, theirs.encode(inside(pixels)).latent_dist.mean)
-    assert close(from_folder(tmp_path, SHAPE).eval().encode(pixels), ours.encode(pixels))
+    assert close(load_diffusers_vae(tmp_path, SHAPE).eval().encode(pixels), ours.encode(pixels))
 
 
 def test_sharded_weights_are_read_and_checked_against_their_index(folder, ours, tmp_path):
     theirs = diffusers.AutoencoderKLCogVideoX.from_pretrained(folder / "vae")
     theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    found = from_folder(tmp_path, SHAPE)
+    found = load_diffusers_vae(tmp_path, SHAPE)
     assert all(torch.equal(p, dict(ours.named_parameters())[name]) for name, p in found.named_parameters())
     index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
     said = json.loads(index.read_text())
     said["weight_map"].popitem()
     index.write_text(json.dumps(said))
     with pytest.raises(InputError, match=r"which .*index\.json does not name"):
-        from_folder(tmp_path, SHAPE)
+        load_diffusers_vae(tmp_path, SHAPE)
 
 
 def test_the_released_config_and_its_names_fit():
-    config = config_of(RELEASED)
+    config = config_from_diffusers(RELEASED)
     assert (config.widths, config.layers, config.latent_channels, config.scale) == (
         (128, 256, 256, 512),
         3,
@@ -153,17 +158,19 @@ def test_the_released_config_and_its_names_fit():
     with torch.device("meta"):
         ours = CausalVAE(config, Shape(49, 480, 720, 3, 8.0))
         theirs = diffusers.AutoencoderKLCogVideoX(**{k: v for k, v in RELEASED.items() if not k.startswith("_")})
-    assert {n: p.shape for n, p in weights_for(ours).items()} == {n: p.shape for n, p in theirs.state_dict().items()}
+    assert {n: p.shape for n, p in weights_to_diffusers(ours).items()} == {
+        n: p.shape for n, p in theirs.state_dict().items()
+    }
     assert ours.shape_for(49, 480, 720) == (13, 60, 90)
 
 
 def test_what_does_not_fit_is_refused(folder, ours, tmp_path):
     for key, value in {"act_fn": "gelu", "use_quant_conv": True, "temporal_compression_ratio": 8}.items():
         with pytest.raises(InputError, match=f"{key}={value!r} is not known here"):
-            config_of({**RELEASED, key: value})
+            config_from_diffusers({**RELEASED, key: value})
     with pytest.raises(InputError, match="is of a AutoencoderKL: causal_vae reads AutoencoderKLCogVideoX"):
-        config_of({"_class_name": "AutoencoderKL"})
-    weights = weights_for(ours)
+        config_from_diffusers({"_class_name": "AutoencoderKL"})
+    weights = weights_to_diffusers(ours)
     broken = Path(shutil.copytree(folder / "vae", tmp_path / "broken"))
     for change, message in (
         ({"encoder.extra": torch.zeros(1)}, r"diffusion_pytorch_model\.safetensors holds encoder\.extra"),
@@ -171,20 +178,20 @@ def test_what_does_not_fit_is_refused(folder, ours, tmp_path):
     ):
         save_file({**weights, **change}, broken / "diffusion_pytorch_model.safetensors")
         with pytest.raises(InputError, match=message):
-            from_folder(broken, SHAPE)
+            load_diffusers_vae(broken, SHAPE)
     save_file({"encoder.conv_in.conv.bias": torch.zeros(8)}, broken / "diffusion_pytorch_model.safetensors")
     with pytest.raises(InputError, match=r"broken lacks decoder\..* and \d+ more"):
-        from_folder(broken, SHAPE)
+        load_diffusers_vae(broken, SHAPE)
     (broken / "diffusion_pytorch_model.safetensors").write_bytes(b"short")
     with pytest.raises(InputError, match="is not a whole safetensors file"):
-        from_folder(broken, SHAPE)
+        load_diffusers_vae(broken, SHAPE)
     (broken / "diffusion_pytorch_model.safetensors").unlink()
     (broken / "diffusion_pytorch_model.bin").touch()
     with pytest.raises(InputError, match=r"neither .*there is diffusion_pytorch_model\.bin \(pickles are not read"):
-        from_folder(broken, SHAPE)
+        load_diffusers_vae(broken, SHAPE)
     with pytest.raises(InputError, match=r"conv_in\.conv\.weight is 8 × 3 × 3 × 3 × 3, but its config says 8 × 1"):
-        from_folder(folder, Shape(9, 64, 96, 1, 8.0))
+        load_diffusers_vae(folder, Shape(9, 64, 96, 1, 8.0))
     with pytest.raises(InputError, match=r"config\.json does not exist: name a diffusers folder"):
-        from_folder(tmp_path, SHAPE)
+        load_diffusers_vae(tmp_path, SHAPE)
     with pytest.raises(InputError, match="norm=frame, chunk=2"):
-        config_for(from_folder(folder, SHAPE, norm="frame"))
+        config_to_diffusers(load_diffusers_vae(folder, SHAPE, norm="frame"))

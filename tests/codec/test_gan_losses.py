@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from kineograph.codec.adversarial import AdversarialConfig
-from kineograph.codec.gan_losses import Reconstruction, Scene, clamped, frames_seen, inward, outward
+from kineograph.codec.gan_losses import (
+    DiscriminatorFrames,
+    Reconstruction,
+    frames_to_pixels,
+    pixels_to_frames,
+    sample_perceptual_frames,
+    to_unit_range,
+)
 from kineograph.core.noise import Noise
 
 
@@ -15,7 +22,7 @@ def keep_of(lengths: list[int], frames: int) -> torch.Tensor:
 def test_all_frames_are_seen_unless_fewer_are_asked_for():
     keep, noise = keep_of([4, 2], 4), Noise.for_rows(0, 0, 2)
     for frames in (None, 4, 9):
-        places, weights = frames_seen(keep, frames, noise)
+        places, weights = sample_perceptual_frames(keep, frames, noise)
         assert places is None
         assert torch.equal(weights, keep)
 
@@ -23,7 +30,7 @@ def test_all_frames_are_seen_unless_fewer_are_asked_for():
 def test_seen_frames_are_real_different_and_stand_for_their_clip():
     keep = keep_of([6, 3, 1, 2], 6)
     for step in range(50):
-        places, weights = frames_seen(keep, 2, Noise.for_rows(0, step, 4))
+        places, weights = sample_perceptual_frames(keep, 2, Noise.for_rows(0, step, 4))
         clips = places.view(4, 2)
         assert torch.equal(clips // 6, torch.arange(4)[:, None].expand(4, 2))
         assert (clips[:, 0] != clips[:, 1]).all()
@@ -36,7 +43,7 @@ def test_the_weighted_sum_is_in_the_mean_that_of_all_frames():
     values = torch.randn(10, generator=torch.Generator().manual_seed(0))
     found = []
     for step in range(2000):
-        places, weights = frames_seen(keep, 2, Noise.for_rows(0, step, 2))
+        places, weights = sample_perceptual_frames(keep, 2, Noise.for_rows(0, step, 2))
         found.append((values[places] * weights).sum())
     spread = torch.stack(found).std() / 2000**0.5
     assert (torch.stack(found).mean() - (values * keep).sum()).abs() < 4 * spread
@@ -44,26 +51,26 @@ def test_the_weighted_sum_is_in_the_mean_that_of_all_frames():
 
 def test_which_frames_are_seen_is_keyed_by_sample_and_step():
     keep = keep_of([8] * 4, 8)
-    together, _ = frames_seen(keep, 3, Noise.for_rows(3, 5, 4))
-    half, _ = frames_seen(keep[16:], 3, Noise(3, 5, 2 + torch.arange(2)))
+    together, _ = sample_perceptual_frames(keep, 3, Noise.for_rows(3, 5, 4))
+    half, _ = sample_perceptual_frames(keep[16:], 3, Noise(3, 5, 2 + torch.arange(2)))
     assert torch.equal(together[6:] - 16, half)
-    assert not torch.equal(together, frames_seen(keep, 3, Noise.for_rows(3, 6, 4))[0])
+    assert not torch.equal(together, sample_perceptual_frames(keep, 3, Noise.for_rows(3, 6, 4))[0])
 
 
 def test_pixels_go_in_and_come_out():
     pixels = torch.rand(2, 3, 3, 4, 4)
-    inside = inward(pixels)
+    inside = pixels_to_frames(pixels)
     assert inside.shape == (6, 3, 4, 4)
     assert inside.min() < 0
-    assert torch.allclose(outward(inside, 2), pixels, atol=1e-6)
-    assert clamped(torch.tensor([-3.0, 0.0, 3.0])).tolist() == [0.0, 0.5, 1.0]
+    assert torch.allclose(frames_to_pixels(inside, 2), pixels, atol=1e-6)
+    assert to_unit_range(torch.tensor([-3.0, 0.0, 3.0])).tolist() == [0.0, 0.5, 1.0]
 
 
 def test_the_discriminator_is_shown_runs_of_real_frames_that_stand_for_their_clips():
     keep = torch.tensor([[1.0] * 7, [1.0] * 5 + [0.0] * 2, [1.0] * 2 + [0.0] * 5])
     starts = set()
     for step in range(40):
-        scene = Scene.of(_reconstruction(keep, step), AdversarialConfig(frames=3))
+        scene = DiscriminatorFrames.of(_reconstruction(keep, step), AdversarialConfig(frames=3))
         times = scene.places.view(3, 3) - torch.arange(3)[:, None] * 7
         assert scene.frames == 3
         assert (times.diff(dim=1) == 1).all()
@@ -77,7 +84,7 @@ def test_the_discriminator_is_shown_runs_of_real_frames_that_stand_for_their_cli
 @pytest.mark.parametrize("frames", [None, 7, 20])
 def test_the_discriminator_is_shown_everything_unless_less_is_asked_for(frames):
     keep = torch.tensor([[1.0] * 7, [1.0] * 5 + [0.0] * 2])
-    scene = Scene.of(_reconstruction(keep, 0), AdversarialConfig(frames=frames))
+    scene = DiscriminatorFrames.of(_reconstruction(keep, 0), AdversarialConfig(frames=frames))
     assert scene.places is None and scene.frames == 7 and scene.weights.tolist() == keep.flatten().tolist()
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from kineograph.codec.perceptual import Lpips, from_arrays, load
+from kineograph.codec.perceptual import Lpips, convert_jax_arrays, load_lpips
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import is_frozen
 
@@ -33,7 +33,7 @@ def arrays() -> dict:
 @pytest.fixture(scope="module")
 def path(arrays, tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "lpips.safetensors"
-    save_file(from_arrays(arrays), path)
+    save_file(convert_jax_arrays(arrays), path)
     return path
 
 
@@ -58,14 +58,14 @@ def reference(arrays: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def test_distance_is_lpips(arrays, path):
     x, y = torch.rand(2, 3, 16, 24), torch.rand(2, 3, 16, 24)
-    found = load(path)(x * 2 - 1, y * 2 - 1)
+    found = load_lpips(path)(x * 2 - 1, y * 2 - 1)
     assert found.shape == (2,)
     assert torch.allclose(found, reference(arrays, x, y), rtol=1e-4)
 
 
 def test_same_pictures_are_no_distance_apart_and_gradients_are_finite(path):
     x = (torch.rand(1, 3, 16, 16) * 2 - 1).requires_grad_()
-    network = load(path)
+    network = load_lpips(path)
     distance = network(x, x.detach())
     distance.sum().backward()
     assert distance == 0
@@ -73,7 +73,7 @@ def test_same_pictures_are_no_distance_apart_and_gradients_are_finite(path):
 
 
 def test_any_channel_count(path):
-    network = load(path)
+    network = load_lpips(path)
     gray = torch.rand(2, 1, 16, 16) * 2 - 1
     other = torch.rand(2, 1, 16, 16) * 2 - 1
     colour = network(gray.expand(-1, 3, -1, -1), other.expand(-1, 3, -1, -1))
@@ -83,7 +83,7 @@ def test_any_channel_count(path):
 
 
 def test_it_stays_frozen(path):
-    network = load(path)
+    network = load_lpips(path)
     holder = torch.nn.Sequential(network).train()
     assert is_frozen(network)
     assert not any(part.training for part in network.modules())
@@ -100,12 +100,12 @@ def test_names_are_torchvisions():
 
 def test_missing_and_wrong_files_are_named(tmp_path, arrays):
     with pytest.raises(ConfigError, match=r"perceptual.weights=.*nowhere.safetensors does not exist"):
-        load(tmp_path / "nowhere.safetensors")
+        load_lpips(tmp_path / "nowhere.safetensors")
     (tmp_path / "text.safetensors").write_text("hello")
     with pytest.raises(InputError, match="not a readable safetensors"):
-        load(tmp_path / "text.safetensors")
-    weights = from_arrays(arrays)
+        load_lpips(tmp_path / "text.safetensors")
+    weights = convert_jax_arrays(arrays)
     del weights["lin3.weight"]
     save_file(weights, tmp_path / "part.safetensors")
     with pytest.raises(InputError, match=r"lin3.weight of shape \(1, 512, 1, 1\)"):
-        load(tmp_path / "part.safetensors")
+        load_lpips(tmp_path / "part.safetensors")

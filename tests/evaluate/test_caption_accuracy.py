@@ -5,7 +5,7 @@ from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import Figure
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.evaluate.caption_accuracy import ceiling, compare, score
-from kineograph.evaluate.reader import Reader
+from kineograph.evaluate.digit_reader import Reader
 
 
 @pytest.fixture(scope="module")

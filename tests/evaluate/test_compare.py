@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from kineograph.core.errors import InputError
-from kineograph.evaluate import record
+from kineograph.evaluate import results_file
 from kineograph.evaluate.compare import compare
 from kineograph.evaluate.metric_api import Result
 from kineograph.train import checkpoint
@@ -39,8 +39,8 @@ def full(tmp_path):
         file.write('{"stage": "generator", "split": "tr')  # torn by a kill
     checkpoint.set_best(run.checkpoints("generator"), 20, 0.75)
     rates = {"caption_accuracy": 0.9, "digit": 0.95, "place": 1.0}
-    record.add(run, "validation", "generator", 20, {"caption_accuracy": Result(rates, {"ceiling": 0.99})})
-    record.add(
+    results_file.add_results(run, "validation", "generator", 20, {"caption_accuracy": Result(rates, {"ceiling": 0.99})})
+    results_file.add_results(
         run,
         "validation",
         "tokenizer",
@@ -81,7 +81,7 @@ def test_a_finished_run_is_not_told_to_train(full):
     found = compare([full.path])
     assert found.missing() == [f"kineo evaluate {full.path}   fills best validation loss"]
     assert "training time" not in found.rows()
-    record.add(full, "validation", "generator", 20, {"loss": Result({"loss": 0.6})})
+    results_file.add_results(full, "validation", "generator", 20, {"loss": Result({"loss": 0.6})})
     assert compare([full.path]).rows()["best validation loss"][0].value == 0.6
 
 
@@ -119,7 +119,7 @@ def test_what_was_not_drawn_from_captions_says_so(full):
     ):
         labels = {"drawn from": told, "extractor": "inception-v3 abc", "count": 12}
         results = {"caption_accuracy": Result({"caption_accuracy": 0.9}, labels), "fid": Result({"fid": 12.0}, labels)}
-        record.add(full, "validation", "generator", 20, results)
+        results_file.add_results(full, "validation", "generator", 20, results)
         rows = compare([full.path]).rows()
         assert rows["caption accuracy"][0].text == text
         assert ("of image_embed of the data)" in rows["FID"][0].text) == told.startswith("image")

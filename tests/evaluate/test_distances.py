@@ -26,8 +26,8 @@ from kineograph.data.loader import Loader
 from kineograph.data.moving_digits import MovingDigits
 from kineograph.evaluate.compare import compare
 from kineograph.evaluate.extractor.clip import open_clip
-from kineograph.evaluate.extractor.opening import Extractors
-from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped, Subject
+from kineograph.evaluate.extractor.registry import Extractors
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, MetricSkipped
 from kineograph.evaluate.runner import evaluate
 from kineograph.sample.sampler import Sampler
 from kineograph.stage.load import StageLoader
@@ -161,9 +161,9 @@ def test_fvd_sees_clips_and_refuses_short_ones(tmp_path, files):
     assert labels["fid"]["of"] == "frames"
 
 
-def subject(files, frames: int = 12, **chosen: str) -> Subject:
+def subject(files, frames: int = 12, **chosen: str) -> EvalContext:
     shape = Shape(frames=frames, height=16, width=16, channels=3, fps=8)
-    return Subject("generator", None, None, shape, CPU, None, Extractors(CPU, chosen))  # type: ignore[arg-type]
+    return EvalContext("generator", None, None, shape, CPU, None, Extractors(CPU, chosen))  # type: ignore[arg-type]
 
 
 def test_fvd_never_sees_padding(files):
@@ -261,7 +261,7 @@ def test_a_clip_stage_of_another_run_judges(run, clip_run, tmp_path):
 def test_the_runs_own_clip_stage_judges_unless_another_is_named(clip_run):
     shape = Shape(frames=1, height=16, width=16, channels=3, fps=8)
     stages = StageLoader(RunFolder(clip_run))
-    found, label = open_clip(Subject("x", None, None, shape, CPU, None, Extractors(CPU), stages))  # type: ignore[arg-type]
+    found, label = open_clip(EvalContext("x", None, None, shape, CPU, None, Extractors(CPU), stages))  # type: ignore[arg-type]
     assert found is stages.load("clip")
     assert label == f"clip stage clip {stages.digest('clip')[:12]}"
 

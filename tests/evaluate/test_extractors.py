@@ -13,7 +13,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
 from kineograph.evaluate.extractor.layers import SamePool3d, Unit, resize_as_tensorflow, same
-from kineograph.evaluate.extractor.opening import Extractors, as_seen, network_of, open_extractor, read_choices
+from kineograph.evaluate.extractor.registry import Extractors, build_network, open_extractor, parse_choices, to_rgb8
 from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped, WeightsMissing
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_inception_gives_features_and_logits_without_bias(inception_weights, tmp
     assert found.has_logits
     assert torch.allclose(found.logits(features), features @ inception_weights["fc"].T)
     bare = {name: value for name, value in inception_weights.items() if name != "fc"}
-    assert not network_of(bare, tmp_path).classes  # type: ignore[operator]
+    assert not build_network(bare, tmp_path).classes  # type: ignore[operator]
 
 
 def test_average_pools_leave_padding_out_and_the_last_pool_is_a_maximum():
@@ -164,12 +164,12 @@ def test_a_file_of_ones_own_is_labelled_and_fed_in_chunks(tmp_path):
 def test_real_and_made_pixels_are_seen_alike():
     """A made pixel between two steps looks like the file that would be written of it; gray is gray in all channels."""
     real = torch.randint(0, 256, (2, 3, 8, 8)) / 255
-    assert torch.equal(as_seen(real), real)
-    assert torch.equal(as_seen(real + 0.4 / 255), as_seen(real))
-    assert torch.equal(as_seen(real + 2), torch.ones_like(real))
+    assert torch.equal(to_rgb8(real), real)
+    assert torch.equal(to_rgb8(real + 0.4 / 255), to_rgb8(real))
+    assert torch.equal(to_rgb8(real + 2), torch.ones_like(real))
     gray = torch.rand(2, 1, 8, 8)
-    assert torch.equal(as_seen(gray)[:, 0], as_seen(gray)[:, 2])
-    assert as_seen(torch.rand(2, 5, 4, 8, 8)).shape == (2, 5, 3, 8, 8)
+    assert torch.equal(to_rgb8(gray)[:, 0], to_rgb8(gray)[:, 2])
+    assert to_rgb8(torch.rand(2, 5, 4, 8, 8)).shape == (2, 5, 3, 8, 8)
 
 
 def test_features_ignore_autocast(tmp_path):
@@ -202,13 +202,13 @@ def test_a_wrong_kind_of_extractor_is_left_out(tmp_path, monkeypatch):
 
 
 def test_choices_are_for_one_metric_or_for_those_of_pictures():
-    assert read_choices(["a.pt", "fvd=b.pt", "clip-score=runs/x/clip"]) == {
+    assert parse_choices(["a.pt", "fvd=b.pt", "clip-score=runs/x/clip"]) == {
         **dict.fromkeys(("fid", "rfid", "kid", "is"), "a.pt"),
         "fvd": "b.pt",
         "clip_score": "runs/x/clip",
     }
     with pytest.raises(InputError, match="loss looks through none"):
-        read_choices(["loss=a.pt"])
+        parse_choices(["loss=a.pt"])
 
 
 def test_features_are_computed_once_for_all_metrics_and_padding_is_never_seen(tmp_path):

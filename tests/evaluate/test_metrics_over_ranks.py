@@ -17,13 +17,13 @@ from kineograph.core.task import Mean
 from kineograph.data.digit_captions import Facts
 from kineograph.data.moving_digits import MovingDigits
 from kineograph.evaluate.caption_accuracy import facts_of
-from kineograph.evaluate.extractor.opening import Extractors
+from kineograph.evaluate.extractor.registry import Extractors
 from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
 from kineograph.evaluate.metric.codebook import Codebook
 from kineograph.evaluate.metric.loss import HeldOutLoss
 from kineograph.evaluate.metric.reconstruction import Reconstruction
 from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped
-from kineograph.evaluate.runner import Judge
+from kineograph.evaluate.runner import StageEvaluator
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import read_stage
 from tests.sample.tiny_task import make_run
@@ -95,7 +95,7 @@ def _judged(run: Path) -> dict[str, dict[str, float]]:
     for name, metrics in (("tokenizer", ["reconstruction", "codebook", "loss"]), ("generator", ["loss", _BRIGHT])):
         spec = read_stage(folder.config(), name)
         source = MovingDigits.open(spec.data, "validation")
-        judge = Judge(spec, stages.load(name), source, CPU, 11, 3, Extractors(CPU), stages, batch=4)
+        judge = StageEvaluator(spec, stages.load(name), source, CPU, 11, 3, Extractors(CPU), stages, batch=4)
         chosen = {metric.name: metric for metric in map(find_metric, metrics)}
         reasons: dict[str, list[MetricSkipped]] = {key: [] for key in chosen}
         results, _ = judge.run(chosen, reasons)
@@ -146,7 +146,7 @@ def _quit(run: Path) -> tuple[list[str], list[str]]:
     stages = StageLoader(folder)
     spec = read_stage(folder.config(), "generator")
     source = MovingDigits.open(spec.data, "validation")
-    judge = Judge(spec, stages.load("generator"), source, CPU, 8, 3, Extractors(CPU), stages, batch=4)
+    judge = StageEvaluator(spec, stages.load("generator"), source, CPU, 8, 3, Extractors(CPU), stages, batch=4)
     reasons: dict[str, list[MetricSkipped]] = {"quitter": [], "brightness": []}
     results, _ = judge.run({"quitter": Quitter, "brightness": Brightness}, reasons)
     return sorted(results), [str(why) for why in reasons["quitter"]]

@@ -18,13 +18,13 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.data.loader import Loader
 from kineograph.data.moving_digits import MovingDigits
 from kineograph.evaluate import runner
-from kineograph.evaluate.extractor.opening import Extractors
+from kineograph.evaluate.console import Watching
+from kineograph.evaluate.digit_reader import ReaderNet
+from kineograph.evaluate.extractor.registry import Extractors
 from kineograph.evaluate.metric import caption_accuracy
 from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
-from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped, Result, Subject
-from kineograph.evaluate.progress import Watching
-from kineograph.evaluate.reader import ReaderNet
-from kineograph.evaluate.runner import Judge, evaluate
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, MetricSkipped, Result
+from kineograph.evaluate.runner import StageEvaluator, evaluate
 from kineograph.sample.draw import draw
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import read_stage
@@ -42,7 +42,7 @@ class Brightness:
         self.batches: list[EvalBatch] = []
 
     @classmethod
-    def open(cls, subject: Subject) -> Brightness:
+    def open(cls, subject: EvalContext) -> Brightness:
         return cls()
 
     def update(self, evidence: EvalBatch) -> list[str]:
@@ -58,7 +58,7 @@ class Brightness:
 
 class Picky(Brightness):
     @classmethod
-    def open(cls, subject: Subject) -> Picky:
+    def open(cls, subject: EvalContext) -> Picky:
         raise MetricSkipped("it wants colour television")
 
 
@@ -241,7 +241,7 @@ def test_progress_is_shown_on_a_terminal_and_not_in_pipes(tmp_path, monkeypatch,
 def test_training_judges_without_a_word(run, capsys):
     spec, stages = read_stage(run.config(), "generator"), StageLoader(run)
     source = MovingDigits.open(spec.data, "validation")
-    judge = Judge(
+    judge = StageEvaluator(
         spec, stages.load("generator"), source, torch.device("cpu"), 4, 3, Extractors(torch.device("cpu")), stages
     )
     judge.run({"loss": find_metric("loss")}, {"loss": []})

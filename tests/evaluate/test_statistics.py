@@ -13,7 +13,7 @@ from scipy.linalg import sqrtm
 
 from kineograph.core import distributed
 from kineograph.evaluate.metric_api import MetricSkipped
-from kineograph.evaluate.statistics import Frechet, Rows, inception_score, kernel_distance
+from kineograph.evaluate.statistics import FeatureRows, FrechetDistance, inception_score, kernel_distance
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def features(count: int, width: int = 12, seed: int = 0, shift: float = 0.0) -> 
 
 
 def frechet(real: torch.Tensor, made: torch.Tensor, parts: int = 1) -> float:
-    sums = Frechet(real.shape[1], CPU)
+    sums = FrechetDistance(real.shape[1], CPU)
     for part in real.chunk(parts):
         sums.update(part, real=True)
     for part in made.chunk(parts):
@@ -97,13 +97,13 @@ def test_kid_of_many_is_a_mean_over_subsets(monkeypatch):
 
 def test_rows_have_an_order_of_their_own():
     rows = features(40)
-    one, other = Rows(CPU), Rows(CPU)
+    one, other = FeatureRows(CPU), FeatureRows(CPU)
     one.add(rows)
     for part in rows[torch.randperm(40)].split(7):
         other.add(part)
     assert torch.equal(one.joined(12), other.joined(12))
     assert torch.equal(one.joined(12).sum(0).round(decimals=3), rows.sum(0).round(decimals=3))
-    assert Rows(CPU).joined(12).shape == (0, 12)
+    assert FeatureRows(CPU).joined(12).shape == (0, 12)
 
 
 def test_the_inception_score_is_the_formula(monkeypatch):
@@ -139,7 +139,7 @@ def _on_rank(rank: int, world: int, path: str) -> None:
 
 def _score(share: slice) -> list[float]:
     real, made = features(40)[share], features(40, seed=1, shift=0.4)[share]
-    sums, rows, other = Frechet(12, CPU), Rows(CPU), Rows(CPU)
+    sums, rows, other = FrechetDistance(12, CPU), FeatureRows(CPU), FeatureRows(CPU)
     if len(real):
         sums.update(real, real=True)
         sums.update(made, real=False)

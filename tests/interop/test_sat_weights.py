@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.interop.lora import merged
+from kineograph.interop.lora_file import merge_lora
 from kineograph.interop.sat_weights import (
     adapters,
     locate_sat,
@@ -130,7 +130,7 @@ def test_adapters_of_a_tuned_checkpoint_are_added_with_alpha_1() -> None:
                 deltas[f"transformer_blocks.{layer[1]}.attn1.{name}.weight"] = up @ down / rank
     state = transformer_state(tuned, WHERE)
     assert state.keys() == model.state_dict().keys() and len(deltas) == 8
-    found = dict(merged(state, adapters(tuned, WHERE)))
+    found = dict(merge_lora(state, adapters(tuned, WHERE)))
     for name, value in model.state_dict().items():
         torch.testing.assert_close(found[name], value + deltas.get(name, 0), rtol=1e-5, atol=1e-5)
     lost = next(key for key in tuned if "matrix_B" in key)

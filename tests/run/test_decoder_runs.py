@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 import kineograph as kg
 from kineograph.core.config import merge
 from kineograph.core.errors import ConfigError
-from kineograph.evaluate.metric_api import EvalBatch, Result, Subject
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Result
 from kineograph.evaluate.runner import evaluate
 from kineograph.family.dalle2.conditioning import Conditioner
 from kineograph.sample.sampler import Sampler
@@ -60,7 +60,7 @@ class Sizes:
         self.values: dict[str, float] = {}
 
     @classmethod
-    def open(cls, subject: Subject) -> Sizes:
+    def open(cls, subject: EvalContext) -> Sizes:
         found = cls()
         found.values["told"] = float(subject.shape.width)
         return found

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kineograph.core.errors import InputError
-from kineograph.evaluate import record
+from kineograph.evaluate import results_file
 from kineograph.evaluate.metric_api import Result
 from kineograph.run.listing import age_of, list_runs, show_runs
 from kineograph.train import checkpoint
@@ -58,7 +58,9 @@ def test_a_live_process_is_seen(tmp_path):
 def test_scores_and_age(tmp_path):
     run = make_run(tmp_path / "run", steps=20)
     checkpoint.set_best(run.checkpoints("generator"), 10, 0.25)
-    record.add(run, "validation", "generator", 20, {"caption_accuracy": Result({"caption_accuracy": 0.8})})
+    results_file.add_results(
+        run, "validation", "generator", 20, {"caption_accuracy": Result({"caption_accuracy": 0.8})}
+    )
     row = one(tmp_path, "run")
     assert (row.best, row.accuracy) == (0.25, 0.8)
     assert row.age < 60

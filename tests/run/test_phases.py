@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import ConfigError, InputError, Stopped
-from kineograph.evaluate.metric_api import EvalBatch, Result, Subject
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Result
 from kineograph.evaluate.runner import evaluate
 from kineograph.run.listing import list_runs
 from kineograph.run.show import Show
@@ -49,7 +49,7 @@ class Brightness:
         self.seen: list[tuple[float, float]] = []
 
     @classmethod
-    def open(cls, subject: Subject) -> Brightness:
+    def open(cls, subject: EvalContext) -> Brightness:
         assert not subject.task.training
         return cls()
 

@@ -16,8 +16,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, player_parameters
-from kineograph.text.clip import ClipConfig, TrainedClip
-from kineograph.text.contrast import contrast
+from kineograph.text.clip import ClipConfig, TrainedClip, contrastive_loss
 
 CAPTIONS = ["a red 3", "a blue 7", "two cats", "nothing at all", "a green 1", "up and away"]
 SMALL = {
@@ -92,7 +91,7 @@ def test_loss_is_the_symmetric_cross_entropy():
     images, texts, scale = units(5), units(5, seed=1), torch.tensor(7.0)
     logits, target = 7 * images @ texts.T, torch.arange(5)
     wanted = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-    found = contrast(images, texts, torch.arange(5), scale, over_ranks=True)
+    found = contrastive_loss(images, texts, torch.arange(5), scale, over_ranks=True)
     torch.testing.assert_close(found.loss / 5, wanted)
     assert int(found.picked_text) == int((logits.argmax(1) == target).sum())
     assert int(found.picked_image) == int((logits.argmax(0) == target).sum())
@@ -100,9 +99,9 @@ def test_loss_is_the_symmetric_cross_entropy():
 
 def test_logits_are_float32_under_autocast():
     images, texts, keys = units(64, 32), units(64, 32, 1), torch.arange(64)
-    exact = contrast(images, texts, keys, torch.tensor(100.0), False).loss
+    exact = contrastive_loss(images, texts, keys, torch.tensor(100.0), False).loss
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = contrast(images, texts, keys, torch.tensor(100.0), False).loss
+        found = contrastive_loss(images, texts, keys, torch.tensor(100.0), False).loss
     torch.testing.assert_close(found, exact)
 
 
@@ -111,14 +110,14 @@ def test_equal_captions_are_no_negatives():
     images, texts, scale = units(4), units(4, seed=1), torch.tensor(5.0)
     texts[1] = texts[0]
     keys = torch.tensor([9, 9, 2, 3])
-    whole = contrast(images, texts, keys, scale, False).loss
-    parts = [contrast(images[rows], texts[rows], keys[rows], scale, False) for rows in ([0, 2, 3], [1, 2, 3])]
+    whole = contrastive_loss(images, texts, keys, scale, False).loss
+    parts = [contrastive_loss(images[rows], texts[rows], keys[rows], scale, False) for rows in ([0, 2, 3], [1, 2, 3])]
     # Rows 2 and 3 see both; so only rows 0 and 1 are compared.
     first, second = (_row_loss(images, texts, [i, 2, 3], scale) for i in (0, 1))
     rest = _row_loss(images, texts, [2, 0, 1, 3], scale) + _row_loss(images, texts, [3, 0, 1, 2], scale)
     torch.testing.assert_close(whole, first + second + rest)
     assert all(part.loss < whole for part in parts)
-    alone = contrast(images, texts, torch.zeros(4, dtype=torch.long), scale, False)
+    alone = contrastive_loss(images, texts, torch.zeros(4, dtype=torch.long), scale, False)
     assert float(alone.loss) == 0  # one caption for all: nothing to tell apart
     assert int(alone.picked_text) == int(alone.picked_image) == 4
 

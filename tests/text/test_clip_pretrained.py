@@ -12,8 +12,8 @@ from PIL import Image
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import InputError
 from kineograph.core.task import BuildContext, task_state_dict
+from kineograph.text.clip_embedding import ClipEmbedder, ClipSource
 from kineograph.text.clip_pretrained import Preprocessing, PretrainedClip
-from kineograph.text.embedding import ClipReader, ClipSource
 from tests.text.waiting import NoWaiting
 
 CAPTIONS = ["a red 3", "a blue cat moves left up", "7"]
@@ -137,7 +137,7 @@ def test_it_is_loaded_late_frozen_and_not_saved(folder):
 def test_with_embeddings_in_the_data_nothing_is_loaded(folder):
     context = BuildContext(shape=Shape(1, 16, 16, 3, 8.0))
     stages = {}
-    reader = ClipReader(ClipSource(name=str(folder)), context, stages)
+    reader = ClipEmbedder(ClipSource(name=str(folder)), context, stages)
     assert reader.width == 20
     assert stages == {}
     batch = Batch(

@@ -10,8 +10,8 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext, task_state_dict
 from kineograph.text import TextConfig, build_text
+from kineograph.text.conditioning import encode_captions
 from kineograph.text.learned import BOS, EOS, PAD
-from kineograph.text.reading import read_captions
 from tests.text.waiting import NoWaiting
 
 CAPTIONS = ["a red 3 moves left", "a blue 7 moves up", "a red 7 moves left", "the blue 3 goes up"] * 3
@@ -312,7 +312,7 @@ def test_a_step_never_waits_for_the_device(folders, kind, captions):
     text = build(kind=kind, name=str(folders[kind]), length=6)
     text.encode(captions)  # loads it
     with NoWaiting():
-        read_captions(text, captions)
+        encode_captions(text, captions)
     with pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
         text._parts["model"](input_ids=torch.ones(1, 6, dtype=torch.long), attention_mask=torch.ones(1, 6).long())
 
@@ -327,10 +327,10 @@ def test_loading_an_encoder_prints_nothing(folders, capfd):
 def test_a_step_on_the_gpu_never_waits(folders, kind):
     text = build(kind=kind, name=str(folders[kind]), length=6).cuda()
     captions = ["a red 3", "7"]
-    expected, _ = read_captions(text, captions)
+    expected, _ = encode_captions(text, captions)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found, _ = read_captions(text, captions)
+        found, _ = encode_captions(text, captions)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, expected)

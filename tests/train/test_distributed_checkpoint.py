@@ -20,7 +20,7 @@ import kineograph.train.distributed_checkpoint  # noqa: F401  the same
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import RunFolder
 from kineograph.evaluate.run_summary import _size
-from kineograph.interop.portable import export_safetensors
+from kineograph.interop.export_run import export_safetensors
 from kineograph.train import checkpoint
 from kineograph.train.dtensors import WHOLE as WHOLE_PIECE
 from kineograph.train.dtensors import Cut

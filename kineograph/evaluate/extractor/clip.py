@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kineograph.core.registry import find_task
 from kineograph.core.safe_unpickle import sha256_of
-from kineograph.evaluate.metric_api import MetricSkipped, Subject, WeightsMissing
+from kineograph.evaluate.metric_api import EvalContext, MetricSkipped, WeightsMissing
 from kineograph.stage.load import StageLoader
 from kineograph.train import checkpoint
 
@@ -24,7 +24,7 @@ class Embeds(Protocol):
         """→ N D, and what else there is"""
 
 
-def open_clip(subject: Subject) -> tuple[Embeds, str]:
+def open_clip(subject: EvalContext) -> tuple[Embeds, str]:
     """The CLIP and its label."""
     value = subject.extractors.chosen.get("clip_score")
     if value is None:
@@ -54,7 +54,7 @@ def _stage(stages: StageLoader, reference: str) -> tuple[Embeds, str]:
     return task, f"clip stage {reference} {stages.digest(reference)[:12]}"
 
 
-def _of_transformers(folder: Path, subject: Subject) -> tuple[Embeds, str]:
+def _of_transformers(folder: Path, subject: EvalContext) -> tuple[Embeds, str]:
     from kineograph.text.clip_pretrained import PretrainedClip
 
     weights = sorted(folder.glob("*.safetensors"))

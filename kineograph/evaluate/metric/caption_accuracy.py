@@ -10,8 +10,8 @@ import torch
 from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import Facts
 from kineograph.evaluate.caption_accuracy import ATTRIBUTES, Tally, facts_of
-from kineograph.evaluate.metric_api import EvalBatch, Kind, MetricSkipped, Result, Subject
-from kineograph.evaluate.reader import WEIGHTS, Reader
+from kineograph.evaluate.digit_reader import WEIGHTS, Reader
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, MetricSkipped, Result
 
 
 class CaptionAccuracy:
@@ -23,7 +23,7 @@ class CaptionAccuracy:
         self.drawn, self.real = Tally(), Tally()
 
     @classmethod
-    def open(cls, subject: Subject) -> CaptionAccuracy:
+    def open(cls, subject: EvalContext) -> CaptionAccuracy:
         _wanted(subject.captions or [])
         return cls(Reader.load(WEIGHTS, subject.device), subject.device)
 

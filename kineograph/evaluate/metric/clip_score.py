@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.evaluate.extractor.clip import Embeds, open_clip
-from kineograph.evaluate.extractor.opening import in_bytes
-from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
+from kineograph.evaluate.extractor.registry import quantize_to_8bit
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
 
 CHUNK = 64  # frames at once
 
@@ -20,13 +20,13 @@ class ClipScore:
     name: ClassVar[str] = "clip_score"
     needs: ClassVar[frozenset[Kind]] = frozenset({"captions", "generated", "real"})
 
-    def __init__(self, clip: Embeds, label: str, subject: Subject) -> None:
+    def __init__(self, clip: Embeds, label: str, subject: EvalContext) -> None:
         self.clip, self.label, self.frames = clip, label, subject.shape.frames
         # of made pictures and of real ones: Σ cosine, number
         self.sums = torch.zeros(2, 2, dtype=torch.float64, device=subject.device)
 
     @classmethod
-    def open(cls, subject: Subject) -> ClipScore:
+    def open(cls, subject: EvalContext) -> ClipScore:
         return cls(*open_clip(subject), subject)
 
     def update(self, evidence: EvalBatch) -> list[str]:
@@ -44,7 +44,7 @@ class ClipScore:
         return [f"{value:.2f}" for value in made.mean(1).tolist()]
 
     def _cosines(self, texts: Tensor, clips: Tensor) -> Tensor:
-        frames = in_bytes(
+        frames = quantize_to_8bit(
             rearrange(clips, "b t c h w -> (b t) c h w")
         )  # with the channels that they have: a stage knows its own
         images = torch.cat([self.clip.embed_images(part) for part in frames.split(CHUNK)]).float()

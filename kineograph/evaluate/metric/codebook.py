@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core import distributed
-from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
 from kineograph.nn.codebook_use import codebook_histogram, usage
 
 
@@ -20,7 +20,7 @@ class Codebook:
         self.histogram = torch.zeros(codes, dtype=torch.int64, device=device)
 
     @classmethod
-    def open(cls, subject: Subject) -> Codebook:
+    def open(cls, subject: EvalContext) -> Codebook:
         return cls(int(subject.task.vocabulary), subject.device)  # type: ignore[arg-type]
 
     def update(self, evidence: EvalBatch) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kineograph.evaluate.extractor.opening import Extractor
-from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
-from kineograph.evaluate.statistics import Frechet
+from kineograph.evaluate.extractor.registry import Extractor
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
+from kineograph.evaluate.statistics import FrechetDistance
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class PictureDistance:
     def needs(self) -> frozenset[Kind]:
         return frozenset({"real", self.made})
 
-    def open(self, subject: Subject) -> RunningDistance:
+    def open(self, subject: EvalContext) -> RunningDistance:
         extractor = subject.extractors.open(self.name, "inception-v3", "pictures")
-        sums = Frechet(extractor.width(subject.shape), subject.device)
+        sums = FrechetDistance(extractor.width(subject.shape), subject.device)
         return RunningDistance(self.name, self.needs, self.made, extractor, sums, subject.shape.frames)
 
 
@@ -34,7 +34,7 @@ class RunningDistance:
         needs: frozenset[Kind],
         made: Literal["generated", "reconstruction"],
         extractor: Extractor,
-        sums: Frechet,
+        sums: FrechetDistance,
         frames: int,
     ) -> None:
         self.name, self.needs, self.made = name, needs, made

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from kineograph.evaluate.extractor.i3d import SHORTEST
-from kineograph.evaluate.extractor.opening import Extractor
+from kineograph.evaluate.extractor.registry import Extractor
 from kineograph.evaluate.metric.fid import distance_labels
-from kineograph.evaluate.metric_api import EvalBatch, Kind, MetricSkipped, Result, Subject
-from kineograph.evaluate.statistics import Frechet
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, MetricSkipped, Result
+from kineograph.evaluate.statistics import FrechetDistance
 
 
 class Fvd:
     name: ClassVar[str] = "fvd"
     needs: ClassVar[frozenset[Kind]] = frozenset({"real", "generated", "clips"})
 
-    def __init__(self, extractor: Extractor, subject: Subject) -> None:
+    def __init__(self, extractor: Extractor, subject: EvalContext) -> None:
         self.extractor, self.frames = extractor, subject.shape.frames
-        self.sums = Frechet(extractor.width(subject.shape), subject.device)
+        self.sums = FrechetDistance(extractor.width(subject.shape), subject.device)
 
     @classmethod
-    def open(cls, subject: Subject) -> Fvd:
+    def open(cls, subject: EvalContext) -> Fvd:
         if subject.shape.frames < SHORTEST:
             raise MetricSkipped(
                 f"clips have {subject.shape.frames} frames, and FVD is defined for {SHORTEST} or more: train with longer ones; "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kineograph.evaluate.extractor.opening import Extractor
-from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject, WeightsMissing
-from kineograph.evaluate.statistics import Rows, inception_score
+from kineograph.evaluate.extractor.registry import Extractor
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result, WeightsMissing
+from kineograph.evaluate.statistics import FeatureRows, inception_score
 
 WITH_LOGITS = "pt_inception-2015-12-05-6726825d.pth"
 
@@ -15,13 +15,13 @@ class InceptionScore:
     name: ClassVar[str] = "is"
     needs: ClassVar[frozenset[Kind]] = frozenset({"generated"})
 
-    def __init__(self, extractor: Extractor, subject: Subject) -> None:
+    def __init__(self, extractor: Extractor, subject: EvalContext) -> None:
         self.extractor, self.frames = extractor, subject.shape.frames
-        self.logits = Rows(subject.device)
+        self.logits = FeatureRows(subject.device)
         self.classes = getattr(extractor.network, "classes", None) or extractor.width(subject.shape)
 
     @classmethod
-    def open(cls, subject: Subject) -> InceptionScore:
+    def open(cls, subject: EvalContext) -> InceptionScore:
         return cls(_extractor(subject), subject)
 
     def update(self, evidence: EvalBatch) -> None:
@@ -38,7 +38,7 @@ class InceptionScore:
         return Result(values, labels)
 
 
-def _extractor(subject: Subject) -> Extractor:
+def _extractor(subject: EvalContext) -> Extractor:
     """Inception where its classes are known, else EfficientNet-Lite0; what the user names before either."""
     for name in ("inception-v3", "efficientnet-lite0"):
         try:

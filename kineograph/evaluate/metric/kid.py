@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kineograph.evaluate.extractor.opening import Extractor
-from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
-from kineograph.evaluate.statistics import Rows, kernel_distance
+from kineograph.evaluate.extractor.registry import Extractor
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
+from kineograph.evaluate.statistics import FeatureRows, kernel_distance
 
 
 class Kid:
     name: ClassVar[str] = "kid"
     needs: ClassVar[frozenset[Kind]] = frozenset({"real", "generated"})
 
-    def __init__(self, extractor: Extractor, subject: Subject) -> None:
+    def __init__(self, extractor: Extractor, subject: EvalContext) -> None:
         self.extractor, self.frames = extractor, subject.shape.frames
-        self.real, self.made = Rows(subject.device), Rows(subject.device)
+        self.real, self.made = FeatureRows(subject.device), FeatureRows(subject.device)
         self.width = extractor.width(subject.shape)
 
     @classmethod
-    def open(cls, subject: Subject) -> Kid:
+    def open(cls, subject: EvalContext) -> Kid:
         return cls(subject.extractors.open(cls.name, "inception-v3", "pictures"), subject)
 
     def update(self, evidence: EvalBatch) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from kineograph.core import distributed
-from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
 
 
 class HeldOutLoss:
@@ -19,7 +19,7 @@ class HeldOutLoss:
         self.sums: dict[str, tuple[float, float]] = {}  # name → sum, count
 
     @classmethod
-    def open(cls, subject: Subject) -> HeldOutLoss:
+    def open(cls, subject: EvalContext) -> HeldOutLoss:
         return cls(subject.device)
 
     def update(self, evidence: EvalBatch) -> None:

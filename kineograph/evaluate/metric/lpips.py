@@ -11,7 +11,7 @@ from kineograph.codec import perceptual
 from kineograph.core import distributed
 from kineograph.core import weights as cache
 from kineograph.core.safe_unpickle import sha256_of
-from kineograph.evaluate.metric_api import EvalBatch, Kind, MetricSkipped, Result, Subject, WeightsMissing
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, MetricSkipped, Result, WeightsMissing
 
 CHUNK = 32  # frames at once: the maps of VGG16 are large
 
@@ -20,12 +20,12 @@ class LpipsDistance:
     name: ClassVar[str] = "lpips"
     needs: ClassVar[frozenset[Kind]] = frozenset({"real", "reconstruction"})
 
-    def __init__(self, network: perceptual.Lpips, label: str, subject: Subject) -> None:
+    def __init__(self, network: perceptual.Lpips, label: str, subject: EvalContext) -> None:
         self.network, self.label = network.to(subject.device), label
         self.sums = torch.zeros(2, dtype=torch.float64, device=subject.device)  # of distances, of frames
 
     @classmethod
-    def open(cls, subject: Subject) -> LpipsDistance:
+    def open(cls, subject: EvalContext) -> LpipsDistance:
         value = subject.extractors.choice(cls.name, "lpips-vgg16")
         path = Path(value)
         try:
@@ -34,7 +34,7 @@ class LpipsDistance:
             raise WeightsMissing(str(error)) from None
         except FileNotFoundError:
             raise MetricSkipped(f"--extractor lpips={value} is not there") from None
-        network = perceptual.load(found.path)
+        network = perceptual.load_lpips(found.path)
         side = min(subject.shape.height, subject.shape.width)
         if side < network.smallest:
             raise MetricSkipped(f"pictures of {side} pixels are too small for it: {network.smallest} are the least")

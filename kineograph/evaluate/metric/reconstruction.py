@@ -9,7 +9,7 @@ from einops import reduce
 from torch import Tensor
 
 from kineograph.core import distributed
-from kineograph.evaluate.metric_api import EvalBatch, Kind, Result, Subject
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
 
 SMALLEST = 1e-10  # MSE of a perfect copy: 100 dB
 
@@ -23,7 +23,7 @@ class Reconstruction:
         self.psnr: list[Tensor] = []
 
     @classmethod
-    def open(cls, subject: Subject) -> Reconstruction:
+    def open(cls, subject: EvalContext) -> Reconstruction:
         return cls(subject.device)
 
     def update(self, evidence: EvalBatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kineograph.codec.gan_losses import held
+from kineograph.codec.gan_losses import repeat_last_real
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
@@ -178,4 +178,4 @@ def _first(batch: Batch) -> Tensor:
 
 def _standing(batch: Batch) -> Tensor:
     """B T C H W. Where a clip is shorter than others its last frame stands still until the end, and is not scored there."""
-    return batch.video if batch.frame_mask is None else held(batch.video, batch.frame_mask)
+    return batch.video if batch.frame_mask is None else repeat_last_real(batch.video, batch.frame_mask)

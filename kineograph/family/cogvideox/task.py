@@ -24,7 +24,7 @@ from kineograph.family.cogvideox.shapes import Latents
 from kineograph.family.cogvideox.texts import Texts
 from kineograph.family.cogvideox.weights import check_state, load_network
 from kineograph.process.diffusion import Diffusion
-from kineograph.text.reading import compiled_of, reads_for
+from kineograph.text.conditioning import modules_to_compile, reads_for
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -212,7 +212,7 @@ class CogVideoX(Task):
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [self.network, *compiled_of(self.texts.reader)]
+        return [self.network, *modules_to_compile(self.texts.reader)]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.blocks)
@@ -242,14 +242,14 @@ def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | N
     """The VAE of a folder of diffusers' form, for tokens of `patch` latents on a side. Where only sizes matter the folder may be yet to come:
     then it is the released one's."""
     from kineograph.codec.causal_vae import CausalVAE
-    from kineograph.codec.causal_vae_weights import config_of, from_folder
+    from kineograph.codec.causal_vae_weights import config_from_diffusers, load_diffusers_vae
 
     path = Path(folder).expanduser()
     place = path / "vae" / "config.json"
     if not is_fake_or_meta():
         check_folder(folder, "transformer vae")
-        return from_folder(path, context.shape, tile=tile)
-    config = config_of(load_file(place) if place.is_file() else {}, str(place), tile=tile)
+        return load_diffusers_vae(path, context.shape, tile=tile)
+    config = config_from_diffusers(load_file(place) if place.is_file() else {}, str(place), tile=tile)
     check_sides(context.shape.height, context.shape.width, config.spatial * patch)
     return CausalVAE(config, context.shape)
 

@@ -16,7 +16,7 @@ from kineograph.core.task import BuildContext, freeze, is_fake_or_meta
 from kineograph.core.transfer import to_device
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.text import Text, build_text
-from kineograph.text.reading import precomputed
+from kineograph.text.conditioning import compute_cached_text
 
 
 class Texts(nn.Module):
@@ -121,7 +121,7 @@ class Texts(nn.Module):
 
     def precomputed(self, batch: Batch) -> dict[str, Tensor]:
         """For a cache, where the encoder is frozen."""
-        return precomputed(self.reader, batch)
+        return compute_cached_text(self.reader, batch)
 
     def _release(self) -> None:
         """Give back the memory of an encoder that training does not ask."""

@@ -14,9 +14,9 @@ from kineograph.core.task import BuildContext, Task
 from kineograph.family.dalle2.config import DecoderConfig
 from kineograph.family.dalle2.network import Condition
 from kineograph.text import Text, build_text
-from kineograph.text.embedding import IMAGE, ClipReader
-from kineograph.text.null import NullText
-from kineograph.text.reading import Words, null_text, read_batch, read_prompts
+from kineograph.text.clip_embedding import IMAGE, ClipEmbedder
+from kineograph.text.conditioning import TextEmbeddings, encode_batch, encode_null, encode_prompts
+from kineograph.text.encoder import NullText
 
 
 class Prior(Protocol):
@@ -37,7 +37,7 @@ class ClipText(nn.Module):
 
     trained = False
 
-    def __init__(self, clip: ClipReader) -> None:
+    def __init__(self, clip: ClipEmbedder) -> None:
         super().__init__()
         if clip.text_width is None or clip.length is None:
             raise InputError(
@@ -68,7 +68,7 @@ class Conditioner(nn.Module):
         super().__init__()
         self.config = config
         wanted = config.reads_images or config.clip_text
-        self.clip = ClipReader(config.clip, context, stages) if config.clip is not None and wanted else None
+        self.clip = ClipEmbedder(config.clip, context, stages) if config.clip is not None and wanted else None
         text = ClipText(self.clip) if config.clip_text and self.clip is not None else build_text(config.text, context)
         self.text = cast("nn.Module | None", text)
 
@@ -96,19 +96,19 @@ class Conditioner(nn.Module):
             image = self.clip.images(batch)
             missing = no_image if no_image is not None else torch.zeros_like(image[:, 0], dtype=torch.bool)
             missing = missing | (image == 0).all(dim=1)
-        return Condition(image, missing, *read_batch(self.reader, batch, no_text))
+        return Condition(image, missing, *encode_batch(self.reader, batch, no_text))
 
     def of_prompts(self, prompts: Prompts, prior: FindPrior) -> tuple[Condition, Condition | None]:
         """What is asked for, and what to be guided away from (None: nothing was asked for)."""
-        words, other_words = read_prompts(self.reader, prompts)
+        words, other_words = encode_prompts(self.reader, prompts)
         image, other_image = self._images(prompts, prior)
         if other_words is None and other_image is None:
             return self._condition(image, words, prompts), None
-        null = null_text(self.reader, len(prompts), prompts.noise.device, _length(words))
+        null = encode_null(self.reader, len(prompts), prompts.noise.device, _length(words))
         other = self._condition(other_image if prompts.negative is not None else None, other_words or null, prompts)
         return self._condition(image, words, prompts), other
 
-    def _condition(self, image: Tensor | None, words: Words, prompts: Prompts) -> Condition:
+    def _condition(self, image: Tensor | None, words: TextEmbeddings, prompts: Prompts) -> Condition:
         if not self.config.reads_images or self.clip is None:
             return Condition(None, None, *words)
         absent = image is None
@@ -165,5 +165,5 @@ class Conditioner(nn.Module):
         return self.clip.captions(prompts.captions, encodings=False).embed
 
 
-def _length(words: Words) -> int | None:
+def _length(words: TextEmbeddings) -> int | None:
     return None if words.embeddings is None else words.embeddings.shape[1]

@@ -13,7 +13,7 @@ from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text import TextConfig
-from kineograph.text.embedding import ClipChoice
+from kineograph.text.clip_embedding import ClipChoice
 
 
 class DecoderSample(DiffusionSample):

@@ -13,7 +13,7 @@ from kineograph.nn.attention import Memory
 from kineograph.nn.norms import norm_layer
 from kineograph.nn.transformer import init_weights
 from kineograph.nn.unet import Unet
-from kineograph.text.reading import Words
+from kineograph.text.conditioning import TextEmbeddings
 
 LEVELS = 1000  # noise levels of the smaller picture, 0 … 1, are told apart as finely as times
 
@@ -33,7 +33,7 @@ class Condition:
         def both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
             return None if a is None or b is None else torch.cat([a, b])
 
-        words = Words(self.text, self.mask).join(Words(other.text, other.mask))
+        words = TextEmbeddings(self.text, self.mask).join(TextEmbeddings(other.text, other.mask))
         return Condition(both(self.image, other.image), both(self.missing, other.missing), *words)
 
 

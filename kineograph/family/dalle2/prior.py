@@ -16,7 +16,7 @@ from kineograph.family.dalle2.prior_network import PriorNetwork
 from kineograph.process.diffusion import Diffusion
 from kineograph.process.solvers import solve
 from kineograph.text.clip import unit
-from kineograph.text.embedding import TEXT, ClipReader, ClipSource, Texts
+from kineograph.text.clip_embedding import TEXT, CaptionEmbeddings, ClipEmbedder, ClipSource
 
 
 class Prior(Task):
@@ -36,7 +36,7 @@ class Prior(Task):
     def __init__(self, config: PriorConfig, context: BuildContext) -> None:
         super().__init__()
         self.config = config
-        self.clip = ClipReader(config.clip, context, self.stages)
+        self.clip = ClipEmbedder(config.clip, context, self.stages)
         if config.text_encodings and self.clip.text_width is None:
             raise ConfigError(
                 "text_encodings=true and the data have none: give clip.text_width and clip.length, or set text_encodings=false"
@@ -56,17 +56,17 @@ class Prior(Task):
 
     # training ------------------------------------------------------------------------------------------------------
 
-    def texts(self, batch: Batch) -> Texts:
+    def texts(self, batch: Batch) -> CaptionEmbeddings:
         return self.clip.texts(batch, self.config.text_encodings)
 
-    def predict(self, x: Tensor, t: Tensor, texts: Texts) -> Tensor:
+    def predict(self, x: Tensor, t: Tensor, texts: CaptionEmbeddings) -> Tensor:
         return self.network(x, t, texts.embed, texts.empty, texts.encodings, texts.mask)
 
     def forward(self, batch: Batch, noise: Noise) -> Tensor:
         """The loss of each sample, B."""
         return self.errors(self.clip.images(batch), self.texts(batch), noise)
 
-    def errors(self, images: Tensor, texts: Texts, noise: Noise) -> Tensor:
+    def errors(self, images: Tensor, texts: CaptionEmbeddings, noise: Noise) -> Tensor:
         if self.training:
             dropped = noise.happens("caption dropout", self.config.caption_dropout)
             texts = texts._replace(empty=texts.empty | dropped)
@@ -118,18 +118,20 @@ class Prior(Task):
             other = self.clip.captions(prompts.negative, self.config.text_encodings)
         return self.draw(texts, prompts.noise, options or self.config.sample, other)
 
-    def silence(self, noise: Noise) -> Texts:
+    def silence(self, noise: Noise) -> CaptionEmbeddings:
         """No text for every row."""
         rows, device = noise.batch, noise.device
         empty = torch.ones(rows, dtype=torch.bool, device=device)
         embed = torch.zeros(rows, self.width, device=device)
         if not self.config.text_encodings:
-            return Texts(embed, None, None, empty)
+            return CaptionEmbeddings(embed, None, None, empty)
         length, width = self.clip.length or 0, self.clip.text_width or 0
-        return Texts(embed, embed.new_zeros(rows, length, width), empty.new_zeros(rows, length), empty)
+        return CaptionEmbeddings(embed, embed.new_zeros(rows, length, width), empty.new_zeros(rows, length), empty)
 
     @torch.no_grad()
-    def draw(self, texts: Texts, noise: Noise, options: PriorSample, other: Texts | None = None) -> Tensor:
+    def draw(
+        self, texts: CaptionEmbeddings, noise: Noise, options: PriorSample, other: CaptionEmbeddings | None = None
+    ) -> Tensor:
         """Embeddings for texts, guided away from `other` (None: from no text), B D."""
         count = options.candidates
 
@@ -172,7 +174,7 @@ class Prior(Task):
         return self.network.length
 
 
-def most_alike(candidates: Tensor, texts: Texts) -> Tensor:
+def most_alike(candidates: Tensor, texts: CaptionEmbeddings) -> Tensor:
     """Of n candidates, n B D, the one most like its caption's embedding, B D; without a caption the first."""
     likeness = F.cosine_similarity(candidates, texts.embed[None], dim=-1)  # n B
     best = likeness.argmax(0).masked_fill(texts.empty, 0)
@@ -183,14 +185,14 @@ def _given(config: PriorConfig) -> bool:
     return isinstance(config.clip, ClipSource) and config.clip.kind == "given"
 
 
-def _repeated(texts: Texts, count: int) -> Texts:
+def _repeated(texts: CaptionEmbeddings, count: int) -> CaptionEmbeddings:
     """The same rows so many times, one after another."""
-    return Texts(*(None if part is None else torch.cat([part] * count) for part in texts))  # type: ignore[arg-type]
+    return CaptionEmbeddings(*(None if part is None else torch.cat([part] * count) for part in texts))  # type: ignore[arg-type]
 
 
-def _joined(first: Texts, second: Texts) -> Texts:
+def _joined(first: CaptionEmbeddings, second: CaptionEmbeddings) -> CaptionEmbeddings:
     """The rows of both."""
-    return Texts(
+    return CaptionEmbeddings(
         *(None if a is None or b is None else torch.cat([a, b]) for a, b in zip(first, second, strict=True))  # type: ignore[arg-type]
     )
 

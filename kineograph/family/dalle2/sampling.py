@@ -16,7 +16,7 @@ from kineograph.family.dalle2.config import DecoderSample
 from kineograph.family.dalle2.latents import inward
 from kineograph.family.dalle2.low_res import add_noise, enlarge, shrink
 from kineograph.process.solvers import Inpaint, dynamic_clip, solve, static_clip
-from kineograph.text.embedding import IMAGE
+from kineograph.text.clip_embedding import IMAGE
 
 if TYPE_CHECKING:
     from kineograph.family.dalle2.task import Decoder

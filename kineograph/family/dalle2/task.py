@@ -19,8 +19,8 @@ from kineograph.family.dalle2.latents import Latents, Pixels, inward
 from kineograph.family.dalle2.low_res import cut, enlarge, shrink, spoil
 from kineograph.family.dalle2.network import Condition, DecoderNetwork
 from kineograph.process.diffusion import Diffusion
-from kineograph.text.embedding import ClipReader, ClipSource
-from kineograph.text.reading import compiled_of, precomputed, reads_for
+from kineograph.text.clip_embedding import ClipEmbedder, ClipSource
+from kineograph.text.conditioning import compute_cached_text, modules_to_compile, reads_for
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Decoder(Task):
             )
 
     @property
-    def clip(self) -> ClipReader | None:
+    def clip(self) -> ClipEmbedder | None:
         return self.conditioner.clip
 
     @property
@@ -279,12 +279,12 @@ class Decoder(Task):
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Latents, and the text where its encoder is frozen."""
         latents = self.space.read(batch)[:, None] / self.config.latent_scale
-        return {"latents": latents, **precomputed(self.conditioner.reader, batch)}
+        return {"latents": latents, **compute_cached_text(self.conditioner.reader, batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [self.network, self.scores, *compiled_of(self.conditioner.reader)]
+        return [self.network, self.scores, *modules_to_compile(self.conditioner.reader)]
 
     def blocks(self) -> list[nn.Module]:
         return self.network.unet.parts()

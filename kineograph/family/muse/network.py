@@ -11,7 +11,7 @@ from kineograph.family.muse.config import CriticConfig, MuseConfig
 from kineograph.nn.attention import Memory
 from kineograph.nn.positions import LearnedPositions, Rotary, SincosPositions
 from kineograph.nn.transformer import Transformer, init_weights
-from kineograph.text.reading import Words
+from kineograph.text.conditioning import TextEmbeddings
 
 Grid = tuple[int, int]
 
@@ -30,7 +30,7 @@ class Condition:
         low_res = None
         if self.low_res is not None and other.low_res is not None:
             low_res = torch.cat([self.low_res, other.low_res])
-        return Condition(*Words(self.text, self.mask).join(Words(other.text, other.mask)), low_res)
+        return Condition(*TextEmbeddings(self.text, self.mask).join(TextEmbeddings(other.text, other.mask)), low_res)
 
 
 class LowRes(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from kineograph.codec.tokens import read_tokens, with_codebook
+from kineograph.codec.token_grid import encode_tokens, require_codebook
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
@@ -28,7 +28,13 @@ from kineograph.process.masking import (
     sum_critic_loss,
 )
 from kineograph.text import Text, build_text
-from kineograph.text.reading import compiled_of, precomputed, read_batch, read_prompts, reads_for
+from kineograph.text.conditioning import (
+    compute_cached_text,
+    encode_batch,
+    encode_prompts,
+    modules_to_compile,
+    reads_for,
+)
 
 
 class Muse(Task):
@@ -49,7 +55,7 @@ class Muse(Task):
         if shape.frames != 1:
             raise ConfigError(f"data.frames={shape.frames} does not fit muse, which draws images: set data.frames=1")
         self.config, self.shape = config, shape
-        codec = with_codebook(context.stage(config.codec), config.codec, "codec", "muse")
+        codec = require_codebook(context.stage(config.codec), config.codec, "codec", "muse")
         _, height, width = codec.shape_for(1, shape.height, shape.width)
         self.grid = (height, width)
         self.vocabulary = self.mask_id = int(codec.vocabulary)
@@ -82,7 +88,7 @@ class Muse(Task):
                     f"low_res_size={config.low_res_size} does not fit low_res={config.low_res}, which draws {size}: leave it out"
                 )
         else:
-            codec = with_codebook(stage, config.low_res, "low_res", "muse")
+            codec = require_codebook(stage, config.low_res, "low_res", "muse")
             size = config.low_res_size or (self.shape.height // 2, self.shape.width // 2)
         self.stages["low_res"], self.low_res_size = codec, size
         _, height, width = cast(Any, codec).shape_for(1, *size)
@@ -92,7 +98,7 @@ class Muse(Task):
 
     def tokens(self, batch: Batch) -> Tensor:
         """B N: from a cache, or from the codec."""
-        return rearrange(read_tokens(self.stages["codec"], batch, (1, *self.grid), "muse"), "b 1 h w -> b (h w)")
+        return rearrange(encode_tokens(self.stages["codec"], batch, (1, *self.grid), "muse"), "b 1 h w -> b (h w)")
 
     @property
     def reader(self) -> Text | None:
@@ -120,7 +126,7 @@ class Muse(Task):
         return cast(Any, self.stages["low_res"]).encode(pixels).flatten(1)
 
     def condition(self, batch: Batch, dropped: Tensor | None = None) -> Condition:
-        return Condition(*read_batch(self.reader, batch, dropped), self.read_low_res(batch))
+        return Condition(*encode_batch(self.reader, batch, dropped), self.read_low_res(batch))
 
     # training ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +183,7 @@ class Muse(Task):
                 f"frames × height × width = {asked} cannot be drawn: this muse was trained for {(1, shape.height, shape.width)}"
             )
         low_res = self.prompted_low_res(prompts)
-        wanted, other = read_prompts(self.reader, prompts)
+        wanted, other = encode_prompts(self.reader, prompts)
         return Condition(*wanted, low_res), None if other is None else Condition(*other, low_res)
 
     def prompted_low_res(self, prompts: Prompts) -> Tensor | None:
@@ -258,12 +264,12 @@ class Muse(Task):
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens, and the text where its encoder is frozen."""
         tokens = self.tokens(batch).view(len(batch), 1, *self.grid)
-        return {"tokens": tokens, **precomputed(self.reader, batch)}
+        return {"tokens": tokens, **compute_cached_text(self.reader, batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [self.network, self.head.softmax, *compiled_of(self.reader)]
+        return [self.network, self.head.softmax, *modules_to_compile(self.reader)]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.transformer.blocks)

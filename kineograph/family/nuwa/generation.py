@@ -18,7 +18,7 @@ from kineograph.core.batch import Prompts
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.family.nuwa.config import NuwaSample
 from kineograph.family.nuwa.network import Condition
-from kineograph.text.reading import Words, read_prompts
+from kineograph.text.conditioning import TextEmbeddings, encode_prompts
 
 if TYPE_CHECKING:
     from kineograph.family.nuwa.task import Nuwa
@@ -83,9 +83,9 @@ def _draw_window(
     return rearrange(drawn, "b (t h w) -> b t h w", h=height, w=width)
 
 
-def _words(task: Nuwa, prompts: Prompts, options: NuwaSample) -> tuple[Words, bool]:
+def _words(task: Nuwa, prompts: Prompts, options: NuwaSample) -> tuple[TextEmbeddings, bool]:
     """The texts of all rows that run: those asked for, and after them those to be guided away from, where there is guidance."""
-    wanted, other = read_prompts(task.words, prompts)
+    wanted, other = encode_prompts(task.words, prompts)
     if options.guidance == 1 or other is None:
         return wanted, False
     return wanted.join(other), True

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kineograph.codec.tokens import read_tokens, with_codebook
+from kineograph.codec.token_grid import encode_tokens, require_codebook
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
@@ -20,7 +20,7 @@ from kineograph.family.nuwa.generation import draw
 from kineograph.family.nuwa.network import Condition, NuwaNetwork, OneStep
 from kineograph.nn.head import Head
 from kineograph.text import Text, build_text
-from kineograph.text.reading import compiled_of, precomputed, read_batch, reads_for
+from kineograph.text.conditioning import compute_cached_text, encode_batch, modules_to_compile, reads_for
 
 
 @dataclass
@@ -49,13 +49,15 @@ class Nuwa(Task):
         super().__init__()
         self.config, self.shape = config, context.shape
         size = (context.shape.frames, context.shape.height, context.shape.width)
-        codec = with_codebook(context.stage(config.codec), config.codec, "codec", "nuwa")
+        codec = require_codebook(context.stage(config.codec), config.codec, "codec", "nuwa")
         self.stages["codec"] = codec
         self.grid: tuple[int, int, int] = codec.shape_for(*size)
         self.vocabulary = int(codec.vocabulary)
         sketch = None
         if config.sketch is not None:
-            drawn = self.stages["sketch"] = with_codebook(context.stage(config.sketch), config.sketch, "sketch", "nuwa")
+            drawn = self.stages["sketch"] = require_codebook(
+                context.stage(config.sketch), config.sketch, "sketch", "nuwa"
+            )
             sketch = int(drawn.vocabulary), drawn.shape_for(*size)
         text = build_text(config.text, context)
         self.text = cast(nn.Module, text)
@@ -89,7 +91,7 @@ class Nuwa(Task):
 
     def tokens(self, batch: Batch) -> Tensor:
         """B t h w: from a cache, or from the codec."""
-        return read_tokens(self.codec, batch, self.grid, "nuwa")
+        return encode_tokens(self.codec, batch, self.grid, "nuwa")
 
     def sketch_tokens(self, batch: Batch) -> Tensor | None:
         """Tokens of the sketches that come with a batch, B t h w, the id for nothing where frames are padding. None: there are no sketches."""
@@ -132,7 +134,7 @@ class Nuwa(Task):
         teach = noise if self.training else None
         dropped = teach.happens("caption dropout", self.config.caption_dropout) if teach is not None else None
         blank = teach.happens("sketch dropout", self.config.sketch_dropout) if teach is not None else None
-        return Condition(*read_batch(self.words, batch, dropped), self.read_sketch(batch, blank))
+        return Condition(*encode_batch(self.words, batch, dropped), self.read_sketch(batch, blank))
 
     # training ------------------------------------------------------------------------------------------------------
 
@@ -166,12 +168,12 @@ class Nuwa(Task):
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens, and the text where its encoder is frozen."""
-        return {"tokens": self.tokens(batch), **precomputed(self.words, batch)}
+        return {"tokens": self.tokens(batch), **compute_cached_text(self.words, batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [self.network, self.one_step, self.head.softmax, *compiled_of(self.words)]
+        return [self.network, self.one_step, self.head.softmax, *modules_to_compile(self.words)]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.blocks)

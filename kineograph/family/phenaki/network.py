@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kineograph.nn.attention import Memory, Turn
 from kineograph.nn.positions import Rotary, Rotation, SincosPositions, grid_positions, sincos
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
-from kineograph.text.reading import Words
+from kineograph.text.conditioning import TextEmbeddings
 
 Grid = tuple[int, int, int]  # token times, rows, columns
 
@@ -74,7 +74,7 @@ class PhenakiNetwork(nn.Module):
         assert text is not None
         return self.text(text.to(self.text.weight.dtype))
 
-    def memory(self, words: Words) -> list[Memory] | None:
+    def memory(self, words: TextEmbeddings) -> list[Memory] | None:
         """Keys and values of the text for every block, made once a sampling call."""
         context = self.context(words.embeddings)
         return None if context is None else self.transformer.memory(context)
@@ -110,7 +110,7 @@ class TokenCritic(nn.Module):
         self.score = nn.Linear(config.width, 1)
         init_weights(self.score, 1)
 
-    def forward(self, clips: Clips, words: Words, memory: list[Memory] | None = None) -> Tensor:
+    def forward(self, clips: Clips, words: TextEmbeddings, memory: list[Memory] | None = None) -> Tensor:
         """B N 1, high = looks wrong."""
         return self.score(self.network(clips.tokens, clips.grid, *words, clips.keep, memory))
 

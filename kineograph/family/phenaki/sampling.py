@@ -14,7 +14,7 @@ from kineograph.core.noise import Noise, key_of
 from kineograph.family.phenaki.config import PhenakiSample
 from kineograph.family.phenaki.network import Clips, Grid, TokenCritic, full, rows_of
 from kineograph.process.masking import Critic, sample_tokens_guided
-from kineograph.text.reading import read_prompts
+from kineograph.text.conditioning import encode_prompts
 
 if TYPE_CHECKING:
     from kineograph.family.phenaki.task import Phenaki
@@ -114,7 +114,7 @@ class Drawing:
     ) -> None:
         self.task, self.options, self.size = task, options, size
         self.rows, self.device = len(prompts), prompts.noise.device
-        self.words, other = read_prompts(task.reader, prompts)
+        self.words, other = encode_prompts(task.reader, prompts)
         self.guide = options.guidance != 1 and other is not None
         self.both = self.words.join(other) if self.guide and other is not None else self.words
         self.memory = task.network.memory(self.both)

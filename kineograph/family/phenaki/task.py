@@ -9,7 +9,7 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from kineograph.codec.tokens import read_tokens, with_codebook
+from kineograph.codec.token_grid import encode_tokens, require_codebook
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
@@ -27,7 +27,13 @@ from kineograph.process.masking import (
     sum_critic_loss,
 )
 from kineograph.text import Text, build_text
-from kineograph.text.reading import Words, compiled_of, precomputed, read_batch, reads_for
+from kineograph.text.conditioning import (
+    TextEmbeddings,
+    compute_cached_text,
+    encode_batch,
+    modules_to_compile,
+    reads_for,
+)
 
 ASSET = "phenaki/critic"  # "none": there is none to be rebuilt, whatever the config says
 
@@ -37,7 +43,7 @@ class Challenge:
     """Clips in which the generator filled in hidden tokens, for a critic to find the wrong ones."""
 
     clips: Clips
-    words: Words
+    words: TextEmbeddings
     masked: TokenMask
     wrong: Tensor  # R
 
@@ -67,7 +73,7 @@ class Phenaki(Task):
     def __init__(self, config: PhenakiConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.shape = config, context.shape
-        self.stages["codec"] = with_codebook(context.stage(config.codec), config.codec, "codec", "phenaki")
+        self.stages["codec"] = require_codebook(context.stage(config.codec), config.codec, "codec", "phenaki")
         self.grid: Grid = self.codec.shape_for(self.shape.frames, self.shape.height, self.shape.width)
         if self.shape.frames > 1:
             overlap_of(self.codec, self.shape, config.sample)
@@ -134,7 +140,7 @@ class Phenaki(Task):
 
     def tokens(self, batch: Batch) -> Tensor:
         """B t h w: from a cache, or from the codec."""
-        return read_tokens(self.codec, batch, self.grid, "phenaki")
+        return encode_tokens(self.codec, batch, self.grid, "phenaki")
 
     def clips(self, batch: Batch) -> Clips:
         """Tokens with their padding."""
@@ -149,14 +155,14 @@ class Phenaki(Task):
             )
         return Clips.of(tokens, times)
 
-    def words(self, batch: Batch, noise: Noise, drop: bool) -> Words:
+    def words(self, batch: Batch, noise: Noise, drop: bool) -> TextEmbeddings:
         """The text of a batch; to train with guidance, a share of the captions is dropped."""
         dropped = noise.happens("caption dropout", self.config.caption_dropout) if drop else None
-        return read_batch(self.reader, batch, dropped)
+        return encode_batch(self.reader, batch, dropped)
 
     # training ------------------------------------------------------------------------------------------------------
 
-    def hidden(self, clips: Clips, words: Words) -> Tensor:
+    def hidden(self, clips: Clips, words: TextEmbeddings) -> Tensor:
         """B N D"""
         return self.network(clips.tokens, clips.grid, *words, clips.keep)
 
@@ -171,14 +177,20 @@ class Phenaki(Task):
         later = repeat(later, "b t -> b (t n)", n=rows * columns)
         return later if clips.keep is None else later & clips.keep
 
-    def predict(self, clips: Clips, words: Words, noise: Noise) -> tuple[TokenMask, Tensor]:
+    def predict(self, clips: Clips, words: TextEmbeddings, noise: Noise) -> tuple[TokenMask, Tensor]:
         """Hide tokens and run the network: where the scored ones lie, and their hidden states, R D."""
         masked = mask_tokens(noise, clips.tokens.shape[1], self.unknown(clips, noise), self.config.mask_bias)
         hidden = self.hidden(clips.of_tokens(clips.tokens.masked_fill(masked.mask, self.mask_id)), words)
         return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
 
     def challenge(
-        self, clips: Clips, words: Words, masked: TokenMask, rows: Tensor, noise: Noise, temperature: float = 1.0
+        self,
+        clips: Clips,
+        words: TextEmbeddings,
+        masked: TokenMask,
+        rows: Tensor,
+        noise: Noise,
+        temperature: float = 1.0,
     ) -> Challenge:
         """The same clips with the generator's own draws at the hidden places."""
         chunks = self.head.chunks(len(rows))
@@ -187,7 +199,7 @@ class Phenaki(Task):
         )
         return Challenge(clips.of_tokens(filled), words, masked, wrong)
 
-    def scores(self, clips: Clips, words: Words) -> Tensor:
+    def scores(self, clips: Clips, words: TextEmbeddings) -> Tensor:
         """How wrong each token looks to the critic, B N 1."""
         assert self.critic is not None
         if isinstance(self.critic, TokenCritic):
@@ -239,7 +251,7 @@ class Phenaki(Task):
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens, which frames are real (for clips), and the text where its encoder is frozen."""
-        made = {"tokens": self.tokens(batch), **precomputed(self.reader, batch)}
+        made = {"tokens": self.tokens(batch), **compute_cached_text(self.reader, batch)}
         if self.shape.frames > 1:
             mask = batch.frame_mask
             whole = torch.ones(len(batch), self.shape.frames, dtype=torch.bool, device=batch.slots.device)
@@ -250,7 +262,7 @@ class Phenaki(Task):
 
     def compile_targets(self) -> list[nn.Module]:
         critic = [self.critic.network] if isinstance(self.critic, TokenCritic) else []
-        return [self.network, self.head.softmax, *critic, *compiled_of(self.reader)]
+        return [self.network, self.head.softmax, *critic, *modules_to_compile(self.reader)]
 
     def blocks(self) -> list[nn.Module]:
         networks = [self.network, *([self.critic.network] if isinstance(self.critic, TokenCritic) else [])]

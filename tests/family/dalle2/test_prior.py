@@ -15,7 +15,7 @@ from kineograph.core.task import BuildContext, freeze, player_parameters, task_s
 from kineograph.family.dalle2.config import DecoderConfig
 from kineograph.family.dalle2.prior import Prior, most_alike
 from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
-from kineograph.text.embedding import Texts
+from kineograph.text.clip_embedding import CaptionEmbeddings
 from tests.family.dalle2.conftest import CAPTIONS, ToyClip, batch_of, prompts_of
 from tests.text.waiting import NoWaiting
 
@@ -232,7 +232,7 @@ def test_guidance_moves_towards_the_caption_and_away_from_the_negative(trained):
 
 
 def test_the_candidate_most_like_its_caption_is_taken():
-    texts = Texts(F.normalize(torch.eye(4)[:3], dim=-1), None, None, torch.tensor([False, False, True]))
+    texts = CaptionEmbeddings(F.normalize(torch.eye(4)[:3], dim=-1), None, None, torch.tensor([False, False, True]))
     candidates = torch.zeros(2, 3, 4)
     candidates[0] = torch.tensor([[1.0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
     candidates[1] = torch.tensor([[9.0, 9, 0, 0], [0, 5, 1, 0], [0, 0, 1, 0]])

@@ -12,7 +12,7 @@ from kineograph.core.registry import find_task
 from kineograph.core.task import player_parameters
 from kineograph.family.muse import Muse, MuseConfig
 from kineograph.process.masking import mask_tokens
-from kineograph.text.reading import null_text, read_captions
+from kineograph.text.conditioning import encode_captions, encode_null
 
 from .conftest import CAPTIONS, PatchCodec, batch_of, train
 
@@ -58,8 +58,8 @@ def test_captions_condition_the_network_and_empty_ones_are_the_null_text(make, n
     both = Batch(slots=torch.arange(2), captions=["a red one", "a blue one"])
     hidden = muse.hidden(tokens, muse.condition(both))
     assert not torch.allclose(hidden[0], hidden[1], atol=1e-3)
-    text, mask = read_captions(muse.reader, ["", "  "])
-    null, null_mask = null_text(muse.reader, 2, torch.device("cpu"))
+    text, mask = encode_captions(muse.reader, ["", "  "])
+    null, null_mask = encode_null(muse.reader, 2, torch.device("cpu"))
     torch.testing.assert_close(text, null)
     assert torch.equal(mask, null_mask)
 
@@ -70,7 +70,7 @@ def test_captions_are_dropped_in_training_at_the_given_rate_and_never_in_validat
     batch = Batch(
         slots=torch.arange(rows), tokens=torch.zeros(rows, 1, 4, 4, dtype=torch.int64), captions=[CAPTIONS[0]] * rows
     )
-    null = null_text(muse.reader, 1, torch.device("cpu"))
+    null = encode_null(muse.reader, 1, torch.device("cpu"))
     counts = []
     inner = muse.network.forward
 

@@ -8,7 +8,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.family.muse import Condition, MuseSample
 from kineograph.process.guidance import make_guided
-from kineograph.text.reading import null_text, read_captions
+from kineograph.text.conditioning import encode_captions, encode_null
 
 from .conftest import CAPTIONS, batch_of, train
 
@@ -54,8 +54,8 @@ def test_reproducible_and_independent_of_chunks(make):
 
 def test_guidance_in_one_batch_is_two_passes_and_may_act_on_hidden_states(make):
     muse = make().eval()
-    wanted = Condition(*read_captions(muse.reader, CAPTIONS[:3]))
-    other = Condition(*null_text(muse.reader, 3, torch.device("cpu")))
+    wanted = Condition(*encode_captions(muse.reader, CAPTIONS[:3]))
+    other = Condition(*encode_null(muse.reader, 3, torch.device("cpu")))
     tokens = torch.randint(0, 17, (3, 16), generator=torch.Generator().manual_seed(0))
     both = wanted.join(other)
     hidden = make_guided(lambda x, step: muse.hidden(x, both), lambda step: 3.0)(tokens, 0)

@@ -8,7 +8,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import freeze
 from kineograph.family.muse import Condition, MuseSample
-from kineograph.text.reading import read_captions
+from kineograph.text.conditioning import encode_captions
 
 from .conftest import CAPTIONS, PatchCodec, batch_of, train
 
@@ -38,7 +38,7 @@ def test_low_res_tokens_are_those_of_the_smaller_image(large, codec):
 def test_perturbed_low_res_tokens_change_the_logits(large):
     task = large().eval()
     tokens = torch.full((1, 64), task.mask_id)
-    text, mask = read_captions(task.reader, CAPTIONS[:1])
+    text, mask = encode_captions(task.reader, CAPTIONS[:1])
     low = torch.zeros(1, 16, dtype=torch.int64)
     before = task.head.logits(task.hidden(tokens, Condition(text, mask, low)))
     for place in (0, 15):

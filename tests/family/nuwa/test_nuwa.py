@@ -11,7 +11,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, load_weights, player_parameters, task_state_dict
 from kineograph.family.nuwa import Nuwa, NuwaConfig
-from kineograph.text.reading import null_text
+from kineograph.text.conditioning import encode_null
 
 from .conftest import CAPTIONS, CODES, FRAMES, SIDE, PatchCodec, batch_of, train
 
@@ -121,7 +121,7 @@ def test_captions_are_dropped_in_training_at_the_given_rate_and_never_in_validat
         tokens=torch.zeros(rows, 1, SIDE, SIDE, dtype=torch.int64),
         captions=[CAPTIONS[0]] * rows,
     )
-    null = null_text(nuwa.words, 1, torch.device("cpu"))
+    null = encode_null(nuwa.words, 1, torch.device("cpu"))
     counts = []
     inner = nuwa.network.forward
 

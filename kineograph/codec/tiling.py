@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def spans(count: int, size: int) -> list[tuple[int, int]]:
+def chunk_spans(count: int, size: int) -> list[tuple[int, int]]:
     """Begin and end of each chunk: `size` each, and what is left over goes to the first."""
     chunks = max(count // size, 1)
     first = count - size * (chunks - 1)

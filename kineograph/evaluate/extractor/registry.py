@@ -59,7 +59,7 @@ class Extractor:
         found = []
         with _looking(self.device):
             for part in pixels.split(getattr(self.network, "chunk", 32)):
-                seen = self.network(as_seen(part.to(self.device)))
+                seen = self.network(to_rgb8(part.to(self.device)))
                 found.append(seen.flatten(2).mean(2) if seen.ndim > 2 else seen)
                 self.looked(self.label, sum(map(len, found)), len(pixels))
         return torch.cat(found).float()
@@ -70,17 +70,17 @@ class Extractor:
             return self.network.logits(features) if hasattr(self.network, "logits") else features  # type: ignore[operator]
 
 
-def as_seen(pixels: Tensor) -> Tensor:
+def to_rgb8(pixels: Tensor) -> Tensor:
     """What a viewer gets, of real and of made pixels alike: 8 bits a channel and three channels (gray is repeated, of more the
     first three are shown), at the size that they have; every resize is the network's own."""
-    pixels = in_bytes(pixels)
+    pixels = quantize_to_8bit(pixels)
     channels = pixels.shape[-3]
     if channels < 3:
         return pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, *pixels.shape[-2:])
     return pixels[..., :3, :, :]
 
 
-def in_bytes(pixels: Tensor) -> Tensor:
+def quantize_to_8bit(pixels: Tensor) -> Tensor:
     """To the nearest of 256 steps, as a file on disk holds them: real pixels come from such files."""
     return (pixels.float().clamp(0, 1) * 255).round() / 255
 
@@ -131,13 +131,13 @@ def open_extractor(value: str, device: torch.device, clips: bool = False) -> Ext
             found = cache.find(value)
         except cache.NotThere as error:
             raise WeightsMissing(str(error)) from None
-        return Extractor(network_of(cache.load(found.path), found.path, value), f"{value} {found.short}", device)
+        return Extractor(build_network(cache.load(found.path), found.path, value), f"{value} {found.short}", device)
     path = Path(value)
     if not path.is_file():
         raise InputError(f"--extractor {value} is neither a file nor one of {', '.join(NETWORKS)}")
     label = f"{path.name} {sha256_of(path)[:12]}"
     if path.suffix == ".safetensors":
-        return Extractor(network_of(cache.load(path), path), label, device)
+        return Extractor(build_network(cache.load(path), path), label, device)
     try:
         # Its program runs, in TorchScript's interpreter: it computes tensors and reaches nothing else. No pickle is loaded in Python.
         with warnings.catch_warnings():
@@ -167,7 +167,7 @@ class _Foreign(nn.Module):
         return self.held[0](pixels)
 
 
-def network_of(weights: dict[str, Tensor], path: Path, name: str | None = None) -> nn.Module:
+def build_network(weights: dict[str, Tensor], path: Path, name: str | None = None) -> nn.Module:
     """The network with exactly these weights: `name`, or the one that they fit."""
     for module in [NETWORKS[name]] if name else NETWORKS.values():
         with torch.device("meta"):
@@ -179,7 +179,7 @@ def network_of(weights: dict[str, Tensor], path: Path, name: str | None = None) 
     raise InputError(f"{path} does not hold the weights of {name or ' or '.join(NETWORKS)}: names or shapes differ")
 
 
-def read_choices(words: list[str]) -> dict[str, str]:
+def parse_choices(words: list[str]) -> dict[str, str]:
     """`--extractor fvd=FILE`, or a name or file alone for the metrics of pictures."""
     chosen: dict[str, str] = {}
     for word in words:

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from kineograph.core.errors import InputError
-from kineograph.interop.lora import FILE, Adapter, Lora, merged, read_lora, write_lora
+from kineograph.interop.lora_file import FILE, Adapter, Lora, merge_lora, read_lora, write_lora
 from tests.interop.tiny import answer, tiny_pipeline, tiny_transformer
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -30,7 +30,7 @@ def random_lora(model: torch.nn.Module, rank: int = 3, alpha: float = 7.0) -> Lo
 
 def with_lora(lora: Lora) -> torch.Tensor:
     model = tiny_transformer()
-    model.load_state_dict(dict(merged(model.state_dict(), lora)))
+    model.load_state_dict(dict(merge_lora(model.state_dict(), lora)))
     return answer(model)
 
 
@@ -38,8 +38,8 @@ def test_what_is_merged_is_rounded_once() -> None:
     """An adapter adds less than bf16 resolves: asked for in fp32, nothing of it is lost."""
     state = {"layer.weight": torch.ones(2, 2, dtype=torch.bfloat16), "layer.bias": torch.zeros(2, dtype=torch.bfloat16)}
     lora = {"layer": Adapter(torch.full((1, 2), 1e-2), torch.full((2, 1), 1e-2), 1.0)}
-    assert dict(merged(state, lora))["layer.weight"].dtype == torch.bfloat16
-    torch.testing.assert_close(dict(merged(state, lora, torch.float32))["layer.weight"], torch.full((2, 2), 1.0001))
+    assert dict(merge_lora(state, lora))["layer.weight"].dtype == torch.bfloat16
+    torch.testing.assert_close(dict(merge_lora(state, lora, torch.float32))["layer.weight"], torch.full((2, 2), 1.0001))
 
 
 def same(one: Lora, two: Lora) -> bool:
@@ -135,7 +135,7 @@ def test_an_adapter_of_fused_qkv_is_three(tmp_path: Path) -> None:
     found = read_lora(tmp_path)
     assert list(found) == [f"transformer_blocks.0.attn1.to_{letter}" for letter in "qkv"]
     torch.testing.assert_close(torch.cat([adapter.delta() for adapter in found.values()]), up @ down)
-    assert set(dict(merged(model.state_dict(), found))) == set(model.state_dict())
+    assert set(dict(merge_lora(model.state_dict(), found))) == set(model.state_dict())
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     def said(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> str:
         save_file(tensors, tmp_path / FILE, metadata=metadata)
         with pytest.raises(InputError) as error:
-            dict(merged(model.state_dict(), read_lora(tmp_path)))
+            dict(merge_lora(model.state_dict(), read_lora(tmp_path)))
         return str(error.value)
 
     a, b = f"transformer.{name}.lora_A.weight", f"transformer.{name}.lora_B.weight"

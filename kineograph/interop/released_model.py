@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAEConfig
 from kineograph.codec.causal_vae_weights import CLASS as VAE
-from kineograph.codec.causal_vae_weights import SCALES, config_of
+from kineograph.codec.causal_vae_weights import SCALES, config_from_diffusers
 from kineograph.core.errors import InputError
 from kineograph.family.cogvideox.weights import CLASS as TRANSFORMER
 from kineograph.interop import sat_weights
 from kineograph.interop.diffusers_folder import DiffusersFolder, read_folder
-from kineograph.interop.lora import merged
+from kineograph.interop.lora_file import merge_lora
 from kineograph.process.diffusers_scheduler import read_scheduler, unsupported_scheduler_options
 from kineograph.process.diffusion import DiffusionConfig
 
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Released:
+class ReleasedModel:
     path: Path
     transformer: Part
     vae: Part
@@ -67,18 +67,18 @@ class Released:
         return 16.0 if self.transformer.config.get("patch_size_t") else 8.0
 
 
-def from_diffusers(path: Path) -> Released:
+def read_diffusers(path: Path) -> ReleasedModel:
     folder = read_folder(path)
     if folder.pipeline not in PIPELINES:
         raise InputError(f"{folder.path} is a {folder.pipeline}; {', '.join(PIPELINES)} can be imported")
     transformer, vae, scheduler = (folder.component(name) for name in ("transformer", "vae", "scheduler"))
     where = scheduler.config_file
     diffusion, solver = read_scheduler(scheduler.config, scheduler.kind, where)
-    return Released(
+    return ReleasedModel(
         path=folder.path,
         transformer=Part(folder.config("transformer", TRANSFORMER), transformer.weights(), transformer.path),
         vae=Part(folder.config("vae", VAE), vae.weights(), vae.path),
-        codec=config_of(vae.config, str(vae.config_file)),
+        codec=config_from_diffusers(vae.config, str(vae.config_file)),
         diffusion=diffusion,
         solver=solver,
         text=_text(folder),
@@ -96,7 +96,7 @@ def _text(folder: DiffusersFolder) -> Path | None:
     return found.path
 
 
-def from_sat(path: Path) -> Released:
+def read_sat(path: Path) -> ReleasedModel:
     """SAT's files say nothing beside tensors: what the releases have in common is taken for the rest, and said."""
     folder = path.expanduser()
     if not folder.is_dir():
@@ -109,7 +109,7 @@ def from_sat(path: Path) -> Released:
     networks = sat_weights.transformer_state(saved, files["transformer"])
     lora = sat_weights.adapters(saved, files["transformer"])
     if lora:
-        networks = dict(merged(networks, lora))
+        networks = dict(merge_lora(networks, lora))
     codec = sat_weights.vae_state(sat_weights.read_sat_file(files["vae"]), files["vae"])
     config = sat_weights.transformer_config(networks, files["transformer"])
     small = not config["use_rotary_positional_embeddings"]  # 2B
@@ -126,11 +126,11 @@ def from_sat(path: Path) -> Released:
             f"{files['transformer']}: {len(lora)} adapters are merged into the matrices below them, with SAT's alpha of 1"
         )
     text = next((folder / name for name in ("t5-v1_1-xxl", "text_encoder") if (folder / name).is_dir()), None)
-    return Released(
+    return ReleasedModel(
         path=folder,
         transformer=Part(config, networks, files["transformer"]),
         vae=Part(vae, codec, files["vae"]),
-        codec=config_of(vae, str(files["vae"])),
+        codec=config_from_diffusers(vae, str(files["vae"])),
         diffusion=DiffusionConfig(schedule="scaled_linear", shift=shift, zero_terminal=True, objective="v"),
         solver="dpm_solver_sde",
         text=text,

@@ -96,7 +96,7 @@ def read_lora(path: str | Path, modules: Iterable[str] = ()) -> Lora:
     return lora
 
 
-def header_of(path: str | Path) -> dict[str, str]:
+def read_header(path: str | Path) -> dict[str, str]:
     """What a LoRA file says beside its tensors."""
     return WeightFiles([_located(Path(path).expanduser())]).metadata()
 
@@ -207,7 +207,7 @@ def write_lora(
     return path
 
 
-def merged(
+def merge_lora(
     state: Mapping[str, Tensor], lora: Mapping[str, Adapter], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors, by their names in diffusers, with the adapters added to their matrices; one at a time. The sum is rounded once, to

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
+from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.task import CogVideoX
-from kineograph.family.cogvideox.weights import lora_state, module_from_diffusers, module_to_diffusers
-from kineograph.interop.lora import Adapter, Lora
+from kineograph.family.cogvideox.weights import diffusers_state, lora_state, module_from_diffusers, module_to_diffusers
+from kineograph.interop.lora_file import Adapter, Lora, read_header
 
 IDLE = "to_out"  # adapters that add nothing sit here
 _OTHERS = "it was trained on another model; name the folder of that one"
@@ -24,7 +28,7 @@ def diffusers_modules(network: Transformer) -> list[str]:
     return [name for name in names if name is not None]
 
 
-def own_adapters(network: Transformer, lora: Lora, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def convert_lora(network: Transformer, lora: Lora, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A LoRA file's adapters under our names, and the stage's `lora` keys. `network` has q, k and v apart.
 
     One rank and alpha serve the whole stage: where the file has several, scales go into `up`, and smaller ranks are filled with zeros.
@@ -54,7 +58,7 @@ def own_adapters(network: Transformer, lora: Lora, where: str) -> tuple[dict[str
     return own, {"rank": rank, "alpha": alpha, "targets": _targets(names, list(layers))}
 
 
-def idle_adapters(network: Transformer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def zero_adapters(network: Transformer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Adapters that add nothing: `up` is zero."""
     own = {}
     for name, part in network.named_modules():
@@ -76,7 +80,7 @@ def _targets(names: list[str], layers: list[str]) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def lora_of(task: CogVideoX) -> Lora:
+def extract_lora(task: CogVideoX) -> Lora:
     """A trained stage's adapters by diffusers' names."""
     state = lora_state(task)
     chosen = task.config.lora
@@ -88,3 +92,47 @@ def lora_of(task: CogVideoX) -> Lora:
     if not lora:
         raise InputError("this stage has no adapters: it was trained with another tune than lora; leave --lora out")
     return lora
+
+
+KEY = "kineograph_base"
+_SHAPE = ("depth", "heads", "head_width", "time_width", "patch", "patch_time", "positions", "ofs")
+
+
+def describe_shape(network: Transformer) -> dict[str, Any]:
+    """What two transformers must have in common for one's adapters to mean something on the other."""
+    channels = {"in_channels": network.read_channels, "out_channels": network.channels}
+    return {key: getattr(network.shape, key) for key in _SHAPE} | channels | {"text_width": network.text_in.in_features}
+
+
+def describe_base(task: CogVideoX) -> dict[str, str]:
+    """For the header of a stage's adapters. Of a folder of weights its last name is told: where it lay is nobody's business."""
+    mark = task.assets().get(tuning.ASSET)
+    known = json.loads(mark) if mark is not None else {"digest": tuning.digest(diffusers_state(task))}
+    weights = {"digest": known["digest"]} | ({"name": Path(known["folder"]).name} if "folder" in known else {})
+    return {KEY: json.dumps({"shape": describe_shape(task.network), "weights": weights}, sort_keys=True)}
+
+
+def check_base(file: Path, network: Transformer, folder: str, digest: str, note: Callable[[str], None]) -> None:
+    """Refuse a LoRA file that says it was made for a transformer of another shape than this one, of `folder`; say so where only the weights
+    are others, as of a model that was trained on. Files that say nothing pass: what is known of them is the shape of each matrix."""
+    text = read_header(file).get(KEY)
+    if text is None:
+        return
+    try:
+        told = json.loads(text)
+        shape, weights = dict(told["shape"]), dict(told["weights"])
+    except (ValueError, TypeError, KeyError):
+        raise InputError(f"{file}: {KEY} in its header is not readable: export it again") from None
+    here = describe_shape(network)
+    other = [key for key in here if key in shape and shape[key] != here[key]]
+    name = weights.get("name", "a stage of a run")
+    if other:
+        listed = ", ".join(f"{key}={shape[key]} there and {here[key]} here" for key in other)
+        raise InputError(
+            f"{file} was trained on another model ({name}) than {folder} holds: {listed}; name the folder of that one"
+        )
+    if weights.get("digest") != digest:
+        note(
+            f"warning: {file} was trained on {name}, and {folder} holds other weights of the same shape (or the same in another precision): "
+            "unless that is meant, name the folder of those"
+        )

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from kineograph import cli
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.interop.placing import new_folder
-from kineograph.interop.portable import export_safetensors
+from kineograph.interop.atomic_folder import write_atomically
+from kineograph.interop.export_run import export_safetensors
 from kineograph.train import checkpoint
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(run: RunFold
 
 def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     before = everything(tmp_path)
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "deep" / "er" / "out") as folder:
+    with pytest.raises(KeyboardInterrupt), write_atomically(tmp_path / "deep" / "er" / "out") as folder:
         (folder / "half").write_text("x")
         raise KeyboardInterrupt
     assert everything(tmp_path) == before

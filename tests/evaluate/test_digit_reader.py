@@ -7,7 +7,7 @@ from kineograph.core.noise import Noise
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.evaluate import train_reader
 from kineograph.evaluate.caption_accuracy import ceiling
-from kineograph.evaluate.reader import FRAMES, SIDE, WEIGHTS, Reader, ReaderNet, prepare, reading_loss
+from kineograph.evaluate.digit_reader import FRAMES, SIDE, WEIGHTS, Reader, ReaderNet, prepare, reading_loss
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import sync_folder
 
 
-def refuse_occupied(target: Path, option: str = "DIR") -> None:
+def check_unoccupied(target: Path, option: str = "DIR") -> None:
     """Nothing is ever overwritten: the place must be new, or an empty folder."""
     if target.is_dir() and not any(target.iterdir()):
         return
@@ -21,9 +21,9 @@ def refuse_occupied(target: Path, option: str = "DIR") -> None:
 
 
 @contextmanager
-def new_folder(target: Path, option: str = "DIR") -> Iterator[Path]:
+def write_atomically(target: Path, option: str = "DIR") -> Iterator[Path]:
     """A folder beside `target` to write into. It gets its name when everything is written and flushed; after an error nothing is left."""
-    refuse_occupied(target, option)
+    check_unoccupied(target, option)
     made = [parent for parent in target.parents if not parent.exists()]  # innermost first
     temporary = target.parent / f".writing-{target.name}-{os.getpid()}"
     try:

@@ -70,7 +70,7 @@ ClipChoice = str | ClipSource
 """The name of a clip stage (or runs/x/stage), or a CLIP that is no stage."""
 
 
-class Texts(NamedTuple):
+class CaptionEmbeddings(NamedTuple):
     """Captions as a CLIP embeds them."""
 
     embed: Tensor  # B D, of length 1
@@ -79,7 +79,7 @@ class Texts(NamedTuple):
     empty: Tensor  # B: nothing is said (a blank caption, a row of zeros), so that it counts as no text
 
 
-class ClipReader(nn.Module):
+class ClipEmbedder(nn.Module):
     """What a stage asks for embeddings. Those that come with the data take precedence: with both kinds of them no CLIP is ever run, and
     one of transformers not even loaded. A clip stage is put among the stages of the Task that asks; it is neither trained nor saved there.
     """
@@ -139,7 +139,7 @@ class ClipReader(nn.Module):
         return clip.embed_images(batch.video, batch.frame_mask)
 
     @torch.no_grad()
-    def texts(self, batch: Batch, encodings: bool = True) -> Texts:
+    def texts(self, batch: Batch, encodings: bool = True) -> CaptionEmbeddings:
         """Without `encodings`, embeddings in the data are enough."""
         if TEXT in batch.extra and (not encodings or batch.text_embeds is not None):
             embed = self._checked(batch.extra[TEXT], TEXT)
@@ -153,17 +153,19 @@ class ClipReader(nn.Module):
             mask = batch.text_mask
             if found is not None and mask is None:
                 mask = (found != 0).any(-1)
-            return Texts(unit(embed), found, mask if found is not None else None, empty)
+            return CaptionEmbeddings(unit(embed), found, mask if found is not None else None, empty)
         if batch.captions is None:
             missing = TEXT if TEXT not in batch.extra else "text_embeds"
             raise InputError(f"these samples have neither captions nor {missing}: give one of them")
         return self.captions(batch.captions, encodings)
 
     @torch.no_grad()
-    def captions(self, captions: list[str], encodings: bool = True) -> Texts:
+    def captions(self, captions: list[str], encodings: bool = True) -> CaptionEmbeddings:
         embed, found, mask = self.clip(TEXT).embed_texts(captions)
         empty = self._blank(captions, embed)
-        return Texts(embed, found, mask, empty) if encodings else Texts(embed, None, None, empty)
+        return (
+            CaptionEmbeddings(embed, found, mask, empty) if encodings else CaptionEmbeddings(embed, None, None, empty)
+        )
 
     def precomputed(self, batch: Batch, encodings: bool = True) -> dict[str, Tensor]:
         """What a cache holds of a batch. Blank captions become rows of zeros, which `texts` knows again."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from kineograph.core.errors import ConfigError
+from kineograph.core.batch import Batch
+from kineograph.core.errors import ConfigError, InputError
 
 
-def tokens_across(codec: str, height: int, width: int, patch: tuple[int, int]) -> tuple[int, int]:
+def grid_size(codec: str, height: int, width: int, patch: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of tokens that cover `patch` pixels each."""
     for name, size, side in (("height", height, patch[0]), ("width", width, patch[1])):
         if size % side or not size:
@@ -22,7 +25,7 @@ def tokens_across(codec: str, height: int, width: int, patch: tuple[int, int]) -
     return height // patch[0], width // patch[1]
 
 
-def times_of(codec: str, frames: int, step: int) -> int:
+def latent_frames(codec: str, frames: int, step: int) -> int:
     """Times of a clip whose first frame is coded alone and every further time covers `step` frames."""
     times, rest = divmod(frames - 1, step)
     if rest or frames < 1:
@@ -31,7 +34,30 @@ def times_of(codec: str, frames: int, step: int) -> int:
     return 1 + times
 
 
-def real_times(frame_mask: Tensor, step: int) -> Tensor:
+def latent_frame_mask(frame_mask: Tensor, step: int) -> Tensor:
     """B T → B t: a time is real where any of its frames is."""
     rest = rearrange(frame_mask[:, 1:], "b (t s) -> b t s", s=step)
     return torch.cat([frame_mask[:, :1], rest.any(-1)], dim=1)
+
+
+def require_codebook(stage: Any, name: str, key: str, family: str) -> Any:
+    """The stage that `key` names, if it gives tokens."""
+    if not hasattr(stage, "encode") or getattr(stage, "vocabulary", None) is None:
+        raise ConfigError(
+            f"{key}={name} gives no tokens: {family} needs a codec with a codebook, such as vqgan or cvivit"
+        )
+    return stage
+
+
+def encode_tokens(codec: Any, batch: Batch, grid: tuple[int, int, int], family: str) -> Tensor:
+    """B t h w: from a cache, or from the codec; of as many times as the grid has, or fewer."""
+    tokens = batch.tokens
+    if tokens is None:
+        with torch.no_grad():
+            tokens = cast(Tensor, codec.encode(batch.video, batch.frame_mask))
+    if tokens.shape[1] > grid[0] or tuple(tokens.shape[2:]) != grid[1:]:
+        raise InputError(
+            f"tokens of shape {tuple(tokens.shape[1:])} do not fit {family}'s grid {grid}: "
+            "were they cached at another data.size or data.frames?"
+        )
+    return tokens

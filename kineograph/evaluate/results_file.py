@@ -20,7 +20,7 @@ def checkpoint_key(stage: str, step: int) -> str:
     return f"{stage}/step-{step:08d}"
 
 
-def read(run: RunFolder) -> Results:
+def read_results(run: RunFolder) -> Results:
     """What has been recorded; nothing where the file is missing or damaged."""
     try:
         results = json.loads((run.path / "evaluation.json").read_text(encoding="utf-8"))["results"]
@@ -29,10 +29,10 @@ def read(run: RunFolder) -> Results:
     return results if isinstance(results, dict) else {}
 
 
-def add(run: RunFolder, split: str, stage: str, step: int, results: dict[str, Result], **told: Any) -> None:
+def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict[str, Result], **told: Any) -> None:
     """Record results of one checkpoint; a metric judged before is replaced, everything else stays."""
     path = run.path / "evaluation.json"
-    everything = read(run)
+    everything = read_results(run)
     if not everything and path.exists():  # damaged: put aside, not thrown away
         os.replace(path, path.with_name("evaluation.damaged.json"))
     here = everything.setdefault(split, {}).setdefault(checkpoint_key(stage, step), {})
@@ -43,7 +43,7 @@ def add(run: RunFolder, split: str, stage: str, step: int, results: dict[str, Re
     write_json(path, {"format": FORMAT, "results": everything})
 
 
-def newest(results: Results, split: str, stage: str, metric: str) -> tuple[int, dict[str, Any]] | None:
+def newest_result(results: Results, split: str, stage: str, metric: str) -> tuple[int, dict[str, Any]] | None:
     """Step and record of the newest judgement of a stage by a metric."""
     found = []
     for key, metrics in results.get(split, {}).items():

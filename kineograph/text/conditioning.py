@@ -14,19 +14,21 @@ from kineograph.core.transfer import to_device
 from kineograph.text.config import Text, TextConfig
 
 
-class Words(NamedTuple):
+class TextEmbeddings(NamedTuple):
     """A batch of texts as the network reads them; None and None for a model without text."""
 
     embeddings: Tensor | None = None  # B L D
     mask: Tensor | None = None  # B L, True = a real token
 
-    def join(self, other: Words) -> Words:
+    def join(self, other: TextEmbeddings) -> TextEmbeddings:
         """The rows of both."""
-        return Words(*(None if a is None or b is None else torch.cat([a, b]) for a, b in zip(self, other, strict=True)))
+        return TextEmbeddings(
+            *(None if a is None or b is None else torch.cat([a, b]) for a, b in zip(self, other, strict=True))
+        )
 
-    def detach(self) -> Words:
+    def detach(self) -> TextEmbeddings:
         """What reads them without teaching their encoder."""
-        return Words(*(None if part is None else part.detach() for part in self))
+        return TextEmbeddings(*(None if part is None else part.detach() for part in self))
 
 
 def reads_for(config: TextConfig) -> frozenset[str]:
@@ -34,26 +36,26 @@ def reads_for(config: TextConfig) -> frozenset[str]:
     return frozenset({"pixels", "captions"} if config.kind in ("learned", "t5", "clip") else {"pixels"})
 
 
-def read_captions(text: Text | None, captions: list[str] | None) -> Words:
+def encode_captions(text: Text | None, captions: list[str] | None) -> TextEmbeddings:
     """Empty captions are the null text."""
     if text is None:
-        return Words()
+        return TextEmbeddings()
     if captions is None:
         raise InputError("these samples have no captions: add them, or set text.kind=none to train without text")
     embeddings, mask = text.encode(captions)
     empty = to_device(torch.tensor([not caption.strip() for caption in captions]), mask.device)
-    return Words(*text.drop(embeddings, mask, empty))
+    return TextEmbeddings(*text.drop(embeddings, mask, empty))
 
 
-def read_batch(text: Text | None, batch: Batch, dropped: Tensor | None = None) -> Words:
+def encode_batch(text: Text | None, batch: Batch, dropped: Tensor | None = None) -> TextEmbeddings:
     """The embeddings that come with a batch, or those of its captions; rows where `dropped` (B) become the null text."""
-    words = read_given(text, batch) or read_captions(text, batch.captions)
+    words = get_precomputed(text, batch) or encode_captions(text, batch.captions)
     if text is None or dropped is None or words.embeddings is None or words.mask is None:
         return words
-    return Words(*text.drop(words.embeddings, words.mask, dropped))
+    return TextEmbeddings(*text.drop(words.embeddings, words.mask, dropped))
 
 
-def read_given(text: Text | None, batch: Batch) -> Words | None:
+def get_precomputed(text: Text | None, batch: Batch) -> TextEmbeddings | None:
     """The embeddings that come with a batch; None where it has none, or where the encoder is still learning."""
     if text is None or text.trained or batch.text_embeds is None:
         return None
@@ -62,7 +64,7 @@ def read_given(text: Text | None, batch: Batch) -> Words | None:
         raise InputError(
             f"text embeddings have {embeddings.shape[2]} channels and text.width={text.width}: make them alike"
         )
-    return Words(*text.drop(embeddings, mask, torch.zeros_like(mask[:, 0])))
+    return TextEmbeddings(*text.drop(embeddings, mask, torch.zeros_like(mask[:, 0])))
 
 
 def _mask(batch: Batch) -> Tensor:
@@ -71,35 +73,35 @@ def _mask(batch: Batch) -> Tensor:
     return (batch.text_embeds != 0).any(dim=-1) if batch.text_mask is None else batch.text_mask
 
 
-def null_text(text: Text | None, rows: int, device: torch.device, length: int | None = None) -> Words:
+def encode_null(text: Text | None, rows: int, device: torch.device, length: int | None = None) -> TextEmbeddings:
     """The null text for every row, as long as the encoder's texts or those beside it."""
     if text is None:
-        return Words()
+        return TextEmbeddings()
     length = length or text.length
     embeddings = torch.zeros(rows, length, text.width, device=device)
     mask = torch.zeros(rows, length, dtype=torch.bool, device=device)
-    return Words(*text.drop(embeddings, mask, torch.ones(rows, dtype=torch.bool, device=device)))
+    return TextEmbeddings(*text.drop(embeddings, mask, torch.ones(rows, dtype=torch.bool, device=device)))
 
 
-def read_prompts(text: Text | None, prompts: Prompts) -> tuple[Words, Words | None]:
+def encode_prompts(text: Text | None, prompts: Prompts) -> tuple[TextEmbeddings, TextEmbeddings | None]:
     """What is asked for, and what to be guided away from (None: nothing was asked for)."""
     alone = prompts.captions is None or (text is not None and not text.reads_captions)
-    given = read_given(text, prompts.batch) if prompts.batch is not None and alone else None
+    given = get_precomputed(text, prompts.batch) if prompts.batch is not None and alone else None
     length = given.embeddings.shape[1] if given is not None and given.embeddings is not None else None
-    null = null_text(text, len(prompts), prompts.noise.device, length)
+    null = encode_null(text, len(prompts), prompts.noise.device, length)
     if given is None and (text is None or prompts.captions is None):
         return null, None
-    wanted = given or read_captions(text, prompts.captions)
-    return wanted, null if prompts.negative is None else read_captions(text, prompts.negative)
+    wanted = given or encode_captions(text, prompts.captions)
+    return wanted, null if prompts.negative is None else encode_captions(text, prompts.negative)
 
 
-def compiled_of(text: Text | None) -> list[nn.Module]:
+def modules_to_compile(text: Text | None) -> list[nn.Module]:
     """What of an encoder that learns with the network runs in every step: as many small kernels as the network, if nothing compiles it."""
     inner = getattr(text, "transformer", None) if text is not None and text.trained else None
     return [inner] if inner is not None else []
 
 
-def precomputed(text: Text | None, batch: Batch) -> dict[str, Tensor]:
+def compute_cached_text(text: Text | None, batch: Batch) -> dict[str, Tensor]:
     """`text_embeds` and `text_mask` for a cache, where the encoder is frozen."""
     if text is None or text.trained:
         return {}
