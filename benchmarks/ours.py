@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.case import Work
 from benchmarks.measure import count_flops
 from benchmarks.peers import size
-from kineograph.core.batch import Batch, Shape
+from kineograph.core.batch import Batch, Prompts
 from kineograph.core.task import Task, compile_task, freeze, player_parameters
-from kineograph.sample.draw import draw
+from kineograph.sample.inference import draw, sampling_noise
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper, precision_for
 
@@ -43,7 +43,7 @@ def training(task: Task, batch: Batch, device: torch.device, **settings: Any) ->
     )
 
 
-def sampling(task: Task, texts: Batch, options: Any, shape: Shape, device: torch.device) -> Work:
+def sampling(task: Task, texts: Batch, options: Any, device: torch.device) -> Work:
     """A call of `kineo sample`, for given embeddings, with the stages loaded and, on a GPU, compiled."""
     parts = [task, *task.stages.values()]
     for part in parts:
@@ -51,17 +51,8 @@ def sampling(task: Task, texts: Batch, options: Any, shape: Shape, device: torch
     seeds = count()
 
     def call() -> Tensor:
-        return draw(
-            task,
-            None,
-            rows=len(texts),
-            options=options,
-            shape=shape,
-            seed=next(seeds),
-            device=device,
-            real=texts,
-            batch=len(texts),
-        )
+        noise = sampling_noise(next(seeds), torch.arange(len(texts)))
+        return draw(task, Prompts(noise, batch=texts), options, device, len(texts))
 
     flops = count_flops(call)
     if device.type == "cuda":

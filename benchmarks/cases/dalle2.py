@@ -69,7 +69,7 @@ def ours_sample(sizes: Sizes, device: torch.device) -> Work:
 
     task = _our_model(sizes)
     options = DecoderSample(solver="ddim", steps=sizes["steps"], guidance=sizes["guidance"])
-    return sampling(task, _embeddings(sizes), options, task.shape, device)
+    return sampling(task, _embeddings(sizes), options, device)
 
 
 # The peer --------------------------------------------------------------------------------------------------------

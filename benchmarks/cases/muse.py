@@ -88,7 +88,7 @@ def ours_sample(sizes: Sizes, device: torch.device) -> Work:
         text_mask=torch.ones(batch, sizes["text"][0], dtype=torch.bool),
     )
     options = MuseSample(steps=sizes["steps"], guidance=sizes["guidance"])
-    return sampling(task, texts, options, task.shape, device)
+    return sampling(task, texts, options, device)
 
 
 def _peer_model(sizes: Sizes, device: torch.device) -> Any:

@@ -116,9 +116,10 @@ def ours_train(sizes: Sizes, device: torch.device) -> Work:
 
 
 def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -> Work:
+    from kineograph.core.batch import Prompts
     from kineograph.core.task import compile_task, freeze
     from kineograph.family.nuwa.config import NuwaSample
-    from kineograph.sample.draw import draw
+    from kineograph.sample.inference import draw, sampling_noise
     from kineograph.train.stepper import precision_for
 
     task = _our_model(sizes).to(device)
@@ -129,16 +130,8 @@ def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -
     asked, seeds = _asked(sizes), count()
 
     def call() -> Tensor:
-        return draw(
-            task,
-            asked,
-            rows=batch,
-            options=options,
-            shape=task.shape,
-            seed=next(seeds),
-            device=device,
-            frames=frames,
-        )
+        noise = sampling_noise(next(seeds), torch.arange(batch))
+        return draw(task, Prompts(noise, asked, frames=frames), options, device)
 
     if device.type == "cuda":
         for part in (task, codec):

@@ -145,7 +145,7 @@ def ours_sample(sizes: Sizes, device: torch.device) -> Work:
 
     task = _our_model(sizes)
     options = PhenakiSample(steps=sizes["steps"], guidance=sizes["guidance"])
-    return sampling(task, _texts(sizes), options, task.shape, device)
+    return sampling(task, _texts(sizes), options, device)
 
 
 # The peer --------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from kineograph.evaluate import results_file, sheets
 from kineograph.evaluate.console import Watching, beforehand, open_console
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Metric, MetricSkipped, Result, WeightsMissing
-from kineograph.sample.draw import device_for, draw, inference_mode
+from kineograph.sample.inference import draw, inference_mode, sampling_noise
 from kineograph.stage.load import StageLoader, sampling_stage
 from kineograph.stage.spec import StageSpec, read_stage
 from kineograph.train import checkpoint as checkpoints
@@ -119,7 +119,7 @@ def evaluate(
     note = distributed.on_first_rank(note)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     # No CUDA graphs: what one batch leaves is still looked at while the next is drawn.
-    stages = StageLoader(folder, device_for(device), compiled=compile, graphs=False)
+    stages = StageLoader(folder, distributed.resolve_device(device), compiled=compile, graphs=False)
     looking = Extractors(stages.device, parse_choices(list(extractors)))
     main, names = _stages_to_judge(folder, stage)
     found = Evaluation(folder.path, split)
@@ -371,22 +371,10 @@ class StageEvaluator:
 
     def _draw(self, real: Batch) -> torch.Tensor:
         options = getattr(self.spec.config, "sample", None)
+        prompts = Prompts(sampling_noise(self.seed, real.slots), real.captions, batch=real)
         if self.drawn_from is None:
-            noise = Noise(key_of(self.seed, "sample"), 0, real.slots)
-            self.drawn_from = self.task.describe_start(Prompts(noise, real.captions, batch=real))
-        pixels = draw(
-            self.task,
-            real.captions,
-            rows=len(real),
-            options=options,
-            shape=sample_shape(self.task, self.spec.data.shape),
-            seed=self.seed,
-            device=self.device,
-            real=real,
-            batch=self.batch,
-            slots=real.slots,
-        )
-        return pixels.to(self.device)
+            self.drawn_from = self.task.describe_start(prompts)
+        return draw(self.task, prompts, options, self.device, self.batch).to(self.device)
 
 
 def _open(spec: StageSpec, split: str, seed: int, dataset: Any) -> Source:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kineograph.core import distributed
-from kineograph.core.batch import Batch
+from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
@@ -34,7 +34,7 @@ from kineograph.media.grids import (
     make_film_strip,
     make_grid,
 )
-from kineograph.sample.draw import BATCH, draw_for_training
+from kineograph.sample.inference import BATCH, draw_across_ranks, sampling_noise
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.text.clip_embedding import IMAGE
@@ -248,19 +248,10 @@ class Show:
 
     def _draw(self, task: Task, prompts: list[str] | None, real: Batch, latents: bool = False) -> Tensor:
         options: Any = getattr(self.stage.spec.config, "sample", None)
-        return draw_for_training(
-            task,
-            prompts,
-            options,
-            self.shape,
-            seed=key_of(self.plan.seed, "samples") >> 1,
-            device=self.device,
-            frames=self.stage.train.sample_frames,
-            count=len(real),
-            real=real,
-            batch=min(BATCH, self._micro),
-            latents=latents,
-        )
+        rows = len(prompts) if prompts is not None else len(real)
+        noise = sampling_noise(key_of(self.plan.seed, "samples") >> 1, torch.arange(rows))
+        asked = Prompts(noise, prompts, frames=self.stage.train.sample_frames, batch=real)
+        return draw_across_ranks(task, asked, options, self.device, min(BATCH, self._micro), latents)
 
     def _reconstructions(self, step: int, stepper: Stepper) -> None:
         batch = self.data.pictures(self.stage.train.samples)

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kineograph.core import distributed
-from kineograph.core.batch import Shape
+from kineograph.core.batch import Prompts, Shape
 from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, sample_shape
-from kineograph.sample.draw import BATCH, device_for, draw, draw_together
+from kineograph.sample.inference import BATCH, draw, draw_across_ranks, sampling_noise
 from kineograph.sample.mask import Mask, read_mask
 from kineograph.sample.prime import Prime, Takes, read_prime
 from kineograph.sample.sketch import Sketch, read_sketch
@@ -104,7 +105,10 @@ class Sampler:
         drawn may then differ in the last bits."""
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
         stages = StageLoader(
-            folder, device_for(device), distributed.on_first_rank(distributed.print_note), compiled=compile
+            folder,
+            distributed.resolve_device(device),
+            distributed.on_first_rank(distributed.print_note),
+            compiled=compile,
         )
         name = sampling_stage(folder, stage)
         found = checkpoints.choose(folder.checkpoints(name), checkpoint)
@@ -155,22 +159,19 @@ class Sampler:
         masked = self._mask(mask, prime, height_width)
         start = self._prime(prime, frames, height_width, chosen, masked is not None)
         drawn_after = self._sketch(sketch, frames, height_width)
-        pixels = (draw_together if together else draw)(
-            self.task,
-            rows,
-            rows=total,
-            options=chosen,
-            shape=self.shape,
-            seed=seed,
-            device=self.device,
+        height, width = height_width or (None, None)
+        prompts = Prompts(
+            noise=sampling_noise(seed, torch.arange(total)),
+            captions=rows,
+            negative=[negative] * total if negative is not None else None,
             frames=frames,
-            size=height_width,
-            prime=start.frames if start is not None else None,
-            negative=negative,
-            real=drawn_after.batch(total) if drawn_after is not None else None,
-            batch=batch,
-            mask=masked.anew if masked is not None else None,
+            height=height,
+            width=width,
+            prime=start.frames.expand(total, -1, -1, -1, -1) if start is not None else None,
+            mask=masked.anew.expand(total, -1, -1) if masked is not None else None,
+            batch=drawn_after.batch(total) if drawn_after is not None else None,
         )
+        pixels = (draw_across_ranks if together else draw)(self.task, prompts, chosen, self.device, batch)
         origin = self._origin(
             texts, count, seed, negative, frames, height_width, fps, start, chosen, drawn_after, masked
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kineograph.core.batch import Batch
+from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.lines import lines_of
 from kineograph.core.run_folder import write_atomic, write_json
@@ -22,7 +22,7 @@ from kineograph.media.clips import open_clip_writer
 from kineograph.media.filenames import reserve_path, slugify
 from kineograph.media.frames import to_uint8
 from kineograph.media.grids import STRIP, make_titled_strips, select_evenly
-from kineograph.sample.draw import draw
+from kineograph.sample.inference import draw, sampling_noise
 from kineograph.sample.write import option_words, versions
 
 if TYPE_CHECKING:
@@ -85,20 +85,15 @@ class Story:
 
     def _draw(self, scene: int, given: Tensor | None) -> Tensor:
         sampler = self._sampler
-        pixels = draw(
-            sampler.task,
-            [self.captions[scene]],
-            rows=1,
-            first=scene,
-            options=self.options,
-            shape=sampler.shape,
-            seed=self.origin.seed,
-            device=sampler.device,
+        prompts = Prompts(
+            noise=sampling_noise(self.origin.seed, torch.tensor([scene])),
+            captions=[self.captions[scene]],
+            negative=[self.origin.negative] if self.origin.negative is not None else None,
             frames=self.origin.frames,
-            prime=given,
-            negative=self.origin.negative,
-            real=self._sketched(scene),
-        )[0]  # T C H W
+            prime=given[None] if given is not None else None,
+            batch=self._sketched(scene),
+        )
+        pixels = draw(sampler.task, prompts, self.options, sampler.device)[0]  # T C H W
         if len(pixels) != self.frames:
             raise InputError(
                 f"{sampler.task_name} drew {len(pixels)} frames where {self.frames} were asked for: a Task that continues gives all "

@@ -25,7 +25,7 @@ from kineograph.evaluate.metric import caption_accuracy
 from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, MetricSkipped, Result
 from kineograph.evaluate.runner import StageEvaluator, evaluate
-from kineograph.sample.draw import draw
+from kineograph.sample.inference import draw
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import read_stage
 from tests.evaluate.test_extractors import Colours, scripted

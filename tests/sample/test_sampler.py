@@ -14,7 +14,7 @@ from kineograph.core.batch import Batch, Prompts, Sample
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext
 from kineograph.media.clips import write_clip
-from kineograph.sample.draw import draw_for_training
+from kineograph.sample.inference import draw, draw_across_ranks, sampling_noise
 from kineograph.sample.sampler import Sampler, _check_guidance
 from kineograph.train import checkpoint
 from tests.sample.tiny_task import TinyConfig, TinyGenerator, make_run, save_stage
@@ -128,7 +128,8 @@ def test_a_real_sample_beside_each_prompt_reaches_the_task(sampler):
             return super().sample(prompts, options)
 
     task = Looking(TinyConfig(task="x"), BuildContext(sampler.shape))
-    draw_for_training(task, CAPTIONS, sampler.options, sampler.shape, seed=0, device="cpu", real=real, batch=2)
+    prompts = Prompts(sampling_noise(0, torch.arange(3)), CAPTIONS, batch=real)
+    draw(task, prompts, sampler.options, "cpu", batch=2)
     assert torch.equal(torch.cat(seen), real.pixels)
 
 
@@ -137,7 +138,8 @@ def test_training_samples_equal_later_inference(tmp_path):
     task = save_stage(run, "generator", 20)  # unfrozen, with the averaged weights, as the Trainer judges it
     later = Sampler.open(run.path, device="cpu")
     task.train()
-    now = draw_for_training(task, CAPTIONS, later.options, later.shape, seed=9, device="cpu", frames=3)
+    prompts = Prompts(sampling_noise(9, torch.arange(3)), CAPTIONS, frames=3)
+    now = draw_across_ranks(task, prompts, later.options, "cpu")
     assert torch.equal(now, later.sample(CAPTIONS, seed=9, frames=3).pixels)
     assert all(module.training for module in task.modules())  # dropout is on again
     assert not now.is_inference()

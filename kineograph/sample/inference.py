@@ -1,0 +1,116 @@
+"""Prompts to pixels with a Task, trained or in training: one path, so that the same weights draw the same pictures in both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kineograph.core import distributed, heartbeat
+from kineograph.core.batch import Prompts
+from kineograph.core.errors import InputError
+from kineograph.core.noise import Noise, key_of
+from kineograph.core.task import Task
+from kineograph.train.stepper import autocast, precision_for
+
+BATCH = 32  # rows drawn at once by default
+
+
+def sampling_noise(seed: int, slots: Tensor) -> Noise:
+    """The noise of rows `slots` of a sampling call."""
+    return Noise(key_of(seed, "sample"), 0, slots)
+
+
+def draw(
+    task: Task,
+    prompts: Prompts,
+    options: Any,
+    device: torch.device | str,
+    batch: int = BATCH,
+    latents: bool = False,
+) -> Tensor:
+    """Sample all rows of `prompts`, `batch` at a time. → B T C H W in [0, 1] on the CPU; with `latents`, what the codec would decode."""
+    device = torch.device(device)
+    parts = []
+    with inference_mode(task, device):
+        for start in range(0, len(prompts), batch):
+            heartbeat.beat()
+            part = _to_device(_select_rows(prompts, slice(start, start + batch)), device)
+            if latents:
+                parts.append(task.sample_latents(part, options).float().cpu())
+                continue
+            pixels = task.sample(part, options)
+            if pixels.ndim != 5 or len(pixels) != len(part):
+                raise InputError(
+                    f"{type(task).__name__}.sample returned {tuple(pixels.shape)} for {len(part)} prompts: return B T C H W"
+                )
+            parts.append(pixels.float().clamp(0, 1).cpu())
+    return torch.cat(parts)
+
+
+def draw_across_ranks(task: Task, prompts: Prompts, *arguments: Any, **keywords: Any) -> Tensor:
+    """`draw`, with the rows split over all ranks. → all rows on rank 0, none elsewhere.
+
+    Every rank runs the model equally often, as sharded weights require: surplus rows repeat the last one and are dropped.
+    """
+    if not distributed.is_active():
+        return draw(task, prompts, *arguments, **keywords)
+    rows = len(prompts)
+    share = -(-rows // distributed.data_world())
+    start = share * distributed.data_rank()
+    indices = [min(row, rows - 1) for row in range(start, start + share)]
+    pixels = draw(task, _select_rows(prompts, indices), *arguments, **keywords)
+    mine = pixels[: max(0, min(rows - start, share))]
+    parts = distributed.gather_tensors([mine if distributed.is_data_leader() else mine[:0]])
+    return torch.cat([part[0] for part in parts]) if distributed.is_first() else mine[:0]
+
+
+def _select_rows(prompts: Prompts, rows: slice | list[int]) -> Prompts:
+    indices = range(len(prompts))[rows] if isinstance(rows, slice) else rows
+
+    def select_texts(texts: list[str] | None) -> list[str] | None:
+        return [texts[index] for index in indices] if texts is not None else None
+
+    batch = prompts.batch
+    if batch is not None:
+        batch = replace(batch.map(lambda tensor: tensor[rows]), captions=select_texts(batch.captions))
+    return replace(
+        prompts,
+        noise=Noise(prompts.noise.seed, prompts.noise.step, prompts.noise.slots[rows]),
+        captions=select_texts(prompts.captions),
+        negative=select_texts(prompts.negative),
+        prime=prompts.prime[rows] if prompts.prime is not None else None,
+        mask=prompts.mask[rows] if prompts.mask is not None else None,
+        batch=batch,
+    )
+
+
+def _to_device(prompts: Prompts, device: torch.device) -> Prompts:
+    noise = prompts.noise
+    return replace(
+        prompts,
+        noise=Noise(noise.seed, noise.step, noise.slots.to(device)),
+        prime=prompts.prime.to(device) if prompts.prime is not None else None,
+        mask=prompts.mask.to(device) if prompts.mask is not None else None,
+        batch=prompts.batch.to(device) if prompts.batch is not None else None,
+    )
+
+
+@contextmanager
+def inference_mode(task: Task, device: torch.device) -> Iterator[None]:
+    """Eval mode, no gradients and the precision of training; restores every module's own mode afterwards."""
+    modes = [(module, module.training) for module in task.modules()]
+    in_training = any(p.requires_grad for p in task.parameters())
+    precision = precision_for(task.precision if device.type == "cuda" else "auto", device)
+    task.eval()
+    try:
+        # Tensors that a task caches under inference_mode (position tables) could never be trained with again.
+        with torch.no_grad() if in_training else torch.inference_mode(), autocast(precision, device):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
