@@ -18,7 +18,7 @@ def read(task: str, sample: dict[str, Any], **keys: Any) -> Any:
 @pytest.mark.parametrize("task", ["muse", "phenaki"])
 @pytest.mark.parametrize(("key", "value"), [("critic_noise", 2.0), ("critic_noise_schedule", "constant")])
 def test_noise_on_a_critics_scores_needs_a_critic(task: str, key: str, value: Any) -> None:
-    told = rf"stages\.x: sample\.{key}={value} is read with a critic's scores only.*leave it out.*critic=self"
+    told = rf"stages\.x: sample\.{key}={value} has no effect without a critic: remove it.*critic=self"
     with pytest.raises(ConfigError, match=told):
         read(task, {key: value})
     assert getattr(read(task, {key: value}, critic="self").sample, key) == value
@@ -27,7 +27,7 @@ def test_noise_on_a_critics_scores_needs_a_critic(task: str, key: str, value: An
 
 def test_a_critic_that_nothing_gives_is_none() -> None:
     keys = {"critic": "network", "only": "generator"}
-    with pytest.raises(ConfigError, match="has no trained critic"):
+    with pytest.raises(ConfigError, match="has no effect without a critic"):
         read("phenaki", {"critic_noise": 2.0}, **keys)
     read("phenaki", {"critic_noise": 2.0}, **keys, init="runs/x/generator")
 

@@ -90,12 +90,12 @@ def test_zero_terminal_leaves_no_signal_at_the_end_and_the_start_as_it_was():
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"zero_terminal": True}, "says nothing about the data. Use objective v or x0"),
-        ({"zero_terminal": True, "objective": "v", "weighting": "min_snr"}, "would be 0. Use weighting=none"),
-        ({"beta_end": 0.02}, "not read by schedule=cosine"),
+        ({"zero_terminal": True}, "set objective=v or objective=x0"),
+        ({"zero_terminal": True, "objective": "v", "weighting": "min_snr"}, "would have weight 0; set weighting=none"),
+        ({"beta_end": 0.02}, "schedule=cosine does not use beta_start"),
         ({"schedule": "linear", "beta_start": 0.5}, "beta_start=0.5 is above beta_end=0.02"),
-        ({"weighting": "min_snr", "p2_k": 2.0}, "p2_k is read by weighting=p2 only"),
-        ({"vb_weight": 0.1}, "vb_weight is read with learned_variance=true only"),
+        ({"weighting": "min_snr", "p2_k": 2.0}, "does not use p2_k: remove it, or set weighting=p2"),
+        ({"vb_weight": 0.1}, "vb_weight has no effect without learned_variance=true"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(keys, reason):

@@ -228,7 +228,7 @@ def test_a_folder_that_draws_otherwise_is_told(make: Make, folder: Path) -> None
     make(weights=scheduled(folder), note=said.append)
     assert not said
     make(weights=scheduled(folder, timestep_spacing="leading"), note=said.append)
-    assert len(said) == 1 and "timestep_spacing=leading, but steps are spaced trailing" in said[0]
+    assert len(said) == 1 and "timestep_spacing=leading, but Kineograph uses trailing" in said[0]
 
 
 _ROTARY = {"use_rotary_positional_embeddings": True}
