@@ -16,7 +16,8 @@ from kineograph.core.batch import Batch, Prompts
 from kineograph.core.task import Task, compile_task, freeze, player_parameters
 from kineograph.sample.inference import draw, sampling_noise
 from kineograph.train.config import TrainConfig
-from kineograph.train.stepper import Stepper, precision_for
+from kineograph.train.precision import resolve_precision
+from kineograph.train.stepper import Stepper
 
 
 def training(task: Task, batch: Batch, device: torch.device, **settings: Any) -> Work:
@@ -59,4 +60,6 @@ def sampling(task: Task, texts: Batch, options: Any, device: torch.device) -> Wo
         for part in parts:
             compile_task(part, graphs=True)
     parameters = sum(size(part.parameters()) for part in parts)
-    return Work(call, samples=len(texts), parameters=parameters, flops=flops, precision=precision_for("auto", device))
+    return Work(
+        call, samples=len(texts), parameters=parameters, flops=flops, precision=resolve_precision("auto", device)
+    )

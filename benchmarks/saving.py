@@ -75,7 +75,7 @@ def measure(device: torch.device, millions: float, saves: int, folder: Path) -> 
 
     def save() -> float:
         began = time.monotonic()
-        saver.save(done, stepper.held(), {"stepper": stepper.state()})
+        saver.save(done, stepper.local_state(), {"stepper": stepper.state()})
         _finish(device)
         return time.monotonic() - began
 
@@ -85,7 +85,7 @@ def measure(device: torch.device, millions: float, saves: int, folder: Path) -> 
     began = time.monotonic()
     saver.wait()
     write = time.monotonic() - began
-    size = sum(path.stat().st_size for path in checkpoint.at(folder, done).path.iterdir())
+    size = sum(path.stat().st_size for path in checkpoint.checkpoint_at(folder, done).path.iterdir())
     copies, beside, apart, counts = [], [], [], []
     for _ in range(saves):
         checkpoint.prune(folder, 1, done)

@@ -64,10 +64,10 @@ def _work(seconds: float) -> None:
     from kineograph.core import distributed
     from kineograph.data.loader import Loader
     from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
-    from kineograph.run.launch import together
+    from kineograph.run.launch import process_group
 
     torch.set_num_threads(1)
-    with together():
+    with process_group():
         source = MovingDigits.open(MovingDigitsConfig(size=(64, 64), frames=16), "train")
         size = SAMPLES * distributed.world()
         loader = Loader(source, seed=0, batch_size=size, rank=distributed.rank(), world=distributed.world())

@@ -90,10 +90,10 @@ def train(
     """
     if resume not in ("auto", "never", "must"):
         raise typer.BadParameter("use auto, never or must", param_hint="--resume")
-    from kineograph.run.launch import speaks
+    from kineograph.run.launch import is_main_process
 
     if dry_run:
-        if not speaks():
+        if not is_main_process():
             return
         from kineograph.run.dry_run import dry_run as check
 
@@ -110,7 +110,7 @@ def train(
     from kineograph.run.train import train as run_training
 
     folder = run_training(what or [], run=run, resume=resume, resume_from=resume_from or ())  # type: ignore[arg-type]
-    if speaks():
+    if is_main_process():
         print(f"done: {folder}")
 
 
@@ -166,10 +166,10 @@ def sample(
     device: Device = "auto",
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
-    from kineograph.run.launch import sharing
+    from kineograph.run.launch import NO_TIMEOUT, process_group
     from kineograph.sample.command import draw_and_write
 
-    with sharing():
+    with process_group(timeout=NO_TIMEOUT):
         written = draw_and_write(
             run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, fps=fps, prime=prime,
             sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
@@ -270,15 +270,15 @@ def evaluate(
 ) -> None:
     """Judge a run: a table, evaluation.json and a sheet of samples."""
     from kineograph.evaluate.runner import evaluate as judge
-    from kineograph.run.launch import sharing, speaks
+    from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
 
     names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
-    with sharing():
+    with process_group(timeout=NO_TIMEOUT):
         found = judge(
             run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
             extractors=extractor or [], compile=compile,
         )  # fmt: skip
-    if speaks():
+    if is_main_process():
         found.show()
 
 
@@ -313,12 +313,12 @@ def cache(
 
     Items that an earlier cache of the run holds as they are now are taken from there.
     """
-    from kineograph.run.launch import sharing, speaks
+    from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
     from kineograph.run.token_cache import cache_run
 
-    with sharing():
+    with process_group(timeout=NO_TIMEOUT):
         made = cache_run(what, run, remove=prune)
-    for path in made if speaks() else ():
+    for path in made if is_main_process() else ():
         print(path)
 
 
@@ -490,14 +490,16 @@ def runs(folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path(
 _SHARED = {"train", "cache", "evaluate", "sample"}  # commands whose work the processes of a launcher divide
 
 
-def _speaks() -> bool:
+def _rank() -> int | None:
+    """This process's rank; None without a launcher, or with half of its variables (the commands in _SHARED report that)."""
     from kineograph.core.errors import InputError
-    from kineograph.run.launch import speaks
+    from kineograph.run.launch import read_launcher_env
 
     try:
-        return speaks()
-    except InputError:  # half of a launcher's variables: that is for those to mind who divide their work
-        return True
+        env = read_launcher_env()
+    except InputError:
+        return None
+    return None if env is None else env.rank
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -510,7 +512,7 @@ def main(arguments: list[str] | None = None) -> None:
     if words[:1] == ["--"]:  # what kept torchrun from taking --run for its own --run-path; some versions pass it on
         words = words[1:]
     try:
-        if not (_SHARED & set(words)) and not _speaks():  # the first process does it, and the others have nothing to do
+        if not (_SHARED & set(words)) and _rank():  # rank 0 does it alone
             return
         app(args=words, prog_name="kineo", standalone_mode=True)
     except KeyboardInterrupt:
@@ -522,21 +524,26 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _report(error: Any) -> None:
+    """Print an error as one message and exit with its code. Each rank prints its own; a stop is printed by rank 0."""
     from kineograph.core.errors import KineoError
 
+    rank = _rank()
+    prefix = "error: " if rank is None else f"error: rank {rank}: "
     if isinstance(error, KineoError):
-        if str(error):  # else another process has said it
-            print(error if error.exit_code == 75 else f"error: {error}", file=sys.stderr)
+        if error.exit_code != 75:
+            print(f"{prefix}{error}", file=sys.stderr)
+        elif not rank:
+            print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     on_gpu = type(error).__name__ == "OutOfMemoryError"
-    if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's words of a CPU
+    if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's message on a CPU
         print(
-            f"error: the {'GPU' if on_gpu else 'machine'} is out of memory: lower train.batch_size or raise train.accumulate, set train.checkpointing=true, "
+            f"{prefix}the {'GPU' if on_gpu else 'machine'} is out of memory: lower train.batch_size or raise train.accumulate, set train.checkpointing=true, "
             f"or make the model smaller (kineo doctor shows what takes how much)\n{error}",
             file=sys.stderr,
         )
         sys.exit(1)
-    print(f"error: unexpected {type(error).__name__}: {error} (kineo --debug … shows where)", file=sys.stderr)
+    print(f"{prefix}unexpected {type(error).__name__}: {error} (kineo --debug … shows where)", file=sys.stderr)
     sys.exit(1)
 
 

@@ -340,7 +340,7 @@ def test_the_function_train_survives_the_package_train(here: Path, monkeypatch: 
     heard: list[dict] = []
     for _ in range(2):  # the second call finds the package where the function was
         run = kg.train("toy.yaml", on_log=heard.append, quiet=True, **{"train.steps": 1})
-    assert checkpoint.steps(run / "only/checkpoints") == [1]
+    assert checkpoint.saved_steps(run / "only/checkpoints") == [1]
     assert [record["step"] for record in heard if record["split"] == "train"] == [1]
 
 

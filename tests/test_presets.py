@@ -300,7 +300,7 @@ def test_takes_two_steps_when_shrunk(
     run = train(words, run=tmp_path / "run", quiet=True)
     plan = make_plan(layers.read(words))
     for stage in plan.stages:
-        assert checkpoint.steps(run / stage.name / "checkpoints")[-1] == 2
+        assert checkpoint.saved_steps(run / stage.name / "checkpoints")[-1] == 2
     first = plan.stages[0]
     if first.spec.task.reconstruct is not Task.reconstruct:
         assert list((run / first.name / "validation").iterdir())

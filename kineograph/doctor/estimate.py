@@ -27,7 +27,7 @@ from kineograph.stage.data import StageData, workers_for
 from kineograph.stage.spec import StagePlan
 from kineograph.train.config import TrainConfig
 from kineograph.train.parallel import ParallelConfig
-from kineograph.train.stepper import precision_for
+from kineograph.train.precision import resolve_precision
 
 SLOWEST_PROBE = 3.0  # seconds that one sample's step may be expected to take on a CPU
 EFFICIENCY = 0.3  # of a plain matrix product's speed that training is expected to reach, to plan the probe
@@ -49,7 +49,7 @@ class Target:
         if memory is None:
             device = distributed.resolve_device(train.device)
             free = free_memory(device) // (world.local if device.type == "cpu" else 1)
-            return Target(device, free, precision_for(train.precision, device))
+            return Target(device, free, resolve_precision(train.precision, device))
         return Target(torch.device("cuda"), memory, "bf16" if train.precision == "auto" else train.precision, True)
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from kineograph.doctor.step_trace import Memory
 from kineograph.stage.build import Builder
 from kineograph.stage.data import StageData, missing, workers_for
 from kineograph.stage.spec import Plan
-from kineograph.train.stepper import precision_for
+from kineograph.train.precision import resolve_precision
 
 _LABEL = 14  # characters
 """The key of each source that says where its data lie."""
@@ -51,7 +51,7 @@ def environment(out: Callable[[str], None]) -> None:
     compiles = "on" if device.type == "cuda" else "off"
     line(
         "auto picks",
-        f"device {device}, precision {precision_for('auto', device)}, compile {compiles}, {_workers()} data workers",
+        f"device {device}, precision {resolve_precision('auto', device)}, compile {compiles}, {_workers()} data workers",
     )
     missing = [name for name in machine.NEEDED if machine.version_of(name) is None]
     line("packages", ", ".join(f"{name} {found}" for name in machine.NEEDED if (found := machine.version_of(name))))

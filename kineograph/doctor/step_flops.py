@@ -16,7 +16,7 @@ from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.train.clock import Work
 from kineograph.train.parallel import ParallelConfig
-from kineograph.train.stepper import precision_for
+from kineograph.train.precision import resolve_precision
 
 
 def work_of(
@@ -27,7 +27,7 @@ def work_of(
     train = stage.train
     if not distributed.is_first() or (device.type != "cuda" and train.peak_tflops is None) or data.buckets is not None:
         return None
-    precision = precision_for(train.precision, device)
+    precision = resolve_precision(train.precision, device)
     if train.peak_tflops is not None:
         peak: float | None = train.peak_tflops * 1e12
     else:

@@ -25,7 +25,7 @@ from kineograph.stage.build import Builder, pretending
 from kineograph.stage.spec import StagePlan
 from kineograph.text.pretrained import PretrainedText
 from kineograph.train.config import TrainConfig
-from kineograph.train.low_memory_adamw import Lean
+from kineograph.train.low_memory_adamw import LowMemoryState
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import Stepper
 
@@ -135,7 +135,9 @@ def trace(
         ledger = _Ledger()
         ledger.ignore([*everything, *(p.grad for p in owned if p.grad is not None), *_tensors_in(batch)])
         with ledger, warnings.catch_warnings(action="ignore"):  # CPU kernels that mind bf16: none of them runs
-            stepper.gradients(max(0, train.steps - 1), [batch])  # late in training, when every player has joined in
+            stepper.accumulate_gradients(
+                max(0, train.steps - 1), [batch]
+            )  # late in training, when every player has joined in
         averaged = [
             p for player, named in trained.items() if stage.players[player].ema.decay > 0 for p in named.values()
         ]
@@ -153,7 +155,7 @@ def trace(
             activations=round(ledger.peak * micro / rows),
             text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task, encoders_in),
             gathered=here.gathered,
-            lean_optimizer=round(sum(here.part(p, Lean(p, eight_bits=True).bytes) for p in owned)),
+            lean_optimizer=round(sum(here.part(p, LowMemoryState(p, eight_bits=True).bytes) for p in owned)),
         )
     return Traced(task, memory, ledger.flops * micro / rows, here.judged)
 

@@ -64,7 +64,7 @@ def find_main_stage(run: RunFolder) -> str:
         return sampling_stage(run)
     except InputError:
         names = list(run.config()["stages"])
-        trained = [name for name in names if checkpoint.steps(run.checkpoints(name))]
+        trained = [name for name in names if checkpoint.saved_steps(run.checkpoints(name))]
         return (trained or names)[-1]
 
 
@@ -85,7 +85,7 @@ def summarize_run(path: str | Path, split: str = "validation") -> RunSummary:
     sizes = {name: _size(run, name) for name in stages}
     facts["parameters"] = _cell(sizes[main], _count, train)
     facts["parameters, all stages"] = _cell(sum(filter(None, sizes.values())) or None, _count, train)
-    done = checkpoint.steps(run.checkpoints(main))
+    done = checkpoint.saved_steps(run.checkpoints(main))
     planned = planned_steps(tree, main)
     facts["steps"] = Cell(done[-1], f"{done[-1]:,} of {planned:,}") if done else Cell(None, command=train)
     facts["best validation loss"] = _best_loss(run, main, records)
@@ -101,7 +101,8 @@ def _train_command(run: RunFolder, tree: dict[str, Any]) -> str | None:
     left = [
         name
         for name, stage in tree["stages"].items()
-        if not stage.get("skip") and max(checkpoint.steps(run.checkpoints(name)), default=0) < planned_steps(tree, name)
+        if not stage.get("skip")
+        and max(checkpoint.saved_steps(run.checkpoints(name)), default=0) < planned_steps(tree, name)
     ]
     return f"kineo train {run.config_file} --run {run.path}" if left else None
 
@@ -166,13 +167,13 @@ def _judged(
     if found is None or not _is_number(found[1].get("values", {}).get(key)):
         return Cell(None, command=command)
     step, value = found[0], found[1]["values"][key]
-    newest = checkpoint.steps(run.checkpoints(stage))
+    newest = checkpoint.saved_steps(run.checkpoints(stage))
     return Cell(value, text(value) + (f" @ step {step:,}" if newest and step != newest[-1] else ""))
 
 
 def _best_loss(run: RunFolder, main: str, records: list[dict[str, Any]]) -> Cell:
     """Of the best checkpoint; else the lowest that was logged; else what an evaluation found."""
-    best = checkpoint.best(run.checkpoints(main))
+    best = checkpoint.read_best(run.checkpoints(main))
     if best and _is_number(best.get("loss")):
         return Cell(best["loss"], f"{best['loss']:.4g} @ step {best['step']:,}")
     held_out = [r for r in records if r["stage"] == main and r.get("split") == "validation"]
@@ -185,11 +186,11 @@ def _best_loss(run: RunFolder, main: str, records: list[dict[str, Any]]) -> Cell
 
 def _size(run: RunFolder, stage: str) -> int | None:
     """Numbers in a stage's weights, read from the files' headers."""
-    steps = checkpoint.steps(run.checkpoints(stage))
+    steps = checkpoint.saved_steps(run.checkpoints(stage))
     if not steps:
         return None
     try:
-        return sum(map(math.prod, checkpoint.at(run.checkpoints(stage), steps[-1]).shapes("model").values()))
+        return sum(map(math.prod, checkpoint.checkpoint_at(run.checkpoints(stage), steps[-1]).shapes("model").values()))
     except (OSError, ValueError, SafetensorError):
         return None
 

@@ -127,7 +127,7 @@ def evaluate(
     tree = folder.config()
     run_seed = int(tree.get("seed", 0))
     for name in names:
-        step = checkpoints.choose(folder.checkpoints(name), checkpoint if name == main else "last").step
+        step = checkpoints.select(folder.checkpoints(name), checkpoint if name == main else "last").step
         spec = read_stage(tree, name)
         task = stages.load(name, step)
         source = _open(spec, split, run_seed, dataset)
@@ -170,7 +170,7 @@ def evaluate(
 
 def _stages_to_judge(run: RunFolder, wanted: str | None) -> tuple[str, list[str]]:
     """The stage in question, and all trained stages that are judged, in the order of the run."""
-    trained = [name for name in run.config()["stages"] if checkpoints.steps(run.checkpoints(name))]
+    trained = [name for name in run.config()["stages"] if checkpoints.saved_steps(run.checkpoints(name))]
     if wanted is not None:
         return sampling_stage(run, wanted), [wanted]
     if not trained:

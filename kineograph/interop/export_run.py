@@ -68,7 +68,7 @@ def _generator(run: RunFolder) -> str:
     """The last trained stage that is a CogVideoX."""
     stages = run.config()["stages"]
     for name in reversed(list(stages)):
-        if stages[name]["task"] == "cogvideox" and checkpoint.steps(run.checkpoints(name)):
+        if stages[name]["task"] == "cogvideox" and checkpoint.saved_steps(run.checkpoints(name)):
             return name
     tasks = ", ".join(stage["task"] for stage in stages.values())
     raise InputError(
@@ -189,13 +189,13 @@ def export_safetensors(
     """Every trained stage of a run. → the files."""
     check_unoccupied(target)
     tree = run.config()
-    trained = [name for name in tree["stages"] if checkpoint.steps(run.checkpoints(name))]
+    trained = [name for name in tree["stages"] if checkpoint.saved_steps(run.checkpoints(name))]
     if not trained:
         raise InputError(f"{run.path} has no trained stage to export: train it first")
     chosen = {}
     for name in trained:  # a step is one of the last stage, and others may have no such
         own = which if which in ("last", "best") or name == trained[-1] else "last"
-        chosen[name] = checkpoint.choose(run.checkpoints(name), own)
+        chosen[name] = checkpoint.select(run.checkpoints(name), own)
     for name in tree["stages"]:
         if name not in trained:
             note(f"{name} is left out: it has no checkpoint")
@@ -212,7 +212,7 @@ def export_safetensors(
                 "task": tree["stages"][name]["task"],
                 "step": found.step,
                 "weights": "ema" if averaged else "online",
-                "sha256": checkpoint.fingerprint(file)["sha256"],
+                "sha256": checkpoint.flush_and_hash(file)["sha256"],
                 "assets": found.state().get("assets", {}),
             }
             write_json(folder / f"{name}.json", described)

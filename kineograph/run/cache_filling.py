@@ -25,7 +25,7 @@ from kineograph.run.cache_reuse import Mixture, take_over
 from kineograph.run.encoders import Encoders
 from kineograph.run.encoding_progress import EncodingProgress
 from kineograph.stage.data import StageData
-from kineograph.train.stepper import autocast, precision_for
+from kineograph.train.precision import autocast, resolve_precision
 from kineograph.train.stop import StopRequest
 
 BATCH = 256  # items encoded, written and flushed together, at most
@@ -101,7 +101,7 @@ class Filling:
             distributed.single_process()
         ):  # items are divided by shards, not by batches: those need not divide into the processes
             self.loader = data.loader(data.source)
-        self.precision = precision_for(self.stage.train.precision, encoders.device)
+        self.precision = resolve_precision(self.stage.train.precision, encoders.device)
         self.made = 0  # items, by this process
         self.earlier, self.taken = earlier, 0  # where items were encoded before, and how many came from there
         self._seen = 0  # items of shards that are done
@@ -193,7 +193,7 @@ class Filling:
 
     def _stopped(self) -> Stopped:
         return Stopped(
-            f"stopped by {self.stop.by} while encoding the data of {self.stage.name} ({self.made + self.taken} items kept by this call); "
+            f"stopped by {self.stop.signal_name} while encoding the data of {self.stage.name} ({self.made + self.taken} items kept by this call); "
             "run the same command to go on"
         )
 

@@ -25,7 +25,7 @@ from kineograph.data.cache_earlier import FACTS, Earlier, digests_of, write_item
 from kineograph.data.cache_shards import SHARDS, hold, read_layout
 from kineograph.data.cache_writer import StoredRow
 from kineograph.stage.spec import Plan, StagePlan
-from kineograph.train.stepper import precision_for
+from kineograph.train.precision import resolve_precision
 
 # Keys of data.* that say which items there are and in which batches, not how one is read; its bucket is part of what it is.
 _ABOUT_THE_SET = (
@@ -55,7 +55,7 @@ def take_over(
     shapes = [buckets.shape(item) if buckets is not None else usual for item in range(len(source))]
     digests = digests_of(states(), shapes)
     data = {key: value for key, value in facts["data"].items() if key not in _ABOUT_THE_SET}
-    same = {**facts, "data": data, "train_precision": precision_for(stage.train.precision, device)}
+    same = {**facts, "data": data, "train_precision": resolve_precision(stage.train.precision, device)}
     del same["content"]
     if read_layout(path) is None:
         write_items(path, same, digests)

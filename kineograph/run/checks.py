@@ -20,8 +20,9 @@ from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import check_start
 from kineograph.train import checkpoint
-from kineograph.train.fetching import is_remote, probe
-from kineograph.train.stepper import check_layout, graphs_for, precision_for
+from kineograph.train.precision import resolve_precision
+from kineograph.train.remote_checkpoint import check_reachable, is_remote
+from kineograph.train.stepper import check_layout, graphs_for
 
 
 def check_stages(
@@ -46,7 +47,7 @@ def check_stages(
             precision: str = "bf16" if stage.train.precision == "auto" else stage.train.precision
         else:
             device = distributed.resolve_device(stage.train.device)
-            precision = precision_for(stage.train.precision, device)
+            precision = resolve_precision(stage.train.precision, device)
             graphs_for(stage.train, device, several)
         stage.train.parallel.sizes(*(planned or distributed.current_world()))
         for metric in stage.train.metrics:
@@ -100,16 +101,16 @@ def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
     A stage that has begun stands on its own checkpoint, and what it began with may be gone.
     """
     init, where = stage.spec.config.init, f"stages.{stage.name}.init"
-    if init is None or checkpoint.steps(folder.checkpoints(stage.name)):
+    if init is None or checkpoint.saved_steps(folder.checkpoints(stage.name)):
         return
     earlier = [other.name for other in plan.stages[: plan.stages.index(stage)]]
     if init in earlier:
         skipped = next(other for other in plan.stages if other.name == init).spec.config.skip
-        if skipped and not checkpoint.steps(folder.checkpoints(init)):
+        if skipped and not checkpoint.saved_steps(folder.checkpoints(init)):
             raise InputError(f"{where}={init}: that stage is skipped and has no checkpoint; train it first")
         return
     if is_remote(init):
-        probe(init)
+        check_reachable(init)
         return
     if init.endswith(".safetensors"):
         if not Path(init).is_file():
@@ -121,7 +122,7 @@ def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
             f"nor an earlier stage ({', '.join(earlier) or 'none'})"
         )
     run, name = StageLoader(folder).locate(init)
-    checkpoint.choose(run.checkpoints(name))
+    checkpoint.select(run.checkpoints(name))
 
 
 def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
@@ -131,7 +132,7 @@ def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
         wanted = getattr(stage.spec.config, key)
         if isinstance(wanted, str) and ("/" in wanted or wanted in skipped):
             run, name = StageLoader(folder).locate(wanted)
-            if not checkpoint.steps(run.checkpoints(name)):
+            if not checkpoint.saved_steps(run.checkpoints(name)):
                 raise InputError(f"stages.{stage.name}.{key}={wanted}: that stage has no checkpoint; train it first")
 
 

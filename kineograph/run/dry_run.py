@@ -18,7 +18,7 @@ from kineograph.doctor import machine
 from kineograph.doctor.report import environment, report, size
 from kineograph.run import layers
 from kineograph.run.checks import check_stages
-from kineograph.run.launch import placed
+from kineograph.run.launch import read_launcher_env
 from kineograph.run.plan import make_plan
 from kineograph.run.stage_data import open_data
 from kineograph.stage.data import StageData
@@ -88,7 +88,7 @@ def dry_run(
 def planned_world(processes: int | None) -> World:
     """Those that a launcher started, or as many as are asked for: on machines with as many GPUs as this one, or on one where it has no more
     than one."""
-    place = placed()
+    place = read_launcher_env()
     if processes is None:
         return World(place.world, place.local_world) if place is not None else World()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""Start and end of the process group. Launchers tell each process its place in variables of their own; the same command runs on all.
+"""Start and end the process group. The same command runs under torchrun, mpirun and srun.
 
 torchrun --nproc-per-node 4 -m kineograph train muse-tiny
 mpirun -n 4 python -m kineograph train muse-tiny
@@ -7,26 +7,23 @@ srun -n 4 python -m kineograph train muse-tiny
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
-from kineograph.core.errors import InputError, KineoError, RunFailed, Stopped
+from kineograph.core.errors import InputError, RunFailed
 
-PORT = 29400
-_START = timedelta(minutes=30)  # for all processes to come, until the config says how long one waits for another
-_A_MONTH = 30 * 24 * 3600.0  # seconds
-_FAULT = "kineograph/fault"  # in the group's store: who failed first, and with which exit code
+DEFAULT_PORT = 29400
+NO_TIMEOUT = 30 * 24 * 3600.0  # seconds: a month
+_START_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Of this process among those of the job, as its launcher says."""
+class LauncherEnv:
+    """Rank, world size and rendezvous address of this process, as its launcher set them."""
 
     launcher: str
     rank: int
@@ -37,46 +34,40 @@ class Place:
     port: int
 
 
-class Echo(KineoError):
-    """What ended another process ends this one too. It has been said there: this one is silent."""
+# Environment variables of each launcher: rank, world size, local rank, processes on this machine.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OTHER_LAUNCHERS = (
+    ("mpirun", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")),
+    ("mpirun", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    # SLURM_STEP_NUM_TASKS, not SLURM_NTASKS: a batch script sets the latter too and is one process.
+    ("srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
+)  # fmt: skip
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("")
-        self.exit_code = exit_code
 
-
-# What launchers say ------------------------------------------------------------------------------------------------
-
-
-def placed(env: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place; None where nothing launched it together with others."""
-    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, and whoever sets the variables by hand
-        return _place(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+def read_launcher_env(env: Mapping[str, str] = os.environ) -> LauncherEnv | None:
+    """Return what the launcher set, or None for a single process."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _parse_env(env, "torchrun", *_TORCHRUN)
     if int(env.get("WORLD_SIZE", 1)) > 1:
         raise InputError(f"WORLD_SIZE={env['WORLD_SIZE']} without RANK: start with torchrun, or set both")
-    for launcher, *names in (
-        (
-            "mpirun",
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-        ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        # The step's own count: a batch script has SLURM_NTASKS too, and is one process.
-        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    ):
-        if names[0] in env and _count(env.get(names[1], "1")) > 1:
-            return _place(env, launcher, *names)
+    for launcher, names in _OTHER_LAUNCHERS:
+        if names[0] in env and _parse_count(env.get(names[1], "1")) > 1:
+            return _parse_env(env, launcher, *names)
     return None
 
 
-def _place(env: Mapping[str, str], launcher: str, rank: str, world: str, local: str, per_node: str) -> Place:
-    size = _count(env[world])
-    local_world = _count(env.get(per_node, env[world]))
+def is_main_process() -> bool:
+    """Whether this is the only process, or rank 0."""
+    env = read_launcher_env()
+    return env is None or env.rank == 0
+
+
+def _parse_env(env: Mapping[str, str], launcher: str, rank: str, world: str, local: str, per_node: str) -> LauncherEnv:
+    size = _parse_count(env[world])
+    local_world = _parse_count(env.get(per_node, env[world]))
     address = env.get("MASTER_ADDR")
     if address is None and launcher == "srun":
-        address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1")
+        address = first_slurm_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1")
     if address is None:
         if local_world < size:
             raise InputError(
@@ -84,156 +75,110 @@ def _place(env: Mapping[str, str], launcher: str, rank: str, world: str, local: 
                 "such as mpirun -x MASTER_ADDR=node1 …"
             )
         address = "127.0.0.1"
-    return Place(
+    return LauncherEnv(
         launcher=launcher,
         rank=int(env[rank]),
         world=size,
         local_rank=int(env.get(local, int(env[rank]) % local_world)),
         local_world=local_world,
         address=address,
-        port=int(env.get("MASTER_PORT") or PORT + int(env.get("SLURM_JOB_ID") or 0) % 10_000),
+        port=int(env.get("MASTER_PORT") or DEFAULT_PORT + int(env.get("SLURM_JOB_ID") or 0) % 10_000),
     )
 
 
-def _count(text: str) -> int:
-    """`4`, or SLURM's `4(x2),3`: of the first node."""
+def _parse_count(text: str) -> int:
+    """`4`, or SLURM's `4(x2),3`: the count of the first node."""
     return int(re.match(r"\d+", text)[0])  # type: ignore[index]
 
 
-def first_host(nodes: str) -> str:
+def first_slurm_host(nodes: str) -> str:
     """`gpu[07-09,12],cpu1` → gpu07"""
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
-    return found[1] + (found[2] or "") if found else nodes
-
-
-# The group ---------------------------------------------------------------------------------------------------------
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    return match[1] + (match[2] or "") if match else nodes
 
 
 @contextmanager
-def sharing() -> Iterator[None]:
-    """`together` for commands whose processes meet at the end: one with little to do waits for the others as long as they take."""
-    with together():
-        wait_at_most(_A_MONTH)
-        yield
+def process_group(timeout: float | None = None) -> Iterator[None]:
+    """Join the job's process group. Does nothing in a single process or inside another `process_group`.
 
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Inside, the processes of this job are one group; with a single process, or in a group that is there already, nothing happens.
-
-    An error that ends one process ends all: the first to fail says why, the others follow silently with its exit code.
+    `timeout`: seconds that a rank waits for another; NO_TIMEOUT for commands whose ranks only meet at the end.
     """
-    place = placed()
-    if place is None or _started():
+    env = read_launcher_env()
+    if env is None or _is_initialized():
         yield
         return
     import torch.distributed as dist
 
     from kineograph.core import distributed
 
-    _start(place)
+    _initialize(env)
+    if timeout is not None:
+        set_group_timeout(timeout)
     try:
         yield
-    except BaseException as error:
-        told = distributed.describe_peer_failure(error)
-        if told is not None:  # a process that was killed says nothing itself
-            error = RunFailed(f"rank {place.rank}: {told}; run the same command to go on from the last checkpoint")
-        code = error.exit_code if isinstance(error, KineoError) else 1
-        if isinstance(error, Stopped) and place.rank:  # all of them stop, and the first one says so
-            raise Echo(code) from error
-        if isinstance(error, Exception) and not isinstance(error, Stopped) and not _is_first_fault(place, code):
-            raise Echo(_fault_code(code)) from error
-        raise error
+    except Exception as error:
+        failure = distributed.describe_peer_failure(error)
+        if failure is None:
+            raise
+        raise RunFailed(f"{failure}; run the same command to go on from the last checkpoint") from error
     else:
-        dist.barrier()  # rank 0 may hold the store that the others still speak through
+        dist.barrier()  # rank 0 may host the store: it must not leave first
         dist.destroy_process_group()
     finally:
         distributed.reset_data_group()
 
 
-def _started() -> bool:
+def _is_initialized() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
-def _start(place: Place) -> None:
+def _initialize(env: LauncherEnv) -> None:
     import torch
 
     os.environ.update(
         {
-            "RANK": str(place.rank),
-            "WORLD_SIZE": str(place.world),
-            "LOCAL_RANK": str(place.local_rank),
-            "LOCAL_WORLD_SIZE": str(place.local_world),
-            "MASTER_ADDR": place.address,
-            "MASTER_PORT": str(place.port),
+            "RANK": str(env.rank),
+            "WORLD_SIZE": str(env.world),
+            "LOCAL_RANK": str(env.local_rank),
+            "LOCAL_WORLD_SIZE": str(env.local_world),
+            "MASTER_ADDR": env.address,
+            "MASTER_PORT": str(env.port),
         }
     )
     backend = "gloo"
     if torch.cuda.is_available():
-        if place.local_rank >= torch.cuda.device_count() and place.local_world > torch.cuda.device_count():
-            raise InputError(
-                f"{place.local_world} processes on a machine with {torch.cuda.device_count()} GPUs: start one process a GPU"
-            )
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"  # what processes say to one another stays on the host
+        gpus = torch.cuda.device_count()
+        if env.local_rank >= gpus and env.local_world > gpus:
+            raise InputError(f"{env.local_world} processes on a machine with {gpus} GPUs: start one process per GPU")
+        torch.cuda.set_device(env.local_rank % gpus)
+        backend = "cpu:gloo,cuda:nccl"
     try:
-        _join(backend, place)
+        _init_process_group(backend, env)
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"rank {place.rank} of {place.world} did not reach the others at {place.address}:{place.port} ({error}): "
-            "check MASTER_ADDR and MASTER_PORT, and that as many processes were started"
+            f"rank {env.rank} of {env.world} did not reach the others at {env.address}:{env.port} ({error}): "
+            "check MASTER_ADDR and MASTER_PORT, and that all processes were started"
         ) from None
 
 
-def _join(backend: str, place: Place) -> None:
+def _init_process_group(backend: str, env: LauncherEnv) -> None:
     import torch.distributed as dist
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend, timeout=_START)
+        dist.init_process_group(backend, timeout=_START_TIMEOUT)
         return
-    # torchrun's own store outlives the processes that it starts again, with the addresses of those that are gone in it. So each attempt
-    # gets a shelf of its own there.
-    shared = dist.TCPStore(place.address, place.port, place.world, is_master=False, timeout=_START)
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", shared)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=_START)
+    # torchrun's store survives a restart, with the addresses of dead processes in it: use one prefix per attempt.
+    agent_store = dist.TCPStore(env.address, env.port, env.world, is_master=False, timeout=_START_TIMEOUT)
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", agent_store)
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world, timeout=_START_TIMEOUT)
 
 
-def wait_at_most(seconds: float) -> None:
-    """How long a process waits for another from here on (`train.timeout`)."""
+def set_group_timeout(seconds: float) -> None:
+    """Set how long a rank waits for another from here on (`train.timeout`)."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    if _started():
-        _set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)  # the only way after the start
-
-
-def _store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
-def _is_first_fault(place: Place, code: int) -> bool:
-    """Whether this process was the first to fail, which it then has told the others."""
-    mine = json.dumps({"rank": place.rank, "exit_code": code})
-    try:
-        return _store().compare_set(_FAULT, "", mine).decode() == mine
-    except Exception:  # the store went with the process that held it, and that one has spoken
-        return False
-
-
-def _fault_code(code: int) -> int:
-    with suppress(Exception):
-        return int(json.loads(_store().get(_FAULT))["exit_code"])
-    return code
-
-
-# Saying things once ------------------------------------------------------------------------------------------------
-
-
-def speaks() -> bool:
-    """Whether this process is the one that talks to people: the only one, or rank 0."""
-    place = placed()
-    return place is None or place.rank == 0
+    if _is_initialized():
+        _set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)  # torch has no public way after the start

@@ -54,7 +54,7 @@ def _row(path: Path) -> Row:
         tree = run.config()
         stages = [stage for stage, keys in tree["stages"].items() if not keys.get("skip")]
         planned = {stage: planned_steps(tree, stage) for stage in stages}
-        saved = {stage: max(checkpoint.steps(run.checkpoints(stage)), default=0) for stage in stages}
+        saved = {stage: max(checkpoint.saved_steps(run.checkpoints(stage)), default=0) for stage in stages}
         inside = [stage for stage in stages if saved[stage] and _inside(run.checkpoints(stage), saved[stage])]
         results = results_file.read_results(run)
     except (KineoError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -79,14 +79,14 @@ def _row(path: Path) -> Row:
         if started
         else "new"
     )
-    best = checkpoint.best(run.checkpoints(stage)) or {}
+    best = checkpoint.read_best(run.checkpoints(stage)) or {}
     return Row(name, state, stage, step, planned[stage], best.get("loss"), _accuracy(results), age)
 
 
 def _inside(checkpoints: Path, step: int) -> bool:
     """Whether the run still has to validate, evaluate or draw with the weights of this step."""
     try:
-        return checkpoint.at(checkpoints, step).phase != "train"
+        return checkpoint.checkpoint_at(checkpoints, step).phase != "train"
     except (OSError, ValueError):  # damaged: training says so
         return False
 

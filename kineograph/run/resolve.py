@@ -36,7 +36,7 @@ def resolve(
     saved = folder.config()
     # The preset that the run was made from is in the saved config already, as it was then.
     others = [a for a in arguments if not (a == saved.get("preset") and not Path(a).is_file())]
-    if fresh and not any(checkpoint.steps(folder.checkpoints(name)) for name in saved.get("stages", {})):
+    if fresh and not any(checkpoint.saved_steps(folder.checkpoints(name)) for name in saved.get("stages", {})):
         return make_plan(fresh), folder  # it never came to a checkpoint: there is nothing to be true to
     plan = make_plan(layers.read(others, extra, base=saved))
     refuse_changes(comparable(make_plan(saved).tree()), comparable(plan.tree()))

@@ -117,7 +117,7 @@ class Show:
         with stepper.eval_mode() as task:
             asked, pixels = self._drawn(task)
         online = None
-        if stepper.averages:
+        if stepper.emas:
             with stepper.eval_mode(ema=False) as task:
                 online = self._draw(task, asked.prompts, asked.beside)
         if distributed.is_first():
@@ -261,15 +261,15 @@ class Show:
             shown = self._in_parts(batch, task.reconstruct)
         if not distributed.broadcast_object(len(shown)):
             return
-        if stepper.averages:
+        if stepper.emas:
             with stepper.eval_mode(ema=False) as task:
                 online = self._in_parts(batch, task.reconstruct)
         if not distributed.is_first():
             return
         inputs = _real(batch.video, batch)
-        kind = "EMA" if stepper.averages else "reconstruction"
+        kind = "EMA" if stepper.emas else "reconstruction"
         rows = [("input", inputs), (kind, _real(shown, batch))]
-        if stepper.averages:
+        if stepper.emas:
             rows.insert(1, ("online", _real(online, batch)))
         self._left.append(partial(self._write_reconstructions, step, batch, rows))
 

@@ -19,13 +19,13 @@ from kineograph.data.loader import worker_died
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_flops import work_of
 from kineograph.run.checks import check_stages
-from kineograph.run.launch import speaks, together, wait_at_most
+from kineograph.run.launch import is_main_process, process_group, set_group_timeout
 from kineograph.run.metrics import Evaluate
 from kineograph.run.plan import make_plan
 from kineograph.run.resolve import Resume, resolve
+from kineograph.run.resume_from import fetch_checkpoints
 from kineograph.run.show import Show
 from kineograph.run.stage_data import open_data
-from kineograph.run.taking_up import take_up
 from kineograph.run.token_cache import cached_source
 from kineograph.stage.build import build_task, stage_seed
 from kineograph.stage.data import StageData
@@ -33,7 +33,7 @@ from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import brought_init, warm_start
 from kineograph.train import checkpoint
-from kineograph.train.phases import Cursor, finished, settle
+from kineograph.train.phases import Cursor, is_finished, skip_removed_phases
 from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
@@ -56,10 +56,10 @@ def train(
 ) -> Path:
     """Train all stages of a preset or file; the same call again resumes. → the run folder.
 
-    `resume_from` names checkpoints that lie elsewhere, to go on from (train/fetching.py says where that may be).
+    `resume_from` names checkpoints that lie elsewhere, to go on from (train/remote_checkpoint.py says where that may be).
     """
-    quiet = quiet or not speaks()
-    with together():
+    quiet = quiet or not is_main_process()
+    with process_group():
         return _train(
             arguments,
             run,
@@ -86,22 +86,24 @@ def _train(
 ) -> Path:
     """What every process of the group does. The first one decides, writes and speaks."""
     if resume_from and distributed.is_first():
-        take_up(resume_from, run, note)
+        fetch_checkpoints(resume_from, run, note)
     plan, folder = _agreed(arguments, run, resume, extra)
-    wait_at_most(max(stage.train.timeout for stage in plan.stages))
+    set_group_timeout(max(stage.train.timeout for stage in plan.stages))
     wanted = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
     check_trackers(wanted)
     data: dict[str, StageData] = {}
     for stage in plan.stages:
         if not stage.spec.config.skip:
             data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
-    begun = distributed.broadcast_object(any(checkpoint.steps(folder.checkpoints(stage.name)) for stage in plan.stages))
+    begun = distributed.broadcast_object(
+        any(checkpoint.saved_steps(folder.checkpoints(stage.name)) for stage in plan.stages)
+    )
     check_stages(plan, data, folder, building=not begun)
     with _held(folder), ExitStack() as stack:
         rank_log = RankLog(folder.path)
         stack.callback(rank_log.close)
         stack.enter_context(rank_log.listening())
-        note = rank_log.beside(note)
+        note = rank_log.with_note(note)
         trackers: dict[str, Tracker] = {}
         if distributed.is_first():
             opened_trackers = open_trackers(wanted, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
@@ -198,10 +200,12 @@ class _StageRun:
 
     def train(self) -> None:
         stage = self.stage
-        found = checkpoint.agreed(self.checkpoints)
+        found = checkpoint.latest_on_all_ranks(self.checkpoints)
         if found is not None:
             self.stages.check_references(self.folder, stage.name, found)
-        if found is not None and finished(stage.train, settle(stage.train, Cursor(found.step, found.phase))):
+        if found is not None and is_finished(
+            stage.train, skip_removed_phases(stage.train, Cursor(found.step, found.phase))
+        ):
             self.note(f"{stage.name}: finished at step {found.step}")
             return
         with brought_init(stage, self.folder, self.note) as brought:

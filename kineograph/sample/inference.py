@@ -15,7 +15,7 @@ from kineograph.core.batch import Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Task
-from kineograph.train.stepper import autocast, precision_for
+from kineograph.train.stepper import autocast, resolve_precision
 
 BATCH = 32  # rows drawn at once by default
 
@@ -105,7 +105,7 @@ def inference_mode(task: Task, device: torch.device) -> Iterator[None]:
     """Eval mode, no gradients and the precision of training; restores every module's own mode afterwards."""
     modes = [(module, module.training) for module in task.modules()]
     in_training = any(p.requires_grad for p in task.parameters())
-    precision = precision_for(task.precision if device.type == "cuda" else "auto", device)
+    precision = resolve_precision(task.precision if device.type == "cuda" else "auto", device)
     task.eval()
     try:
         # Tensors that a task caches under inference_mode (position tables) could never be trained with again.

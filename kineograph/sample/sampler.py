@@ -111,7 +111,7 @@ class Sampler:
             compiled=compile,
         )
         name = sampling_stage(folder, stage)
-        found = checkpoints.choose(folder.checkpoints(name), checkpoint)
+        found = checkpoints.select(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)
         if not task.can_sample:
             raise InputError(

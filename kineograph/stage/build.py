@@ -19,7 +19,7 @@ from kineograph.stage.data import StageData
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan, read_stage
 from kineograph.train import checkpoint
-from kineograph.train.fetching import is_remote
+from kineograph.train.remote_checkpoint import is_remote
 
 
 @contextmanager
@@ -90,7 +90,7 @@ class Builder:
             return _frozen(self.build(reference, device), device)
         path = Path(reference)
         run = RunFolder.existing(path.parent)
-        assets = checkpoint.choose(run.checkpoints(path.name)).state().get("assets", {})
+        assets = checkpoint.select(run.checkpoints(path.name)).state().get("assets", {})
         spec = read_stage(run.config(), path.name)
         context = BuildContext(
             shape=spec.data.shape,

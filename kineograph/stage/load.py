@@ -48,7 +48,7 @@ class StageLoader:
         run, name = self.locate(reference)
         key = (run.path.resolve(), name, f"{which}-{ema}")
         if key not in self._loaded:
-            found = checkpoint.choose(run.checkpoints(name), which)
+            found = checkpoint.select(run.checkpoints(name), which)
             self.check_references(run, name, found)
             task = build(run, name, found.state().get("assets", {}), self._sibling(run), self.note)
             load_weights(task, found.weights(ema))
@@ -62,7 +62,7 @@ class StageLoader:
     def digest(self, reference: str) -> str:
         """Identifies a stage's trained weights."""
         run, name = self.locate(reference)
-        return checkpoint.choose(run.checkpoints(name)).digest()
+        return checkpoint.select(run.checkpoints(name)).digest()
 
     def codec_of(self, config: StageConfig, run: RunFolder | None = None) -> tuple[str, str] | None:
         """The codec that a stage's tokens or latents are made by, its own or that of the generator that it stands on: where it lies, and its digest."""
@@ -142,7 +142,7 @@ def sampling_stage(run: RunFolder, wanted: str | None = None) -> str:
         return wanted
     drawing = [name for name in names if find_task(tree["stages"][name]["task"]).sample is not Task.sample]
     for name in reversed(drawing):
-        if checkpoint.steps(run.checkpoints(name)):
+        if checkpoint.saved_steps(run.checkpoints(name)):
             return name
     why = f"{', '.join(drawing)} is not trained yet" if drawing else "none of them is a generator"
     raise InputError(f"{run.path} has no trained stage that draws samples: of its stages ({', '.join(names)}) {why}")

@@ -18,7 +18,7 @@ from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import StagePlan
 from kineograph.text.learned import ASSET, LearnedText
 from kineograph.train import checkpoint
-from kineograph.train.fetching import fetched, is_remote
+from kineograph.train.remote_checkpoint import download_checkpoint, is_remote
 
 _BYTES = 259  # tokens of a vocabulary that learned nothing: 256 bytes and three special ones, the same everywhere
 _NAMED = 4  # tensors that a line of the log names before it counts the rest
@@ -31,7 +31,7 @@ def brought_init(stage: StagePlan, folder: RunFolder, note: Callable[[str], None
     if init is None or not is_remote(init) or checkpoint.latest(folder.checkpoints(stage.name)) is not None:
         yield None
         return
-    with fetched(init, folder.stage(stage.name), note) as found:
+    with download_checkpoint(init, folder.stage(stage.name), note) as found:
         yield found
 
 
@@ -43,9 +43,9 @@ def warm_start(
     if init is None or checkpoint.latest(stages.run.checkpoints(stage.name)) is not None:
         return
     if brought is not None and brought.is_file():
-        given, words = checkpoint.read_file(brought), None
+        given, words = checkpoint.read_safetensors(brought), None
     elif init.endswith(".safetensors") and not is_remote(init):
-        given, words = checkpoint.read_file(Path(init)), None
+        given, words = checkpoint.read_safetensors(Path(init)), None
     else:
         found = _saved(brought) or _trained(init, stages)
         given, words = found.weights(), found.state().get("assets", {}).get(ASSET)
@@ -93,7 +93,7 @@ def _fitted(
 
 def _trained(init: str, stages: StageLoader) -> checkpoint.Checkpoint:
     run, name = stages.locate(init)
-    return checkpoint.choose(run.checkpoints(name))
+    return checkpoint.select(run.checkpoints(name))
 
 
 def _compare_codecs(

@@ -144,7 +144,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], s
     """Write checkpoint `step` of a stage here and now. Either all of it is there afterwards, or nothing is changed."""
     separate = {name: _separate(group) for name, group in tensors.items()}
     write(folder, step, separate, json.dumps({"step": step, **state}, ensure_ascii=False))
-    return at(folder, step)
+    return checkpoint_at(folder, step)
 
 
 def write(folder: Path, step: int, tensors: Mapping[str, dict[str, Tensor]], state: str) -> None:
@@ -155,9 +155,9 @@ def write(folder: Path, step: int, tensors: Mapping[str, dict[str, Tensor]], sta
         if temporary is not None:
             for name, group in tensors.items():
                 save_file(group, temporary / f"{name}{_SUFFIX}")
-            commit(temporary, step, state, {path.name: fingerprint(path) for path in sorted(temporary.iterdir())})
+            commit(temporary, step, state, {path.name: flush_and_hash(path) for path in sorted(temporary.iterdir())})
     except (OSError, SafetensorError) as error:
-        raise cannot_save(folder, step, temporary, error) from error
+        raise save_error(folder, step, temporary, error) from error
 
 
 def prepare(folder: Path, step: int) -> Path | None:
@@ -165,9 +165,9 @@ def prepare(folder: Path, step: int) -> Path | None:
 
     The place bears this process's number: one that outlived its killed fellows may still write to theirs.
     """
-    target = at(folder, step).path
+    target = checkpoint_at(folder, step).path
     temporary = folder / f".writing-{target.name}-{os.getpid()}"
-    if target.exists() and problem(target) is None:
+    if target.exists() and find_damage(target) is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -177,9 +177,9 @@ def prepare(folder: Path, step: int) -> Path | None:
 
 def commit(temporary: Path, step: int, state: str, files: Mapping[str, Mapping[str, Any]]) -> None:
     """All tensors lie in the temporary place, with these fingerprints: add the state and the manifest, then the name."""
-    folder, target = temporary.parent, at(temporary.parent, step).path
+    folder, target = temporary.parent, checkpoint_at(temporary.parent, step).path
     (temporary / "state.json").write_text(state, encoding="utf-8")
-    listed = {**files, "state.json": fingerprint(temporary / "state.json")}
+    listed = {**files, "state.json": flush_and_hash(temporary / "state.json")}
     nested = {str(Path(name).parent) for name in files} - {"."}
     for name in nested:
         sync_folder(temporary / name)
@@ -194,19 +194,19 @@ def commit(temporary: Path, step: int, state: str, files: Mapping[str, Mapping[s
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def cannot_save(
+def save_error(
     folder: Path, step: int, temporary: Path | None, error: BaseException | str, remedy: str = "make room or permission"
 ) -> RunFailed:
     if temporary is not None and distributed.is_first():
         shutil.rmtree(temporary, ignore_errors=True)
     return RunFailed(
-        f"cannot save {at(folder, step).path}: {error}; {remedy} and run the same command to go on from the last checkpoint"
+        f"cannot save {checkpoint_at(folder, step).path}: {error}; {remedy} and run the same command to go on from the last checkpoint"
     )
 
 
-def update(folder: Path, step: int, state: Mapping[str, Any]) -> None:
+def update_state(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     """Change these keys of a saved step's state: the old ones or the new ones are there, never a mixture."""
-    write_json(at(folder, step).path / "phase.json", state)
+    write_json(checkpoint_at(folder, step).path / "phase.json", state)
 
 
 def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
+def flush_and_hash(path: Path) -> dict[str, Any]:
     """Flush a file to disk and tell its size and checksum."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -234,7 +234,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / "manifest.json").read_text(encoding="utf-8"))
 
 
-def problem(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None when every byte is as it was written. A run that is taken up asks several times: what has not been
     touched since is not read again."""
     key = (path.resolve(), _signature(path))
@@ -285,59 +285,61 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def steps(folder: Path) -> list[int]:
+def saved_steps(folder: Path) -> list[int]:
     """Steps that have a checkpoint, ascending; complete or not."""
     if not folder.is_dir():
         return []
     return sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
 
-def at(folder: Path, step: int) -> Checkpoint:
+def checkpoint_at(folder: Path, step: int) -> Checkpoint:
     return Checkpoint(folder / f"step-{step:08d}", step)
 
 
 def latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
     """The newest checkpoint that is complete; damaged ones are named and passed over."""
-    for step in reversed(steps(folder)):
-        found = at(folder, step)
-        fault = problem(found.path)
+    for step in reversed(saved_steps(folder)):
+        found = checkpoint_at(folder, step)
+        fault = find_damage(found.path)
         if fault is None:
             return found
         note(f"{found.path} is damaged ({fault}): falling back to the checkpoint before it")
     return None
 
 
-def agreed(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+def latest_on_all_ranks(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
     """What `latest` finds in the first process, for all: others take its word, so that none goes on from another step."""
     found = latest(folder, note) if distributed.is_first() else None
     if not distributed.is_active():
         return found
     step = distributed.broadcast_object(None if found is None else found.step)
-    if step is not None and not at(folder, step).path.is_dir():
+    if step is not None and not checkpoint_at(folder, step).path.is_dir():
         raise InputError(
-            f"rank {distributed.rank()} does not see {at(folder, step).path}, which rank 0 does: the run folder must lie on a disk that all machines share"
+            f"rank {distributed.rank()} does not see {checkpoint_at(folder, step).path}, which rank 0 sees: put the run folder on a disk all machines share"
         )
-    for other in steps(folder) if not distributed.is_first() else ():
+    for other in saved_steps(folder) if not distributed.is_first() else ():
         if step is None or other >= step:
-            path = at(folder, other).path
+            path = checkpoint_at(folder, other).path
             _judged[path.resolve(), _signature(path)] = None if other == step else "the first process found it damaged"
-    return None if step is None else at(folder, step)
+    return None if step is None else checkpoint_at(folder, step)
 
 
-def choose(folder: Path, which: str | int = "last") -> Checkpoint:
+def select(folder: Path, which: str | int = "last") -> Checkpoint:
     """`last`, `best`, or a step."""
-    available = steps(folder)
+    available = saved_steps(folder)
     if not available:
         raise NotTrained(f"{folder} has no checkpoint yet: train first, or name another run")
     if which == "last":
         found = latest(folder)
         if found is None:
-            if steps(folder) != available:  # training goes on: what was there is removed, and newer ones are written
-                return choose(folder, which)
+            if (
+                saved_steps(folder) != available
+            ):  # training goes on: what was there is removed, and newer ones are written
+                return select(folder, which)
             raise InputError(f"{folder}: every checkpoint is damaged ({', '.join(map(str, available))})")
         return found
     if which == "best":
-        score = best(folder)
+        score = read_best(folder)
         if score is None:
             raise InputError(
                 f"{folder} has no best checkpoint: it was trained without validation; use --checkpoint last"
@@ -351,13 +353,13 @@ def choose(folder: Path, which: str | int = "last") -> Checkpoint:
         ) from None
     if step not in available:
         raise InputError(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, available))}")
-    fault = problem(at(folder, step).path)
+    fault = find_damage(checkpoint_at(folder, step).path)
     if fault:
-        raise InputError(f"{at(folder, step).path} is damaged: {fault}")
-    return at(folder, step)
+        raise InputError(f"{checkpoint_at(folder, step).path} is damaged: {fault}")
+    return checkpoint_at(folder, step)
 
 
-def best(folder: Path) -> dict[str, Any] | None:
+def read_best(folder: Path) -> dict[str, Any] | None:
     """Step and loss of the best checkpoint."""
     try:
         return json.loads((folder / "best.json").read_text(encoding="utf-8"))
@@ -365,7 +367,7 @@ def best(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def set_best(folder: Path, step: int, loss: float) -> None:
+def write_best(folder: Path, step: int, loss: float) -> None:
     write_json(folder / "best.json", {"step": step, "loss": loss})
 
 
@@ -374,15 +376,17 @@ def prune(folder: Path, keep_last: int, newest: int, snapshot: Callable[[int], b
 
     What lies beyond `newest` is damaged: the run was taken up before it.
     """
-    score = best(folder)
-    keep = set([step for step in steps(folder) if step <= newest][-keep_last:]) | ({score["step"]} if score else set())
-    for step in steps(folder):
+    score = read_best(folder)
+    keep = set([step for step in saved_steps(folder) if step <= newest][-keep_last:]) | (
+        {score["step"]} if score else set()
+    )
+    for step in saved_steps(folder):
         if step not in keep and not (step <= newest and snapshot(step)):
-            _remove(at(folder, step).path)
-    clean(folder)
+            _remove(checkpoint_at(folder, step).path)
+    remove_leftovers(folder)
 
 
-def clean(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what an interrupted save or removal left behind. Only the holder of the run's lock calls this."""
     if folder.is_dir():
         for path in folder.iterdir():
@@ -397,7 +401,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def read_file(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Weights of one safetensors file, with an error for people."""
     try:
         with safe_open(path, framework="pt") as file:

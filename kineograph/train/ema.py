@@ -50,7 +50,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def averaged(averages: list[Ema]) -> Iterator[None]:
+def swap_in_averages(averages: list[Ema]) -> Iterator[None]:
     """Inside, the parameters hold their averages, in their own type: with another one torch would forget who waits for their gradients (DDP).
     Storage is swapped, and copied only where the type differs, or where FSDP2 gathers from the memory that it gave the part."""
     own: list[tuple[Tensor, Tensor]] = []

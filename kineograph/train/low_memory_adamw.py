@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     skipped: Tensor  # 1 where nothing is to change
 
 
-class Lean:
+class LowMemoryState:
     """The optimizer's part for one parameter: its state, made at the first step, and its update."""
 
     def __init__(self, parameter: nn.Parameter, eight_bits: bool, numbers: int | None = None) -> None:

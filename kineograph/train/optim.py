@@ -12,10 +12,10 @@ from kineograph.core.errors import InputError
 from kineograph.core.transfer import to_device
 from kineograph.train.config import PlayerConfig
 from kineograph.train.dtensors import WHOLE, Piece, local, local_parameter, total_norm
-from kineograph.train.low_memory_adamw import Lean, Rule
+from kineograph.train.low_memory_adamw import LowMemoryState, Rule
 
 
-def rate_at(config: PlayerConfig, step: int, steps: int) -> float:
+def learning_rate_at(config: PlayerConfig, step: int, steps: int) -> float:
     """Learning rate of the update that makes step `step` + 1: warm-up, then constant, cosine or linear to `final_lr`."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
@@ -47,11 +47,13 @@ class Optimizer:
             if p.ndim >= 2 and not getattr(p, "no_decay", False)
         }
         vectors = {name: p for name, p in self.parts.items() if name not in decays}
-        self.lean: dict[str, Lean] = {}
+        self.lean: dict[str, LowMemoryState] = {}
         if config.optimizer != "adamw":
             self.decays = set(decays)
             eight = config.optimizer == "adamw_8bit"
-            self.lean = {name: Lean(self.parts[name], eight, p.numel()) for name, p in self.parameters.items()}
+            self.lean = {
+                name: LowMemoryState(self.parts[name], eight, p.numel()) for name, p in self.parameters.items()
+            }
             return
         groups = [
             {"params": list(decays.values()), "weight_decay": config.weight_decay},

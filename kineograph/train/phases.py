@@ -44,19 +44,19 @@ def advance(config: TrainConfig, cursor: Cursor) -> Cursor:
     """Where the run stands once what `cursor` names is done."""
     step = cursor.step + (cursor.phase == "train")
     later = ORDER[ORDER.index(cursor.phase) + 1 :]
-    return Cursor(step, next((phase for phase in due(config, step) if phase in later), "train"))
+    return Cursor(step, next((phase for phase in due_phases(config, step) if phase in later), "train"))
 
 
-def settle(config: TrainConfig, cursor: Cursor) -> Cursor:
+def skip_removed_phases(config: TrainConfig, cursor: Cursor) -> Cursor:
     """A saved cursor under a config whose cadence may have changed since: a phase that is no longer due is passed over."""
-    return cursor if cursor.phase in ("train", *due(config, cursor.step)) else advance(config, cursor)
+    return cursor if cursor.phase in ("train", *due_phases(config, cursor.step)) else advance(config, cursor)
 
 
-def finished(config: TrainConfig, cursor: Cursor) -> bool:
+def is_finished(config: TrainConfig, cursor: Cursor) -> bool:
     return cursor.phase == "train" and cursor.step >= config.steps
 
 
-def due(config: TrainConfig, step: int) -> tuple[Phase, ...]:
+def due_phases(config: TrainConfig, step: int) -> tuple[Phase, ...]:
     """What follows step `step`, in order. The last step is followed by everything that is ever due."""
 
     def now(every: int) -> bool:
@@ -75,7 +75,7 @@ def due(config: TrainConfig, step: int) -> tuple[Phase, ...]:
     return tuple(phase for phase in ORDER if wanted.get(phase))
 
 
-def logs(config: TrainConfig, step: int) -> bool:
+def is_logged(config: TrainConfig, step: int) -> bool:
     """Whether step `step` is told to metrics.jsonl."""
     return step == 1 or step % config.log_every == 0 or step == config.steps
 

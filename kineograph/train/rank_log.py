@@ -55,7 +55,7 @@ class RankLog:
         told = "  ".join(f"{name} {ms:.3g} ms" for name, ms in parts.items())
         self.write(f"{stage}  step {step}  {told}" + (f"; {slowest}" if slowest is not None else ""))
 
-    def beside(self, note: Note) -> Note:
+    def with_note(self, note: Note) -> Note:
         """A note that goes to the file, and from the first process to `note` too."""
         said = distributed.on_first_rank(note)
 

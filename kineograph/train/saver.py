@@ -146,7 +146,7 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
                 f"{name}/{path.name}": path for path in distributed_checkpoint.write(temporary / name, parts, group)
             }
             heartbeat.beat()
-        files = _agree(group, lambda: {name: checkpoint.fingerprint(path) for name, path in own.items()})
+        files = _agree(group, lambda: {name: checkpoint.flush_and_hash(path) for name, path in own.items()})
         position = _agree(group, lambda: json.loads(text).get("data") or {})
 
         def commit() -> None:
@@ -159,10 +159,10 @@ def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], 
 
         _agree(group, commit)
     except (_Elsewhere, OSError) as error:
-        raise checkpoint.cannot_save(folder, step, temporary, error) from error
+        raise checkpoint.save_error(folder, step, temporary, error) from error
     except Exception as error:  # gloo's, mostly
         told = distributed.describe_peer_failure(error) or f"{type(error).__name__}: {error}"
-        raise checkpoint.cannot_save(folder, step, temporary, told, "see to that") from error
+        raise checkpoint.save_error(folder, step, temporary, told, "see to that") from error
 
 
 class _Elsewhere(Exception):

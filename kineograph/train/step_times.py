@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from kineograph.core import distributed, heartbeat
 from kineograph.train.config import TrainConfig
-from kineograph.train.phases import logs
+from kineograph.train.phases import is_logged
 
 PARTS = ("forward", "backward", "optimizer", "sync")
 SAMPLED = 2  # steps between two reports that are measured, at most
@@ -26,7 +26,7 @@ SAMPLED = 2  # steps between two reports that are measured, at most
 def is_measured(config: TrainConfig, step: int) -> bool:
     """Whether the update to `step` completed steps is one of those. A reported one always is."""
     apart = -(-config.log_every // SAMPLED)
-    return logs(config, step) or step % config.log_every % apart == 0
+    return is_logged(config, step) or step % config.log_every % apart == 0
 
 
 class StepTimes:

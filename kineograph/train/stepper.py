@@ -5,17 +5,13 @@ Nothing here waits for the device: losses, norms and skip counts stay there unti
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from kineograph.core import distributed
 from kineograph.core.batch import Batch
@@ -24,33 +20,20 @@ from kineograph.core.kernels import find_kernels
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Loss, Task, check_weights, compile_task, is_large, player_parameters, task_state_dict
 from kineograph.core.transfer import fetch_floats
+from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ddp import Reduction, Replicated
 from kineograph.train.dtensors import WHOLE, Cut, Piece, Sharded, local
-from kineograph.train.ema import Ema, averaged
+from kineograph.train.ema import Ema, swap_in_averages
 from kineograph.train.fsdp import ShardedTask, check_sharding
-from kineograph.train.optim import LossScale, Optimizer, rate_at
+from kineograph.train.optim import LossScale, Optimizer, learning_rate_at
 from kineograph.train.parallel import Layout, ParallelConfig
+from kineograph.train.precision import autocast, resolve_precision
 from kineograph.train.sequence_parallel import spread_sequence
 from kineograph.train.shard_io import Held, held, read_into, whole
 from kineograph.train.step_times import StepTimes
 from kineograph.train.tensor_parallel import check_splits, cut_blocks
-
-
-def precision_for(wanted: str, device: torch.device) -> str:
-    """`auto` is bf16 where the GPU has it and fp32 elsewhere: CPUs run bf16 many times slower."""
-    if wanted != "auto":
-        if wanted == "fp16" and device.type != "cuda":
-            raise ConfigError(f"train.precision=fp16 needs a GPU, and this is {device.type}: use fp32 or auto")
-        return wanted
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
 def graphs_for(config: TrainConfig, device: torch.device, several: bool | None = None) -> bool:
@@ -84,53 +67,6 @@ def check_layout(task: Task, parallel: ParallelConfig, players: Mapping[str, Pla
             check_splits(task, key, count)
 
 
-_ATTENTION = {  # every kernel that scaled_dot_product_attention may choose
-    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
-    for name in (
-        "flash_attention",
-        "efficient_attention",
-        "cudnn_attention",
-        "flash_attention_for_cpu",
-        "fused_attention_overrideable",
-    )
-}
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-
-
-_LOG = logging.getLogger("torch._higher_order_ops.wrap")
-_WIDEST = {"selective": 0.5, "light": 3.0}
-"""What is kept of matrix products: those at most so many times as wide as what they read. A product of few columns takes much work for little
-memory: of a transformer's, that is the way down of its MLP; with `light` all but the way up."""
-
-
-def _worth_keeping(widest: float, context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
-    """What attention gives, and matrix products that are not too wide."""
-    if operator in _PRODUCTS:
-        read, made = inputs[-1].shape  # of the right-hand matrix
-        keep = made <= widest * read
-    else:
-        keep = operator in _ATTENTION
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def recompute(block: nn.Module, keeping: str | None = None) -> None:
-    """Keep no activations of this block while training: the backward pass computes them again. `keeping`: all but what is worth keeping by
-    that rule; over long sequences attention is most of the work."""
-    forward = block.forward
-    kept: dict[str, Any] = {}
-    if keeping is not None:
-        _LOG.setLevel(logging.ERROR)  # it warns of changes in place, of which a block has none
-        policy = partial(_worth_keeping, _WIDEST[keeping])
-        kept["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-
-    def checkpointed(*inputs: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*inputs, **named)
-        return torch.utils.checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **kept, **named)
-
-    block.forward = checkpointed  # type: ignore[method-assign]
-
-
 class Stepper:
     """A Task with its players' optimizers and averages."""
 
@@ -152,7 +88,7 @@ class Stepper:
         self.task = task.to(self.device)
         self.config = config
         self.seed = seed
-        self.precision = precision_for(config.precision, self.device)
+        self.precision = resolve_precision(config.precision, self.device)
         task.check_precision(self.precision)
         task.precision = config.precision
         self.players = {name: (players or {}).get(name, config) for name in task.players}
@@ -163,7 +99,7 @@ class Stepper:
         self.optimizers = {
             name: Optimizer(self.parameters[name], self.players[name], self.pieces) for name in task.players
         }
-        self.averages = {
+        self.emas = {
             name: Ema(self.parameters[name], self.players[name].ema)
             for name in task.players
             if self.players[name].ema.decay > 0
@@ -184,7 +120,7 @@ class Stepper:
             spread_sequence(task, self.layout.group("sequence"))
         if config.checkpointing:
             for block in task.blocks():
-                recompute(block, None if config.checkpointing is True else config.checkpointing)
+                checkpoint_activations(block, None if config.checkpointing is True else config.checkpointing)
         by_block = config.compile == "blocks" or (config.compile == "auto" and is_large(task))
         self.graphs = graphs_for(config, self.device) and not by_block
         self.compiles = config.compile not in (False, "auto") or (
@@ -225,7 +161,7 @@ class Stepper:
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
-        joined = self.gradients(step, batches)
+        joined = self.accumulate_gradients(step, batches)
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
         for name in joined:
@@ -236,11 +172,11 @@ class Stepper:
                 divisor = divisor / self.layout.data_world
             with self.times.part("optimizer"):
                 norm, skipped = self.optimizers[name].step(
-                    rate_at(self.players[name], step, self.config.steps), divisor
+                    learning_rate_at(self.players[name], step, self.config.steps), divisor
                 )
                 overflow = torch.maximum(overflow, skipped)
-                if name in self.averages:
-                    self.averages[name].update(step + 1)
+                if name in self.emas:
+                    self.emas[name].update(step + 1)
             prefix = "" if name == self.task.players[0] else f"{name}/"
             values |= {prefix + term: value for term, value in found.items()} | {f"{prefix}gradient_norm": norm}
         if self.scale:
@@ -249,7 +185,7 @@ class Stepper:
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * overflow
         return values
 
-    def gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _Joined]:
+    def accumulate_gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _Joined]:
         """Add the gradients of these micro-batches to the parameters of every player that plays. → each one's losses."""
         # Dropout, revival of dead codes. Each data rank has its own; those who hold one model together have the same.
         apart = (distributed.data_rank(),) if distributed.data_rank() else ()
@@ -305,11 +241,11 @@ class Stepper:
                 for p in parameters.values():
                     p.requires_grad_(name in names)
 
-    def rates(self, step: int) -> dict[str, float]:
+    def learning_rates(self, step: int) -> dict[str, float]:
         """Learning rates of the update from `step`, for the log."""
         first = self.task.players[0]
         return {
-            "lr" if name == first else f"{name}/lr": rate_at(config, step, self.config.steps)
+            "lr" if name == first else f"{name}/lr": learning_rate_at(config, step, self.config.steps)
             for name, config in self.players.items()
         }
 
@@ -320,7 +256,7 @@ class Stepper:
         self.task.eval()
         try:
             with (
-                averaged(list(self.averages.values()) if ema else []),
+                swap_in_averages(list(self.emas.values()) if ema else []),
                 self.sharded.gathered() if self.sharded else nullcontext(),
                 torch.no_grad(),
                 # Judging comes in many shapes, each seldom: compiling them would take longer than it saves.
@@ -333,9 +269,11 @@ class Stepper:
 
     # saved state -------------------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def full_state(self) -> dict[str, dict[str, Tensor]]:
         """Everything with a tensor that the next step depends on, whole. Where processes hold parts, all must ask."""
-        return {kind: {name: whole(value) for name, value in found.items()} for kind, found in self.held().items()}
+        return {
+            kind: {name: whole(value) for name, value in found.items()} for kind, found in self.local_state().items()
+        }
 
     def _moments(self) -> dict[str, Tensor]:
         return {
@@ -353,12 +291,12 @@ class Stepper:
         scale = self.scale.state() if self.scale else {}
         numbers = fetch_floats({"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row, **scale})
         return {
-            "ema_updates": {name: ema.updates for name, ema in self.averages.items()},
+            "ema_updates": {name: ema.updates for name, ema in self.emas.items()},
             "scale": {name: numbers.pop(name) for name in scale} or None,
             **numbers,
         }
 
-    def held(self) -> dict[str, dict[str, Held]]:
+    def local_state(self) -> dict[str, dict[str, Held]]:
         """The same as it is saved: each process writes what it holds."""
         saved: dict[str, dict[str, Held]] = {
             "model": {
@@ -366,15 +304,15 @@ class Stepper:
             },
             "optimizer": {name: held(value, self.piece_of(name, value)) for name, value in self._moments().items()},
         }
-        if self.averages:
+        if self.emas:
             saved["ema"] = self._averages()
         return saved
 
     def _averages(self) -> dict[str, Held]:
         """Weights with the averages in place of what is averaged, as exact as they are kept; what has two names is so under both."""
         found: dict[str, Held] = {}
-        average = {name: value for ema in self.averages.values() for name, value in ema.average.items()}
-        weights = {name: p for ema in self.averages.values() for name, p in ema.parameters.items()}
+        average = {name: value for ema in self.emas.values() for name, value in ema.average.items()}
+        weights = {name: p for ema in self.emas.values() for name, p in ema.parameters.items()}
         twins = {local(p).data_ptr(): name for name, p in weights.items() if p.numel()}
         for name, value in task_state_dict(self.task).items():
             own = name if name in average else twins.get(local(value).data_ptr(), "")
@@ -388,7 +326,7 @@ class Stepper:
         state = saved.state()["stepper"]
         if saved.has("optimizer"):  # before the first step there is nothing
             self._load_moments(saved)
-        for name, ema in self.averages.items():
+        for name, ema in self.emas.items():
             self._read(saved, "ema", ema.average)
             ema.updates = state["ema_updates"].get(name, 0)
         if self.scale and state["scale"]:

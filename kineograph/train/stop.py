@@ -22,13 +22,13 @@ class StopRequest:
     """Set once somebody asked to stop."""
 
     def __init__(self) -> None:
-        self.by: str | None = None
+        self.signal_name: str | None = None
         self._asking: tuple[torch.Tensor, Any] | None = (
             None  # what all processes were asked last, and the answer to come
         )
 
     def __bool__(self) -> bool:
-        return self.by is not None
+        return self.signal_name is not None
 
     def agreed(self) -> bool:
         """Whether all stop now. A signal may reach one process alone, or each at another step; all must leave the loop at the same one.
@@ -38,7 +38,7 @@ class StopRequest:
         if not distributed.is_active():
             return bool(self)
         asked = self._asking
-        heard = torch.tensor([SIGNALS.index(signal.Signals[self.by]) + 1 if self.by else 0])
+        heard = torch.tensor([SIGNALS.index(signal.Signals[self.signal_name]) + 1 if self.signal_name else 0])
         self._asking = (heard, dist.all_reduce(heard, dist.ReduceOp.MAX, async_op=True))
         if asked is None:
             return False
@@ -46,7 +46,7 @@ class StopRequest:
         number = int(asked[0])
         if number:
             self._asking[1].wait()  # the group is used for other things from here on
-            self.by = self.by or SIGNALS[number - 1].name
+            self.signal_name = self.signal_name or SIGNALS[number - 1].name
         return bool(number)
 
     @contextmanager
@@ -63,13 +63,13 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self.by is not None and distributed.is_active():
+        if self.signal_name is not None and distributed.is_active():
             return  # launchers pass on what the terminal has sent to everyone already, and end by themselves what takes too long
-        if self.by is not None:
+        if self.signal_name is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.by = signal.Signals(number).name
+        self.signal_name = signal.Signals(number).name
         # A plain write to stderr: the handler may interrupt any other output.
         if distributed.is_first():
-            os.write(2, f"\n{self.by}: finishing the step, then saving; once more ends at once\n".encode())
+            os.write(2, f"\n{self.signal_name}: finishing the step, then saving; once more ends at once\n".encode())

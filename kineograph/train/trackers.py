@@ -270,10 +270,10 @@ def _for_browser(path: Path) -> tuple[bytes, int, int]:
 
 
 def _wandb() -> Any:
-    return wandb_module("train.trackers names wandb", ", or leave it out of train.trackers")
+    return import_wandb("train.trackers names wandb", ", or leave it out of train.trackers")
 
 
-def wandb_module(why: str, otherwise: str = "") -> Any:
+def import_wandb(why: str, otherwise: str = "") -> Any:
     """The package, which only some have; `why` it is needed is for the message."""
     try:
         module = importlib.import_module("wandb")

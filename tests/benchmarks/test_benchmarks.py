@@ -255,7 +255,7 @@ def test_the_cost_of_a_save_is_measured(tmp_path: Path) -> None:
     assert found["checkpoint_mb"] == pytest.approx(16 * found["millions"], rel=0.05)  # weights, average, two moments
     assert found["copy_s"] > 0 and found["write_s"] > 0
     assert found["background_s"] >= found["copy_s"]
-    assert len(checkpoint.steps(tmp_path)) <= 2  # what was measured is not piled up
+    assert len(checkpoint.saved_steps(tmp_path)) <= 2  # what was measured is not piled up
 
 
 def test_measurements_beside_the_cases_are_kept_as_theirs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

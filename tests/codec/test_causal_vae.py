@@ -439,7 +439,7 @@ def test_blocks_and_compiled_parts():
 
 
 def test_recomputed_blocks_give_the_same_gradients():
-    from kineograph.train.stepper import recompute
+    from kineograph.train.activation_checkpointing import checkpoint_activations
 
     found = []
     for checkpointed in (False, True):
@@ -448,7 +448,7 @@ def test_recomputed_blocks_give_the_same_gradients():
         batch = batch_for(task)
         if checkpointed:
             for block in task.blocks():
-                recompute(block)
+                checkpoint_activations(block)
         task.loss("generator", task(batch, noise_for(batch))).total.sum.backward()
         found.append(torch.cat([p.grad.flatten() for p in task.parameters()]))
     assert torch.allclose(*found, rtol=1e-4, atol=1e-6)

@@ -110,7 +110,7 @@ def test_the_state_is_what_a_real_stepper_holds() -> None:
         for key, v in o.state().items()
         if not key.startswith("step.")
     )
-    averages = sum(v.numel() * 4 for ema in stepper.averages.values() for v in ema.average.values())
+    averages = sum(v.numel() * 4 for ema in stepper.emas.values() for v in ema.average.values())
     assert found.memory.optimizer == moments
     assert found.memory.ema == averages
 

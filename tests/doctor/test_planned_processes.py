@@ -66,7 +66,7 @@ def test_a_process_holds_what_was_said(keys: str) -> None:
         plan, _, builder = opened(MUSE, f"train.parallel={keys}")
         stage = plan.stages[-1]
         stepper = Stepper(builder.build(stage.name, torch.device("cpu")), stage.train, stage.players)
-        task, (optimizer,), (average,) = stepper.task, stepper.optimizers.values(), stepper.averages.values()
+        task, (optimizer,), (average,) = stepper.task, stepper.optimizers.values(), stepper.emas.values()
         frozen = [t for kept in task.stages.values() for t in [*kept.parameters(), *kept.buffers()]]
         tensors = {t.data_ptr(): t for t in [*map(local, task.parameters()), *task.buffers(), *frozen]}
         return {

@@ -37,7 +37,7 @@ def full(tmp_path):
     )
     with open(run.metrics_file, "a") as file:
         file.write('{"stage": "generator", "split": "tr')  # torn by a kill
-    checkpoint.set_best(run.checkpoints("generator"), 20, 0.75)
+    checkpoint.write_best(run.checkpoints("generator"), 20, 0.75)
     rates = {"caption_accuracy": 0.9, "digit": 0.95, "place": 1.0}
     results_file.add_results(run, "validation", "generator", 20, {"caption_accuracy": Result(rates, {"ceiling": 0.99})})
     results_file.add_results(

@@ -30,8 +30,8 @@ def run(tmp_path: Path) -> RunFolder:
         tensors = {"model": {"w": online["w"] * step}, "ema": {"w": mean["w"] * step}, "optimizer": {"m": online["w"]}}
         checkpoint.save(folder.checkpoints("first"), step, tensors, {"assets": {"words": "a b"}})
     checkpoint.save(folder.checkpoints("second"), 3, {"model": online}, {})
-    checkpoint.set_best(folder.checkpoints("first"), 10, 0.5)
-    checkpoint.set_best(folder.checkpoints("second"), 3, 0.5)
+    checkpoint.write_best(folder.checkpoints("first"), 10, 0.5)
+    checkpoint.write_best(folder.checkpoints("second"), 3, 0.5)
     return folder
 
 
@@ -83,7 +83,7 @@ def test_an_occupied_place_is_refused_and_an_empty_folder_is_taken(run: RunFolde
 
 
 def test_a_damaged_checkpoint_is_refused_before_anything_is_written(run: RunFolder, tmp_path: Path) -> None:
-    path = checkpoint.at(run.checkpoints("second"), 3).path / "model.safetensors"
+    path = checkpoint.checkpoint_at(run.checkpoints("second"), 3).path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     before = everything(tmp_path)
     with pytest.raises(InputError, match="damaged"):

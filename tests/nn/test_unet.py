@@ -9,7 +9,7 @@ from torch import nn
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
 from kineograph.nn.unet import PixelAttention, ResidualBlock, Unet, UnetConfig
-from kineograph.train.stepper import recompute
+from kineograph.train.activation_checkpointing import checkpoint_activations
 
 SMALL = {"width": 16, "multipliers": (1, 2, 3), "blocks": (1,), "head_width": 16}
 
@@ -173,7 +173,7 @@ def test_recomputing_blocks_gives_the_same_gradients():
         unet = make(efficient=True)
         if again:
             for part in unet.parts():
-                recompute(part)
+                checkpoint_activations(part)
         unet(**given()).square().mean().backward()
         gradients.append([p.grad for p in unet.parameters()])
     assert len(unet.parts()) > 10

@@ -11,10 +11,10 @@ from kineograph.run import cache_filling, token_cache
 def commands(*lines: list[str]) -> list[int]:
     """Exit codes of several commands, one after the other, in one group."""
     from kineograph.cli import main
-    from kineograph.run.launch import together
+    from kineograph.run.launch import process_group
 
     codes = []
-    with together():
+    with process_group():
         for words in lines:
             print(f"--- {words[0]}")
             try:
@@ -28,7 +28,7 @@ def commands(*lines: list[str]) -> list[int]:
 def cache(run: str, items_a_shard: int, stop_after: int | None = None) -> int:
     """Encode a run's data; with `stop_after`, as if a signal came when this process has encoded so many items."""
     from kineograph.core.errors import KineoError
-    from kineograph.run.launch import together
+    from kineograph.run.launch import process_group
 
     cache_filling.MOST = items_a_shard
     cache_filling.BATCH = 4
@@ -37,11 +37,11 @@ def cache(run: str, items_a_shard: int, stop_after: int | None = None) -> int:
     def stopping(self: cache_filling.Filling, *arguments: object) -> None:
         checked(self, *arguments)  # type: ignore[arg-type]
         if stop_after is not None and self.made + 4 >= stop_after:
-            self.stop.by = "SIGTERM"
+            self.stop.signal_name = "SIGTERM"
 
     cache_filling.Filling._check_room = stopping  # type: ignore[method-assign]
     try:
-        with together():
+        with process_group():
             token_cache.cache_run([run])
     except KineoError as error:  # of this process, or the echo of another's
         print(error, file=sys.stderr)

@@ -15,7 +15,7 @@ from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import merge, parse
 from kineograph.core.task import BuildContext, Task, freeze
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
-from kineograph.run.launch import together
+from kineograph.run.launch import process_group
 from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper
@@ -124,7 +124,7 @@ def curve(case: dict[str, Any], out: Path) -> dict[str, Any]:
     """Steps, their losses, what validation says; a checkpoint is left in `out`."""
     stepper = stepper_for(case)
     steps = descend(stepper, case, 0, case.get("steps", 4))
-    tensors, state = stepper.tensors(), stepper.state()
+    tensors, state = stepper.full_state(), stepper.state()
     if distributed.is_first():
         checkpoint.save(out / case["name"], len(steps), tensors, {"stepper": state})
     parts = sum(p.numel() for optimizer in stepper.optimizers.values() for p in optimizer.parts.values())
@@ -134,13 +134,13 @@ def curve(case: dict[str, Any], out: Path) -> dict[str, Any]:
 def go_on(case: dict[str, Any], before: Path) -> dict[str, Any]:
     """Steps from where another world left off: `before` has what `curve` of `case["after"]` left."""
     stepper = stepper_for(case)
-    stepper.load(checkpoint.at(before / case["after"], case["from"]))
+    stepper.load(checkpoint.checkpoint_at(before / case["after"], case["from"]))
     return {"steps": descend(stepper, case, case["from"], case["steps"])}
 
 
 def curves(cases: list[dict[str, Any]], out: str, before: str = "") -> dict[str, Any]:
     """All cases one after another in this world."""
-    with together():
+    with process_group():
         return {
             case["name"]: go_on(case, Path(before)) if "after" in case else curve(case, Path(out)) for case in cases
         }

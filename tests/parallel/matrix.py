@@ -70,12 +70,12 @@ def losses(family: str, parallel: Any = "replicate") -> list[float] | str:
 
 
 def column(parallel: Any, families: list[str]) -> dict[str, Any]:
-    with launch.together():
+    with launch.process_group():
         return {family: losses(family, parallel) for family in families}
 
 
 def columns(wanted: list[Any], families: list[str]) -> list[dict[str, Any]]:
-    with launch.together():
+    with launch.process_group():
         return [column(parallel, families) for parallel in wanted]
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kineograph.run import layers
-from kineograph.run.launch import placed
+from kineograph.run.launch import read_launcher_env
 from kineograph.run.plan import make_plan
 from kineograph.train.step_times import PARTS
 from tests.parallel.worlds import free_port
@@ -108,7 +108,7 @@ def test_every_key_of_time_stands_in_the_table() -> None:
     ],
 )
 def test_launchers_that_are_named_are_understood(environment: dict[str, str], launcher: str) -> None:
-    place = placed(environment)
+    place = read_launcher_env(environment)
     assert place is not None
     assert (place.launcher, place.rank, place.world) == (launcher, 3, 4)
 

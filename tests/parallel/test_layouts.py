@@ -133,7 +133,8 @@ def check(name: str, case: dict[str, Any], one: Any, many: Any) -> None:
         assert found["validation"] == pytest.approx(reference["validation"], rel=1e-4)
     for kind in ("model", "ema", "optimizer"):
         wanted, got = (
-            checkpoint.at(out / stem, STEPS).tensors(kind) for out, stem in ((one[1], alone(case)), (many[1], name))
+            checkpoint.checkpoint_at(out / stem, STEPS).tensors(kind)
+            for out, stem in ((one[1], alone(case)), (many[1], name))
         )
         assert wanted.keys() == got.keys()
         for key, value in wanted.items():
@@ -220,7 +221,7 @@ def refused(case: dict[str, Any]) -> str:
     from kineograph.run import launch
     from tests.parallel.curves import stepper_for
 
-    with launch.together():
+    with launch.process_group():
         try:
             stepper_for(case)
         except ConfigError as error:
@@ -231,7 +232,7 @@ def refused(case: dict[str, Any]) -> str:
 def all_refused(cases: list[dict[str, Any]]) -> list[str]:
     from kineograph.run import launch
 
-    with launch.together():
+    with launch.process_group():
         return [refused(case) for case in cases]
 
 

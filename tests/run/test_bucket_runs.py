@@ -85,7 +85,7 @@ def bucketed(folder: Path, clips: Path, name: str = "run", **changes: Any) -> Pa
 
 
 def weights(run: Path, stage: str = "generator") -> dict[str, torch.Tensor]:
-    return checkpoint.choose(run / stage / "checkpoints").tensors("model")
+    return checkpoint.select(run / stage / "checkpoints").tensors("model")
 
 
 # Training ----------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_a_vqgan_trains_on_buckets(tmp_path: Path, clips: Path) -> None:
     picture = {"frames": 1, "buckets": {"frames": [1]}}
     stages = {"codec": {"skip": True}, "generator": {"skip": True}, "tokenizer": stage}
     run = bucketed(tmp_path, clips, data=picture, stages=stages, train={"batch_size": 4})
-    assert checkpoint.choose(run / "tokenizer" / "checkpoints").step == 3
+    assert checkpoint.select(run / "tokenizer" / "checkpoints").step == 3
 
 
 def test_what_trains_on_one_shape_says_so(tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,9 +231,9 @@ def test_nothing_is_taken_from_a_cache_of_another_codec(trained: Path, tmp_path:
     from kineograph.run.train import train
 
     before = cached(run)
-    old = checkpoint.choose(run / "codec" / "checkpoints").digest()
+    old = checkpoint.select(run / "codec" / "checkpoints").digest()
     train(["stages.codec.train.steps=2"], run=run, quiet=True)
-    assert checkpoint.choose(run / "codec" / "checkpoints").digest() != old
+    assert checkpoint.select(run / "codec" / "checkpoints").digest() != old
     lines: list[str] = []
     after = cached(run, lines)
     assert after != before and len(ENCODED) == len(names(after))

@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights(run: Path, stage: str) -> dict[str, torch.Tensor]:
-    return checkpoint.choose(run / stage / "checkpoints").tensors("model")
+    return checkpoint.select(run / stage / "checkpoints").tensors("model")
 
 
 # The cache ---------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_a_live_process_is_seen(tmp_path):
 
 def test_scores_and_age(tmp_path):
     run = make_run(tmp_path / "run", steps=20)
-    checkpoint.set_best(run.checkpoints("generator"), 10, 0.25)
+    checkpoint.write_best(run.checkpoints("generator"), 10, 0.25)
     results_file.add_results(
         run, "validation", "generator", 20, {"caption_accuracy": Result({"caption_accuracy": 0.8})}
     )

@@ -82,12 +82,12 @@ def lines(run: Path) -> list[dict[str, Any]]:
 def facts(run: Path) -> dict[str, Any]:
     """Everything that the next step would depend on, and everything that was told."""
     folder = run / "generator" / "checkpoints"
-    state = checkpoint.choose(folder).state()
+    state = checkpoint.select(folder).state()
     tensors = {
         f"{step}/{name}/{key}": value.tolist()
-        for step in checkpoint.steps(folder)
+        for step in checkpoint.saved_steps(folder)
         for name in ("model", "ema", "optimizer")
-        for key, value in checkpoint.at(folder, step).tensors(name).items()
+        for key, value in checkpoint.checkpoint_at(folder, step).tensors(name).items()
     }
     pictures = sorted(
         path.relative_to(run).as_posix()
@@ -96,8 +96,8 @@ def facts(run: Path) -> dict[str, Any]:
     )
     return {
         "lines": lines(run),
-        "best": checkpoint.best(folder),
-        "kept": checkpoint.steps(folder),
+        "best": checkpoint.read_best(folder),
+        "kept": checkpoint.saved_steps(folder),
         "state": {key: state[key] for key in ("phase", "samples", "best", "best_step", "stepper")},
         "tensors": tensors,
         "pictures": pictures,
@@ -198,7 +198,7 @@ def test_a_signal_between_phases_stops_there(whole: dict, tmp_path: Path, monkey
     def signalled(self: Trainer, done: int) -> bool:
         improved = original(self, done)
         if self.stage == "generator":
-            self.around.stop.by = "SIGTERM"
+            self.hooks.stop.signal_name = "SIGTERM"
         return improved
 
     with monkeypatch.context() as patch:
@@ -273,14 +273,14 @@ def test_evaluation_uses_the_average_and_leaves_the_task_training(
 
     def watched(self: Trainer, done: int) -> None:
         weights = {name: value.clone() for name, value in self.stepper.task.state_dict().items()}
-        inner = self.around.evaluate
+        inner = self.hooks.evaluate
         assert inner is not None
-        self.around.evaluate = lambda step, task: (
+        self.hooks.evaluate = lambda step, task: (
             seen.append((task.training, all(torch.equal(v, weights[n]) for n, v in task.state_dict().items()))),
             inner(step, task),
         )[1]
         original(self, done)
-        self.around.evaluate = inner
+        self.hooks.evaluate = inner
         assert self.stepper.task.training
         assert all(torch.equal(value, weights[name]) for name, value in self.stepper.task.state_dict().items())
 

@@ -130,7 +130,7 @@ def test_critics_steer_only_where_something_trained_them(
     run = tmp_path / "run"
     assert kineo("train", write(tmp_path, changes), "--run", run) == 0
     assert "stages.tuned.init=generator has no critic=self of this shape: clips are" in capsys.readouterr().err
-    tuned_weights = checkpoint.choose(run / "tuned" / "checkpoints").weights()
+    tuned_weights = checkpoint.select(run / "tuned" / "checkpoints").weights()
     assert tuned_weights and not any(name.startswith("critic") for name in tuned_weights)
 
     saved = read_yaml((run / "config.yaml").read_text(), "config.yaml")["stages"]

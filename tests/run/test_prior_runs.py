@@ -51,7 +51,7 @@ def metrics(run: Path, stage: str, split: str) -> list[dict[str, Any]]:
 
 
 def weights(run: Path, stage: str) -> dict[str, torch.Tensor]:
-    return checkpoint.choose(run / stage / "checkpoints").tensors("model")
+    return checkpoint.select(run / stage / "checkpoints").tensors("model")
 
 
 def test_clip_then_prior_then_embeddings_for_captions(tmp_path: Path) -> None:

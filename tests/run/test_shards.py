@@ -36,7 +36,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def position(run: Path, step: int) -> dict[str, int]:
-    return checkpoint.choose(run / "generator" / "checkpoints", step).state()["data"]
+    return checkpoint.select(run / "generator" / "checkpoints", step).state()["data"]
 
 
 def test_an_indexed_run_lists_what_the_shards_lack(tmp_path: Path, shards: Path, base: dict[str, Any]) -> None:

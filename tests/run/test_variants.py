@@ -41,7 +41,7 @@ def write(folder: Path, *changes: dict[str, Any]) -> Path:
 
 
 def weights(run: Path, stage: str) -> dict[str, torch.Tensor]:
-    return checkpoint.choose(run / stage / "checkpoints").tensors("model")
+    return checkpoint.select(run / stage / "checkpoints").tensors("model")
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_critics(tmp_path: Path, kind: str) -> None:
     config = write(tmp_path, change)
     assert kineo("train", config, "--run", run, "train.save_first=true") == 0
     stage = "critic" if kind == "separate" else "generator"
-    before = checkpoint.at(run / stage / "checkpoints", 0).tensors("model")
+    before = checkpoint.checkpoint_at(run / stage / "checkpoints", 0).tensors("model")
     after = weights(run, stage)
     moved = [name for name in after if not torch.equal(before[name], after[name])]
     assert any("score" in name if kind == "separate" else "critic" in name for name in moved)
@@ -220,7 +220,7 @@ def test_warm_start_and_another_runs_codec(tmp_path: Path) -> None:
         kineo("train", tmp_path / "second.yaml", "--run", second, "train.steps=1", "train.lr=0", "train.weight_decay=0")
         == 0
     )
-    old = checkpoint.choose(first / "generator" / "checkpoints").weights()
+    old = checkpoint.select(first / "generator" / "checkpoints").weights()
     assert all(torch.equal(value, old[name]) for name, value in weights(second, "generator").items())
     assert kineo("sample", second, "a blue 5 at the centre", "--out", tmp_path / "out") == 0
 

@@ -150,7 +150,7 @@ def test_training_samples_equal_later_inference(tmp_path):
 def test_checkpoints_and_ema(tmp_path):
     run = make_run(tmp_path / "run", step=10)
     save_stage(run, "generator", 20, tweak=0.3)
-    checkpoint.set_best(run.checkpoints("generator"), 10, 0.5)
+    checkpoint.write_best(run.checkpoints("generator"), 10, 0.5)
     last, best, tenth = (Sampler.open(run.path, which, device="cpu") for which in ("last", "best", 10))
     assert (last.step, best.step, tenth.step) == (20, 10, 10)
     assert torch.equal(best.sample("a 3").pixels, tenth.sample("a 3").pixels)

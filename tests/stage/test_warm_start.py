@@ -36,11 +36,11 @@ def run(folder: Path, named: dict[str, Any], name: str = "run", lines: list[str]
 
 
 def weights(path: Path, stage: str) -> dict[str, torch.Tensor]:
-    return checkpoint.choose(path / stage / "checkpoints").weights()
+    return checkpoint.select(path / stage / "checkpoints").weights()
 
 
 def words(path: Path, stage: str) -> str:
-    return checkpoint.choose(path / stage / "checkpoints").state()["assets"][ASSET]
+    return checkpoint.select(path / stage / "checkpoints").state()["assets"][ASSET]
 
 
 def vocabulary(text: str) -> set[str]:

@@ -47,7 +47,7 @@ def test_a_run_goes_on_with_other_processes_and_another_layout(tmp_path: Path) -
         assert checkpoint.latest(run / "toy/checkpoints").is_sharded == (layout.world > 1)
         assert judging.saved_steps(run, kills.STAGES) == {"duel": steps, "toy": steps}
         opened = StageLoader(RunFolder(run)).load("toy")  # as sampling and judging do
-        saved = checkpoint.at(run / "toy/checkpoints", steps).weights()
+        saved = checkpoint.checkpoint_at(run / "toy/checkpoints", steps).weights()
         assert all(torch.equal(value, saved[name]) for name, value in task_state_dict(opened).items())
     found, wrong = judging.curve(run)
     extra = {("duel", "validation", 3), ("toy", "validation", 3), ("duel", "validation", 9), ("toy", "validation", 9)}

@@ -74,7 +74,7 @@ def test_tied_weights_and_views_are_saved(tmp_path: Path) -> None:
 # Failures while saving -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["save_file", "write_json", "fingerprint", "os.replace"])
+@pytest.mark.parametrize("place", ["save_file", "write_json", "flush_and_hash", "os.replace"])
 def test_a_failure_while_saving_changes_nothing(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     before = files(tmp_path)
@@ -103,10 +103,10 @@ def test_a_kill_while_saving_leaves_the_old_state(tmp_path: Path, place: str) ->
         save(tmp_path, 20)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert checkpoint.steps(tmp_path) == [10]
+    assert checkpoint.saved_steps(tmp_path) == [10]
     assert checkpoint.latest(tmp_path).step == 10
     assert any(path.name.startswith(".writing-") for path in tmp_path.iterdir())
-    checkpoint.clean(tmp_path)
+    checkpoint.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
@@ -138,16 +138,16 @@ def test_damage_is_noticed_and_the_one_before_is_taken(tmp_path: Path, damage, r
     assert len(notes) == 1
     assert "step-00000020" in notes[0]
     assert reason in notes[0]
-    assert checkpoint.choose(tmp_path, "last").step == 10
+    assert checkpoint.select(tmp_path, "last").step == 10
     with pytest.raises(InputError, match=reason):
-        checkpoint.choose(tmp_path, 20)
+        checkpoint.select(tmp_path, 20)
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
     save(tmp_path, 10)
     flip(save(tmp_path, 20).path / "model.safetensors")
     save(tmp_path, 20)
-    assert checkpoint.problem(tmp_path / "step-00000020") is None
+    assert checkpoint.find_damage(tmp_path / "step-00000020") is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
 
 
@@ -177,7 +177,7 @@ def test_when_all_are_damaged(tmp_path: Path) -> None:
     flip(save(tmp_path, 10).path / "model.safetensors")
     assert checkpoint.latest(tmp_path) is None
     with pytest.raises(InputError, match="every checkpoint is damaged"):
-        checkpoint.choose(tmp_path)
+        checkpoint.select(tmp_path)
 
 
 # Keeping ---------------------------------------------------------------------------------------------------------
@@ -186,13 +186,13 @@ def test_when_all_are_damaged(tmp_path: Path) -> None:
 def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    checkpoint.set_best(tmp_path, 20, 0.25)
+    checkpoint.write_best(tmp_path, 20, 0.25)
     (tmp_path / ".removing-step-00000005").mkdir()
     checkpoint.prune(tmp_path, 2, 50)
-    assert checkpoint.steps(tmp_path) == [20, 40, 50]
+    assert checkpoint.saved_steps(tmp_path) == [20, 40, 50]
     assert not list(tmp_path.glob(".*"))
-    assert checkpoint.choose(tmp_path, "best").step == 20
-    assert checkpoint.best(tmp_path) == {"step": 20, "loss": 0.25}
+    assert checkpoint.select(tmp_path, "best").step == 20
+    assert checkpoint.read_best(tmp_path) == {"step": 20, "loss": 0.25}
 
 
 def test_prune_does_not_take_a_damaged_one_for_the_newest(tmp_path: Path) -> None:
@@ -203,11 +203,11 @@ def test_prune_does_not_take_a_damaged_one_for_the_newest(tmp_path: Path) -> Non
     assert checkpoint.latest(tmp_path).step == 20
     save(tmp_path, 30)
     checkpoint.prune(tmp_path, 1, 30)
-    assert checkpoint.steps(tmp_path) == [30]
+    assert checkpoint.saved_steps(tmp_path) == [30]
 
 
 def test_a_reader_is_told_that_training_removed_what_it_reads(tmp_path: Path) -> None:
-    chosen = checkpoint.choose(save(tmp_path, 10).path.parent)
+    chosen = checkpoint.select(save(tmp_path, 10).path.parent)
     save(tmp_path, 20)
     checkpoint.prune(tmp_path, 1, 20)
     for read in (lambda: chosen.tensors("model"), chosen.weights, chosen.state, chosen.digest):
@@ -226,23 +226,23 @@ def test_choosing_again_when_training_removed_what_was_there(tmp_path: Path, mon
         return digest(path)
 
     monkeypatch.setattr(checkpoint, "_digest", overtaken)
-    assert checkpoint.choose(tmp_path).step == 20
+    assert checkpoint.select(tmp_path).step == 20
 
 
 def test_choosing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no checkpoint yet"):
-        checkpoint.choose(tmp_path / "none")
+        checkpoint.select(tmp_path / "none")
     save(tmp_path, 10)
     save(tmp_path, 100_000_000)  # nine digits sort by number, not by name
-    assert checkpoint.steps(tmp_path) == [10, 100_000_000]
-    assert checkpoint.choose(tmp_path, "last").step == 100_000_000
-    assert checkpoint.choose(tmp_path, "10").step == 10
+    assert checkpoint.saved_steps(tmp_path) == [10, 100_000_000]
+    assert checkpoint.select(tmp_path, "last").step == 100_000_000
+    assert checkpoint.select(tmp_path, "10").step == 10
     with pytest.raises(InputError, match="no best checkpoint"):
-        checkpoint.choose(tmp_path, "best")
+        checkpoint.select(tmp_path, "best")
     with pytest.raises(InputError, match="no checkpoint of step 11: there are 10, 100000000"):
-        checkpoint.choose(tmp_path, 11)
+        checkpoint.select(tmp_path, 11)
     with pytest.raises(InputError, match="use last, best or a step"):
-        checkpoint.choose(tmp_path, "newest")
+        checkpoint.select(tmp_path, "newest")
 
 
 def test_foreign_names_are_not_checkpoints(tmp_path: Path) -> None:
@@ -250,16 +250,16 @@ def test_foreign_names_are_not_checkpoints(tmp_path: Path) -> None:
     for name in ("step-10", "step-00000020.bak", "notes"):
         (tmp_path / name).mkdir()
     shutil.copytree(tmp_path / "step-00000010", tmp_path / ".writing-step-00000030")
-    assert checkpoint.steps(tmp_path) == [10]
+    assert checkpoint.saved_steps(tmp_path) == [10]
 
 
 def test_reading_a_weights_file(tmp_path: Path) -> None:
     found = save(tmp_path, 1)
-    assert checkpoint.read_file(found.path / "model.safetensors").keys() == TENSORS["model"].keys()
+    assert checkpoint.read_safetensors(found.path / "model.safetensors").keys() == TENSORS["model"].keys()
     (tmp_path / "odd.safetensors").write_text("not one")
     for name in ("odd.safetensors", "gone.safetensors"):
         with pytest.raises(InputError, match=name):
-            checkpoint.read_file(tmp_path / name)
+            checkpoint.read_safetensors(tmp_path / name)
 
 
 def test_the_manifest_tells_sizes(tmp_path: Path) -> None:

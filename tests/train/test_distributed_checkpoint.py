@@ -115,14 +115,14 @@ def test_another_number_of_processes_and_another_layout_fill_their_tensors(tmp_p
             targets = laid_out(4, layout)
             for value in targets.values():
                 (value.to_local() if hasattr(value, "to_local") else value).zero_()
-            checkpoint.at(tmp_path, 3).fill("model", targets)
+            checkpoint.checkpoint_at(tmp_path, 3).fill("model", targets)
             for name, value in targets.items():
                 full = value.full_tensor() if hasattr(value, "full_tensor") else value
                 assert torch.equal(full, WHOLE[name]), (layout, name)
 
     together(4, fill)
     alone = {name: torch.zeros_like(value) for name, value in WHOLE.items()}
-    checkpoint.at(tmp_path, 3).fill("model", alone)
+    checkpoint.checkpoint_at(tmp_path, 3).fill("model", alone)
     assert all(torch.equal(alone[name], value) for name, value in WHOLE.items())
 
 
@@ -132,10 +132,10 @@ def test_a_run_in_shards_is_exported_as_plain_files_and_counted(tmp_path: Path) 
     run.config_file.write_text("stages: {codec: {task: vqgan}}\n")
     together(2, lambda rank: save(run.checkpoints("codec"), 3, 2, "shard", rank))
     export_safetensors(run, tmp_path / "out")
-    back = checkpoint.read_file(tmp_path / "out/codec.safetensors")
+    back = checkpoint.read_safetensors(tmp_path / "out/codec.safetensors")
     assert all(torch.equal(back[name], value) for name, value in WHOLE.items())
     described = json.loads((tmp_path / "out/codec.json").read_text())
-    assert described["sha256"] == checkpoint.fingerprint(tmp_path / "out/codec.safetensors")["sha256"]
+    assert described["sha256"] == checkpoint.flush_and_hash(tmp_path / "out/codec.safetensors")["sha256"]
     assert _size(run, "codec") == sum(value.numel() for value in WHOLE.values())
 
 
@@ -146,7 +146,7 @@ def test_the_digest_tells_weights_apart(tmp_path: Path) -> None:
                 saver.save(step, {"model": {"rows": ROWS * step}, "ema": {"rows": ROWS}}, {})
 
     together(2, work)
-    third, fourth = checkpoint.at(tmp_path, 3), checkpoint.at(tmp_path, 4)
+    third, fourth = checkpoint.checkpoint_at(tmp_path, 3), checkpoint.checkpoint_at(tmp_path, 4)
     assert third.digest() == third.digest() != third.digest(ema=False)
     assert third.digest(ema=False) != fourth.digest(ema=False)
 
@@ -165,14 +165,14 @@ def test_matrices_that_are_cut_are_saved_whole_and_cut_again(tmp_path: Path) -> 
     def read(rank: int) -> None:
         piece = Cut(dist.group.WORLD, 0, stacked=3)
         part, norm = torch.zeros(6, 2), torch.zeros(2)
-        read_into(checkpoint.at(tmp_path, 1), "model", {"qkv": (part, piece), "norm": (norm, WHOLE_PIECE)})
+        read_into(checkpoint.checkpoint_at(tmp_path, 1), "model", {"qkv": (part, piece), "norm": (norm, WHOLE_PIECE)})
         assert torch.equal(part, piece.part(whole)) and torch.equal(norm, torch.ones(2))
 
     together(2, write)
-    assert torch.equal(checkpoint.at(tmp_path, 1).tensors("model")["qkv"], whole)
+    assert torch.equal(checkpoint.checkpoint_at(tmp_path, 1).tensors("model")["qkv"], whole)
     together(2, read)
     with pytest.raises(InputError, match=r"qkv has shape \[12, 2\], and this task needs \[5\]"):
-        read_into(checkpoint.at(tmp_path, 1), "model", {"qkv": (torch.zeros(5), WHOLE_PIECE)})
+        read_into(checkpoint.checkpoint_at(tmp_path, 1), "model", {"qkv": (torch.zeros(5), WHOLE_PIECE)})
 
 
 # Faults ----------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_damaged_or_missing_shard_is_noticed(tmp_path: Path, damage, reason: s
 
     def look(rank: int) -> list:
         notes: list[str] = []
-        found = checkpoint.agreed(tmp_path, notes.append)
+        found = checkpoint.latest_on_all_ranks(tmp_path, notes.append)
         return [found.step if found else None, notes, checkpoint.latest(tmp_path).step]
 
     first, second = together(2, look)
@@ -222,7 +222,7 @@ def test_a_full_disk_on_one_process_fails_all_and_changes_nothing(tmp_path: Path
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("place", ["fingerprint", "commit"])
+@pytest.mark.parametrize("place", ["flush_and_hash", "commit"])
 def test_a_process_killed_while_saving_leaves_the_old_checkpoint(tmp_path: Path, place: str) -> None:
     together(2, lambda rank: save(tmp_path, 2, 2, "shard", rank))
     victim = 0 if place == "commit" else 1
@@ -236,7 +236,7 @@ def test_a_process_killed_while_saving_leaves_the_old_checkpoint(tmp_path: Path,
 
     answers = together(2, die, deadly=True)
     assert answers[victim] is None and "cannot save" in answers[1 - victim]
-    assert checkpoint.steps(tmp_path) == [2]
+    assert checkpoint.saved_steps(tmp_path) == [2]
     assert checkpoint.latest(tmp_path).step == 2
     together(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
     assert checkpoint.latest(tmp_path).step == 3
@@ -244,7 +244,7 @@ def test_a_process_killed_while_saving_leaves_the_old_checkpoint(tmp_path: Path,
 
 def test_of_a_stream_the_process_furthest_behind_decides(tmp_path: Path) -> None:
     together(2, lambda rank: save(tmp_path, 3, 2, "shard", rank, data={"shards": 8 - 2 * rank}))
-    assert checkpoint.at(tmp_path, 3).state()["data"] == {"shards": 6}
+    assert checkpoint.checkpoint_at(tmp_path, 3).state()["data"] == {"shards": 6}
 
 
 def test_a_mesh_of_one_process_saves_one_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kineograph.train.config import EmaConfig
-from kineograph.train.ema import Ema, averaged
+from kineograph.train.ema import Ema, swap_in_averages
 
 
 def followed(steps: int, **keys) -> tuple[float, Ema]:
@@ -56,7 +56,7 @@ def test_averages_of_16_bit_weights_are_as_exact_as_any() -> None:
     assert torch.equal(both[0].average["p"], both[1].average["p"])
     assert 1.0 < both[0].average["p"][0] < 1.0078125
     waiting = half.view_as(half).grad_fn.next_functions[0][0]  # where DDP hangs its hooks
-    with averaged([both[0]]):
+    with swap_in_averages([both[0]]):
         assert half.dtype == torch.bfloat16 and torch.equal(half, both[1].average["p"].bfloat16())
     assert half.dtype == torch.bfloat16 and half[0] == 1.0078125
     assert half.view_as(half).grad_fn.next_functions[0][0] is waiting
@@ -92,7 +92,7 @@ def test_inside_the_parameters_hold_their_averages_and_afterwards_their_own() ->
     own = {name: p.detach().clone() for name, p in layer.named_parameters()}
     x = torch.ones(1, 3)
     outside = layer(x)
-    with pytest.raises(ZeroDivisionError), averaged([ema]):
+    with pytest.raises(ZeroDivisionError), swap_in_averages([ema]):
         assert all(torch.equal(p, copied[name]) for name, p in layer.named_parameters())
         assert not torch.allclose(layer(x), outside)
         raise ZeroDivisionError  # an error inside must not leave the averages in place
@@ -108,6 +108,6 @@ def test_weights_are_their_own_again_where_memory_ends_while_they_are_averaged()
     average = Ema({"first": first, "second": second}, EmaConfig())
     average.average["first"].fill_(5.0)
     del average.average["second"]  # as if there were no room for it
-    with pytest.raises(KeyError), averaged([average]):
+    with pytest.raises(KeyError), swap_in_averages([average]):
         pass
     assert first.tolist() == [1.0, 1.0] and second.tolist() == [2.0, 2.0]

@@ -175,7 +175,7 @@ def test_notes_warnings_and_loggers_go_to_the_file(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(warnings, "showwarning", lambda message, *more: shown.append(str(message)))
     warnings.simplefilter("always")
     with log.listening():
-        log.beside(said.append)("a note")
+        log.with_note(said.append)("a note")
         warnings.warn("mind the gap", stacklevel=1)
         logging.getLogger("some.library").warning("disk %s", "slow")
         logging.getLogger("some.library").info("chatter")

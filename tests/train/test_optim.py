@@ -9,7 +9,7 @@ from torch import nn
 from kineograph.core.errors import InputError
 from kineograph.core.transfer import fetch_floats
 from kineograph.train.config import PlayerConfig
-from kineograph.train.optim import LossScale, Optimizer, rate_at
+from kineograph.train.optim import LossScale, Optimizer, learning_rate_at
 
 
 def network() -> nn.Module:
@@ -121,7 +121,7 @@ def test_moments_of_a_stranger_are_refused() -> None:
 def test_schedules() -> None:
     def rates(**keys) -> list[float]:
         config = PlayerConfig(lr=1.0, warmup=4, **keys)
-        return [rate_at(config, step, 12) for step in range(13)]
+        return [learning_rate_at(config, step, 12) for step in range(13)]
 
     assert rates()[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert rates(schedule="linear", final_lr=0.2)[4] == 1.0
@@ -131,7 +131,7 @@ def test_schedules() -> None:
     assert cosine[8] == pytest.approx(0.55)
     assert cosine[12] == pytest.approx(0.1)
     assert cosine[4:] == sorted(cosine[4:], reverse=True)
-    assert rate_at(PlayerConfig(lr=1.0, warmup=0), 0, 10) == 1.0
+    assert learning_rate_at(PlayerConfig(lr=1.0, warmup=0), 0, 10) == 1.0
 
 
 def test_the_loss_scale_halves_and_grows() -> None:

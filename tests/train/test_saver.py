@@ -40,13 +40,13 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
         weight.fill_(7)  # the next step
         state["data"]["shards"] = 2
         saver.check()
-        assert checkpoint.steps(tmp_path) == []
+        assert checkpoint.saved_steps(tmp_path) == []
         go.set()
         saver.wait()
-        assert torch.equal(checkpoint.at(tmp_path, 1).tensors("model")["w"], torch.zeros(3))
-        assert checkpoint.at(tmp_path, 1).state()["data"] == {"shards": 1}
+        assert torch.equal(checkpoint.checkpoint_at(tmp_path, 1).tensors("model")["w"], torch.zeros(3))
+        assert checkpoint.checkpoint_at(tmp_path, 1).state()["data"] == {"shards": 1}
         saver.save(2, {"model": {"w": weight}}, state)
-    assert torch.equal(checkpoint.at(tmp_path, 2).tensors("model")["w"], torch.full((3,), 7.0))
+    assert torch.equal(checkpoint.checkpoint_at(tmp_path, 2).tensors("model")["w"], torch.full((3,), 7.0))
 
 
 def test_two_saves_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_tied_weights_are_saved_under_both_names(tmp_path: Path) -> None:
     weight = torch.arange(4.0)
     with Saver(tmp_path) as saver:
         saver.save(1, {"model": {"a": weight, "b": weight, "part": weight[1:3], "turned": weight.view(2, 2).T}}, {})
-    back = checkpoint.at(tmp_path, 1).tensors("model")
+    back = checkpoint.checkpoint_at(tmp_path, 1).tensors("model")
     assert torch.equal(back["b"], weight) and torch.equal(back["turned"], weight.view(2, 2).T)
 
 

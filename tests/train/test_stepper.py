@@ -15,9 +15,11 @@ from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean, Task
 from kineograph.train import checkpoint
+from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig
 from kineograph.train.optim import LossScale
-from kineograph.train.stepper import Stepper, precision_for, recompute
+from kineograph.train.precision import resolve_precision
+from kineograph.train.stepper import Stepper
 from tests.train.toy_tasks import Duel, Toy, ToyConfig
 
 INPUTS = 12
@@ -172,8 +174,8 @@ def test_players_have_their_own_rates_and_averages() -> None:
         "critic": PlayerConfig(lr=0.5, warmup=0, ema=EmaConfig(decay=0)),
     }
     stepper = Stepper(duel(), CONFIG, players)
-    assert stepper.rates(0) == {"lr": 0.25, "critic/lr": 0.5}
-    assert stepper.averages.keys() == {"generator"}
+    assert stepper.learning_rates(0) == {"lr": 0.25, "critic/lr": 0.5}
+    assert stepper.emas.keys() == {"generator"}
 
 
 def test_frozen_parts_never_move() -> None:
@@ -225,7 +227,7 @@ def test_eval_mode_shows_the_average_and_puts_everything_back(training: bool) ->
         stepper.step(step, [batch(step)])
     stepper.task.train(training)
     before = weights(stepper.task)
-    average = {name: value.clone() for name, value in stepper.averages["model"].average.items()}
+    average = {name: value.clone() for name, value in stepper.emas["model"].average.items()}
     with pytest.raises(ZeroDivisionError), stepper.eval_mode() as task:
         assert not task.training
         assert not torch.is_grad_enabled()
@@ -256,8 +258,8 @@ def test_judging_changes_no_later_step() -> None:
 
 def test_precision() -> None:
     cpu = torch.device("cpu")
-    assert precision_for("auto", cpu) == "fp32"
-    assert precision_for("bf16", cpu) == "bf16"
+    assert resolve_precision("auto", cpu) == "fp32"
+    assert resolve_precision("bf16", cpu) == "bf16"
     with pytest.raises(ConfigError, match=r"train\.precision=fp16 needs a GPU"):
         Stepper(toy(), CONFIG.model_copy(update={"precision": "fp16"}))
 
@@ -293,7 +295,7 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
     block = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     before = saved(block)
-    recompute(block)
+    checkpoint_activations(block)
     assert saved(block) < before
     with torch.no_grad():
         assert block(torch.ones(1, 64)).shape == (1, 64)
@@ -329,9 +331,9 @@ def test_selective_recomputing_runs_attention_once_and_gives_equal_gradients() -
     torch.manual_seed(0)
     plain = Attending()
     blocks = {"none": plain, "all": deepcopy(plain), "light": deepcopy(plain), "selective": deepcopy(plain)}
-    recompute(blocks["all"])
+    checkpoint_activations(blocks["all"])
     for name in ("light", "selective"):
-        recompute(blocks[name], name)
+        checkpoint_activations(blocks[name], name)
     x = torch.randn(2, 5, 16)
     found: dict[str, Calls] = {}
     for name, block in blocks.items():
@@ -360,7 +362,7 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
     straight = Stepper(make(), config, seed=5)
     for step in range(4):
         straight.step(step, [batch(step)])
-    checkpoint.save(tmp_path, 4, straight.tensors(), {"stepper": straight.state()})
+    checkpoint.save(tmp_path, 4, straight.full_state(), {"stepper": straight.state()})
     torch.manual_seed(123)
     resumed = Stepper(make(), config, seed=5)
     for p in resumed.task.parameters():
@@ -374,10 +376,10 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
         assert {name: float(value) for name, value in one.items()} == {
             name: float(value) for name, value in two.items()
         }
-    for kind, group in straight.tensors().items():
+    for kind, group in straight.full_state().items():
         assert same(
             {k: v.detach().clone() for k, v in group.items()},
-            {k: v.detach().clone() for k, v in resumed.tensors()[kind].items()},
+            {k: v.detach().clone() for k, v in resumed.full_state()[kind].items()},
         )
     assert straight.state() == resumed.state()
 
@@ -385,7 +387,7 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
 def test_what_was_saved_before_the_first_step_is_taken_up(tmp_path: Path) -> None:
     """There are no moments yet, and several processes write no file for nothing."""
     first = Stepper(toy(), TrainConfig(batch_size=8), seed=1)
-    tensors = {kind: found for kind, found in first.tensors().items() if found}
+    tensors = {kind: found for kind, found in first.full_state().items() if found}
     assert "optimizer" not in tensors
     saved = checkpoint.save(tmp_path, 0, tensors, {"stepper": first.state()})
     again = Stepper(toy(), TrainConfig(batch_size=8), seed=1)
@@ -397,9 +399,9 @@ def test_what_was_saved_before_the_first_step_is_taken_up(tmp_path: Path) -> Non
 
 def test_averages_of_16_bit_weights_are_saved_as_they_are_kept() -> None:
     stepper = Stepper(toy().bfloat16(), TrainConfig(batch_size=8, ema=EmaConfig(decay=0.9)), seed=1)
-    for name, average in stepper.averages[stepper.task.players[0]].average.items():
+    for name, average in stepper.emas[stepper.task.players[0]].average.items():
         average.add_(1e-4)
-        assert torch.equal(stepper.tensors()["ema"][name], average)
+        assert torch.equal(stepper.full_state()["ema"][name], average)
     assert all(p.dtype == torch.bfloat16 for p in stepper.task.parameters())
 
 
@@ -412,7 +414,7 @@ def test_tied_weights_are_averaged_under_both_names(tmp_path: Path) -> None:
     stepper = Stepper(Tied(INPUTS, ToyConfig(task="toy")), CONFIG)
     for step in range(3):
         stepper.step(step, [batch(step)])
-    found = checkpoint.save(tmp_path, 3, stepper.tensors(), {"stepper": stepper.state()})
+    found = checkpoint.save(tmp_path, 3, stepper.full_state(), {"stepper": stepper.state()})
     ema, online = found.weights(), found.weights(ema=False)
     assert torch.equal(ema["body.0.weight"], ema["body.3.weight"])
     assert not torch.equal(ema["body.0.weight"], online["body.0.weight"])
@@ -422,7 +424,7 @@ def test_buffers_are_saved_as_they_are(tmp_path: Path) -> None:
     stepper = Stepper(toy(), CONFIG)
     for step in range(3):
         stepper.step(step, [batch(step)])
-    saved = stepper.tensors()
+    saved = stepper.full_state()
     assert saved["model"]["seen"] == 3
     assert saved["ema"]["seen"] == 3
     assert saved["ema"].keys() == saved["model"].keys()

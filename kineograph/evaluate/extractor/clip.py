@@ -39,7 +39,7 @@ def open_clip(subject: EvalContext) -> tuple[Embeds, str]:
 
 def _own(stages: StageLoader | None) -> tuple[Embeds, str]:
     for name, stage in (stages.run.config()["stages"] if stages is not None else {}).items():
-        if hasattr(find_task(stage["task"]), "embed_images") and checkpoint.steps(stages.run.checkpoints(name)):  # type: ignore[union-attr]
+        if hasattr(find_task(stage["task"]), "embed_images") and checkpoint.saved_steps(stages.run.checkpoints(name)):  # type: ignore[union-attr]
             return _stage(cast("StageLoader", stages), name)
     raise WeightsMissing(
         "the run has no trained clip stage: name one of another run (--extractor clip_score=runs/x/clip), or a CLIP in a folder of "

@@ -70,7 +70,7 @@ def config(place: Path, folder: Path, **generator: Any) -> str:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.choose(run / "generator" / "checkpoints").tensors("model")
+    return checkpoint.select(run / "generator" / "checkpoints").tensors("model")
 
 
 @pytest.mark.parametrize("keys", [{}, {"first_frame": True, "image": {"noise": [0.0, 0.5]}}], ids=["text", "image"])
@@ -111,7 +111,7 @@ def test_16_bit_weights_with_8_bit_moments_resume_bit_for_bit(tmp_path: Path, ca
     )
     assert kineo("train", str(file), "--run", str(parts), "stages.generator.train.steps=2") == 0
     assert kineo("train", str(file), "--run", str(parts), "stages.generator.train.steps=4") == 0
-    one, two = (checkpoint.choose(run / "generator" / "checkpoints") for run in (whole, parts))
+    one, two = (checkpoint.select(run / "generator" / "checkpoints") for run in (whole, parts))
     for kind in ("model", "optimizer", "ema"):
         assert all(torch.equal(value, two.tensors(kind)[name]) for name, value in one.tensors(kind).items())
     kinds = {value.dtype for value in one.tensors("optimizer").values()}

@@ -13,8 +13,9 @@ from kineograph.core.registry import find_task
 from kineograph.core.task import player_parameters
 from kineograph.family.dalle2 import Decoder, DecoderConfig
 from kineograph.family.dalle2.low_res import blur, cut, shrink
+from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.config import TrainConfig
-from kineograph.train.stepper import Stepper, recompute
+from kineograph.train.stepper import Stepper
 from tests.text.waiting import NoWaiting
 
 from .conftest import PLAIN, ToyClip, batch_of, prompts_of
@@ -259,7 +260,7 @@ def test_recomputed_blocks_give_the_same_gradients(make, batch, noise):
         task = make(efficient=True)
         if again:
             for block in task.blocks():
-                recompute(block)
+                checkpoint_activations(block)
         value(task, batch, noise).backward()
         gradients.append([p.grad for p in task.network.parameters()])
     for a, b in zip(*gradients, strict=True):

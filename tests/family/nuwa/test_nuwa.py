@@ -213,13 +213,13 @@ def test_one_player_owns_everything_and_the_codec_is_not_in_it(make):
 
 @pytest.mark.parametrize("keys", [{}, {"window": None, "positions": "rotary"}])
 def test_recomputed_activations_give_the_same_gradients(make, batch, noise, keys):
-    from kineograph.train.stepper import recompute
+    from kineograph.train.activation_checkpointing import checkpoint_activations
 
     gradients = []
     for again in (False, True):
         nuwa = make(**keys)
         for block in nuwa.blocks() if again else []:
-            recompute(block)
+            checkpoint_activations(block)
         value(nuwa, batch, noise).backward()
         gradients.append([p.grad for p in nuwa.parameters()])
     for a, b in zip(*gradients, strict=True):

@@ -158,11 +158,11 @@ def test_a_copy_follows_the_weights(make, copied):
 
 
 def test_recomputed_blocks_are_copied_too(make, copied):
-    from kineograph.train.stepper import recompute
+    from kineograph.train.activation_checkpointing import checkpoint_activations
 
     nuwa = make(depth=1).eval()
     prime = clips(3, 2).float() / 255
     expected = nuwa.sample(prompts(prime=prime), OPTIONS)
     for block in nuwa.blocks():
-        recompute(block)
+        checkpoint_activations(block)
     assert torch.equal(nuwa.sample(prompts(prime=prime), OPTIONS), expected)

@@ -8,7 +8,17 @@ from torch import nn
 
 from kineograph.core.errors import InputError
 from kineograph.train.config import PlayerConfig
-from kineograph.train.low_memory_adamw import BLOCK, FIRST, SECOND, Lean, dither, halves, joined, narrowed, widened
+from kineograph.train.low_memory_adamw import (
+    BLOCK,
+    FIRST,
+    SECOND,
+    LowMemoryState,
+    dither,
+    halves,
+    joined,
+    narrowed,
+    widened,
+)
 from kineograph.train.optim import Optimizer
 
 KINDS = ["adamw_split", "adamw_8bit"]
@@ -136,8 +146,8 @@ def test_bytes_are_those_of_the_state() -> None:
             counts = 4 * len(named(model))
             assert said == sum(value.numel() * value.element_size() for value in optimizer.state().values()) - counts
     large = nn.Parameter(torch.zeros(1024, 1024, dtype=torch.bfloat16))
-    assert Lean(large, eight_bits=True).bytes / large.numel() == pytest.approx(2 + 2 + 8 / BLOCK)
-    assert Lean(large, eight_bits=False).bytes / large.numel() == 10
+    assert LowMemoryState(large, eight_bits=True).bytes / large.numel() == pytest.approx(2 + 2 + 8 / BLOCK)
+    assert LowMemoryState(large, eight_bits=False).bytes / large.numel() == 10
 
 
 # Both ------------------------------------------------------------------------------------------------------------

@@ -11,13 +11,22 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kineograph.train.config import TrainConfig
-from kineograph.train.phases import ORDER, Cursor, advance, due, finished, is_snapshot, logs, settle
+from kineograph.train.phases import (
+    ORDER,
+    Cursor,
+    advance,
+    due_phases,
+    is_finished,
+    is_logged,
+    is_snapshot,
+    skip_removed_phases,
+)
 
 
 def walk(config: TrainConfig, cursor: Cursor = Cursor()) -> list[Cursor]:  # noqa: B008  frozen
     """Everything that a run does from `cursor` on."""
     done = []
-    while not finished(config, cursor):
+    while not is_finished(config, cursor):
         done.append(cursor)
         cursor = advance(config, cursor)
     return done
@@ -55,7 +64,7 @@ def test_every_sample_is_trained_once_and_phases_keep_their_order(config: TrainC
         else:
             assert ORDER.index(after.phase) > (0 if before.phase == "train" else ORDER.index(before.phase))
     for step in range(1, config.steps + 1):
-        assert tuple(c.phase for c in done if c.step == step and c.phase != "train") == due(config, step)
+        assert tuple(c.phase for c in done if c.step == step and c.phase != "train") == due_phases(config, step)
     assert steps(config, "save")[-1] == config.steps
 
 
@@ -64,14 +73,14 @@ def test_every_sample_is_trained_once_and_phases_keep_their_order(config: TrainC
 def test_taken_up_anywhere_it_goes_on_alike(config: TrainConfig, data: st.DataObject) -> None:
     done = walk(config)
     place = data.draw(st.integers(0, len(done) - 1))
-    assert walk(config, settle(config, done[place])) == done[place:]
+    assert walk(config, skip_removed_phases(config, done[place])) == done[place:]
 
 
 @settings(max_examples=200, deadline=None)
 @given(configs, configs, st.data())
 def test_another_cadence_on_resume_never_trains_a_sample_twice(old: TrainConfig, new: TrainConfig, data: Any) -> None:
     cursor = data.draw(st.sampled_from(walk(old)))
-    trained = [c.step for c in walk(new, settle(new, cursor)) if c.phase == "train"]
+    trained = [c.step for c in walk(new, skip_removed_phases(new, cursor)) if c.phase == "train"]
     assert trained == list(range(cursor.step, new.steps))
 
 
@@ -93,17 +102,17 @@ def test_steps_as_ever() -> None:
     assert steps(config, "validate") == [4, 8, 10]
     assert steps(config, "sample") == [5, 10]
     assert steps(config, "evaluate") == steps(config, "publish") == []
-    assert [step for step in range(1, 11) if logs(config, step)] == [1, 3, 6, 9, 10]
+    assert [step for step in range(1, 11) if is_logged(config, step)] == [1, 3, 6, 9, 10]
     never = TrainConfig(steps=10, validate_every=0, sample_every=0, save_every=5)
     assert {cursor.phase for cursor in walk(never)} == {"train", "save"}
 
 
 def test_an_epoch_goes_through_all_phases_and_0_leaves_one_out() -> None:
     config = TrainConfig(steps=6, batch_size=4, epoch_samples=12, metrics=("loss",), save_every=1, validate_every=2)
-    assert due(config, 3) == ("save", "validate", "evaluate", "sample")
-    assert due(config, 1) == due(config, 2) == ()
-    assert due(config.model_copy(update={"validate_every": 0}), 3) == ("save", "evaluate", "sample")
-    assert due(config.model_copy(update={"metrics": ()}), 3) == ("save", "validate", "sample")
+    assert due_phases(config, 3) == ("save", "validate", "evaluate", "sample")
+    assert due_phases(config, 1) == due_phases(config, 2) == ()
+    assert due_phases(config.model_copy(update={"validate_every": 0}), 3) == ("save", "evaluate", "sample")
+    assert due_phases(config.model_copy(update={"metrics": ()}), 3) == ("save", "validate", "sample")
 
 
 def test_snapshots_are_saved_and_known_again() -> None:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from kineograph.core.errors import InputError
 from kineograph.train import checkpoint
-from kineograph.train.trackers import wandb_module
+from kineograph.train.trackers import import_wandb
 
 TARS = (".tar", ".tar.gz", ".tgz")
 _WANDB = "wandb:"
@@ -35,7 +35,7 @@ def is_remote(source: str) -> bool:
 
 
 @contextmanager
-def fetched(source: str, near: Path, note: Callable[[str], None]) -> Iterator[Path]:
+def download_checkpoint(source: str, near: Path, note: Callable[[str], None]) -> Iterator[Path]:
     """Inside, a checkpoint's folder or a safetensors file, whole and checked; afterwards it is gone unless it was moved.
 
     It lies in a hidden folder below `near`, so that moving it from there is one rename.
@@ -53,7 +53,7 @@ def fetched(source: str, near: Path, note: Callable[[str], None]) -> Iterator[Pa
                 folder.rmdir()
 
 
-def probe(source: str) -> None:
+def check_reachable(source: str) -> None:
     """Whether it is there, without fetching it."""
     if source.startswith(_WANDB):
         _artifact(source)
@@ -159,7 +159,7 @@ def _unpacked(path: Path, folder: Path, source: str) -> Path:
 
 
 def _artifact(source: str) -> Any:
-    module = wandb_module(f"{source} is kept by wandb")
+    module = import_wandb(f"{source} is kept by wandb")
     try:
         return module.Api().artifact(source.removeprefix(_WANDB))
     except (module.errors.Error, ValueError) as error:
@@ -181,7 +181,7 @@ def _checked(source: str, found: Path) -> Path:
         names = ", ".join(path.relative_to(found).as_posix() for path in holding)
         raise InputError(f"{source} holds {len(holding)} checkpoints ({names}): name one of them")
     if holding:
-        fault = checkpoint.problem(holding[0])
+        fault = checkpoint.find_damage(holding[0])
         if fault:
             raise InputError(f"{source} is not a whole checkpoint: {fault}")
         return holding[0]
@@ -191,12 +191,12 @@ def _checked(source: str, found: Path) -> Path:
     return weights[0]
 
 
-def move_into(found: Path, folder: Path, step: int) -> None:
+def install_checkpoint(found: Path, folder: Path, step: int) -> None:
     """A fetched checkpoint becomes the one of step `step`, whole or not at all."""
-    target = checkpoint.at(folder, step).path
+    target = checkpoint.checkpoint_at(folder, step).path
     folder.mkdir(parents=True, exist_ok=True)
     if target.exists():
-        if checkpoint.problem(target) is None:
+        if checkpoint.find_damage(target) is None:
             return
         shutil.rmtree(target)
     os.replace(found, target)

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.run import taking_up
+from kineograph.run import resume_from
 from kineograph.run.plan import make_plan
 from kineograph.run.train import train as run_train
 from kineograph.text.learned import ASSET
-from kineograph.train import checkpoint, fetching
+from kineograph.train import checkpoint, remote_checkpoint
 from tests.run import clip_tasks
 from tests.run.test_phases import lines
 
@@ -130,7 +130,7 @@ def test_a_run_goes_on_from_elsewhere(whole: Path, server: str, tmp_path: Path, 
 def test_what_is_typed_is_laid_onto_the_fetched_config(whole: Path, tmp_path: Path) -> None:
     sources = [str(step(whole, "codec", STEPS)), str(step(whole, "generator"))]
     run = go_on(tmp_path / "here", *sources, words=("train.steps=8",))
-    assert checkpoint.choose(run / "generator" / "checkpoints").step == 8
+    assert checkpoint.select(run / "generator" / "checkpoints").step == 8
     with pytest.raises(ConfigError, match=r"train\.lr differs"):
         go_on(tmp_path / "other", *sources, words=("train.lr=0.5",))
 
@@ -174,7 +174,7 @@ def test_the_best_that_stayed_elsewhere_is_not_pointed_to(whole: Path, tmp_path:
     run = go_on(tmp_path / "here", sources[0], str(path))
     assert not (run / "generator" / "checkpoints" / "best.json").exists()
     assert (
-        checkpoint.choose(run / "generator" / "checkpoints").state()["best"] == -1.0
+        checkpoint.select(run / "generator" / "checkpoints").state()["best"] == -1.0
     )  # nothing that is worse becomes the best
 
 
@@ -264,7 +264,7 @@ def warm(whole: Path, folder: Path, init: str, told: list[str] | None = None) ->
     generator = {**clip_tasks.BASE["stages"]["generator"], "codec": f"{whole}/codec", "init": init, "train": FROZEN}
     run = clip_tasks.train(folder, "warm", told, stages={"generator": generator}, train__validate_every=0)
     assert not list(run.rglob(".fetching-*"))
-    return checkpoint.choose(run / "generator" / "checkpoints").weights()
+    return checkpoint.select(run / "generator" / "checkpoints").weights()
 
 
 def test_weights_from_a_url(whole: Path, server: str, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_checkpoint_from_a_url_brings_its_words(whole: Path, server: str, tmp_
     told: list[str] = []
     found = warm(whole, tmp_path, f"{server}/whole/generator/checkpoints/step-{HALF:08d}", told)
     assert all(torch.equal(found[name], value) for name, value in saved.weights().items())
-    words = checkpoint.choose(tmp_path / "warm" / "generator" / "checkpoints").state()["assets"][ASSET]
+    words = checkpoint.select(tmp_path / "warm" / "generator" / "checkpoints").state()["assets"][ASSET]
     assert words == saved.state()["assets"][ASSET]
 
 
@@ -324,7 +324,7 @@ class FakeWandb:
 
 def test_a_run_and_weights_from_a_tracker(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {"me/p/demo-codec:best": step(whole, "codec", STEPS), "me/p/demo-generator:v0": step(whole, "generator")}
-    monkeypatch.setattr(fetching, "wandb_module", lambda why: FakeWandb(stored))
+    monkeypatch.setattr(remote_checkpoint, "import_wandb", lambda why: FakeWandb(stored))
     run = go_on(tmp_path / "here", "wandb:me/p/demo-codec:best", "wandb:me/p/demo-generator:v0")
     assert_same(run, whole)
     found = warm(whole, tmp_path, "wandb:me/p/demo-generator:v0")
@@ -343,5 +343,5 @@ def test_an_artifact_without_wandb_names_the_remedy(tmp_path: Path, monkeypatch:
 def test_a_clip_that_is_no_stage_need_not_be_taken_up(tmp_path):
     decoder = {"task": "dalle2", "clip": {"kind": "given", "width": 8}}
     plan = make_plan({"data": {"source": "moving_digits", "size": 16}, "stages": {"decoder": decoder}})
-    item = taking_up._Found("elsewhere", tmp_path, "decoder", 3, {})
-    taking_up._check_stages_below(plan, RunFolder(tmp_path), item, [item])
+    item = resume_from._RemoteCheckpoint("elsewhere", tmp_path, "decoder", 3, {})
+    resume_from._check_references(plan, RunFolder(tmp_path), item, [item])
