@@ -121,7 +121,7 @@ def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -
     from kineograph.family.nuwa.config import NuwaSample
 <<<<<<< HEAD
     from kineograph.sample.inference import draw, sampling_noise
-    from kineograph.train.stepper import resolve_precision
+    from kineograph.train.precision import resolve_precision
 =======
     from kineograph.sample.draw import draw
     from kineograph.train.precision import resolve_precision

@@ -15,7 +15,7 @@ from kineograph.core.batch import Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Task
-from kineograph.train.stepper import autocast, resolve_precision
+from kineograph.train.precision import autocast, resolve_precision
 
 BATCH = 32  # rows drawn at once by default
 

@@ -29,7 +29,8 @@ def test_guidance_without_dropout_is_refused(task):
     key = "image_dropout" if task == "dalle2" else "caption_dropout"
     guided = {"sample": {"guidance": 3.0}}
     with pytest.raises(
-        ConfigError, match=rf"sample\.guidance=3 needs a model trained with dropped conditions, and {key}=0: set {key}=0\.1"
+        ConfigError,
+        match=rf"sample\.guidance=3 needs a model trained with dropped conditions, and {key}=0: set {key}=0\.1",
     ):
         read(task, **{key: 0.0}, **guided)
     read(task, **{key: 0.1}, **guided)
