@@ -119,13 +119,8 @@ def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -
     from kineograph.core.batch import Prompts
     from kineograph.core.task import compile_task, freeze
     from kineograph.family.nuwa.config import NuwaSample
-<<<<<<< HEAD
     from kineograph.sample.inference import draw, sampling_noise
     from kineograph.train.precision import resolve_precision
-=======
-    from kineograph.sample.draw import draw
-    from kineograph.train.precision import resolve_precision
->>>>>>> ad2ac6f (Trainer, checkpoints and launching: names in PyTorch's words; each rank prints its own error)
 
     task = _our_model(sizes).to(device)
     freeze(task)
