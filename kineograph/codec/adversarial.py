@@ -17,7 +17,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
-from kineograph.nn.conv import ChannelNorm, halve
+from kineograph.nn.conv import ChannelNorm, downsample_conv
 
 
 class AdversarialConfig(Config):
@@ -48,9 +48,9 @@ class Discriminator(nn.Module):
     def __init__(self, channels: int, config: AdversarialConfig) -> None:
         super().__init__()
         widths = [config.width * min(2**level, 8) for level in range(config.levels)]
-        layers: list[nn.Module] = [halve(channels, widths[0]), nn.LeakyReLU(0.2)]
+        layers: list[nn.Module] = [downsample_conv(channels, widths[0]), nn.LeakyReLU(0.2)]
         for width, wider in pairwise(widths):
-            layers += [halve(width, wider), ChannelNorm(wider), nn.LeakyReLU(0.2)]
+            layers += [downsample_conv(width, wider), ChannelNorm(wider), nn.LeakyReLU(0.2)]
         layers += [nn.Conv2d(widths[-1], widths[-1], 1), nn.LeakyReLU(0.2), nn.Conv2d(widths[-1], 1, 3, padding=1)]
         self.layers = nn.Sequential(*layers)
 
@@ -90,7 +90,7 @@ class VideoDiscriminator(nn.Module):
     def __init__(self, channels: int, config: AdversarialConfig) -> None:
         super().__init__()
         widths = [config.width * min(2**level, 8) for level in range(config.levels)]
-        self.halves = nn.ModuleList(halve(a, b) for a, b in pairwise([channels, *widths]))
+        self.halves = nn.ModuleList(downsample_conv(a, b) for a, b in pairwise([channels, *widths]))
         self.norms = nn.ModuleList([nn.Identity(), *(ChannelNorm(width) for width in widths[1:])])
         self.mixes = nn.ModuleList(TimeMix(width) for width in widths)
         self.wide = nn.Conv2d(widths[-1], widths[-1], 1)

@@ -12,9 +12,18 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from kineograph.core.config import Config
-from kineograph.nn.causal_conv import CausalConv, CausalResidual, Double, GroupNorm, Halve, LatentNorm, Pasts, begin
+from kineograph.nn.causal_conv import (
+    CausalConv,
+    CausalResidual,
+    Downsample,
+    GroupNorm,
+    LatentNorm,
+    PastFrames,
+    Upsample,
+    init_causal_weights,
+)
 
-Memory = tuple[list[Tensor], list[list[Pasts]]]
+Memory = tuple[list[Tensor], list[list[PastFrames]]]
 """What a network keeps of a chunk for the next one: the past of its own convolutions, and of the residual blocks of each level."""
 
 
@@ -68,7 +77,9 @@ class Level(nn.Module):
         for name, layer in resize.items():
             self.add_module(name, nn.ModuleList([layer]))
 
-    def forward(self, x: Tensor, past: list[Pasts] | None, z: Tensor | None = None) -> tuple[Tensor, list[Pasts]]:
+    def forward(
+        self, x: Tensor, past: list[PastFrames] | None, z: Tensor | None = None
+    ) -> tuple[Tensor, list[PastFrames]]:
         kept = []
         for place, block in enumerate(self.resnets):
             x, seen = block(x, past and past[place], z)
@@ -90,23 +101,23 @@ class Encoder(nn.Module):
             blocks = [CausalResidual(before if i == 0 else width, width, *norm) for i in range(shape.layers)]
             last = level == len(widths) - 1
             self.down_blocks.append(
-                Level(blocks) if last else Level(blocks, downsamplers=Halve(width, level < shape.halvings))
+                Level(blocks) if last else Level(blocks, downsamplers=Downsample(width, level < shape.halvings))
             )
         self.mid_block = Level([CausalResidual(widths[-1], widths[-1], *norm) for _ in range(2)])
         self.norm_out = GroupNorm(widths[-1], *norm)
         self.conv_out = CausalConv(widths[-1], 2 * shape.latent_channels)
-        begin(self)
+        init_causal_weights(self)
         with torch.no_grad():  # little noise at first: there is nothing yet that it could smooth
             self.conv_out.conv.bias[shape.latent_channels :] = -4.0  # type: ignore[index]
 
     def forward(self, x: Tensor, past: Memory | None) -> tuple[Tensor, Memory]:
         kept = []
-        x, begin = self.conv_in(x, past and past[0][0])
+        x, first_past = self.conv_in(x, past and past[0][0])
         for place, level in enumerate((*self.down_blocks, self.mid_block)):
             x, seen = level(x, past and past[1][place])
             kept.append(seen)
         x, end = self.conv_out(F.silu(self.norm_out(x)), past and past[0][1])
-        return x, ([begin, end], kept)
+        return x, ([first_past, end], kept)
 
 
 class Decoder(nn.Module):
@@ -123,16 +134,16 @@ class Decoder(nn.Module):
             blocks = [CausalResidual(before if i == 0 else width, width, *norm) for i in range(shape.layers + 1)]
             last = level == len(widths) - 1
             self.up_blocks.append(
-                Level(blocks) if last else Level(blocks, upsamplers=Double(width, level < shape.halvings))
+                Level(blocks) if last else Level(blocks, upsamplers=Upsample(width, level < shape.halvings))
             )
         self.norm_out = LatentNorm(widths[-1], shape.latent_channels, shape.groups, shape.norm)
         self.conv_out = CausalConv(widths[-1], channels)
-        begin(self)
+        init_causal_weights(self)
 
     def forward(self, z: Tensor, past: Memory | None) -> tuple[Tensor, Memory]:
         kept = []
-        x, begin = self.conv_in(z, past and past[0][0])
+        x, first_past = self.conv_in(z, past and past[0][0])
         for place, level in enumerate((self.mid_block, *self.up_blocks)):
             x, seen = level(x, past and past[1][place], z)
             kept.append(seen)
-        return F.silu(self.norm_out(x, z, past is None)), ([begin], kept)
+        return F.silu(self.norm_out(x, z, past is None)), ([first_past], kept)

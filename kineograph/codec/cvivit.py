@@ -29,7 +29,7 @@ from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import Size, StageConfig
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
-from kineograph.nn.positions import Rotation, grid_positions, sincos
+from kineograph.nn.positions import Rotation, grid_positions, sincos_embedding
 from kineograph.nn.quantizers import Quantized, QuantizerConfig, VQConfig, build_quantizer
 from kineograph.nn.transformer import Block, BlockConfig, Residual, Transformer, TransformerConfig
 
@@ -97,8 +97,8 @@ class Spatial(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, _, h, w, _ = x.shape
         places = grid_positions((h, w), x.device)
-        x = rearrange(x, "b t h w d -> (b t) (h w) d") + sincos(places, self.width)
-        x = self.transformer(x, rotary=Rotation.of(places, self.head_width))
+        x = rearrange(x, "b t h w d -> (b t) (h w) d") + sincos_embedding(places, self.width)
+        x = self.transformer(x, rotary=Rotation.at_positions(places, self.head_width))
         return rearrange(x, "(b t) (h w) d -> b t h w d", b=b, h=h)
 
 
@@ -112,7 +112,7 @@ class Temporal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, h, _, _ = x.shape
-        turn = Rotation.of(grid_positions((t,), x.device), self.head_width)
+        turn = Rotation.at_positions(grid_positions((t,), x.device), self.head_width)
         x = self.transformer(rearrange(x, "b t h w d -> (b h w) t d"), rotary=turn)
         return rearrange(x, "(b h w) t d -> b t h w d", b=b, h=h)
 

@@ -25,7 +25,7 @@ from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import distributed
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
-from kineograph.nn.codebook_use import codebook_histogram, usage
+from kineograph.nn.codebook_use import codebook_histogram, codebook_usage
 from kineograph.nn.quantizers import Quantized, straight_through
 
 DiscriminatorFn = Callable[[Tensor, int, Tensor], Tensor]
@@ -248,7 +248,9 @@ def _codes(shared: Reconstruction, codes: int | None, training: bool = True) -> 
     if shared.rows is not None:
         ids = ids.masked_fill(~shared.rows[:, None, None], codes)  # padding falls into a bin of its own
     counts = codebook_histogram(ids, codes + 1)[:codes]
-    found = usage(distributed.all_reduce_(counts) if training else counts)  # judging goes on at each process's own pace
+    found = codebook_usage(
+        distributed.all_reduce_(counts) if training else counts
+    )  # judging goes on at each process's own pace
     metrics = shared.quantized.metrics if training else {}
     return {f"codes/{name}": Mean(value * shared.count, shared.count) for name, value in (metrics | found).items()}
 

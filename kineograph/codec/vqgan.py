@@ -28,7 +28,7 @@ from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
-from kineograph.nn.conv import ChannelNorm, MapAttention, ResidualBlock, double, halve
+from kineograph.nn.conv import ChannelNorm, MapAttention, ResidualBlock, downsample_conv, upsample_conv
 from kineograph.nn.quantizers import QuantizerConfig, VQConfig, build_quantizer
 
 
@@ -92,7 +92,7 @@ class Encoder(nn.Module):
         layers: list[nn.Module] = [nn.Conv2d(channels * config.patch**2, widths[0], 3, padding=1)]
         layers += [ResidualBlock(widths[0]) for _ in range(blocks[0])]
         for (width, wider), count in zip(pairwise(widths), blocks[1:]):
-            layers += [halve(width, wider), *(ResidualBlock(wider) for _ in range(count))]
+            layers += [downsample_conv(width, wider), *(ResidualBlock(wider) for _ in range(count))]
         if config.attention:
             layers.append(MapAttention(widths[-1]))
         layers.append(ChannelNorm(widths[-1]))
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         layers: list[nn.Module] = [MapAttention(widths[-1])] if config.attention else []
         layers += [ResidualBlock(widths[-1]) for _ in range(blocks[-1])]
         for (width, wider), count in reversed(list(zip(pairwise(widths), blocks))):
-            layers += [double(wider, width), *(ResidualBlock(width) for _ in range(count))]
+            layers += [upsample_conv(wider, width), *(ResidualBlock(width) for _ in range(count))]
         layers += [ChannelNorm(widths[0]), nn.SiLU()]
         self.layers = nn.Sequential(*layers)
 

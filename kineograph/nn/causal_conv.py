@@ -1,10 +1,9 @@
-"""Three-dimensional convolutional parts that are causal in time and take a clip in chunks: B C T H W, in channels_last_3d memory.
+"""3D convolutional layers, causal in time, that process a clip in chunks: B C T H W in channels_last_3d memory.
 
-A part that looks back takes `past`, the last frames that it saw of the chunk before (None: the clip begins here), and gives its
-own last frames for the next chunk. The first frame of a clip stands alone: time is halved and doubled behind it.
+A causal layer takes `past`, the last input frames of the previous chunk (None: first chunk), and returns its own for the
+next chunk. The first frame of a clip stands alone: temporal down- and upsampling skip it.
 
-Shapes are changed by torch's own methods here: there are hundreds of changes in a network, and torch.compile traces each of einops' as
-Python, pattern parsing and all.
+Reshapes use torch's own methods: a network has hundreds of them, and torch.compile would trace einops' pattern parsing.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Statistics = Literal["chunk", "frame"]
-Pasts = tuple[Tensor, Tensor]
+PastFrames = tuple[Tensor, Tensor]
 
 
-def frames_of(x: Tensor) -> Tensor:
-    """B C T H W → B·T C H W; in channels_last_3d memory a view, and channels_last."""
+def fold_time(x: Tensor) -> Tensor:
+    """B C T H W → B·T C H W; a channels_last view of channels_last_3d memory."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def clips_of(frames: Tensor, clips: int) -> Tensor:
+def unfold_time(frames: Tensor, clips: int) -> Tensor:
     """B·T C H W → B C T H W"""
     return frames.unflatten(0, (clips, -1)).transpose(1, 2)
 
@@ -32,15 +31,15 @@ def clips_of(frames: Tensor, clips: int) -> Tensor:
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
-def halved(x: Tensor, first: bool) -> Tensor:
-    """Means of two neighbouring frames; a clip's first frame stays as it is."""
+def halve_time(x: Tensor, first: bool) -> Tensor:
+    """Average pairs of frames; a clip's first frame stays."""
     rest = x[:, :, 1:] if first else x
     pairs = (rest[:, :, ::2] + rest[:, :, 1::2]) / 2
     return torch.cat([x[:, :, :1], pairs], dim=2) if first else pairs
 
 
-def stretched(x: Tensor, factor: int, first: bool) -> Tensor:
-    """Each frame `factor` times; a clip's first frame once."""
+def repeat_frames(x: Tensor, factor: int, first: bool) -> Tensor:
+    """Repeat each frame `factor` times; a clip's first frame once."""
     if factor == 1 or (first and x.shape[2] == 1):
         return x
     rows = x.permute(0, 2, 3, 4, 1)  # the order of channels_last_3d memory
@@ -55,7 +54,7 @@ def stretched(x: Tensor, factor: int, first: bool) -> Tensor:
 
 
 class CausalConv(nn.Module):
-    """3 × 3 × 3 over a frame and the two before it, as one convolution a chunk; before a clip's first frame stands that frame."""
+    """3 × 3 × 3 convolution over a frame and the two before it; the first frame of a clip is replicated as padding."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -64,12 +63,12 @@ class CausalConv(nn.Module):
     def forward(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
         first = x[:, :, :1]
         x = torch.cat([first, first, x] if past is None else [past, x], dim=2)
-        return self.conv(x), x[:, :, -2:].clone(memory_format=torch.channels_last_3d)  # a view would keep all of it
+        return self.conv(x), x[:, :, -2:].clone(memory_format=torch.channels_last_3d)  # a view would keep x alive
 
 
 class GroupNorm(nn.Module):
-    """Over groups of channels, all places, and the frames of a chunk (`chunk`) or each frame alone (`frame`). In the input's own type, weights
-    rounded to it and statistics in float32: autocast would copy each map to float32 and back."""
+    """GroupNorm with statistics over a chunk of frames (`chunk`) or each frame (`frame`), in the input's dtype with
+    float32 statistics: autocast would copy each feature map to float32 and back."""
 
     def __init__(self, width: int, groups: int, statistics: Statistics) -> None:
         super().__init__()
@@ -82,30 +81,29 @@ class GroupNorm(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             if self.statistics == "chunk":
                 return F.group_norm(x, self.groups, weight, bias, 1e-6)
-            return clips_of(F.group_norm(frames_of(x), self.groups, weight, bias, 1e-6), x.shape[0])
+            return unfold_time(F.group_norm(fold_time(x), self.groups, weight, bias, 1e-6), x.shape[0])
 
 
 class Pointwise(nn.Module):
-    """1 × 1 × 1, a matrix product over the channels"""
+    """1 × 1 × 1 convolution as a matrix product over channels."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
         self.conv = nn.Conv3d(width, out, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return pointwise(x, self.conv)
+        return apply_pointwise(x, self.conv)
 
 
-def pointwise(x: Tensor, conv: nn.Conv3d) -> Tensor:
-    """conv(x), of a convolution of 1 × 1 × 1, whose own kernels may leave channels_last_3d memory."""
+def apply_pointwise(x: Tensor, conv: nn.Conv3d) -> Tensor:
+    """Apply a 1 × 1 × 1 convolution as F.linear; the convolution kernels may not keep channels_last_3d memory."""
     return F.linear(x.permute(0, 2, 3, 4, 1), conv.weight.flatten(1), conv.bias).permute(0, 4, 1, 2, 3)
 
 
 class LatentNorm(nn.Module):
-    """norm(x) · y(z) + b(z): the latents scale and shift what was normalised, each at its own place and time.
+    """norm(x) · y(z) + b(z): latents modulate the normalised features at their own position and time (SpatialNorm).
 
-    y and b are computed where the latents are, and then stretched to the map: as y(stretched z), of which this is equal but
-    smaller by the area that a latent covers.
+    y and b are computed at the latents' resolution and then upsampled, which equals y(upsampled z) at a fraction of the cost.
     """
 
     def __init__(self, width: int, latents: int, groups: int, statistics: Statistics) -> None:
@@ -118,7 +116,7 @@ class LatentNorm(nn.Module):
         lead = int(first)
         factor = (x.shape[2] - lead) // (frames - lead) if frames > lead else 1
         y, b = (
-            stretched(part(z), factor, first).permute(0, 2, 3, 4, 1)[:, :, :, None, :, None].to(x.dtype)
+            repeat_frames(part(z), factor, first).permute(0, 2, 3, 4, 1)[:, :, :, None, :, None].to(x.dtype)
             for part in (self.conv_y, self.conv_b)
         )  # B T h 1 w 1 C
         rows = self.norm_layer(x).permute(0, 2, 3, 4, 1)  # B T H W C
@@ -127,30 +125,30 @@ class LatentNorm(nn.Module):
 
 
 class CausalResidual(nn.Module):
-    """x + conv(silu(norm(conv(silu(norm(x)))))), the norms under the latents' command where there are `latents` channels of them."""
+    """x + conv(silu(norm(conv(silu(norm(x)))))), with LatentNorm where `latents` gives their channels."""
 
     def __init__(self, width: int, out: int, groups: int, statistics: Statistics, latents: int | None = None) -> None:
         super().__init__()
-        self.norm1 = _norm(width, groups, statistics, latents)
+        self.norm1 = _build_norm(width, groups, statistics, latents)
         self.conv1 = CausalConv(width, out)
-        self.norm2 = _norm(out, groups, statistics, latents)
+        self.norm2 = _build_norm(out, groups, statistics, latents)
         self.conv2 = CausalConv(out, out)
         self.conv_shortcut = nn.Conv3d(width, out, 1) if width != out else None
 
-    def forward(self, x: Tensor, past: Pasts | None, z: Tensor | None = None) -> tuple[Tensor, Pasts]:
+    def forward(self, x: Tensor, past: PastFrames | None, z: Tensor | None = None) -> tuple[Tensor, PastFrames]:
         normed = (lambda norm, x: norm(x)) if z is None else (lambda norm, x: norm(x, z, past is None))
         h, past1 = self.conv1(F.silu(normed(self.norm1, x)), past and past[0])
         h, past2 = self.conv2(F.silu(normed(self.norm2, h)), past and past[1])
-        return (x if self.conv_shortcut is None else pointwise(x, self.conv_shortcut)) + h, (past1, past2)
+        return (x if self.conv_shortcut is None else apply_pointwise(x, self.conv_shortcut)) + h, (past1, past2)
 
 
-def _norm(width: int, groups: int, statistics: Statistics, latents: int | None) -> nn.Module:
+def _build_norm(width: int, groups: int, statistics: Statistics, latents: int | None) -> nn.Module:
     if latents is None:
         return GroupNorm(width, groups, statistics)
     return LatentNorm(width, latents, groups, statistics)
 
 
-class Halve(nn.Module):
+class Downsample(nn.Module):
     """H W → H/2 W/2, and with `time` T → 1 + (T − 1)/2."""
 
     def __init__(self, width: int, time: bool) -> None:
@@ -160,12 +158,12 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor, first: bool) -> Tensor:
         if self.time:
-            x = halved(x, first)
-        return clips_of(self.conv(F.pad(frames_of(x), (0, 1, 0, 1))), x.shape[0])
+            x = halve_time(x, first)
+        return unfold_time(self.conv(F.pad(fold_time(x), (0, 1, 0, 1))), x.shape[0])
 
 
-class Double(nn.Module):
-    """H W → 2H 2W, and with `time` T → 1 + 2(T − 1). Frames are doubled last: the convolution sees each alone."""
+class Upsample(nn.Module):
+    """H W → 2H 2W, and with `time` T → 1 + 2(T − 1). Frames are repeated after the convolution."""
 
     def __init__(self, width: int, time: bool) -> None:
         super().__init__()
@@ -173,16 +171,16 @@ class Double(nn.Module):
         self.conv = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor, first: bool) -> Tensor:
-        larger = F.interpolate(frames_of(x), scale_factor=2.0)
-        return stretched(clips_of(self.conv(larger), x.shape[0]), self.factor, first)
+        larger = F.interpolate(fold_time(x), scale_factor=2.0)
+        return repeat_frames(unfold_time(self.conv(larger), x.shape[0]), self.factor, first)
 
 
-def begin(network: nn.Module) -> None:
-    """Weights to train from: convolutions that keep the size of what they are given, without a bias; residual blocks that add
-    nothing yet; norms that the latents do not command yet, y = 1 and b = 0.
+def init_causal_weights(network: nn.Module) -> None:
+    """Initialise for training: variance-preserving convolutions without bias, residual blocks as the identity, and
+    LatentNorm with y = 1, b = 0.
 
-    torch's own start shrinks the signal at each convolution until random biases outweigh it, and norms then make them
-    louder: after 60 steps on one clip the squared error was four times that of this start.
+    torch's default shrinks the signal at each convolution until random biases dominate and norms amplify them: after 60
+    steps on one clip its squared error was four times as large.
     """
     for part in network.modules():
         if isinstance(part, nn.Conv2d | nn.Conv3d):

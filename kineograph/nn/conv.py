@@ -1,6 +1,6 @@
-"""Two-dimensional convolutional parts: a channel norm, residual blocks, halving, doubling, attention over a small map.
+"""2D convolutional layers: channel norm, residual block, down- and upsampling, attention over a small feature map.
 
-Everything here is at home in channels_last memory: norms then read whole pixels, and permutes cost nothing.
+All expect channels_last memory: norms read whole pixels, and permutes are free.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 
 class ChannelNorm(nn.Module):
-    """LayerNorm over the channels of each pixel: no statistics of the batch or of the picture, so that tiles, frames and
-    batch mates cannot leak into one another. In channels_last it costs what GroupNorm does, or less."""
+    """LayerNorm over the channels of each pixel. It has no statistics over space or batch, so tiles and frames cannot
+    leak into one another. In channels_last it costs no more than GroupNorm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -23,20 +23,19 @@ class ChannelNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # B C H W
         pixels = x.permute(0, 2, 3, 1)
         normed = F.layer_norm(pixels, self.weight.shape, self.weight, self.bias)
-        return normed.to(x.dtype).permute(
-            0, 3, 1, 2
-        )  # autocast gives float32, which would double all traffic from here on
+        # Autocast returns float32, which would double the memory traffic from here on.
+        return normed.to(x.dtype).permute(0, 3, 1, 2)
 
 
 class ResidualBlock(nn.Module):
-    """x + conv(silu(norm(conv(silu(norm(x)))))). The second convolution starts at zero, so a new block changes nothing."""
+    """x + conv(silu(norm(conv(silu(norm(x)))))), initialised to the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = ChannelNorm(width), ChannelNorm(width)
         self.conv1 = nn.Conv2d(width, width, 3, padding=1)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
-        silence(self.conv2)
+        zero_init(self.conv2)
 
     def forward(self, x: Tensor) -> Tensor:  # B C H W
         h = self.conv1(F.silu(self.norm1(x)))
@@ -44,7 +43,7 @@ class ResidualBlock(nn.Module):
 
 
 class MapAttention(nn.Module):
-    """Full self-attention between the pixels of a small map."""
+    """Self-attention over the pixels of a small feature map."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class MapAttention(nn.Module):
         self.norm = ChannelNorm(width)
         self.qkv = nn.Conv2d(width, 3 * width, 1)
         self.out = nn.Conv2d(width, width, 1)
-        silence(self.out)
+        zero_init(self.out)
 
     def forward(self, x: Tensor) -> Tensor:  # B C H W
         q, k, v = rearrange(self.qkv(self.norm(x)), "b (n heads c) h w -> n b heads (h w) c", n=3, heads=self.heads)
@@ -60,18 +59,18 @@ class MapAttention(nn.Module):
         return x + self.out(rearrange(mixed, "b heads (h w) c -> b (heads c) h w", h=x.shape[2]))
 
 
-def silence(layer: nn.Module) -> None:
-    """Zero weights: the branch that ends here starts by adding nothing."""
+def zero_init(layer: nn.Module) -> None:
+    """Zero a layer's parameters, so that its residual branch starts as zero."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
 
 
-def halve(width: int, wider: int) -> nn.Module:
+def downsample_conv(width: int, wider: int) -> nn.Module:
     """H W → H/2 W/2"""
     return nn.Conv2d(width, wider, 4, stride=2, padding=1)
 
 
-def double(width: int, narrower: int) -> nn.Module:
-    """H W → 2H 2W. Kernel 4 at stride 2 covers every output pixel by four taps, so it lays no checkerboard of its own,
-    at less than half the arithmetic of enlarging first and convolving 3×3."""
+def upsample_conv(width: int, narrower: int) -> nn.Module:
+    """H W → 2H 2W. Kernel 4 at stride 2 covers every output pixel by four taps: no checkerboard, and less than half the
+    FLOPs of interpolation followed by a 3×3 convolution."""
     return nn.ConvTranspose2d(width, narrower, 4, stride=2, padding=1)

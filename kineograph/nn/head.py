@@ -1,7 +1,7 @@
-"""The classifying head of a token model, and its cross-entropy that never holds all logits.
+"""Linear head with a chunked cross-entropy that never materialises all logits.
 
-With 65,536 classes the logits outweigh the network. So they are made a chunk of rows at a time, and in training each chunk is turned into its
-gradients at once, in the forward pass: what stays is the size of the hidden states and of the weight.
+With 65,536 classes the logits dominate memory. They are computed a chunk of rows at a time, and in training each chunk's
+gradient is computed in the forward pass, so memory is bounded by the hidden states and the weight.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_ELEMENTS = 1 << 26  # logits alive at a time: 128 MiB in bf16
-CHUNK_ROWS = 1 << 11  # but so many rows at least, however many classes: each chunk adds to the whole weight's gradient
+CHUNK_ROWS = 1 << 11  # rows per chunk, at least: each chunk accumulates into the whole weight's gradient
 
 
 class HeadLoss(NamedTuple):
-    """Sums over rows, each times its weight."""
+    """Weighted sums over rows."""
 
     loss: Tensor
-    correct: Tensor  # rows whose likeliest class is the target
+    correct: Tensor  # rows whose argmax is the target
 
 
 class Head(nn.Module):
-    """Hidden states → logits over the vocabulary. Linear without a shift, so that guidance may be applied to hidden states just as to logits."""
+    """Hidden states → logits. Linear without bias, so that guiding hidden states equals guiding logits."""
 
     def __init__(self, width: int, vocabulary: int, label_smoothing: float = 0.0) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Head(nn.Module):
         return nn.functional.linear(hidden, self.weight)
 
     def chunks(self, rows: int) -> Iterator[slice]:
-        """Equal shares of the rows whose logits may be alive together."""
+        """Slices of rows whose logits are computed together."""
         size = chunk_rows(rows, self.vocabulary)
         for start in range(0, rows, size):
             yield slice(start, min(start + size, rows))
@@ -53,7 +53,7 @@ class Head(nn.Module):
 
 
 def chunk_rows(rows: int, vocabulary: int) -> int:
-    """Rows a chunk: all chunks alike where the number of rows allows it, so that kernels see one shape."""
+    """Rows per chunk; equal chunks where possible, so that kernels see one shape."""
     least = -(-rows // max(CHUNK_ELEMENTS // vocabulary, CHUNK_ROWS))
     for count in range(least, 2 * least + 1):
         if count and rows % count == 0:
@@ -62,7 +62,7 @@ def chunk_rows(rows: int, vocabulary: int) -> int:
 
 
 class SoftmaxGradient(nn.Module):
-    """Cross-entropy of a chunk of logits and its gradient, in float32. A module, so that it can be compiled into one kernel.
+    """Cross-entropy of a chunk of logits and its gradient in float32. A module, so that it can be compiled.
 
     With smoothing ε the target distribution is y = (1 − ε) · onehot + ε / V; loss = Σ w (lse(x) − y·x), gradient = w (softmax(x) − y).
     """

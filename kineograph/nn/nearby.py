@@ -1,4 +1,4 @@
-"""3D nearby attention: each place of a clip sees a window of what was drawn before it. For training all at once, and for drawing one by one."""
+"""3D nearby attention (3DNA): all positions at once for training, one at a time with a KV cache for sampling."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from kineograph.nn.attention import Turn, attend
+from kineograph.nn.attention import RotaryFn, attend
 from kineograph.nn.norms import norm_layer
-from kineograph.nn.window import Grid, Neighbours, Shelf, Window, nearby_mask, places
+from kineograph.nn.window import Grid, Neighbours, TableCache, Window, nearby_mask
 
-__all__ = ["Grid", "NearbyAttention", "NearbyCache", "Window", "nearby_attend", "nearby_mask", "places"]
+__all__ = ["Grid", "NearbyAttention", "NearbyCache", "Window", "nearby_attend", "nearby_mask"]
 
 Backend = Literal["causal", "dense", "flex"]
-Turns = Turn | tuple[Turn, Turn]  # one for queries and keys, or one each
+RotaryPair = RotaryFn | tuple[RotaryFn, RotaryFn]  # one for queries and keys, or one each
 
 
-# All places at once -----------------------------------------------------------------------------------------------
+# All positions at once -----------------------------------------------------------------------------------------------
 
 
 def nearby_attend(
@@ -34,66 +34,64 @@ def nearby_attend(
     dropout: float = 0.0,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Attention of the places of a grid, B h N d, to the input positions that they may see (window null: all before them).
+    """Attention of the N positions of a grid, B h N d, within a window (None: causal).
 
-    `mask` is B N, True where an input position holds a real token; BOS always does. Clips that are padded at their end need none: nothing real
-    comes after padding.
+    `mask` (B N) is True for real tokens; BOS always counts. Padding at the end of a clip needs no mask.
     """
     assert q.shape[2] == prod(grid)
     if window is None or window.covers(grid):
         if mask is None:
             return attend(q, k, v, dropout=dropout, causal=True)
         window = None
-    backend = backend or choose(q, window, dropout)
+    backend = backend or choose_backend(q, window, dropout)
     if backend == "flex":
         from kineograph.nn.nearby_flex import flex_nearby
 
         assert window is not None
         return flex_nearby(q, k.to(q.dtype), v.to(q.dtype), grid, window, mask)
-    seen: Tensor = getattr(_masks, _shelve(grid, *_parts(window), q.device))  # N N
+    seen: Tensor = getattr(_masks, _cache_mask(grid, *_window_numbers(window), q.device))  # N N
     if mask is not None:
         seen = seen & F.pad(mask[:, 1:], (1, 0), value=True)[:, None, None, :]  # B 1 N N
     return attend(q, k, v, seen, dropout)
 
 
-FLEX_FROM = 1024  # tokens, between the two sizes that were measured
+FLEX_MIN_TOKENS = 1024  # tokens; between the two sizes measured below
 
 
-def choose(q: Tensor, window: Window | None, dropout: float) -> Backend:
-    """FlexAttention for long sequences where it is compiled for a GPU (it has no dropout, no CPU gradient, and heads from 16 channels on), else a
-    dense mask. Forward and backward on an H200, bf16, batch 8, 8 heads of 64, dilations 1, 2, 4: 1.46, 1.34, 1.33 against 1.79, 1.70, 1.80 ms at
-    10 × 16 × 16 tokens; 0.94 against 0.31 ms at 5 × 8 × 8.
+def choose_backend(q: Tensor, window: Window | None, dropout: float) -> Backend:
+    """FlexAttention for long sequences when compiled for a GPU, else a dense mask.
 
-    A third way, gathering the keys of each query, was slower on a CPU at every size tried: forward and backward on one core, 4 heads of 32,
-    batch 2: 50 against 8 ms at 5 × 8 × 8 tokens, 600 against 490 ms at 10 × 16 × 16; batch 8 at 5 × 8 × 8: 320 against 27 ms.
+    FlexAttention has no dropout, no CPU backward, and needs head sizes of at least 16. Forward + backward on an H200,
+    bf16, batch 8, 8 heads of 64, dilations 1, 2, 4: 1.46, 1.34, 1.33 ms against 1.79, 1.70, 1.80 ms dense at
+    10 × 16 × 16 tokens; 0.94 against 0.31 ms at 5 × 8 × 8. Gathering each query's keys was slower on a CPU at every size.
     """
     fit = q.is_cuda and torch.compiler.is_compiling() and window is not None
-    return "flex" if fit and dropout == 0 and q.shape[3] >= 16 and q.shape[2] >= FLEX_FROM else "dense"
+    return "flex" if fit and dropout == 0 and q.shape[3] >= 16 and q.shape[2] >= FLEX_MIN_TOKENS else "dense"
 
 
-_masks = Shelf()
+_masks = TableCache()
 
 
-def _parts(window: Window | None) -> tuple[tuple[int, int, int] | None, int]:
-    """A window in plain numbers: torch.compile of torch 2.11 cannot hand a frozen dataclass to a function that it calls."""
+def _window_numbers(window: Window | None) -> tuple[tuple[int, int, int] | None, int]:
+    """Window as plain numbers: torch 2.11 cannot pass a frozen dataclass to a function with a constant result."""
     return (None, 1) if window is None else (window.size, window.dilation)
 
 
 @torch.compiler.assume_constant_result
-def _shelve(grid: Grid, size: tuple[int, int, int] | None, dilation: int, device: torch.device) -> str:
-    """Make a mask unless it is there, and say its name."""
+def _cache_mask(grid: Grid, size: tuple[int, int, int] | None, dilation: int, device: torch.device) -> str:
+    """Create the mask if needed. → its attribute name."""
     name = f"{grid} {size} {dilation} {device}"
     if not hasattr(_masks, name):
-        with torch.inference_mode(False):  # one first met while sampling serves training too
+        with torch.inference_mode(False):  # created while sampling, it must serve training too
             setattr(_masks, name, nearby_mask(grid, None if size is None else Window(size, dilation), device))
     return name
 
 
-# One place at a time ----------------------------------------------------------------------------------------------
+# One position at a time ----------------------------------------------------------------------------------------------
 
 
-class Located(NamedTuple):
-    """Where a position's key is written in a cache, and which are read for it."""
+class CacheSlots(NamedTuple):
+    """Cache slots of a position: where its key is written and which keys it reads."""
 
     write: Tensor  # 1
     read: Tensor | None  # W; None: the whole cache
@@ -102,10 +100,10 @@ class Located(NamedTuple):
 
 @dataclass(frozen=True)
 class NearbyCache:
-    """Keys and values of input positions. Slot 0 is BOS; token k is in slot 1 + k mod (ring · Y · X), so the frames form a ring.
+    """KV cache. Slot 0 is BOS; token k is in slot 1 + k mod ring, a ring of frames.
 
-    A place sees `window.frames` frames and no further back, so that a ring of this many holds all that it may see, however long the clip.
-    Without a window the cache holds a whole clip and cannot go round.
+    A ring of `window.frames` frames holds everything visible, however long the clip. Without a window the cache holds a
+    whole clip.
     """
 
     keys: Tensor  # B h S d
@@ -115,35 +113,35 @@ class NearbyCache:
 
     @property
     def ring(self) -> int:
-        """Tokens that are kept beside BOS."""
+        """Tokens in the ring, without BOS."""
         return self.keys.shape[2] - 1
 
     def clear(self) -> None:
         self.keys.zero_()
         self.values.zero_()
 
-    def locate(self, index: Tensor) -> Located:
-        """Of an input position, an int64 tensor with one element. Layers of one window and grid may share what this gives."""
+    def locate(self, index: Tensor) -> CacheSlots:
+        """Slots of an input position (int64, one element). Layers with the same window and grid may share the result."""
         index = index.view(1)
         if self.neighbours is None:
             slots = torch.arange(self.keys.shape[2], device=index.device)
-            return Located(index, None, (slots <= index)[None])
-        tokens, seen = self.neighbours.seen(index)  # 1 W
+            return CacheSlots(index, None, (slots <= index)[None])
+        tokens, seen = self.neighbours.visible(index)  # 1 W
         write = torch.where(index == 0, index, 1 + (index - 1) % self.ring)
         read = F.pad(1 + tokens[0] % self.ring, (1, 0))  # BOS, then the window
-        return Located(write, read, F.pad(seen, (1, 0), value=True))
+        return CacheSlots(write, read, F.pad(seen, (1, 0), value=True))
 
-    def write(self, at: Located, keys: Tensor, values: Tensor) -> None:
+    def write(self, at: CacheSlots, keys: Tensor, values: Tensor) -> None:
         self.keys.index_copy_(2, at.write, keys.to(self.keys.dtype))
         self.values.index_copy_(2, at.write, values.to(self.values.dtype))
 
-    def read(self, at: Located) -> tuple[Tensor, Tensor]:
+    def read(self, at: CacheSlots) -> tuple[Tensor, Tensor]:
         if at.read is None:
             return self.keys, self.values
         return self.keys.index_select(2, at.read), self.values.index_select(2, at.read)
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """With those of the first n input positions, B h n d; of tokens, the last that the ring holds."""
+        """Store keys and values of the first n input positions, B h n d; of tokens, the last that fit the ring."""
         length = keys.shape[2]
         first = max(1, length - self.ring)
         positions = torch.arange(first, length, device=keys.device)
@@ -154,7 +152,7 @@ class NearbyCache:
 
 
 class NearbyAttention(nn.Module):
-    """Self-attention of a clip's places, in [BOS, token 0, …] order. Parameters are named as those of SelfAttention."""
+    """Self-attention over [BOS, token 0, …]. Its parameters are named like those of SelfAttention."""
 
     def __init__(
         self, width: int, heads: int, window: Window | None, *, qk_norm: bool = True, dropout: float = 0.0
@@ -166,8 +164,8 @@ class NearbyAttention(nn.Module):
         self.norm_k = norm_layer("rms", width // heads) if qk_norm else nn.Identity()
         self.out = nn.Linear(width, width, bias=False)
 
-    def _project(self, x: Tensor, rotary: Turns | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, B h N d, of one type."""
+    def _project(self, x: Tensor, rotary: RotaryPair | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, B h N d, of one dtype."""
         q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
         q, k = self.norm_q(q), self.norm_k(k)
         if rotary is not None:
@@ -179,12 +177,11 @@ class NearbyAttention(nn.Module):
         self,
         x: Tensor,  # B N D
         grid: Grid,
-        rotary: Turns | None = None,
+        rotary: RotaryPair | None = None,
         mask: Tensor | None = None,  # B N
         cache: NearbyCache | None = None,
     ) -> Tensor:
-        """All positions of a grid. A cache is filled with their keys and values, for `step` to go on after them: `grid` is then that of the
-        frames given, and the next index is N."""
+        """Attend at all positions of a grid. Fills `cache`, if given, for `step` to continue at index N."""
         q, k, v = self._project(x, rotary)
         if cache is not None:
             cache.fill(k, v)
@@ -200,9 +197,9 @@ class NearbyAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> NearbyCache:
-        """An empty cache for `frames` frames (null: the grid's) of Y × X tokens; with a window, a ring of no more than the window needs.
+        """Create an empty cache for `frames` frames (None: the grid's); with a window, no more than it needs.
 
-        `dtype` null: what autocast would compute in, else the weights'."""
+        `dtype` None: autocast's, else the weights'."""
         weight = self.qkv.weight
         device = torch.device(device) if device is not None else weight.device
         if dtype is None:
@@ -211,13 +208,15 @@ class NearbyAttention(nn.Module):
         frames = frames or grid[0]
         kept = frames if self.window is None else min(frames, self.window.frames)
         shape = (batch, self.heads, 1 + kept * grid[1] * grid[2], weight.shape[1] // self.heads)
-        neighbours = None if self.window is None else Neighbours.of(grid, self.window, device)
+        neighbours = None if self.window is None else Neighbours.build(grid, self.window, device)
         keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         return NearbyCache(keys, values, grid, neighbours)
 
-    def step(self, x: Tensor, index: Tensor | Located, cache: NearbyCache, rotary: Turns | None = None) -> Tensor:
-        """One position, B 1 D. `index` is its number on the device (or where the cache located it): nothing here asks for its value, so a CUDA
-        graph of one step serves every position. `rotary` turns this position's query and key."""
+    def step(
+        self, x: Tensor, index: Tensor | CacheSlots, cache: NearbyCache, rotary: RotaryPair | None = None
+    ) -> Tensor:
+        """Attend at one position, B 1 D. `index` is its number on the device, or its slots. Its value is never read on
+        the host, so a CUDA graph of one step serves every position."""
         at = cache.locate(index) if isinstance(index, Tensor) else index
         q, k, v = self._project(x, rotary)
         cache.write(at, k, v)

@@ -1,10 +1,10 @@
-"""Nearby attention by FlexAttention: blocks of keys that no query of a block sees are skipped.
+"""Nearby attention with FlexAttention, which skips blocks of keys that no query of a block sees.
 
-In raster order a window of a few rows touches most blocks. Two changes of order make the touched ones few and full. With dilation d, tokens of
-different residues modulo d never see each other, so each residue's tokens are put together: d³ small grids of their own. Inside them, tokens
-go by tiles (t, y, x), of the shape that touches the fewest blocks. Keys are put in the same order as queries: token p is at input position
-p + 1, and BOS takes the last place, whose token is never read. Blocks touched, of 128, at 10 × 16 × 16 tokens and window 5 × 3 × 3 with
-dilation 1, 2, 4: 96, 63, 47; in raster order 169, 129, 81; a whole causal triangle has 210.
+In raster order a window of a few rows touches most blocks, so positions are reordered. With dilation d, tokens of different
+residues modulo d never see each other: each residue's tokens form one of d³ small grids. Inside them tokens are ordered by
+tiles (t, y, x) of the shape that touches the fewest blocks. Keys follow the queries' order: token p is at input position
+p + 1, and BOS takes the last slot, whose token is never read. Blocks of 128 touched at 10 × 16 × 16 tokens, window
+5 × 3 × 3, dilation 1, 2, 4: 96, 63, 47; in raster order 169, 129, 81; a full causal triangle has 210.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from kineograph.nn.window import Grid, Neighbours, Shelf, Window, places
+from kineograph.nn.window import Grid, Neighbours, TableCache, Window, grid_coordinates
 
 BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Order:
-    """Queries and keys in an order of their own. Each is a permutation of input positions with its inverse, N."""
+class BlockOrder:
+    """Permutations of queries and keys with their inverses, N, and the block mask in that order."""
 
     queries: Tensor
     queries_back: Tensor
@@ -35,9 +35,9 @@ class Order:
     blocks: BlockMask
 
 
-def tiled(grid: Grid, dilation: int, tile: tuple[int, int, int]) -> Tensor:
-    """Places by residue modulo the dilation, then by tile, then inside the tile: a permutation of raster order, N."""
-    where = places(torch.arange(prod(grid)), grid)  # N 3
+def tile_order(grid: Grid, dilation: int, tile: tuple[int, int, int]) -> Tensor:
+    """Order positions by residue modulo the dilation, then tile, then inside the tile: a permutation, N."""
+    where = grid_coordinates(torch.arange(prod(grid)), grid)  # N 3
     coarse, sizes = where // dilation, torch.tensor(tile)
     keys = torch.cat([where % dilation, coarse // sizes, coarse % sizes], dim=1)  # N 9, the first column first
     order = torch.arange(len(where))
@@ -46,22 +46,22 @@ def tiled(grid: Grid, dilation: int, tile: tuple[int, int, int]) -> Tensor:
     return order
 
 
-def touched(order: Tensor, pairs: tuple[Tensor, Tensor], block: int) -> int:
-    """Blocks of queries × keys that hold at least one pair. BOS, at the last place, is seen by all."""
+def count_touched_blocks(order: Tensor, pairs: tuple[Tensor, Tensor], block: int) -> int:
+    """Count the blocks of queries × keys with at least one visible pair. BOS, the last, is visible to all."""
     rank = order.argsort() // block
     count = -(-len(order) // block)
-    queries, keys = (torch.cat([part, every]) for part, every in zip(pairs, _bos(len(order))))
+    queries, keys = (torch.cat([part, every]) for part, every in zip(pairs, _bos_pairs(len(order))))
     return len(torch.unique(rank[queries] * count + rank[keys]))
 
 
-def _bos(length: int) -> tuple[Tensor, Tensor]:
+def _bos_pairs(length: int) -> tuple[Tensor, Tensor]:
     return torch.arange(length), torch.full((length,), length - 1)
 
 
-def best_order(grid: Grid, window: Window, block: int = BLOCK) -> Tensor:
-    """The order of places that touches the fewest blocks; raster order if none is better."""
+def find_best_order(grid: Grid, window: Window, block: int = BLOCK) -> Tensor:
+    """The order that touches the fewest blocks; raster order if none is better."""
     length = prod(grid)
-    tokens, seen = Neighbours.of(grid, window).seen(torch.arange(length))
+    tokens, seen = Neighbours.build(grid, window).visible(torch.arange(length))
     queries, _ = seen.nonzero(as_tuple=True)
     pairs = (queries, tokens[seen])
     fine = [-(-size // window.dilation) for size in grid]
@@ -69,16 +69,18 @@ def best_order(grid: Grid, window: Window, block: int = BLOCK) -> Tensor:
     tiles = [
         tile for tile in product(*powers) if block // 2 <= prod(tile) <= block or prod(tile) == prod(fine) <= block
     ]
-    orders = [torch.arange(length), tiled(grid, window.dilation, (1, fine[1], fine[2]))]
-    orders += [tiled(grid, window.dilation, tile) for tile in tiles]
-    return min(orders, key=lambda order: touched(order, pairs, block))
+    orders = [torch.arange(length), tile_order(grid, window.dilation, (1, fine[1], fine[2]))]
+    orders += [tile_order(grid, window.dilation, tile) for tile in tiles]
+    return min(orders, key=lambda order: count_touched_blocks(order, pairs, block))
 
 
-def make_order(grid: Grid, window: Window, device: torch.device | str, block: int = BLOCK, best: bool = True) -> Order:
+def make_order(
+    grid: Grid, window: Window, device: torch.device | str, block: int = BLOCK, best: bool = True
+) -> BlockOrder:
     length = prod(grid)
-    queries = (best_order(grid, window, block) if best else torch.arange(length)).to(device)
-    keys = (queries + 1) % length  # token p is at input position p + 1, BOS (position 0) at place N − 1
-    t, y, x = (axis.contiguous() for axis in places(queries, grid).int().unbind(-1))
+    queries = (find_best_order(grid, window, block) if best else torch.arange(length)).to(device)
+    keys = (queries + 1) % length  # token p is at input position p + 1, BOS (position 0) at index N − 1
+    t, y, x = (axis.contiguous() for axis in grid_coordinates(queries, grid).int().unbind(-1))
     d, (_, rows, columns) = window.dilation, window.size
     residue = ((t % d) * d + y % d) * d + x % d
     raster = queries.int()
@@ -89,15 +91,15 @@ def make_order(grid: Grid, window: Window, device: torch.device | str, block: in
         return (near & (raster[k] < raster[q])) | (raster[k] == length - 1)
 
     blocks = create_block_mask(visible, None, None, length, length, device=device, BLOCK_SIZE=block)
-    return Order(queries, queries.argsort(), keys, keys.argsort(), blocks)
+    return BlockOrder(queries, queries.argsort(), keys, keys.argsort(), blocks)
 
 
-_orders = Shelf()
+_orders = TableCache()
 
 
 @torch.compiler.assume_constant_result
-def _shelve(grid: Grid, size: tuple[int, int, int], dilation: int, device: torch.device) -> str:
-    """Make an order unless it is there, and say its name. Plain numbers: torch.compile of torch 2.11 cannot hand over a frozen dataclass."""
+def _cache_order(grid: Grid, size: tuple[int, int, int], dilation: int, device: torch.device) -> str:
+    """Create the order if needed. → its attribute name. Takes plain numbers: torch 2.11 cannot pass a frozen dataclass."""
     name = f"{grid} {size} {dilation} {device}"
     if not hasattr(_orders, name):
         with torch.inference_mode(False), torch.no_grad():
@@ -106,7 +108,7 @@ def _shelve(grid: Grid, size: tuple[int, int, int], dilation: int, device: torch
 
 
 class _Reorder(torch.autograd.Function):
-    """A permutation of positions. Its gradient is the inverse permutation: read in order, not added up atomically."""
+    """Permute positions. Its gradient is the inverse permutation, a gather instead of an atomic scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:  # B h N d
@@ -120,11 +122,17 @@ class _Reorder(torch.autograd.Function):
 
 
 def flex_nearby(
-    q: Tensor, k: Tensor, v: Tensor, grid: Grid, window: Window, mask: Tensor | None = None, order: Order | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: Grid,
+    window: Window,
+    mask: Tensor | None = None,
+    order: BlockOrder | None = None,
 ) -> Tensor:
-    """q, k and v are B h N d by input position; mask is B N, True = a real token. Fast under torch.compile only."""
+    """Nearby attention of q, k, v (B h N d); mask is B N, True = real token. Fast only under torch.compile."""
     if order is None:
-        order = getattr(_orders, _shelve(grid, window.size, window.dilation, q.device))
+        order = getattr(_orders, _cache_order(grid, window.size, window.dilation, q.device))
     assert order is not None
     q = _Reorder.apply(q, order.queries, order.queries_back)
     k = _Reorder.apply(k, order.keys, order.keys_back)

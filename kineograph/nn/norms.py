@@ -12,7 +12,7 @@ Norm = Literal["rms", "layer"]
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · g, with g brought to x's type: torch's own keeps it in float32, and its fused kernel then refuses bf16."""
+    """x / rms(x) · g with g cast to x's dtype: nn.RMSNorm keeps it in float32, which its fused bf16 kernel refuses."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
 
 def norm_layer(kind: Norm, width: int) -> nn.Module:
-    """`rms`: x / rms(x) · g. `layer`: (x − mean) / std · g. Neither has a shift: the linear layers after them can learn it."""
+    """`rms`: x / rms(x) · g. `layer`: (x − mean) / std · g. Neither has a bias: the following linear layers can learn it."""
     if kind == "rms":
         return RMSNorm(width)
     return nn.LayerNorm(width, eps=1e-6, bias=False)

@@ -1,4 +1,4 @@
-"""Where a token is: coordinates on a grid of any number of axes, as rotations of queries and keys or as added vectors."""
+"""Position embeddings on a grid of any number of axes: rotary, learned, or sines and cosines."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ def grid_positions(shape: Sequence[int], device: torch.device | str | None = Non
     return torch.stack(axes, dim=-1).reshape(-1, len(shape))
 
 
-def shares(total: int, axes: int) -> list[int]:
-    """`total` channels divided among the axes, the first ones taking the remainder."""
+def split_channels(total: int, axes: int) -> list[int]:
+    """Divide `total` channels among the axes; the first ones take the remainder."""
     return [total // axes + (axis < total % axes) for axis in range(axes)]
 
 
-def angles(positions: Tensor, pairs: int, base: float) -> Tensor:
-    """θ = position · base^(−i / n) for pair i of the n pairs that an axis has; N × axes → N × pairs."""
+def rotary_angles(positions: Tensor, pairs: int, base: float) -> Tensor:
+    """θ = position · base^(−i / n) for pair i of an axis's n pairs; N × axes → N × pairs."""
     parts = []
-    for axis, count in enumerate(shares(pairs, positions.shape[1])):
+    for axis, count in enumerate(split_channels(pairs, positions.shape[1])):
         frequency = base ** (-torch.arange(count, device=positions.device, dtype=torch.float32) / max(count, 1))
         parts.append(positions[:, axis, None].float() * frequency)
     return torch.cat(parts, dim=1)
 
 
 class Rotation:
-    """Rotary positions: each pair of channels (2i, 2i + 1) of a query or key turns by its angle, each axis having its share of pairs.
+    """Rotary position embedding: each pair of channels (2i, 2i + 1) is rotated by its angle; axes share the pairs.
 
-    A plain class: torch.compile of torch 2.11 cannot make a frozen dataclass.
+    A plain class: torch 2.11 cannot compile the construction of a frozen dataclass.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin  # N d/2 each
 
     @staticmethod
-    def of(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rotation:
-        """At any positions, N × axes: what a network that takes clips of many sizes makes once a forward pass."""
-        angle = angles(positions, head_width // 2, base)
+    def at_positions(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rotation:
+        """Rotation at any positions, N × axes, for networks that take clips of many sizes."""
+        angle = rotary_angles(positions, head_width // 2, base)
         return Rotation(angle.cos(), angle.sin())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """B h N d, rotated in float32."""
+        """Rotate B h N d in float32."""
         pairs = rearrange(x.float(), "b h n (d two) -> b h n d two", two=2)
         even, odd = pairs.unbind(-1)  # B h N d/2
-        turned = torch.stack([even * self.cos - odd * self.sin, odd * self.cos + even * self.sin], dim=-1)
-        return rearrange(turned, "b h n d two -> b h n (d two)").to(x.dtype)
+        rotated = torch.stack([even * self.cos - odd * self.sin, odd * self.cos + even * self.sin], dim=-1)
+        return rearrange(rotated, "b h n d two -> b h n (d two)").to(x.dtype)
 
 
 class Rotary(nn.Module):
@@ -60,7 +60,7 @@ class Rotary(nn.Module):
 
     def __init__(self, shape: Sequence[int], head_width: int, base: float = 10_000.0) -> None:
         super().__init__()
-        rotation = Rotation.of(grid_positions(shape), head_width, base)
+        rotation = Rotation.at_positions(grid_positions(shape), head_width, base)
         self.register_buffer("cos", rotation.cos, persistent=False)
         self.register_buffer("sin", rotation.sin, persistent=False)
 
@@ -69,7 +69,7 @@ class Rotary(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """One learned table an axis, summed: h + w rows describe h × w places."""
+    """Axial position embedding: one learned table per axis, summed."""
 
     def __init__(self, shape: Sequence[int], width: int) -> None:
         super().__init__()
@@ -88,20 +88,20 @@ class LearnedPositions(nn.Module):
         return total.reshape(-1, total.shape[-1])
 
 
-def sincos(positions: Tensor, width: int, base: float = 10_000.0) -> Tensor:
-    """Sines and cosines at any positions, N × axes → N D, as large as a learned table at its start."""
-    angle = angles(positions, width // 2, base)
+def sincos_embedding(positions: Tensor, width: int, base: float = 10_000.0) -> Tensor:
+    """Sines and cosines at any positions, N × axes → N D, scaled like a freshly initialised learned table."""
+    angle = rotary_angles(positions, width // 2, base)
     return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=1) * width**-0.5, (0, width % 2))
 
 
 class SincosPositions(nn.Module):
-    """The same, with fixed sines and cosines: each axis has its share of the channels."""
+    """Fixed sine and cosine embedding of a grid; axes share the channels."""
 
     table: Tensor
 
     def __init__(self, shape: Sequence[int], width: int, base: float = 10_000.0) -> None:
         super().__init__()
-        self.register_buffer("table", sincos(grid_positions(shape), width, base), persistent=False)
+        self.register_buffer("table", sincos_embedding(grid_positions(shape), width, base), persistent=False)
 
     def forward(self) -> Tensor:
         """N D"""

@@ -1,17 +1,14 @@
-"""Quantizers: a feature map → the nearest of finitely many codes, and back. Three kinds behind one interface:
+"""Quantizers (VQ, LFQ, FSQ) of feature maps behind one interface:
 
     quantizer(z, keep) → Quantized(z, ids, loss, metrics)    quantizer.ids(z) → ids    quantizer.lookup(ids) → z    quantizer.codes
 
-`ids` alone costs no loss, and asks nothing of other ranks. `lookup(quantizer(z).ids)` is exactly `quantizer(z).z`, and so is
-`restore(compress(z))`, whose middle is what a diffusion over latents works on: few channels (`dim`) of size about 1, not rounded to
-codes. All arithmetic is float32, whatever autocast says. What depends on the whole batch (moving averages of the codebook,
-entropies of code use) is reduced over ranks.
+`lookup(quantizer(z).ids)` equals `quantizer(z).z` exactly, and so does `restore(compress(z))`; `compress` gives continuous
+latents of `dim` channels and size about 1, for latent diffusion. All arithmetic is float32, also under autocast. Batch
+statistics (codebook moving averages, code entropies) are reduced over ranks.
 
-vector-quantize-pytorch has all three, and the tests hold these against it where they do the same. They are written anew
-because its LFQ materialises a tokens × codes tensor, its VQ reads device values back in every training step (whether it
-is initialised, whether a code is dead), and its FSQ cannot be built on the meta device. Measured on two CPU
-cores, forward and backward: VQ with 8,192 codes and 2,048 tokens takes 0.27 of its time, LFQ with 65,536 codes and 256
-tokens 0.03.
+Why not vector-quantize-pytorch: its LFQ materialises a tokens × codes tensor, its VQ synchronises with the device in every
+training step, and its FSQ cannot be built on the meta device. Forward + backward on two CPU cores: VQ with 8,192 codes and
+2,048 tokens takes 0.27 of its time, LFQ with 65,536 codes and 256 tokens 0.03. Tests compare both where they agree.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from kineograph.core.config import Config
 class Quantized(NamedTuple):
     z: Tensor  # B C h w; gradients pass straight through
     ids: Tensor  # B h w, int64
-    loss: Tensor  # scalar: what the encoder descends so that its outputs suit the codes
+    loss: Tensor  # scalar: auxiliary loss of the encoder
     metrics: dict[str, Tensor]  # scalars for the log
 
 
@@ -46,7 +43,7 @@ def full_precision(z: Tensor) -> torch.autocast:
 
 
 def weighted_mean(values: Tensor, keep: Tensor | None) -> Tensor:
-    """Mean over everything of the kept samples; values B …, keep B."""
+    """Mean over the kept samples; values B …, keep B."""
     if keep is None:
         return values.mean()
     weights = keep.to(values.dtype)
@@ -61,19 +58,19 @@ class VQConfig(Config):
     codes: int = Field(1024, ge=2)
     """Codebook entries."""
     dim: int = Field(8, ge=2)
-    """Width of a code; features are projected down to it. Small ones keep more of the codebook in use."""
+    """Code dimension; features are projected to it. A small one keeps more of the codebook in use."""
     decay: float = Field(0.8, ge=0, lt=1)
-    """Weight of the past in the codebook's moving average. A codebook that lags behind a young encoder holds it back."""
+    """Decay of the codebook's exponential moving average. High values lag behind an encoder early in training."""
     commitment: float = Field(0.25, ge=0)
-    """Weight of the pull of the features towards their codes."""
+    """Weight of the commitment loss."""
     kmeans: int = Field(10, ge=0)
-    """k-means rounds on the first training batch, to start the codebook where the features are; 0 starts at random."""
+    """k-means iterations on the first training batch to initialise the codebook; 0: random codes."""
     revive: float = Field(0.02, ge=0, lt=1)
-    """A code used less than this share of its fair part (tokens / codes) starts anew at a random token; 0: never."""
+    """Replace codes used less than this share of tokens / codes by random tokens; 0: never."""
 
 
 class VQ(nn.Module):
-    """Cosine codebook of unit vectors, moved by an exponential moving average of the features that chose each code."""
+    """Codebook of unit vectors (cosine similarity), updated by an exponential moving average of the assigned features."""
 
     codebook: Tensor
     mass: Tensor
@@ -86,32 +83,32 @@ class VQ(nn.Module):
         self.project_in = nn.Conv2d(width, config.dim, 1)
         self.project_out = nn.Conv2d(config.dim, width, 1)
         self.register_buffer("codebook", F.normalize(torch.randn(config.codes, config.dim), dim=-1))  # K D
-        self.register_buffer("mass", torch.ones(config.codes))  # K: moving average of how many tokens chose each
+        self.register_buffer("mass", torch.ones(config.codes))  # K: moving average of the tokens assigned to each code
         self.register_buffer("started", torch.tensor(config.kmeans == 0))
-        self._started: bool | None = None  # `started` as the host last read it: asking the device would wait for it
+        self._started: bool | None = None  # host copy of `started`: reading the buffer would synchronise
         self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "_started", None))
 
     def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
-        """z: B C h w; keep: B, False where a sample is padding and must not count."""
+        """z: B C h w; keep: B, False where a sample is padding."""
         with full_precision(z):
             features = self._unit(z)  # B D h w
             tokens = rearrange(features.detach(), "b d h w -> (b h w) d")  # N D
             update = self.training and torch.is_grad_enabled()
             if update and not self._has_started():
-                self._start(tokens)
+                self._initialise(tokens)
             chosen = self._nearest(tokens)  # N
             ids = rearrange(chosen, "(b h w) -> b h w", b=z.shape[0], h=z.shape[2])
             codes = self._gather(ids)  # B D h w
             commitment = weighted_mean((features - codes).square().sum(1), keep)
             if update:
-                self._follow(tokens, chosen, keep)
+                self._update_codebook(tokens, chosen, keep)
             quantized = self.project_out(straight_through(codes, features))
         return Quantized(quantized, ids, self.config.commitment * commitment, {"commitment": commitment.detach()})
 
     def ids(self, z: Tensor) -> Tensor:
         """B C h w → B h w"""
         with full_precision(z):
-            return self._codes_of(self._unit(z))
+            return self._nearest_codes(self._unit(z))
 
     def lookup(self, ids: Tensor) -> Tensor:
         """B h w → B C h w"""
@@ -119,20 +116,20 @@ class VQ(nn.Module):
             return self.project_out(self._gather(ids))
 
     def compress(self, z: Tensor) -> Tensor:
-        """B C h w → B dim h w, of length √dim at every place."""
+        """B C h w → B dim h w, of norm √dim at every position."""
         with full_precision(z):
             return self._unit(z) * self.dim**0.5
 
     def restore(self, latents: Tensor) -> Tensor:
-        """B dim h w → B C h w, by the nearest codes."""
+        """B dim h w → B C h w, through the nearest codes."""
         with full_precision(latents):
-            return self.project_out(self._gather(self._codes_of(latents.float())))
+            return self.project_out(self._gather(self._nearest_codes(latents.float())))
 
     def _unit(self, z: Tensor) -> Tensor:
-        """B C h w → B D h w, of length 1 at every place."""
+        """B C h w → B D h w, of norm 1 at every position."""
         return F.normalize(self.project_in(z.float()), dim=1)
 
-    def _codes_of(self, features: Tensor) -> Tensor:
+    def _nearest_codes(self, features: Tensor) -> Tensor:
         """B D h w → B h w: the nearest codes."""
         tokens = rearrange(features, "b d h w -> (b h w) d")
         return rearrange(self._nearest(tokens), "(b h w) -> b h w", b=features.shape[0], h=features.shape[2])
@@ -149,23 +146,25 @@ class VQ(nn.Module):
         return self._started
 
     @torch.no_grad()
-    def _start(self, tokens: Tensor) -> None:
-        """Spherical k-means from distinct random tokens (repeated ones where there are fewer tokens than codes)."""
+    def _initialise(self, tokens: Tensor) -> None:
+        """Initialise by spherical k-means from random tokens (repeated if there are fewer tokens than codes)."""
         everywhere = tokens.shape[0] * distributed.data_world()
         order = torch.randperm(everywhere, device=tokens.device)
-        self.codebook.copy_(self._draw(tokens, order[torch.arange(self.codes, device=tokens.device) % everywhere]))
+        self.codebook.copy_(
+            self._gather_tokens(tokens, order[torch.arange(self.codes, device=tokens.device) % everywhere])
+        )
         for _ in range(self.config.kmeans):
-            count, total = self._assigned(tokens, self._nearest(tokens), None)
+            count, total = self._count_assignments(tokens, self._nearest(tokens), None)
             self.codebook.copy_(torch.where(count[:, None] > 0, F.normalize(total, dim=-1), self.codebook))
             self.mass.copy_(count)
         self.started.fill_(True)
         self._started = True
 
     @torch.no_grad()
-    def _follow(self, tokens: Tensor, chosen: Tensor, keep: Tensor | None) -> None:
-        """mass ← d mass + (1 − d) n, code ← unit(d mass code + (1 − d) Σ tokens), for codes that were chosen."""
-        count, total = self._assigned(tokens, chosen, keep)
-        # A batch with a number that is not finite changes nothing, as its gradient changes nothing; and nobody waits to know.
+    def _update_codebook(self, tokens: Tensor, chosen: Tensor, keep: Tensor | None) -> None:
+        """mass ← d mass + (1 − d) n, code ← unit(d mass code + (1 − d) Σ tokens), for codes with tokens."""
+        count, total = self._count_assignments(tokens, chosen, keep)
+        # Skip the update of a non-finite batch, as the optimizer does, without synchronising.
         sound = torch.isfinite(total).all()
         past, rate = self.config.decay * self.mass, 1 - self.config.decay
         moved = F.normalize(past[:, None] * self.codebook + rate * total, dim=-1)
@@ -175,12 +174,12 @@ class VQ(nn.Module):
             fair = count.sum() / self.codes
             dead = sound & (self.mass < self.config.revive * fair)
             everywhere = tokens.shape[0] * distributed.data_world()
-            fresh = self._draw(tokens, torch.randint(everywhere, (self.codes,), device=tokens.device))
+            fresh = self._gather_tokens(tokens, torch.randint(everywhere, (self.codes,), device=tokens.device))
             self.codebook.copy_(torch.where(dead[:, None], fresh, self.codebook))
             self.mass.copy_(torch.where(dead, fair, self.mass))
 
-    def _assigned(self, tokens: Tensor, chosen: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """How many tokens of all ranks chose each code, and their sum: K, K D."""
+    def _count_assignments(self, tokens: Tensor, chosen: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Number and sum of the tokens assigned to each code, over all ranks: K, K D."""
         weights = tokens.new_ones(tokens.shape[0], 1)
         if keep is not None:
             weights = keep.to(tokens.dtype).repeat_interleave(tokens.shape[0] // keep.shape[0])[:, None]
@@ -189,8 +188,8 @@ class VQ(nn.Module):
         distributed.all_reduce_(both)
         return both[:, 0], both[:, 1:]
 
-    def _draw(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """The tokens at these places of all data ranks' tokens laid end to end, as the first of them drew the places and counts tokens."""
+    def _gather_tokens(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Gather tokens by their index in all data ranks' tokens concatenated; the first rank's indices and count apply."""
         count = places.new_full((1,), tokens.shape[0])
         drawn = distributed.broadcast_(torch.cat([places, count]))
         places, count = drawn[:-1], drawn[-1]
@@ -204,16 +203,16 @@ class VQ(nn.Module):
 class LFQConfig(Config):
     kind: Literal["lfq"] = "lfq"
     codes: int = Field(65536, ge=2, le=2**20)
-    """2^bits: a code is the signs of that many numbers."""
+    """2^bits: a code is the signs of `bits` numbers."""
     entropy: float = Field(0.1, ge=0)
     """Weight of the entropy term: E[H(code | token)] − diversity · H(code)."""
     diversity: float = Field(1.0, ge=0)
-    """Weight of spreading code use, beside being sure of each code."""
+    """Weight of the diversity part of the entropy term."""
     temperature: float = Field(1.0, gt=0)
-    """Softness of the code probabilities inside the entropy term, exp(−|z − code|² / temperature). At 0.01 only features
-    within a hundredth of zero feel it."""
+    """Temperature of the code probabilities in the entropy term, exp(−|z − code|² / temperature). At 0.01 it acts only on
+    features within a hundredth of zero."""
     commitment: float = Field(0.25, ge=0)
-    """Weight of the pull of the features towards ±1."""
+    """Weight of the commitment loss towards ±1."""
 
     @field_validator("codes")
     @classmethod
@@ -224,7 +223,7 @@ class LFQConfig(Config):
 
 
 class LFQ(nn.Module):
-    """Each feature's sign is one bit of the id; there is no codebook to look up.
+    """Lookup-free quantization: each feature's sign is one bit of the id.
 
     Probabilities factorise over bits, p(code | token) = Π σ(±4 z_i / temperature), which makes both entropies exact
     without a tokens × codes tensor:
@@ -247,12 +246,12 @@ class LFQ(nn.Module):
         self.register_buffer("signs_high", _signs(self.bits - self.bits // 2), persistent=False)
 
     def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
-        """z: B C h w; keep: B, False where a sample is padding and must not count."""
+        """z: B C h w; keep: B, False where a sample is padding."""
         with full_precision(z):
             features = self.project_in(z.float())  # B bits h w
             bits = features > 0
             codes = bits.to(features.dtype) * 2 - 1
-            ids = self._numbered(bits)
+            ids = self._to_ids(bits)
             commitment = weighted_mean((features - codes).square(), keep)
             unsure, spread = self.entropies(features, keep)
             loss = self.config.commitment * commitment + self.config.entropy * (unsure - self.config.diversity * spread)
@@ -263,10 +262,10 @@ class LFQ(nn.Module):
     def ids(self, z: Tensor) -> Tensor:
         """B C h w → B h w"""
         with full_precision(z):
-            return self._numbered(self.project_in(z.float()) > 0)
+            return self._to_ids(self.project_in(z.float()) > 0)
 
-    def _numbered(self, bits: Tensor) -> Tensor:
-        """B bits h w → B h w, the lowest bit first."""
+    def _to_ids(self, bits: Tensor) -> Tensor:
+        """B bits h w → ids B h w, lowest bit first."""
         return (bits.long() << torch.arange(self.bits, device=bits.device)[:, None, None]).sum(1)
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -281,7 +280,7 @@ class LFQ(nn.Module):
             return self.project_in(z.float())
 
     def restore(self, latents: Tensor) -> Tensor:
-        """B bits h w → B C h w, by their signs."""
+        """B bits h w → B C h w, by sign."""
         with full_precision(latents):
             return self.project_out((latents > 0).float() * 2 - 1)
 
@@ -298,8 +297,8 @@ class LFQ(nn.Module):
         weights = features.new_ones(features.shape[0]) if keep is None else keep.to(features.dtype)
         count = weights.sum() * tokens.shape[1]
         joint = (high * weights[:, None, None]).flatten(0, 1).T @ low.flatten(0, 1)  # codes, as a matrix
-        # Every rank sees the mean over all ranks, and passes gradient to its own tokens as if the mean were its own:
-        # weighting by the ranks' counts, as all losses are, then gives the gradient of the global entropy.
+        # The value is the mean over all ranks, the gradient flows to the rank's own tokens: weighted by the ranks'
+        # counts, as all losses are, this is the gradient of the global entropy.
         total = distributed.all_reduce_(torch.cat([joint.detach().flatten(), count[None]]))
         everywhere = (total[:-1] / total[-1].clamp_min(1.0)).view_as(joint)
         mean = straight_through(everywhere, joint / count.clamp_min(1.0))
@@ -307,7 +306,7 @@ class LFQ(nn.Module):
 
 
 def _signs(bits: int) -> Tensor:
-    """All patterns of so many bits as ±1, the lowest bit first: 2^bits × bits."""
+    """All bit patterns as ±1, lowest bit first: 2^bits × bits."""
     return ((torch.arange(2**bits)[:, None] >> torch.arange(bits)) & 1).float() * 2 - 1
 
 
@@ -317,18 +316,18 @@ def _signs(bits: int) -> Tensor:
 class FSQConfig(Config):
     kind: Literal["fsq"] = "fsq"
     levels: tuple[int, ...] = Field((8, 5, 5, 5), min_length=1)
-    """Values that each number of a code can take; the codebook is their product (8·5·5·5 = 1,000)."""
+    """Quantization levels per dimension; the codebook size is their product (8·5·5·5 = 1,000)."""
 
     @field_validator("levels")
     @classmethod
     def _at_least_three(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if min(value) < 3:
-            raise ValueError("each level needs at least 3 values; for 2 use lfq")
+            raise ValueError("use at least 3 levels per dimension; for 2 use kind=lfq")
         return value
 
 
 class FSQ(nn.Module):
-    """A few bounded numbers, each rounded to a grid. No codebook, no auxiliary loss."""
+    """Finite scalar quantization: a few bounded numbers, each rounded to a grid. No codebook, no auxiliary loss."""
 
     levels: Tensor
     places: Tensor
@@ -343,20 +342,20 @@ class FSQ(nn.Module):
         self.register_buffer("places", torch.tensor(places)[:, None, None], persistent=False)
 
     def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
-        """z: B C h w; `keep` changes nothing, there is no loss."""
+        """z: B C h w; `keep` is unused, as there is no loss."""
         with full_precision(z):
-            bounded = self._bounded(z)
+            bounded = self._bound(z)
             grid = straight_through(bounded.round(), bounded)  # B d h w
-            ids = self._numbered(grid.detach())
+            ids = self._to_ids(grid.detach())
             quantized = self.project_out(grid / (self.levels // 2))
         return Quantized(quantized, ids, quantized.new_zeros(()), {})
 
     def ids(self, z: Tensor) -> Tensor:
         """B C h w → B h w"""
         with full_precision(z):
-            return self._numbered(self._bounded(z).round())
+            return self._to_ids(self._bound(z).round())
 
-    def _numbered(self, grid: Tensor) -> Tensor:
+    def _to_ids(self, grid: Tensor) -> Tensor:
         """B d h w → B h w"""
         return ((grid.long() + self.levels // 2) * self.places).sum(1)
 
@@ -369,19 +368,19 @@ class FSQ(nn.Module):
     def compress(self, z: Tensor) -> Tensor:
         """B C h w → B d h w in about [−1, 1]."""
         with full_precision(z):
-            return self._bounded(z) / (self.levels // 2)
+            return self._bound(z) / (self.levels // 2)
 
     def restore(self, latents: Tensor) -> Tensor:
-        """B d h w → B C h w, by the nearest grid points."""
+        """B d h w → B C h w, through the nearest grid points."""
         with full_precision(latents):
             half = self.levels // 2
             grid = (latents.float() * half).round().clamp(-half, self.levels - 1 - half)
             return self.project_out(grid / half)
 
-    def _bounded(self, z: Tensor) -> Tensor:
-        """B d h w: each number within its levels, not yet rounded."""
-        half = (self.levels - 1) * (1 + 1e-3) / 2  # a little wider than the outer grid points, so that they are reached
-        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)  # an even grid lies between the integers
+    def _bound(self, z: Tensor) -> Tensor:
+        """B d h w: bounded to the levels' range, not yet rounded."""
+        half = (self.levels - 1) * (1 + 1e-3) / 2  # slightly wider, so that the outer grid points are reached
+        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)  # even grids are centred between integers
         return torch.tanh(self.project_in(z.float()) + torch.atanh(offset / half)) * half - offset
 
 
@@ -399,7 +398,7 @@ QuantizerConfig = Annotated[
 
 
 def build_quantizer(width: int, config: VQConfig | LFQConfig | FSQConfig) -> VQ | LFQ | FSQ:
-    """For feature maps of so many channels."""
+    """Build the quantizer for feature maps of `width` channels."""
     if isinstance(config, VQConfig):
         return VQ(width, config)
     if isinstance(config, LFQConfig):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kineograph.core.config import Config
 from kineograph.core.parallel_plan import ParallelPlan
-from kineograph.nn.attention import CrossAttention, Memory, SelfAttention, Turn
+from kineograph.nn.attention import CrossAttention, Memory, RotaryFn, SelfAttention
 from kineograph.nn.norms import Norm, norm_layer
 from kineograph.nn.positions import Rotary
 
@@ -19,37 +19,37 @@ Residual = Literal["auto", "fp32"]
 
 
 class BlockConfig(Config):
-    """What the blocks of a network have in common, however many stacks of them it has."""
+    """Options shared by all transformer blocks of a network."""
 
     width: int = Field(512, ge=2)
     """Channels of the residual stream."""
     heads: int = Field(8, ge=1)
     """Attention heads; each is width / heads wide."""
     mlp: Literal["geglu", "gelu"] = "geglu"
-    """geglu: gated, two thirds as wide, so that both have the same number of weights."""
+    """geglu: gated, two thirds as wide, so that both have the same number of parameters."""
     mlp_ratio: float = Field(4.0, gt=0)
-    """Width of the MLP's inner layer, in widths."""
+    """Width of the MLP's hidden layer in units of `width`."""
     norm: Norm = "rms"
-    """Normalisation before each part of a block."""
+    """Normalisation before each sublayer."""
     qk_norm: bool = True
-    """Normalise queries and keys: attention logits cannot grow without bound."""
+    """Normalise queries and keys, which bounds the attention logits."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """On attention weights and on what each part of a block adds, in training only."""
+    """Dropout on attention weights and on each sublayer's output."""
     residual: Residual = "auto"
-    """What blocks add up in. auto: bf16 where training is, half the memory traffic; fp32: always."""
+    """Dtype of the residual stream. auto: bf16 under bf16 autocast, half the memory traffic; fp32: always."""
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if self.width % (2 * self.heads):
             raise ValueError(
-                f"width={self.width} must be a multiple of 2 × heads = {2 * self.heads} (channels turn in pairs)"
+                f"width={self.width} must be a multiple of 2 × heads = {2 * self.heads} (rotary positions pair channels)"
             )
         return self
 
 
 class TransformerConfig(BlockConfig):
     depth: int = Field(8, ge=1)
-    """Blocks."""
+    """Number of blocks."""
 
 
 class Mlp(nn.Module):
@@ -57,7 +57,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.gated = kind == "geglu"
         share = 2 / 3 if self.gated else 1
-        inner = max(8, round(width * ratio * share / 8) * 8)  # multiples of 8 are what matrix units take
+        inner = max(8, round(width * ratio * share / 8) * 8)  # multiples of 8 suit tensor cores
         self.up = nn.Linear(width, 2 * inner if self.gated else inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
@@ -90,10 +90,10 @@ class Block(nn.Module):
         self,
         x: Tensor,  # B N D
         mask: Tensor | None = None,  # B N
-        rotary: Turn | None = None,
+        rotary: RotaryFn | None = None,
         context: Tensor | None = None,  # B M D
         context_mask: Tensor | None = None,  # B M
-        memory: Memory | None = None,  # instead of a context: its keys and values
+        memory: Memory | None = None,  # instead of `context`: its keys and values
     ) -> Tensor:
         x = x + self.drop(self.attention(self.norm_attention(x), mask, rotary))
         if self.cross is not None:
@@ -115,8 +115,8 @@ class Block(nn.Module):
         return ParallelPlan(columns, tuple(rows), tuple(attentions), inside, mixes=("attention",))
 
 
-def stream(x: Tensor, kind: Residual) -> Tensor:
-    """The residual stream's beginning. fp16 would overflow in it, and keeps to float32."""
+def cast_residual(x: Tensor, kind: Residual) -> Tensor:
+    """Cast the residual stream to bf16 under bf16 autocast. fp16 would overflow: it stays in float32."""
     device = x.device.type
     if kind == "fp32" or not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.bfloat16:
         return x
@@ -124,7 +124,7 @@ def stream(x: Tensor, kind: Residual) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """B N D → B N D, normalised at the end. `rotary` is a fixed grid's; a network for clips of many sizes gives `forward` its own."""
+    """B N D → B N D with a final norm. `rotary` is for a fixed grid; for clips of many sizes pass it to `forward`."""
 
     def __init__(
         self, config: TransformerConfig, *, cross: bool = False, rotary: Rotary | None = None, causal: bool = False
@@ -146,18 +146,18 @@ class Transformer(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         memory: list[Memory] | None = None,
-        rotary: Turn | None = None,
+        rotary: RotaryFn | None = None,
     ) -> Tensor:
-        turn = self.rotary if rotary is None else rotary
-        x = stream(x, self.residual)
+        rotary = self.rotary if rotary is None else rotary
+        x = cast_residual(x, self.residual)
         for index, block in enumerate(self.blocks):
-            x = block(x, mask, turn, context, context_mask, memory[index] if memory is not None else None)
+            x = block(x, mask, rotary, context, context_mask, memory[index] if memory is not None else None)
         return self.norm(x)
 
 
 def init_weights(module: nn.Module, depth: int) -> None:
-    """Every starting weight of the networks built here: variance 1 / fan-in, and 1 / (3 · depth) of that where a block writes into the
-    residual stream, so that its size does not depend on depth; embeddings of variance 1 / width; biases 0."""
+    """Initialise linear layers with variance 1 / fan-in (1 / (3 · depth) of that where they write into the residual stream,
+    whose size is then independent of depth), embeddings with variance 1 / width, biases with 0."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
             writes = name.rpartition(".")[2] in ("out", "down")

@@ -1,6 +1,6 @@
-"""A U-Net for noisy maps: residual blocks that a vector (time, image embedding) modulates, attention at the coarse levels.
+"""U-Net for diffusion: residual blocks modulated by a vector (time, image embedding), attention at the coarse levels.
 
-Maps stay in channels_last memory from end to end: attention reads the same bytes as a sequence of pixels, without a copy.
+Feature maps stay in channels_last memory, which attention reads as a sequence of pixels without a copy.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError
 from kineograph.nn.attention import CrossAttention, Memory, SelfAttention
-from kineograph.nn.conv import ChannelNorm, double, silence
+from kineograph.nn.conv import ChannelNorm, upsample_conv, zero_init
 from kineograph.nn.norms import norm_layer
-from kineograph.nn.positions import sincos
+from kineograph.nn.positions import sincos_embedding
 from kineograph.nn.transformer import init_weights
 
 MapNorm = Literal["group", "channel"]
@@ -31,23 +31,23 @@ class UnetConfig(Config):
     multipliers: tuple[int, ...] = Field((1, 2, 3, 4), min_length=1)
     """Width of each level in units of `width`, fine to coarse; each level after the first halves the map."""
     blocks: tuple[int, ...] = (2,)
-    """Residual blocks of each level on the way down (one more on the way up); one number means the same at all."""
+    """Residual blocks per level of the encoder (the decoder has one more); one number applies to all levels."""
     self_attention: tuple[bool, ...] | None = None
-    """Levels at which pixels attend to one another; one value means the same at all; null: at all but the finest."""
+    """Levels with self-attention; one value applies to all; null: all but the finest."""
     cross_attention: tuple[bool, ...] | None = None
-    """Levels that read the tokens of text and image embedding; null: where self_attention is. The middle always does."""
+    """Levels with cross-attention to text and image tokens; null: as self_attention. The middle always has it."""
     middle_attention: bool = True
-    """Self-attention between the two blocks at the bottom. Off: a picture of any size costs in proportion to its pixels."""
+    """Self-attention between the two middle blocks. Without it the cost is linear in the number of pixels."""
     head_width: int = Field(64, ge=8)
-    """Channels of an attention head, at most; the number of heads follows from the level's width."""
+    """Maximum channels per attention head; the number of heads follows from the level's width."""
     norm: MapNorm = "group"
-    """Before each convolution. group: over groups of channels of the whole map. channel: over the channels of each pixel."""
+    """group: GroupNorm. channel: LayerNorm over the channels of each pixel."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Before the last convolution of each residual block, in training only."""
+    """Dropout before the last convolution of each residual block."""
     patch: Literal[1, 2, 4] = 1
-    """Pixels on a side that are folded into channels before the first convolution and unfolded after the last: cheaper, and a little coarser."""
+    """Fold patches of this size into channels (pixel unshuffle): cheaper, slightly coarser."""
     efficient: bool = False
-    """Halve the map before the first level, so that no level works at full size; for the large pictures of a cascade."""
+    """Downsample before the first level, for the large images of a cascade."""
 
     @field_validator("blocks", "self_attention", "cross_attention", mode="before")
     @classmethod
@@ -60,7 +60,9 @@ class UnetConfig(Config):
         for name in ("blocks", "self_attention", "cross_attention"):
             given = getattr(self, name)
             if given is not None and len(given) not in (1, levels):
-                raise ValueError(f"{name} has {len(given)} values for {levels} levels: give one, or one a level")
+                raise ValueError(
+                    f"{name} has {len(given)} values for {levels} levels: give one value, or one per level"
+                )
         return self
 
     @property
@@ -69,11 +71,11 @@ class UnetConfig(Config):
 
     @property
     def factor(self) -> int:
-        """What height and width must be a multiple of."""
+        """Height and width must be multiples of this."""
         return self.patch * 2 ** (len(self.multipliers) - 1 + self.efficient)
 
     def at_levels(self, name: str) -> tuple[Any, ...]:
-        """`blocks`, `self_attention` or `cross_attention`, a value a level."""
+        """`blocks`, `self_attention` or `cross_attention` as one value per level."""
         given = getattr(self, name)
         levels = len(self.multipliers)
         if given is None:
@@ -84,12 +86,12 @@ class UnetConfig(Config):
         if height % self.factor or width % self.factor:
             fitting = [max(1, round(side / self.factor)) * self.factor for side in (height, width)]
             raise ConfigError(
-                f"{key}={height}×{width} does not fit a U-Net whose coarsest map is {self.factor} times smaller: "
+                f"{key}={height}×{width} does not fit a U-Net that downsamples {self.factor} times: "
                 f"use multiples of {self.factor}, such as {fitting[0]}×{fitting[1]}, or fewer multipliers"
             )
 
 
-def _map_norm(kind: MapNorm, width: int) -> nn.Module:
+def _build_norm(kind: MapNorm, width: int) -> nn.Module:
     if kind == "channel":
         return ChannelNorm(width)
     groups = next(count for count in range(min(32, max(width // 4, 1)), 0, -1) if width % count == 0)
@@ -97,20 +99,20 @@ def _map_norm(kind: MapNorm, width: int) -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """x + conv(silu((1 + scale) · norm(conv(silu(norm(x)))) + shift)), scale and shift from the vector. It starts by adding nothing."""
+    """x + conv(silu((1 + scale) · norm(conv(silu(norm(x)))) + shift)), scale and shift from the vector; initialised to the identity."""
 
     def __init__(self, given: int, width: int, vector: int, config: UnetConfig) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _map_norm(config.norm, given), _map_norm(config.norm, width)
+        self.norm1, self.norm2 = _build_norm(config.norm, given), _build_norm(config.norm, width)
         self.conv1 = nn.Conv2d(given, width, 3, padding=1)
         self.modulation = nn.Linear(vector, 2 * width)
         self.drop = nn.Dropout(config.dropout)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
         self.straight = nn.Conv2d(given, width, 1) if given != width else nn.Identity()
-        silence(self.conv2)
+        zero_init(self.conv2)
 
     def forward(self, x: Tensor, vector: Tensor, skipped: Tensor | None = None) -> Tensor:
-        """x: B C H W; vector: B V; skipped: B S H W, laid beside x."""
+        """x: B C H W; vector: B V; skipped: B S H W, concatenated to x."""
         if skipped is not None:
             x = torch.cat([x, skipped], dim=1)
         h = self.conv1(F.silu(self.norm1(x)))
@@ -120,7 +122,7 @@ class ResidualBlock(nn.Module):
 
 
 class PixelAttention(nn.Module):
-    """The pixels of a map attend to one another, then to a context."""
+    """Self-attention over pixels, then cross-attention to a context."""
 
     def __init__(self, width: int, config: UnetConfig, own: bool, context_width: int | None) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class PixelAttention(nn.Module):
         init_weights(self, 1)
         for part in (self.own, self.cross):
             if part is not None:
-                silence(part.out)
+                zero_init(part.out)
 
     def forward(
         self, x: Tensor, context: Tensor | None, mask: Tensor | None, memory: Memory | None = None
@@ -149,7 +151,7 @@ class PixelAttention(nn.Module):
 
 
 class Level(nn.Module):
-    """The residual blocks of one size of map, one way, and the attention after the last."""
+    """Residual blocks of one resolution, and the attention after the last."""
 
     def __init__(self, blocks: list[ResidualBlock], attention: PixelAttention | None) -> None:
         super().__init__()
@@ -158,9 +160,9 @@ class Level(nn.Module):
 
 
 class Unet(nn.Module):
-    """B C H W at times t → B C' H W. What a context adds beside the vector is read by cross-attention.
+    """B C H W at timesteps t → B C' H W, conditioned by a vector and, through cross-attention, by a context.
 
-    `memory` may be made once for a context that stays the same while t runs down.
+    `memory` holds the context's keys and values, computed once per sampling call.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class Unet(nn.Module):
         self.vector = 4 * config.width
         self.time = nn.Sequential(nn.Linear(config.width, self.vector), nn.SiLU(), nn.Linear(self.vector, self.vector))
         self.stem = nn.Conv2d(channels_in * config.patch**2, widths[0], 3, padding=1)
-        self.shrink = halve(widths[0], widths[0]) if config.efficient else None
+        self.shrink = downsample_conv(widths[0], widths[0]) if config.efficient else None
 
         def block(given: int, width: int) -> ResidualBlock:
             return ResidualBlock(given, width, self.vector, config)
@@ -182,13 +184,13 @@ class Unet(nn.Module):
             cross = context_width if config.at_levels("cross_attention")[level] else None
             return PixelAttention(widths[level], config, own, cross) if own or cross else None
 
-        skips = [widths[0]]  # channels of the maps that the way up reads again
+        skips = [widths[0]]  # channels of the skip connections
         self.down, self.halves = nn.ModuleList(), nn.ModuleList()
         for level, width in enumerate(widths):
             self.down.append(Level([block(width, width) for _ in range(blocks[level])], attention(level)))
             skips += [width] * blocks[level]
             if level + 1 < len(widths):
-                self.halves.append(halve(width, widths[level + 1]))
+                self.halves.append(downsample_conv(width, widths[level + 1]))
                 skips.append(widths[level + 1])
         self.middle1, self.middle2 = block(widths[-1], widths[-1]), block(widths[-1], widths[-1])
         own = config.middle_attention
@@ -198,44 +200,44 @@ class Unet(nn.Module):
             rising = [block(width + skips.pop(), width) for _ in range(blocks[level] + 1)]
             self.up.append(Level(rising, attention(level)))
             if level:
-                self.doubles.append(double(width, widths[level - 1]))
-        self.enlarge = double(widths[0], widths[0]) if config.efficient else None
+                self.doubles.append(upsample_conv(width, widths[level - 1]))
+        self.enlarge = upsample_conv(widths[0], widths[0]) if config.efficient else None
         self.last = block(2 * widths[0], widths[0]) if config.efficient else None
-        self.norm = _map_norm(config.norm, widths[0])
+        self.norm = _build_norm(config.norm, widths[0])
         self.out = nn.Conv2d(widths[0], channels_out * config.patch**2, 3, padding=1)
-        silence(self.out)
+        zero_init(self.out)
 
     def attentions(self) -> Iterator[PixelAttention]:
-        """In the order in which the map meets them."""
+        """All attention layers, in forward order."""
         for level in (*self.down, None, *self.up):
             found = self.middle_attention if level is None else cast(Level, level).attention
             if found is not None:
                 yield found
 
-    def parts(self) -> list[nn.Module]:
-        """Residual blocks and attentions: what is recomputed in the backward pass to save memory."""
+    def checkpoint_units(self) -> list[nn.Module]:
+        """Residual blocks and attention layers: the units of activation checkpointing."""
         return [part for part in self.modules() if isinstance(part, (ResidualBlock, PixelAttention))]
 
     def memory(self, context: Tensor) -> list[Memory]:
-        """Keys and values of a context, for every attention that reads it."""
+        """Keys and values of a context for every cross-attention."""
         return [found.cross.memory(context) for found in self.attentions() if found.cross is not None]
 
-    def waves(self, t: Tensor) -> Tensor:
-        """Times (B, of any number type) as sines and cosines of variance about 1/2, B W."""
-        return sincos(t[:, None], self.config.width) * self.config.width**0.5
+    def embed_time(self, t: Tensor) -> Tensor:
+        """Embed timesteps (B) as sines and cosines of variance about 1/2, B W."""
+        return sincos_embedding(t[:, None], self.config.width) * self.config.width**0.5
 
     def forward(
         self,
         x: Tensor,  # B C H W
         t: Tensor,  # B
-        added: Tensor | None = None,  # B V: to the time's vector
+        added: Tensor | None = None,  # B V: added to the time embedding
         context: Tensor | None = None,  # B M D
         mask: Tensor | None = None,  # B M
-        memory: list[Memory] | None = None,  # instead of a context
+        memory: list[Memory] | None = None,  # instead of `context`
     ) -> Tensor:
-        vector = self.time(self.waves(t))
+        vector = self.time(self.embed_time(t))
         vector = F.silu(vector if added is None else vector + added)
-        attend = _reader(context, mask, memory)
+        attend = _make_attend(context, mask, memory)
         x = F.pixel_unshuffle(x, self.config.patch) if self.config.patch > 1 else x
         x = stem = self.stem(x.contiguous(memory_format=torch.channels_last))
         if self.shrink is not None:
@@ -263,10 +265,10 @@ class Unet(nn.Module):
         return F.pixel_shuffle(x, self.config.patch) if self.config.patch > 1 else x
 
 
-def _reader(
+def _make_attend(
     context: Tensor | None, mask: Tensor | None, memory: list[Memory] | None
 ) -> Callable[[PixelAttention | None, Tensor], Tensor]:
-    """Calls attention after attention, each with its own memory."""
+    """A function that applies each attention layer with its own memory."""
     left = iter(memory or ())
 
     def attend(attention: PixelAttention | None, x: Tensor) -> Tensor:
@@ -278,6 +280,6 @@ def _reader(
     return attend
 
 
-def halve(width: int, wider: int) -> nn.Module:
-    """H W → H/2 W/2, every pixel read once."""
+def downsample_conv(width: int, wider: int) -> nn.Module:
+    """H W → H/2 W/2"""
     return nn.Conv2d(width, wider, 2, stride=2)

@@ -150,6 +150,6 @@ def test_more_sequences_than_a_kernel_takes_are_cut(monkeypatch, masked):
         "scaled_dot_product_attention",
         lambda q, *rest, **named: (calls.append(q.shape[0]), kernel(q, *rest, **named))[1],
     )
-    monkeypatch.setattr(attention, "MOST_SEQUENCES", 4)
+    monkeypatch.setattr(attention, "MAX_SEQUENCES", 4)
     assert torch.allclose(attention.attend(q, k, v, mask, causal=masked is None), whole, atol=1e-6)
     assert calls == [4, 4, 2]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from kineograph.nn.conv import ChannelNorm, MapAttention, ResidualBlock, double, halve
+from kineograph.nn.conv import ChannelNorm, MapAttention, ResidualBlock, downsample_conv, upsample_conv
 
 
 def test_channel_norm_normalises_each_pixel_alone():
@@ -25,7 +25,7 @@ def test_channel_norm_normalises_each_pixel_alone():
 
 def test_channels_last_stays_channels_last():
     x = torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last)
-    for layer in (ChannelNorm(16), ResidualBlock(16), halve(16, 32), double(16, 8)):
+    for layer in (ChannelNorm(16), ResidualBlock(16), downsample_conv(16, 32), upsample_conv(16, 8)):
         assert layer(x).is_contiguous(memory_format=torch.channels_last)
 
 
@@ -56,5 +56,5 @@ def test_map_attention_is_attention_over_all_pixels(width):
 
 def test_halve_and_double_are_inverse_in_shape():
     x = torch.randn(1, 8, 6, 10)
-    assert halve(8, 12)(x).shape == (1, 12, 3, 5)
-    assert double(8, 4)(x).shape == (1, 4, 12, 20)
+    assert downsample_conv(8, 12)(x).shape == (1, 12, 3, 5)
+    assert upsample_conv(8, 4)(x).shape == (1, 4, 12, 20)

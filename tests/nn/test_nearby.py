@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from kineograph.core.errors import ConfigError
-from kineograph.nn.nearby import NearbyAttention, Window, nearby_attend, nearby_mask, places
-from kineograph.nn.nearby_flex import best_order, flex_nearby, make_order, tiled, touched
+from kineograph.nn.nearby import NearbyAttention, Window, nearby_attend, nearby_mask
+from kineograph.nn.nearby_flex import count_touched_blocks, find_best_order, flex_nearby, make_order, tile_order
 from kineograph.nn.positions import Rotation, grid_positions
 from kineograph.nn.token_shift import TokenShift
-from kineograph.nn.window import Neighbours
+from kineograph.nn.window import Neighbours, grid_coordinates
 from tests.nn.made_tensors import made_tensors
 
 CASES = [
@@ -97,7 +97,7 @@ def test_a_window_over_everything_is_causal():
 
 
 def test_places_go_on_beyond_the_grid():
-    assert torch.equal(places(torch.arange(24), (2, 3, 2)), grid_positions((4, 3, 2)))
+    assert torch.equal(grid_coordinates(torch.arange(24), (2, 3, 2)), grid_positions((4, 3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -151,18 +151,18 @@ def test_a_better_order_touches_fewer_blocks():
     grid = (10, 16, 16)
     for dilation, few, raster in ((1, 96, 169), (2, 63, 129), (4, 47, 81)):
         window = Window((5, 3, 3), dilation)
-        tokens, seen = Neighbours.of(grid, window).seen(torch.arange(2560))
+        tokens, seen = Neighbours.build(grid, window).visible(torch.arange(2560))
         pairs = (seen.nonzero()[:, 0], tokens[seen])
-        order = best_order(grid, window)
+        order = find_best_order(grid, window)
         assert torch.equal(order.sort().values, torch.arange(2560))
-        assert touched(order, pairs, 128) == few
-        assert touched(torch.arange(2560), pairs, 128) == raster
+        assert count_touched_blocks(order, pairs, 128) == few
+        assert count_touched_blocks(torch.arange(2560), pairs, 128) == raster
 
 
 def test_tiles_go_by_residue_first():
-    order = tiled((1, 4, 4), 2, (1, 2, 2))
+    order = tile_order((1, 4, 4), 2, (1, 2, 2))
     assert order.tolist() == [0, 2, 8, 10, 1, 3, 9, 11, 4, 6, 12, 14, 5, 7, 13, 15]
-    assert tiled((2, 2, 4), 1, (2, 2, 2)).tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
+    assert tile_order((2, 2, 4), 1, (2, 2, 2)).tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -269,7 +269,7 @@ def test_keys_and_values_are_never_copied_for_every_place():
 
 def turns(index: torch.Tensor, grid, width: int):
     """Queries where they look, keys where their token lies."""
-    return tuple(Rotation.of(places(i, grid), width) for i in (index, (index - 1).clamp(min=0)))
+    return tuple(Rotation.at_positions(grid_coordinates(i, grid), width) for i in (index, (index - 1).clamp(min=0)))
 
 
 @pytest.mark.parametrize(("grid", "window"), [*CASES, ((3, 3, 3), None)])

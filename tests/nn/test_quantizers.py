@@ -13,7 +13,7 @@ from torch import nn
 
 from kineograph.core.config import Config, parse
 from kineograph.core.errors import ConfigError
-from kineograph.nn.codebook_use import codebook_histogram, usage
+from kineograph.nn.codebook_use import codebook_histogram, codebook_usage
 from kineograph.nn.quantizers import (
     LFQ,
     VQ,
@@ -277,13 +277,13 @@ def test_lfq_descent_spreads_code_use():
     torch.manual_seed(0)
     quantizer = LFQ(8, LFQConfig(codes=256, entropy=1.0, temperature=1.0, commitment=0.1))
     z = torch.randn(16, 8, 4, 4) + torch.randn(8, 1, 1) * 3  # off centre: few codes at first
-    before = usage(codebook_histogram(quantizer(z).ids, 256))["perplexity"]
+    before = codebook_usage(codebook_histogram(quantizer(z).ids, 256))["perplexity"]
     optimizer = torch.optim.Adam(quantizer.parameters(), 0.02)
     for _ in range(100):
         optimizer.zero_grad()
         quantizer(z).loss.backward()
         optimizer.step()
-    after = usage(codebook_histogram(quantizer(z).ids, 256))["perplexity"]
+    after = codebook_usage(codebook_histogram(quantizer(z).ids, 256))["perplexity"]
     assert after > 2 * before
 
 
@@ -314,7 +314,7 @@ def test_fsq_agrees_with_the_library():
 def test_fsq_reaches_every_value_of_every_level():
     quantizer = no_projection(build_quantizer(3, FSQConfig(levels=(8, 5, 3))))
     ids = quantizer(torch.randn(64, 3, 32, 32) * 3).ids
-    assert usage(codebook_histogram(ids, 120))["use"] == 1
+    assert codebook_usage(codebook_histogram(ids, 120))["use"] == 1
 
 
 # Config, use, ranks ------------------------------------------------------------------------------------------------
@@ -337,12 +337,12 @@ def test_kind_decides_which_keys_there_are():
 
 def test_usage_of_known_histograms():
     ids = torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]])
-    found = usage(codebook_histogram(ids, 8))
+    found = codebook_usage(codebook_histogram(ids, 8))
     assert found["use"] == 0.5
     assert found["perplexity"] == pytest.approx(4)
     joined = codebook_histogram(ids[:1], 8) + codebook_histogram(ids[1:], 8)
     assert torch.equal(joined, codebook_histogram(ids, 8))
-    assert usage(torch.tensor([10, 0, 0, 0]))["perplexity"] == pytest.approx(1)
+    assert codebook_usage(torch.tensor([10, 0, 0, 0]))["perplexity"] == pytest.approx(1)
 
 
 def _on_rank(rank: int, world: int, path: str) -> None:

@@ -69,7 +69,7 @@ def test_odd_sizes_are_refused_with_sizes_that_fit():
     config = parse(UnetConfig, SMALL)
     config.check_size(16, 20)
     with pytest.raises(
-        ConfigError, match=r"data\.size=16×18.*coarsest map is 4 times smaller.*multiples of 4, such as 16×16"
+        ConfigError, match=r"data\.size=16×18.*downsamples 4 times.*multiples of 4, such as 16×16"
     ):
         config.check_size(16, 18)
     for keys in ({"efficient": True}, {"patch": 2}):
@@ -172,18 +172,18 @@ def test_recomputing_blocks_gives_the_same_gradients():
     for again in (False, True):
         unet = make(efficient=True)
         if again:
-            for part in unet.parts():
+            for part in unet.checkpoint_units():
                 checkpoint_activations(part)
         unet(**given()).square().mean().backward()
         gradients.append([p.grad for p in unet.parameters()])
-    assert len(unet.parts()) > 10
+    assert len(unet.checkpoint_units()) > 10
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_maps_stay_in_channels_last():
     unet, formats = make(), []
-    for part in unet.parts():
+    for part in unet.checkpoint_units():
         part.register_forward_hook(
             lambda module, args, out: formats.append(out.is_contiguous(memory_format=torch.channels_last))
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
-from kineograph.nn.codebook_use import codebook_histogram, usage
+from kineograph.nn.codebook_use import codebook_histogram, codebook_usage
 
 
 class Codebook:
@@ -30,7 +30,7 @@ class Codebook:
 
     def compute(self) -> Result:
         histogram = distributed.all_reduce_(self.histogram.clone())
-        found = usage(histogram)
+        found = codebook_usage(histogram)
         values = {"codebook_use": float(found["use"]), "codebook_perplexity": float(found["perplexity"])}
         return Result(values, {"codes": len(histogram), "tokens": int(histogram.sum())})
 

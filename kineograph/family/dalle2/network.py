@@ -105,7 +105,7 @@ class DecoderNetwork(nn.Module):
             tokens.append(self.text(text.to(self.text.weight.dtype)))
             masks.append(mask)
         if self.level is not None and level is not None:
-            added.append(self.level(self.unet.waves(level * LEVELS)))
+            added.append(self.level(self.unet.embed_time(level * LEVELS)))
         context = None
         if tokens and self.norm is not None:
             context = self.norm(torch.cat([part.to(tokens[0].dtype) for part in tokens], dim=1))

@@ -6,7 +6,7 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from kineograph.nn.positions import LearnedPositions, sincos
+from kineograph.nn.positions import LearnedPositions, sincos_embedding
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 
 
@@ -47,7 +47,7 @@ class PriorNetwork(nn.Module):
         dtype = self.query.dtype
         said = self.text(text.to(dtype) * text.shape[1] ** 0.5)  # B W
         said = torch.where(absent[:, None], self.no_text.to(said.dtype), said)
-        moment = self.time(sincos(t[:, None], self.width).to(dtype) * self.width**0.5)
+        moment = self.time(sincos_embedding(t[:, None], self.width).to(dtype) * self.width**0.5)
         query = repeat(self.query.to(said.dtype), "d -> b d", b=len(x))
         tokens = torch.stack([said, moment, self.image(x.to(dtype)), query], dim=1)  # B 4 W
         if self.encoding is not None:

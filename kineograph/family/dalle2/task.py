@@ -287,7 +287,7 @@ class Decoder(Task):
         return [self.network, self.scores, *modules_to_compile(self.conditioner.reader)]
 
     def blocks(self) -> list[nn.Module]:
-        return self.network.unet.parts()
+        return self.network.unet.checkpoint_units()
 
     def assets(self) -> dict[str, str]:
         return self.conditioner.reader.assets() if self.conditioner.reader is not None else {}

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from kineograph.family.nuwa.config import NuwaConfig
 from kineograph.family.nuwa.sketch import Around, SketchAttention, SketchGlance, SketchTokens
 from kineograph.nn.attention import CrossAttention, Memory
-from kineograph.nn.nearby import Located, NearbyAttention, NearbyCache, Turns
+from kineograph.nn.nearby import CacheSlots, NearbyAttention, NearbyCache, RotaryPair
 from kineograph.nn.norms import norm_layer
-from kineograph.nn.positions import LearnedPositions, Rotation, grid_positions, sincos
+from kineograph.nn.positions import LearnedPositions, Rotation, grid_positions, sincos_embedding
 from kineograph.nn.token_shift import ShiftCache, TokenShift
-from kineograph.nn.transformer import Mlp, init_weights, stream
+from kineograph.nn.transformer import Mlp, cast_residual, init_weights
 from kineograph.nn.window import Grid, Window
 
 
@@ -97,7 +97,7 @@ class Block(nn.Module):
         self,
         x: Tensor,  # B N D
         grid: Grid,
-        rotary: Turns | None = None,
+        rotary: RotaryPair | None = None,
         text: Tensor | None = None,  # B L D
         mask: Tensor | None = None,  # B L
         sketch: Tensor | None = None,  # B M D
@@ -119,7 +119,7 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(y))
 
     def step(
-        self, x: Tensor, index: Tensor, at: Located, rotary: Turns | None, heard: Heard, cache: BlockCache
+        self, x: Tensor, index: Tensor, at: CacheSlots, rotary: RotaryPair | None, heard: Heard, cache: BlockCache
     ) -> Tensor:
         """One position, B 1 D."""
         y = self.norm_attention(x)
@@ -158,8 +158,8 @@ class Places(nn.Module):
         if self.learned is None:
             places = grid_positions(grid)  # N 3
             held = torch.cat([torch.tensor([[-1, 0, 0]]), places[:-1]])
-            turns = [Rotation.of(at, config.width // config.heads) for at in (places, held)]
-            self.register_buffer("table", sincos(places, config.width), persistent=False)  # N D
+            turns = [Rotation.at_positions(at, config.width // config.heads) for at in (places, held)]
+            self.register_buffer("table", sincos_embedding(places, config.width), persistent=False)  # N D
             self.register_buffer(
                 "turns", torch.stack([part for turn in turns for part in (turn.cos, turn.sin)]), persistent=False
             )  # 4 N d/2
@@ -171,7 +171,7 @@ class Places(nn.Module):
         return self.table[:first], self.turns[:, :first]
 
 
-def turn_by(parts: Tensor | None) -> Turns | None:
+def turn_by(parts: Tensor | None) -> RotaryPair | None:
     """How queries and keys turn."""
     if parts is None:
         return None
@@ -254,7 +254,7 @@ class NuwaNetwork(nn.Module):
         """Hidden states from which each token is predicted, B N D; no token is seen by its own."""
         text, sketch = self._context(text, sketch)
         added, turns = self._places(tokens.shape[1], sketch)
-        x = stream(self._embed(self._shifted(tokens)) + added, self.residual)
+        x = cast_residual(self._embed(self._shifted(tokens)) + added, self.residual)
         for block in self.blocks:
             x = block(x, self._frames(tokens), turn_by(turns), text, mask, sketch)
         return self.norm(x)
@@ -284,15 +284,15 @@ class NuwaNetwork(nn.Module):
         """Pass the positions before token N in one go, for whole times B N of given tokens."""
         first = tokens.shape[1]
         turns = None if state.turns is None else state.turns[:, :first]
-        x = stream(self._embed(self._shifted(tokens)) + state.added[:, :first], self.residual)
+        x = cast_residual(self._embed(self._shifted(tokens)) + state.added[:, :first], self.residual)
         for block, heard, cache in zip(self.blocks, state.heard, state.caches, strict=True):
             x = block(x, self._frames(tokens), turn_by(turns), heard=heard, cache=cache)
 
     def step(self, token: Tensor, index: Tensor, state: Decoding) -> Tensor:
         """The hidden state from which token `index` (1, on the device) is predicted, B 1 D; `token` (B 1) is the one before it."""
-        x = stream(self._embed(token) + state.added.index_select(1, index), self.residual)
+        x = cast_residual(self._embed(token) + state.added.index_select(1, index), self.residual)
         rotary = turn_by(None if state.turns is None else state.turns.index_select(1, index))
-        located: dict[int, Located] = {}  # blocks of one dilation look to the same places
+        located: dict[int, CacheSlots] = {}  # blocks of one dilation look to the same places
         for module, heard, cache in zip(self.blocks, state.heard, state.caches, strict=True):
             block = cast(Block, module)
             spacing = block.attention.window.dilation if block.attention.window is not None else 0

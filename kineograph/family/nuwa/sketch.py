@@ -74,7 +74,7 @@ class Around(nn.Module):
         mask = torch.zeros(prod(grid), prod(sketch), dtype=torch.bool).scatter(1, there, True)  # N M
         scale = torch.tensor(sketch) / torch.tensor(grid)
         turns = [
-            Rotation.of(at, head_width, BASE)
+            Rotation.at_positions(at, head_width, BASE)
             for at in ((grid_positions(grid) + 0.5) * scale - 0.5, grid_positions(sketch))
         ]
         places, tokens = (torch.stack([turn.cos, turn.sin]) for turn in turns)  # 2 N d/2, 2 M d/2

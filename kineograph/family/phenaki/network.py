@@ -8,8 +8,8 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from kineograph.nn.attention import Memory, Turn
-from kineograph.nn.positions import Rotary, Rotation, SincosPositions, grid_positions, sincos
+from kineograph.nn.attention import Memory, RotaryFn
+from kineograph.nn.positions import Rotary, Rotation, SincosPositions, grid_positions, sincos_embedding
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.text.conditioning import TextEmbeddings
 
@@ -59,13 +59,13 @@ class PhenakiNetwork(nn.Module):
         self.rotary = Rotary(grid, self.head_width, BASE) if rotary else None
         self.transformer = Transformer(config, cross=text_width is not None)
 
-    def places(self, grid: Grid) -> tuple[Tensor, Turn | None]:
+    def places(self, grid: Grid) -> tuple[Tensor, RotaryFn | None]:
         """What is added to the tokens, N D, and what turns queries and keys."""
         if grid == self.grid:
             return self.positions(), self.rotary
         positions = grid_positions(grid, self.tokens.weight.device)
-        turn = Rotation.of(positions, self.head_width, BASE) if self.rotary is not None else None
-        return sincos(positions, self.width, BASE), turn
+        turn = Rotation.at_positions(positions, self.head_width, BASE) if self.rotary is not None else None
+        return sincos_embedding(positions, self.width, BASE), turn
 
     def context(self, text: Tensor | None) -> Tensor | None:
         """The text as it is attended to, B L D."""
