@@ -87,13 +87,13 @@ def _training(size: int) -> Any:
     from kineograph.core.batch import Batch
     from kineograph.run import layers
     from kineograph.run.plan import make_plan
-    from kineograph.stage.build import Builder
+    from kineograph.stage.build import PlanBuilder
     from kineograph.train.stepper import Stepper
 
     words = ["muse-tiny", f"train.batch_size={size}", "stages.generator.text={kind: given, width: 32, length: 8}"]
     plan = make_plan(layers.read(words))
     torch.manual_seed(0)
-    task = Builder(plan, {}, lambda line: None).build("generator", torch.device("cpu"))
+    task = PlanBuilder(plan, {}, lambda line: None).build("generator", torch.device("cpu"))
     stepper = Stepper(task.train(), plan.stages[1].train)
     grid = task.stages["codec"].shape_for(*(plan.stages[1].spec.data.frames, *plan.stages[1].spec.data.size))  # type: ignore[operator]
     rows = size // distributed.world()

@@ -22,8 +22,8 @@ from kineograph.doctor.machine import free_memory, matmul_rate
 from kineograph.doctor.sharded_memory import Division, parts_of
 from kineograph.doctor.speed import PROBE_SECONDS, Speed, probe, read_two
 from kineograph.doctor.step_trace import ONE, READ, Memory, Traced, tensors_of, trace
-from kineograph.stage.build import Builder, pretending
-from kineograph.stage.data import StageData, workers_for
+from kineograph.stage.build import PlanBuilder, fake_tensors
+from kineograph.stage.data import StageData, count_workers
 from kineograph.stage.spec import StagePlan
 from kineograph.train.config import TrainConfig
 from kineograph.train.parallel import ParallelConfig
@@ -108,7 +108,7 @@ class Estimate:
             return None
         train = self.stage.train
         reading = self.speed.read_seconds * train.batch_size / data_world(train, self.world)
-        workers = workers_for(train, self.world.local)
+        workers = count_workers(train, self.world.local)
         return max(self.speed.step_seconds, reading / workers) if workers else self.speed.step_seconds + reading
 
     @property
@@ -120,7 +120,7 @@ def micro_batch(train: TrainConfig, data: StageData | None = None, world: World 
     """Rows of one process's micro-batch; of the largest bucket, where there are several."""
     rows = train.batch_size
     if data is not None and data.buckets is not None:
-        shape, _ = data.largest()
+        shape, _ = data.largest_bucket()
         rows = next(n for other, n in zip(data.buckets.shapes, data.buckets.rows(rows), strict=True) if other == shape)
     return max(1, rows // (train.accumulate * data_world(train, world)))
 
@@ -131,7 +131,7 @@ def data_world(train: TrainConfig, world: World) -> int:
 
 
 def estimate(
-    builder: Builder,
+    builder: PlanBuilder,
     stage: StagePlan,
     data: StageData,
     probing: bool = True,
@@ -203,10 +203,10 @@ def estimate(
     return replace(result, together=_together(result, switches, traced))
 
 
-def _refuse_real(builder: Builder, stage: StagePlan, target: Target, error: Exception) -> None:
+def _refuse_real(builder: PlanBuilder, stage: StagePlan, target: Target, error: Exception) -> None:
     """Real numbers are tried where there is surely room for them: a doctor must not take the machine down."""
     try:
-        with pretending():
+        with fake_tensors():
             size = Division().bytes_of(tensors_of(builder.build(stage.name, torch.device("cpu"))))
     except Exception:  # not even built: its size is not known
         size = None
@@ -319,7 +319,7 @@ def _all_without(memory: Memory, switches: list[str]) -> Memory:
 # Real steps ------------------------------------------------------------------------------------------------------
 
 
-def _probed(found: Estimate, builder: Builder, data: StageData, flops: float) -> Estimate:
+def _probed(found: Estimate, builder: PlanBuilder, data: StageData, flops: float) -> Estimate:
     """The estimate with the speed of a few real steps, or with the reason why there are none."""
     if found.target.imagined:
         return replace(found, unprobed="that device is not here")

@@ -14,8 +14,8 @@ from kineograph.doctor import machine
 from kineograph.doctor.estimate import ROOM, Estimate, data_world, estimate
 from kineograph.doctor.sharded_memory import parts_of
 from kineograph.doctor.step_trace import Memory
-from kineograph.stage.build import Builder
-from kineograph.stage.data import StageData, missing, workers_for
+from kineograph.stage.build import PlanBuilder
+from kineograph.stage.data import StageData, count_workers, find_missing_weights
 from kineograph.stage.spec import Plan
 from kineograph.train.precision import resolve_precision
 
@@ -53,9 +53,9 @@ def environment(out: Callable[[str], None]) -> None:
         "auto picks",
         f"device {device}, precision {resolve_precision('auto', device)}, compile {compiles}, {_workers()} data workers",
     )
-    missing = [name for name in machine.NEEDED if machine.version_of(name) is None]
+    find_missing_weights = [name for name in machine.NEEDED if machine.version_of(name) is None]
     line("packages", ", ".join(f"{name} {found}" for name in machine.NEEDED if (found := machine.version_of(name))))
-    for name in missing:
+    for name in find_missing_weights:
         line("missing", f"{name}: pip install -e . installs everything that is needed")
     for name, purpose, remedy in machine.OPTIONAL:
         found = machine.version_of(name)
@@ -68,7 +68,7 @@ def environment(out: Callable[[str], None]) -> None:
 def _workers() -> int:
     from kineograph.train.config import TrainConfig
 
-    return workers_for(TrainConfig())
+    return count_workers(TrainConfig())
 
 
 # A plan ----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def _workers() -> int:
 def report(
     plan: Plan, data: dict[str, StageData], out: Callable[[str], None], world: World, memory: int | None = None
 ) -> None:
-    builder = Builder(plan, data, out)
+    builder = PlanBuilder(plan, data, out)
     seconds: list[float | None] = []
     for stage in plan.stages:
         if stage.name not in data:
@@ -108,7 +108,7 @@ def describe(found: Estimate, data: StageData) -> list[str]:
     )
     shape = found.stage.spec.data.shape
     items = len(data.source)
-    lacks = missing(found.stage, data, hub=False)
+    lacks = find_missing_weights(found.stage, data, hub=False)
     if lacks is not None:
         line("MISSING", f"{lacks}; estimated without")
     line("data", f"{found.stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
@@ -229,7 +229,7 @@ def _pace(found: Estimate) -> list[str]:
         f"{3600 / found.step_seconds:,.0f} steps an hour, {train.batch_size / found.step_seconds:,.0f} samples/s (probed: {how}{eager})",
     )
     if found.step_seconds > 1.2 * speed.step_seconds:
-        workers = workers_for(train, found.world.local)
+        workers = count_workers(train, found.world.local)
         why = "readers do not keep up" if workers else "reading waits for computing"
         line(
             "",

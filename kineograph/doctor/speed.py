@@ -10,7 +10,7 @@ import torch
 from kineograph.core.batch import Batch
 from kineograph.data.loader import Loader
 from kineograph.doctor.step_trace import as_encoded
-from kineograph.stage.build import Builder
+from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import StagePlan
 from kineograph.train.parallel import ParallelConfig
@@ -31,7 +31,7 @@ class Speed:
 def read_two(data: StageData, rows: int) -> tuple[list[Batch], float]:
     """Two batches of training samples (of the largest bucket, where there are several), and the seconds that a sample of the second took."""
     loader = Loader(data.source, data.seed, data.stage.train.batch_size)
-    shape, items = data.largest()
+    shape, items = data.largest_bucket()
     places = [items[place % len(items)] for place in range(2 * rows)]
     reading = loader.in_order(places, rows, shape)
     first = next(reading)  # opens files and fills caches
@@ -41,7 +41,7 @@ def read_two(data: StageData, rows: int) -> tuple[list[Batch], float]:
 
 
 def probe(
-    builder: Builder, stage: StagePlan, data: StageData, device: torch.device, samples: int, micro: int
+    builder: PlanBuilder, stage: StagePlan, data: StageData, device: torch.device, samples: int, micro: int
 ) -> tuple[Speed, int | None]:
     """Steps of `samples` rows, told for micro-batches of `micro`; and the most bytes that a GPU held."""
     train = stage.train

@@ -11,7 +11,7 @@ from kineograph.core.task import Task
 from kineograph.doctor.machine import peak_flops
 from kineograph.doctor.speed import read_two
 from kineograph.doctor.step_trace import READ, trace
-from kineograph.stage.build import Builder
+from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.train.clock import Work
@@ -41,7 +41,7 @@ def work_of(
             distributed.single_process(),
         ):  # the numbers that training draws must not depend on this
             (sample, _), _ = read_two(data, min(READ, rows))
-            builder = Builder(plan, {stage.name: data}, lambda line: None, {stage.name: task.assets()})
+            builder = PlanBuilder(plan, {stage.name: data}, lambda line: None, {stage.name: task.assets()})
             found = trace(builder, stage, plain, precision, sample, rows)
     except Exception as error:  # a Task that looks at numbers, which these tensors do not have
         note(

@@ -21,7 +21,7 @@ from kineograph.core.config import StageConfig
 from kineograph.core.distributed import World
 from kineograph.core.task import Task, player_parameters
 from kineograph.doctor.sharded_memory import divide
-from kineograph.stage.build import Builder, pretending
+from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.spec import StagePlan
 from kineograph.text.pretrained import PretrainedText
 from kineograph.train.config import TrainConfig
@@ -99,7 +99,7 @@ class _Ledger(TorchDispatchMode):
 
 
 def trace(
-    builder: Builder,
+    builder: PlanBuilder,
     stage: StagePlan,
     train: TrainConfig,
     precision: str,
@@ -120,7 +120,7 @@ def trace(
     device = numbers or torch.device("cpu")
     if not numbers:
         precision = "bf16" if precision == "fp16" else precision  # the same size, and CPUs have it
-    with nullcontext() if numbers else pretending():
+    with nullcontext() if numbers else fake_tensors():
         torch.manual_seed(0)
         task = builder.build(stage.name, device, config)
         alone = {"compile": False, "precision": precision, "parallel": ParallelConfig()}

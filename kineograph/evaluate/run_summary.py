@@ -18,7 +18,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.evaluate import results_file
 from kineograph.evaluate.caption_accuracy import ATTRIBUTES
-from kineograph.stage.load import sampling_stage
+from kineograph.stage.load import choose_sampling_stage
 from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
 from kineograph.train.trackers import MetricsFile
@@ -61,7 +61,7 @@ def planned_steps(tree: dict[str, Any], stage: str) -> int:
 def find_main_stage(run: RunFolder) -> str:
     """The stage that draws; before it is trained, the last one that is; before that, the last of all."""
     try:
-        return sampling_stage(run)
+        return choose_sampling_stage(run)
     except InputError:
         names = list(run.config()["stages"])
         trained = [name for name in names if checkpoint.saved_steps(run.checkpoints(name))]

@@ -27,7 +27,7 @@ from kineograph.evaluate.console import Watching, beforehand, open_console
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Metric, MetricSkipped, Result, WeightsMissing
 from kineograph.sample.inference import draw, inference_mode, sampling_noise
-from kineograph.stage.load import StageLoader, sampling_stage
+from kineograph.stage.load import StageLoader, choose_sampling_stage
 from kineograph.stage.spec import StageSpec, read_stage
 from kineograph.train import checkpoint as checkpoints
 
@@ -157,7 +157,7 @@ def evaluate(
         if distributed.is_first():
             found.files += pictures.write(folder.path / "evaluation", where, spec.data.shape.fps)
         if judged.results:
-            weights = stages.opened[f"{folder.path}/{name}"]
+            weights = stages.loaded_digests[f"{folder.path}/{name}"]
             if distributed.is_first():
                 results_file.add_results(
                     folder, split, name, step, judged.results, samples=judge.count, seed=seed, weights=weights
@@ -172,11 +172,11 @@ def _stages_to_judge(run: RunFolder, wanted: str | None) -> tuple[str, list[str]
     """The stage in question, and all trained stages that are judged, in the order of the run."""
     trained = [name for name in run.config()["stages"] if checkpoints.saved_steps(run.checkpoints(name))]
     if wanted is not None:
-        return sampling_stage(run, wanted), [wanted]
+        return choose_sampling_stage(run, wanted), [wanted]
     if not trained:
         raise InputError(f"{run.path} has no checkpoint yet: train first")
     try:
-        return sampling_stage(run), trained
+        return choose_sampling_stage(run), trained
     except InputError:  # codecs alone
         return trained[-1], trained
 

@@ -12,13 +12,12 @@ from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
-from kineograph.run.stage_data import expect_codec, expect_shapes, expect_tokens
 from kineograph.run.token_cache import check_cachable
-from kineograph.stage.build import Builder, pretending
-from kineograph.stage.data import StageData, missing
-from kineograph.stage.load import StageLoader
+from kineograph.stage.build import PlanBuilder, fake_tensors
+from kineograph.stage.data import StageData, check_buckets, check_codec, check_tokens, find_missing_weights
+from kineograph.stage.load import StageLoader, locate_stage
 from kineograph.stage.spec import Plan, StagePlan
-from kineograph.stage.warm_start import check_start
+from kineograph.stage.warm_start import check_init_shapes
 from kineograph.train import checkpoint
 from kineograph.train.precision import resolve_precision
 from kineograph.train.remote_checkpoint import check_reachable, is_remote
@@ -39,7 +38,7 @@ def check_stages(
     that is meant, in place of those that are there; `elsewhere`: on a GPU that is not this machine's.
     """
     several = distributed.is_active() if planned is None else planned.processes > 1
-    builder = Builder(plan, data, lambda line: None)
+    builder = PlanBuilder(plan, data, lambda line: None)
     for stage in plan.stages:
         if stage.name not in data:
             continue
@@ -54,7 +53,7 @@ def check_stages(
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
         if building and planned is None:
-            lacks = missing(stage, data[stage.name], hub=True)
+            lacks = find_missing_weights(stage, data[stage.name], hub=True)
             if lacks is not None:
                 raise InputError(lacks)
         if folder is not None:
@@ -64,10 +63,10 @@ def check_stages(
         data[stage.name].loader(planned=planned).check()  # refuses batches that do not divide
         if building:
             try:
-                with pretending():
+                with fake_tensors():
                     task = builder.build(stage.name, torch.device("cpu"))
                     if folder is not None:
-                        check_start(
+                        check_init_shapes(
                             task, stage, StageLoader(folder), lambda name: builder.build(name, torch.device("cpu"))
                         )
             except KineoError:
@@ -77,8 +76,8 @@ def check_stages(
             task.check_precision(precision)
             if several:
                 check_layout(task, stage.train.parallel, stage.players)
-            expect_tokens(task, data[stage.name])
-            expect_shapes(task, data[stage.name])
+            check_tokens(task, data[stage.name])
+            check_buckets(task, data[stage.name])
             _check_show(stage, task)
 
 
@@ -121,7 +120,7 @@ def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
             f"{where}={init} is neither a file.safetensors nor a path runs/NAME/STAGE nor a URL nor wandb:ENTITY/PROJECT/NAME:VERSION "
             f"nor an earlier stage ({', '.join(earlier) or 'none'})"
         )
-    run, name = StageLoader(folder).locate(init)
+    run, name = locate_stage(init, folder)
     checkpoint.select(run.checkpoints(name))
 
 
@@ -131,7 +130,7 @@ def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
     for key in stage.spec.config.references:
         wanted = getattr(stage.spec.config, key)
         if isinstance(wanted, str) and ("/" in wanted or wanted in skipped):
-            run, name = StageLoader(folder).locate(wanted)
+            run, name = locate_stage(wanted, folder)
             if not checkpoint.saved_steps(run.checkpoints(name)):
                 raise InputError(f"stages.{stage.name}.{key}={wanted}: that stage has no checkpoint; train it first")
 
@@ -141,4 +140,4 @@ def _check_codec(plan: Plan, stage: StagePlan, folder: RunFolder, data: StageDat
     codec = getattr(stage.spec.config, "codec", None)
     skipped = {other.name for other in plan.stages if other.spec.config.skip}
     if isinstance(codec, str) and ("/" in codec or codec in skipped):
-        expect_codec(data, StageLoader(folder).codec_of(stage.spec.config))
+        check_codec(data, StageLoader(folder).find_codec(stage.spec))

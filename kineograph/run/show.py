@@ -163,7 +163,7 @@ class Show:
         with stepper.eval_mode() as task:
             if task.can_sample_latents:
                 asked, tensors["samples"] = self._drawn(task, latents=True)
-            real = self.data.pictures(len(asked.captions))
+            real = self.data.fixed_batch(len(asked.captions))
             if real.pixels is not None and type(task).can_cache(self.stage.spec.config):
                 tensors["inputs"] = self._in_parts(real, lambda part: _encoded(task, part))
         if not distributed.is_first():
@@ -196,11 +196,11 @@ class Show:
 
     def _asked(self, task: Task) -> _Asked:
         count = self.stage.train.samples
-        real = self.data.pictures(count)
+        real = self.data.fixed_batch(count)
         told = self._is_told(task, real)
         if told and self._alone and isinstance(self.plan.prompts, list):
             own = self.plan.prompts[:count]
-            return _Asked(own, own, _strangers(self.data.pictures(len(own)), own, task.animates), own=True)
+            return _Asked(own, own, _strangers(self.data.fixed_batch(len(own)), own, task.animates), own=True)
         prompts = real.captions if told else None
         given = real.text_embeds is not None or IMAGE in real.extra
         return _Asked(prompts, prompts or (real.captions if given else None) or [""] * count, real)
@@ -225,7 +225,7 @@ class Show:
 
     def _grid(self, step: int, stepper: Stepper, split: Split) -> None:
         """Real items of a split beside what the averaged weights draw for their captions."""
-        real = self.data.pictures(self.stage.train.samples, split)
+        real = self.data.fixed_batch(self.stage.train.samples, split)
         if real.pixels is None:  # codebook ids alone
             return
         with stepper.eval_mode() as task:
@@ -254,7 +254,7 @@ class Show:
         return draw_across_ranks(task, asked, options, self.device, min(BATCH, self._micro), latents)
 
     def _reconstructions(self, step: int, stepper: Stepper) -> None:
-        batch = self.data.pictures(self.stage.train.samples)
+        batch = self.data.fixed_batch(self.stage.train.samples)
         if batch.pixels is None:
             return
         with stepper.eval_mode() as task:

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
-from kineograph.core.task import Task
-from kineograph.data.cache import Cache
 from kineograph.data.captions import require_captions
 from kineograph.data.config import Split
 from kineograph.data.dataset import DatasetSource
 from kineograph.data.open_source import open_source
-from kineograph.data.precomputed_tokens import TokenGrid
 from kineograph.data.scan import refuse_unreadable, scan
 from kineograph.stage.data import StageData, gives, scan_file
 from kineograph.stage.spec import StagePlan
@@ -74,7 +71,7 @@ def open_data(
         for split in held_out:
             require_captions(found.split(split), reader, f"{split} items")
         if stage.spec.config.init in (opened or {}):
-            opened[stage.spec.config.init].heirs.append(found)  # type: ignore[index]
+            opened[stage.spec.config.init].warm_started.append(found)  # type: ignore[index]
     return found
 
 
@@ -151,58 +148,6 @@ def _require_sketch(data: StageData) -> None:
             "set data.sketch=true (moving_digits) or data.sketches=FOLDER (folder), give them as `sketch` in your own Dataset, "
             f"or leave stages.{stage.name}.sketch out"
         )
-
-
-def expect_tokens(task: Task, data: StageData) -> None:
-    """Refuse codebook ids in the data that the task's codec could not have made, before a network meets them."""
-    codec: Any = _codec_of(task)
-    for source in (data.source, data.validation) if codec is not None else ():
-        if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
-            source.expect_grid(lambda frames, *size: codec.shape_for(frames, *(task.sample_size or size)))
-    if getattr(codec, "vocabulary", None) is None:
-        return
-    config = data.stage.spec.data
-    for source in (data.source, data.validation):
-        if "tokens" not in gives(source):
-            continue
-        grid = TokenGrid.of(codec, config.frames, config.size)
-        if isinstance(source, DatasetSource):
-            source.expect(grid)
-        elif isinstance(source, Cache):
-            source.expect(vocabulary=grid.vocabulary)
-
-
-def expect_codec(data: StageData, codec: tuple[str, str] | None) -> None:
-    """Refuse tokens or latents of a cache that other weights than the codec's (where it lies, and its digest) have made."""
-    for source in (data.source, data.validation) if codec is not None else ():
-        if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
-            source.expect(codec=codec)
-
-
-def expect_shapes(task: Task, data: StageData) -> None:
-    """Refuse buckets that the task cannot train on, or whose clips its codec cannot encode."""
-    if data.buckets is None:
-        return
-    there = [shape for shape, members in zip(data.buckets.shapes, data.buckets.members, strict=True) if len(members)]
-    stage = data.stage
-    if not task.supports_buckets and there != [data.buckets.usual]:
-        raise ConfigError(
-            f"stage {stage.name} ({stage.spec.config.task}) trains on clips of one shape, and data.buckets has {len(there)}, such as "
-            f"{next(shape for shape in there if shape != data.buckets.usual)}: set stages.{stage.name}.data.buckets=null"
-        )
-    codec: Any = task if hasattr(task, "shape_for") else _codec_of(task)
-    for shape in there if codec is not None else []:
-        try:
-            codec.shape_for(*shape)
-        except ConfigError as error:
-            raise ConfigError(f"data.buckets has clips of {shape}: {error}") from None
-
-
-def _codec_of(task: Task) -> Task | None:
-    """The codec whose tokens a task reads: its own, or that of the generator that it stands on."""
-    if "codec" in task.stages:
-        return task.stages["codec"]
-    return next((found for found in map(_codec_of, task.stages.values()) if found is not None), None)
 
 
 def _memory(folder: Path | None, stage: StagePlan, split: Split) -> Path | None:

@@ -27,11 +27,11 @@ from kineograph.run.cache_key import cache_facts, cache_folder
 from kineograph.run.cache_reuse import prune, tell_superseded
 from kineograph.run.plan import make_plan
 from kineograph.run.resolve import resolve
-from kineograph.run.stage_data import expect_codec, expect_tokens, open_data
-from kineograph.stage.build import build_task
-from kineograph.stage.data import StageData, gives
+from kineograph.run.stage_data import open_data
+from kineograph.stage.data import StageData, check_codec, check_tokens, gives
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
+from kineograph.stage.warm_start import build_untrained
 from kineograph.train.stop import StopRequest
 
 LARGEST = 50_000_000  # items; an endless source is beyond it
@@ -71,9 +71,9 @@ def cached_source(
     note: Callable[[str], None],
 ) -> Source | None:
     """The cache that a stage trains from, made first where `cache: true` asks for it; None: train from the data as they are."""
-    expect_tokens(task, data)
-    codec = stages.codec_of(stage.spec.config)
-    expect_codec(data, codec)
+    check_tokens(task, data)
+    codec = stages.find_codec(stage.spec)
+    check_codec(data, codec)
     wanted = stage.spec.config.cache
     if wanted is False or (wanted == "auto" and not (folder.stage(stage.name) / "cache").is_dir()):
         return None
@@ -172,7 +172,7 @@ class _Encoder:
         self.data = open_data(stage, plan.seed, None, note, folder.path)
         self.fault = _why_not(stage, self.data.source)
         if self.fault is None:
-            self.task = build_task(plan, stage, self.stages, self.data, folder, note)
+            self.task = build_untrained(plan, stage, self.stages, self.data, note)
 
     def run(self, stop: StopRequest, tell: bool) -> list[Path]:
         if self.fault is not None:
@@ -180,7 +180,7 @@ class _Encoder:
             return []
         facts = cache_facts(self.stage, self.stages, self.data.source)
         path, task = cache_folder(self.stage, self.folder, facts), self.task.to(self.device)
-        codec = self.stages.codec_of(self.stage.spec.config)
+        codec = self.stages.find_codec(self.stage.spec)
         if not fill(path, facts, task, self.data, self.device, stop, self.note, self.folder, codec):
             self.note(f"{self.stage.name}: all {len(self.data.source)} items were encoded before")
         if tell:

@@ -27,11 +27,10 @@ from kineograph.run.resume_from import fetch_checkpoints
 from kineograph.run.show import Show
 from kineograph.run.stage_data import open_data
 from kineograph.run.token_cache import cached_source
-from kineograph.stage.build import build_task, stage_seed
 from kineograph.stage.data import StageData
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
-from kineograph.stage.warm_start import brought_init, warm_start
+from kineograph.stage.warm_start import build_for_training
 from kineograph.train import checkpoint
 from kineograph.train.phases import Cursor, is_finished, skip_removed_phases
 from kineograph.train.rank_log import RankLog
@@ -161,7 +160,7 @@ def _begin(plan: Plan, folder: RunFolder, data: dict[str, StageData]) -> None:
     """What a run folder holds before its first stage trains."""
     write_atomic(folder.config_file, dump_yaml(plan.tree()))
     for opened in {id(found.source): found for found in data.values()}.values():  # stages share what they read alike
-        opened.remember(folder.path)
+        opened.write_scan(folder.path)
     for name, opened in data.items():
         opened.write_buckets(folder.stage(name) / "buckets.json")
     folder.stopped_marker.unlink(missing_ok=True)
@@ -208,15 +207,13 @@ class _StageRun:
         ):
             self.note(f"{stage.name}: finished at step {found.step}")
             return
-        with brought_init(stage, self.folder, self.note) as brought:
-            task = build_task(self.plan, stage, self.stages, self.data, self.folder, self.note, brought)
-            warm_start(task, stage, self.stages, self.note, brought)
+        task = build_for_training(self.plan, stage, self.stages, self.data, self.note)
         stepper = Stepper(
             task,
             stage.train,
             {name: stage.players[name] for name in task.players},
             self.device,
-            stage_seed(self.plan, stage),
+            self.plan.stage_seed(stage.name),
         )
         source = cached_source(stage, task, self.stages, self.folder, self.data, self.device, self.stop, self.note)
         if source is None or task.always_encode:
@@ -236,7 +233,7 @@ class _StageRun:
             saved={
                 "assets": task.assets(),
                 "config": self.plan.tree(),
-                "references": self.stages.references(self.folder, stage.name),
+                "references": self.stages.reference_digests(self.folder, stage.name),
             },
             stop=self.stop,
             quiet=self.quiet,

@@ -21,7 +21,7 @@ from kineograph.sample.inference import BATCH, draw, draw_across_ranks, sampling
 from kineograph.sample.mask import Mask, read_mask
 from kineograph.sample.prime import Prime, Takes, read_prime
 from kineograph.sample.sketch import Sketch, read_sketch
-from kineograph.stage.load import StageLoader, sampling_stage
+from kineograph.stage.load import StageLoader, choose_sampling_stage
 from kineograph.stage.spec import read_stage
 from kineograph.train import checkpoint as checkpoints
 
@@ -110,7 +110,7 @@ class Sampler:
             distributed.on_first_rank(distributed.print_note),
             compiled=compile,
         )
-        name = sampling_stage(folder, stage)
+        name = choose_sampling_stage(folder, stage)
         found = checkpoints.select(folder.checkpoints(name), checkpoint)
         task = stages.load(name, found.step, ema)
         if not task.can_sample:
@@ -339,7 +339,7 @@ class Sampler:
             stage=self.stage,
             step=self.step,
             ema=self.ema,
-            weights=dict(self._stages.opened),
+            weights=dict(self._stages.loaded_digests),
             seed=seed,
             captions=captions,
             count=count,

@@ -1,4 +1,4 @@
-"""A stage's data, opened and checked: training and validation sources, loaders, captions."""
+"""A stage's opened data: sources by split, loaders, captions; and whether its codec fits them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +16,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from kineograph.core import distributed
 from kineograph.core.batch import Batch
 from kineograph.core.distributed import World
-from kineograph.core.errors import InputError
+from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import key_of
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import write_json
+from kineograph.core.task import Task
 from kineograph.data.buckets import Bucket, Buckets
+from kineograph.data.cache import Cache
 from kineograph.data.config import Split
+from kineograph.data.dataset import DatasetSource
 from kineograph.data.loader import Loader
+from kineograph.data.precomputed_tokens import TokenGrid
 from kineograph.data.scan import remember, write_skipped
 from kineograph.stage.spec import StagePlan
 from kineograph.train.config import TrainConfig
@@ -31,15 +36,16 @@ VOCABULARY_CAPTIONS = 20_000  # captions that a learned vocabulary is made from
 
 @dataclass
 class StageData:
-    """What a stage trains and validates on."""
+    """The sources that a stage trains and validates on."""
 
     stage: StagePlan
     seed: int
     source: Source
     validation: Source
-    skipped: dict[Split, dict[str, str]]  # of splits that were scanned: item → why it cannot be read
-    test: Source | None = None  # where grids show the test split
-    heirs: list[StageData] = field(default_factory=list)  # of later stages whose `init` is this one
+    skipped: dict[Split, dict[str, str]]  # scanned split → item → why it cannot be read
+    test: Source | None = None  # opened only if grids show it
+    warm_started: list[StageData] = field(default_factory=list)  # data of later stages whose `init` is this stage
+    _shown: dict[Split, Loader] = field(default_factory=dict)
 
     def split(self, name: Split) -> Source:
         source = {"train": self.source, "validation": self.validation, "test": self.test}[name]
@@ -47,23 +53,24 @@ class StageData:
         return source
 
     def loader(self, source: Source | None = None, planned: World | None = None) -> Loader:
-        """Batches of `source` (by default the training source) as training reads them; as the first process would in a `planned` world."""
-        train, there = self.stage.train, planned or distributed.current_world()
-        rank, world = train.parallel.data_place(0 if planned else distributed.rank(), there.processes)
+        """Training batches of `source` (default: the training source), as the first process of a `planned` world reads them."""
+        train, world = self.stage.train, planned or distributed.current_world()
+        rank, ranks = train.parallel.data_place(0 if planned else distributed.rank(), world.processes)
         return Loader(
             source if source is not None else self.source,
             seed=self.seed,
             batch_size=train.batch_size,
             accumulate=train.accumulate,
-            workers=workers_for(train, there.local),
+            workers=count_workers(train, world.local),
             rank=rank,
-            world=world,
+            world=ranks,
             pin=torch.cuda.is_available(),
             timeout=train.timeout,
             max_unreadable=self.stage.spec.data.max_unreadable,
         )
 
-    def validation_loader(self) -> Loader:
+    @cached_property
+    def _validation_loader(self) -> Loader:
         train = self.stage.train
         rank, world = train.parallel.data_place(distributed.rank(), distributed.world())
         return Loader(
@@ -76,90 +83,86 @@ class StageData:
             timeout=train.timeout,
         )
 
-    @cached_property
-    def _validation(self) -> Loader:
-        return self.validation_loader()
-
     def validation_batches(self) -> Iterator[Batch]:
         """The same items with the same crops every time."""
         train = self.stage.train
         count = min(train.validation_samples, len(self.validation))
         micro = max(1, train.batch_size // train.accumulate)
-        return self._validation.fixed(count, min(micro, count))
+        return self._validation_loader.fixed(count, min(micro, count))
 
-    def pictures(self, count: int, split: Split = "validation") -> Batch:
-        """A few items, always the same, to show; from the first again where there are fewer."""
-        loader = self._validation if split == "validation" and distributed.world() == 1 else self._shown(split)
-        there = min(count, len(loader.source))
-        batch = next(iter(loader.fixed(there, there, alike=True)))
-        return batch if len(batch) == count else batch.rows([place % len(batch) for place in range(count)])
+    def fixed_batch(self, count: int, split: Split = "validation") -> Batch:
+        """The same `count` items every time, to show; repeated if the split has fewer."""
+        loader = self._loader_for_showing(split)
+        available = min(count, len(loader.source))
+        batch = next(iter(loader.fixed(available, available, alike=True)))
+        return batch if len(batch) == count else batch.rows([row % len(batch) for row in range(count)])
 
-    def _shown(self, split: Split) -> Loader:
-        """Of a split that nothing else reads item by item."""
-        if split not in self._loaders:
-            # Validation's own items, which several processes have shared out among them.
+    def _loader_for_showing(self, split: Split) -> Loader:
+        if split == "validation" and distributed.world() == 1:
+            return self._validation_loader
+        if split not in self._shown:
+            # The seed of validation, whose own loader gives each process a part of the items.
             keys = ("validation",) if split == "validation" else ("shown", split)
-            self._loaders[split] = Loader(self.split(split), seed=key_of(self.seed, *keys) >> 1, batch_size=1)
-        return self._loaders[split]
-
-    @cached_property
-    def _loaders(self) -> dict[Split, Loader]:
-        return {}
-
-    def remember(self, folder: Path) -> None:
-        """Put what opening the data found into the run folder: the scan's result, and the items that cannot be read."""
-        for split, skipped in self.skipped.items():
-            remember(scan_file(folder, self.stage, split), self.split(split), skipped.items())
-        left_out = self._left_out()
-        if left_out and distributed.is_first():
-            write_skipped(folder / "skipped.jsonl", left_out)
+            self._shown[split] = Loader(self.split(split), seed=key_of(self.seed, *keys) >> 1, batch_size=1)
+        return self._shown[split]
 
     @property
     def buckets(self) -> Buckets | None:
-        """What goes where, where the data are of several shapes."""
+        """The buckets of data of several shapes."""
         return getattr(self.source, "buckets", None)
 
-    def largest(self) -> tuple[Bucket | None, np.ndarray]:
+    def largest_bucket(self) -> tuple[Bucket | None, np.ndarray]:
         """The bucket whose clips have most tokens, and its items; without buckets, None and the first items."""
-        if self.buckets is None:
+        buckets = self.buckets
+        if buckets is None:
             return None, np.arange(min(len(self.source), 1024))
-        found = zip(self.buckets.shapes, self.buckets.members, strict=True)
-        return max((pair for pair in found if len(pair[1])), key=lambda pair: self.buckets.config.tokens(pair[0]))  # type: ignore[union-attr]
+        filled = [pair for pair in zip(buckets.shapes, buckets.members, strict=True) if len(pair[1])]
+        return max(filled, key=lambda pair: buckets.config.tokens(pair[0]))
 
     def write_buckets(self, path: Path) -> None:
-        """The report of what goes where."""
+        """Report which items go into which bucket."""
         if self.buckets is not None and distributed.is_first():
             batch_size = self.stage.train.batch_size
             tree = {"budget": self.buckets.budget(batch_size), "buckets": self.buckets.table(batch_size)}
             write_json(path, tree)
 
-    def _left_out(self) -> dict[str, str]:
-        """What was known before training: by the sources themselves, or by their scans."""
-        known = [getattr(source, "skipped", {}) for source in (self.source, self.validation, self.test)]
-        return {path: reason for found in (*known, *self.skipped.values()) for path, reason in found.items()}
+    def write_scan(self, folder: Path) -> None:
+        """Write the scan's results, and the items that cannot be read, into the run folder."""
+        for split, skipped in self.skipped.items():
+            remember(scan_file(folder, self.stage, split), self.split(split), skipped.items())
+        self._write_skipped(folder / "skipped.jsonl", self._known_unreadable())
 
     def write_skipped(self, path: Path, loader: Loader) -> None:
-        """List what could not be read, found at the start or met on the way."""
-        validation: Loader | None = vars(self).get("_validation")  # where anything was validated
-        skipped = self._left_out() | loader.skipped | (validation.skipped if validation is not None else {})
+        """List the items that could not be read, at the start or during training."""
+        validation: Loader | None = vars(self).get("_validation_loader")  # None: nothing was validated
+        during = loader.skipped | (validation.skipped if validation is not None else {})
+        self._write_skipped(path, self._known_unreadable() | during)
+
+    @staticmethod
+    def _write_skipped(path: Path, skipped: dict[str, str]) -> None:
         if skipped and distributed.is_first():
             write_skipped(path, skipped)
 
+    def _known_unreadable(self) -> dict[str, str]:
+        """Items that the sources, or their scans, knew to be unreadable before training."""
+        known = [getattr(source, "skipped", {}) for source in (self.source, self.validation, self.test)]
+        return {path: reason for items in (*known, *self.skipped.values()) for path, reason in items.items()}
+
     def captions(self) -> list[str]:
-        """Training captions, for a vocabulary. Stages that will start from this one's weights read on with its words: theirs too."""
-        return list(dict.fromkeys([*self._captions, *(caption for heir in self.heirs for caption in heir.captions())]))
+        """Training captions, to learn a vocabulary from; those of stages that will start from this one's weights too."""
+        later = [caption for data in self.warm_started for caption in data.captions()]
+        return list(dict.fromkeys([*self._captions, *later]))
 
     @cached_property
     def _captions(self) -> list[str]:
-        with (
-            unset_fake_temporarily()
-        ):  # a stage may be built of tensors without numbers, and a Dataset's items have some
-            found = (self.source.caption(index) for index in range(min(len(self.source), VOCABULARY_CAPTIONS)))
-            return list(dict.fromkeys(caption for caption in found if caption))
+        # A stage may be built of fake tensors, but the items of a Dataset are real.
+        with unset_fake_temporarily():
+            captions = [self.source.caption(index) for index in range(min(len(self.source), VOCABULARY_CAPTIONS))]
+        return list(dict.fromkeys(caption for caption in captions if caption))
 
 
-def workers_for(train: TrainConfig, local_world: int | None = None) -> int:
-    """Of one process; those of one machine (by default as many as there are) share its cores."""
+def count_workers(train: TrainConfig, local_world: int | None = None) -> int:
+    """Data workers of one process; the processes of a machine share its cores."""
     if train.workers != "auto":
         return train.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -167,20 +170,71 @@ def workers_for(train: TrainConfig, local_world: int | None = None) -> int:
 
 
 def gives(source: Source) -> frozenset[str]:
-    """What a source's items hold. Most make or read pixels; caches and a user's own Dataset say it."""
+    """What a source's items hold: pixels, unless a cache or a user's own Dataset says otherwise."""
     return getattr(source, "gives", frozenset({"pixels"}))
 
 
 def scan_file(folder: Path, stage: StagePlan, split: Split) -> Path:
-    """Where the scan of a stage's files is remembered; stages that read the same data share it."""
+    """Where the scan of a stage's files is kept; stages that read the same data share it."""
     key = key_of(stage.spec.data.model_dump_json())
     return folder / ".scan" / (f"{key:016x}.json" if split == "train" else f"{key:016x}-{split}.json")
 
 
-def missing(stage: StagePlan, data: StageData, hub: bool) -> str | None:
-    """What the stage will read besides data and is not there, or does not fit, in words. `hub`: names on a hub are looked up too."""
+def find_missing_weights(stage: StagePlan, data: StageData, hub: bool) -> str | None:
+    """Describe pretrained weights that the stage needs and that are missing or do not fit. `hub`: look names up on the hub too."""
     try:
         stage.spec.config.check_pretrained(gives(data.source), hub)
     except InputError as error:
         return f"stages.{stage.name}.{error}"
     return None
+
+
+def check_tokens(task: Task, data: StageData) -> None:
+    """Refuse tokens or latents in the data that the task's codec could not have made."""
+    codec: Any = _find_codec(task)
+    if codec is None:
+        return
+    config = data.stage.spec.data
+    vocabulary = getattr(codec, "vocabulary", None)
+    for source in (data.source, data.validation):
+        if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
+            source.expect_grid(lambda frames, *size: codec.shape_for(frames, *(task.sample_size or size)))
+        if vocabulary is None or "tokens" not in gives(source):
+            continue
+        if isinstance(source, DatasetSource):
+            source.expect(TokenGrid.of(codec, config.frames, config.size))
+        elif isinstance(source, Cache):
+            source.expect(vocabulary=vocabulary)
+
+
+def check_codec(data: StageData, codec: tuple[str, str] | None) -> None:
+    """Refuse a cache whose tokens or latents other weights than `codec` (its path and digest) have made."""
+    for source in (data.source, data.validation) if codec is not None else ():
+        if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
+            source.expect(codec=codec)
+
+
+def check_buckets(task: Task, data: StageData) -> None:
+    """Refuse buckets that the task cannot train on, or whose clips its codec cannot encode."""
+    buckets, stage = data.buckets, data.stage
+    if buckets is None:
+        return
+    shapes = [shape for shape, members in zip(buckets.shapes, buckets.members, strict=True) if len(members)]
+    if not task.supports_buckets and shapes != [buckets.usual]:
+        raise ConfigError(
+            f"{stage.title} trains on clips of one shape, and data.buckets has {len(shapes)}, such as "
+            f"{next(shape for shape in shapes if shape != buckets.usual)}: set stages.{stage.name}.data.buckets=null"
+        )
+    codec: Any = task if hasattr(task, "shape_for") else _find_codec(task)
+    for shape in shapes if codec is not None else []:
+        try:
+            codec.shape_for(*shape)
+        except ConfigError as error:
+            raise ConfigError(f"data.buckets has clips of {shape}: {error}") from None
+
+
+def _find_codec(task: Task) -> Task | None:
+    """The codec whose tokens a task reads: its own, or its generator's."""
+    if "codec" in task.stages:
+        return task.stages["codec"]
+    return next((codec for codec in map(_find_codec, task.stages.values()) if codec is not None), None)

@@ -1,4 +1,4 @@
-"""A stage of a config: its Task, config, data, training and players, typed."""
+"""A stage of a config, typed: its Task, data, training and players; and the plan of a run, which is its stages in order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from kineograph.core.config import StageConfig, Tree, merge, parse
 from kineograph.core.errors import ConfigError
+from kineograph.core.noise import key_of
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
@@ -14,55 +15,28 @@ from kineograph.data.config import DataConfig, drop_other_source_keys
 from kineograph.data.open_source import data_config
 from kineograph.train.config import PlayerConfig, TrainConfig
 
-OUTSIDE_TASK = ("data", "train", "players")  # sections of a stage that its Task does not see
+_OUTSIDE_TASK = ("data", "train", "players")  # sections of a stage that its Task does not read
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One stage of a resolved config."""
+    """What builds a stage: its Task, the Task's config and the data it reads."""
 
     name: str
     task: type[Task]
     config: StageConfig
     data: DataConfig
 
-
-def read_stage(tree: Tree, name: str) -> StageSpec:
-    """Parse stage `name` of a config tree."""
-    where = f"stages.{name}"
-    stage = tree.get("stages", {}).get(name)
-    if not isinstance(stage, dict):
-        raise ConfigError(f"there is no stage {name!r}: the stages are {', '.join(tree.get('stages', {})) or 'none'}")
-    if not isinstance(stage.get("task"), str):
-        raise ConfigError(f"{where}.task is required and not set")
-    task = find_task(stage["task"], f"{where}.task")
-    keys = {key: value for key, value in stage.items() if key not in OUTSIDE_TASK}
-    if task.Config.draws_like is not None and not tree.get("resolved"):
-        known: Any = task.Config.model_fields["sample"].annotation
-        alike = _sample_of(tree, stage.get(task.Config.draws_like))
-        # Whether its generator uses a critic of its own says nothing of this one.
-        keys = merge(
-            {"sample": {key: alike[key] for key in alike if key in known.model_fields and key != "critic"}}, keys
-        )
-    config = parse(task.Config, keys, where)
-    own = stage.get("data") or {}
-    data_tree = merge(drop_other_source_keys(tree.get("data") or {}, own), own)
-    data = data_config(data_tree, where="data" if not stage.get("data") else f"{where}.data")
-    return StageSpec(name, task, config, data)
-
-
-def _sample_of(tree: Tree, reference: Any) -> Tree:
-    """The `sample` section of a stage of this config or of another run's; empty where there is none yet, which is refused elsewhere."""
-    run, _, name = str(reference).rpartition("/")
-    if run:
-        folder = RunFolder(run)
-        tree = folder.config() if folder.exists() else {}
-    found = (tree.get("stages", {}).get(name) or {}).get("sample")
-    return found if isinstance(found, dict) else {}
+    def referenced_stages(self) -> dict[str, str]:
+        """Key of the config → the stage that it names, for stages that this one is trained on top of."""
+        named = {key: getattr(self.config, key) for key in self.config.references}
+        return {key: stage for key, stage in named.items() if isinstance(stage, str)}
 
 
 @dataclass(frozen=True)
 class StagePlan:
+    """A stage and how it is trained."""
+
     spec: StageSpec
     train: TrainConfig
     players: dict[str, PlayerConfig]
@@ -71,17 +45,31 @@ class StagePlan:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def title(self) -> str:
+        """For errors."""
+        return f"stage {self.name} ({self.spec.config.task})"
+
 
 @dataclass(frozen=True)
 class Plan:
+    """A run: its stages in the order in which they are trained."""
+
     name: str
     preset: str | None
     seed: int
     prompts: list[str] | str
     stages: tuple[StagePlan, ...]
 
+    def stage(self, name: str) -> StagePlan:
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def stage_seed(self, name: str) -> int:
+        """Each stage draws its own random numbers."""
+        return key_of(self.seed, name) >> 1
+
     def tree(self) -> Tree:
-        """Fully resolved: enough to repeat the run."""
+        """The fully resolved config, which repeats the run."""
         return {
             "name": self.name,
             "preset": self.preset,
@@ -99,3 +87,35 @@ def _stage_tree(stage: StagePlan) -> Tree:
         "train": stage.train.model_dump(mode="json"),
         "players": {name: player.model_dump(mode="json") for name, player in stage.players.items()},
     }
+
+
+def read_stage(tree: Tree, name: str) -> StageSpec:
+    """Parse stage `name` of a config tree."""
+    where = f"stages.{name}"
+    stages = tree.get("stages", {})
+    stage = stages.get(name)
+    if not isinstance(stage, dict):
+        raise ConfigError(f"there is no stage {name!r}: the stages are {', '.join(stages) or 'none'}")
+    if not isinstance(stage.get("task"), str):
+        raise ConfigError(f"{where}.task is required and not set")
+    task = find_task(stage["task"], f"{where}.task")
+    keys = {key: value for key, value in stage.items() if key not in _OUTSIDE_TASK}
+    if task.Config.draws_like is not None and not tree.get("resolved"):
+        keys = merge({"sample": _inherited_sample(tree, task, stage)}, keys)
+    config = parse(task.Config, keys, where)
+    own = stage.get("data") or {}
+    data_tree = merge(drop_other_source_keys(tree.get("data") or {}, own), own)
+    return StageSpec(name, task, config, data_config(data_tree, where=f"{where}.data" if own else "data"))
+
+
+def _inherited_sample(tree: Tree, task: type[Task], stage: Tree) -> Tree:
+    """The `sample` keys that a stage takes over from the stage it draws like, which may be of another run."""
+    run, _, name = str(stage.get(str(task.Config.draws_like))).rpartition("/")
+    if run:
+        folder = RunFolder(run)
+        tree = folder.config() if folder.exists() else {}
+    sample = (tree.get("stages", {}).get(name) or {}).get("sample")
+    options: Any = task.Config.model_fields["sample"].annotation
+    # Whether the generator uses a critic does not concern the critic itself.
+    known = options.model_fields.keys() - {"critic"}
+    return {key: value for key, value in sample.items() if key in known} if isinstance(sample, dict) else {}

@@ -1,144 +1,192 @@
-"""A stage's Task with its starting weights."""
+"""A stage's Task ready to train: built, and where `init` names other weights, started from those that fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.core.run_folder import RunFolder
+from kineograph.core.noise import key_of
 from kineograph.core.task import Task, load_weights, task_state_dict
 from kineograph.core.weight_files import WeightFiles
-from kineograph.stage.build import _saved
-from kineograph.stage.load import StageLoader
-from kineograph.stage.spec import StagePlan
+from kineograph.stage.build import build_task
+from kineograph.stage.data import StageData
+from kineograph.stage.load import StageLoader, locate_stage
+from kineograph.stage.spec import Plan, StagePlan
 from kineograph.text.learned import ASSET, LearnedText
 from kineograph.train import checkpoint
 from kineograph.train.remote_checkpoint import download_checkpoint, is_remote
 
-_BYTES = 259  # tokens of a vocabulary that learned nothing: 256 bytes and three special ones, the same everywhere
-_NAMED = 4  # tensors that a line of the log names before it counts the rest
+_BYTES = 259  # size of a vocabulary that learned no words: 256 bytes and three special tokens
+_LISTED = 4  # tensors named in a log line before it counts the rest
+
+
+@dataclass(frozen=True)
+class _Init:
+    """What `init` names: a stage's checkpoint, or a file of weights alone."""
+
+    checkpoint: checkpoint.Checkpoint | None = None
+    file: Path | None = None
+
+
+def build_for_training(
+    plan: Plan, stage: StagePlan, loader: StageLoader, data: StageData, note: Callable[[str], None]
+) -> Task:
+    """Build a stage to train, with the weights that it starts from. A checkpoint of its own is loaded later, by the Trainer."""
+    with _open_init(stage, loader, note) as init:
+        task = build_untrained(plan, stage, loader, data, note, init.checkpoint if init else None)
+        if init is not None:
+            _copy_weights(task, stage, loader, init, note)
+    return task
+
+
+def build_untrained(
+    plan: Plan,
+    stage: StagePlan,
+    loader: StageLoader,
+    data: StageData,
+    note: Callable[[str], None],
+    init: checkpoint.Checkpoint | None = None,
+) -> Task:
+    """Build a stage with fresh weights. It keeps the vocabulary of its checkpoint, or of the `init` whose embeddings it takes over."""
+    seed = plan.stage_seed(stage.name)
+    torch.manual_seed(key_of(seed, "init") >> 1)
+    saved = checkpoint.latest(loader.run.checkpoints(stage.name)) or init or _find_checkpoint(stage, loader)
+    assets = saved.state().get("assets") if saved else None
+    task = build_task(stage.spec, loader.load, note, assets, data.captions, seed)
+    _warn_of_longer_clips(task, stage, note)
+    return task
+
+
+def _warn_of_longer_clips(task: Task, stage: StagePlan, note: Callable[[str], None]) -> None:
+    """A video codec encodes any length, but beyond the length that it was trained on latents drift and frames smear."""
+    trained = getattr(task.stages.get("codec"), "shape", None)
+    frames = stage.spec.data.shape.frames
+    if trained is not None and 1 < trained.frames < frames:
+        note(
+            f"warning: {stage.name}: the codec was trained on clips of {trained.frames} frames, and these have {frames}: "
+            "later frames may be decoded badly; train the codec on clips of this length"
+        )
+
+
+def _find_checkpoint(stage: StagePlan, loader: StageLoader) -> checkpoint.Checkpoint | None:
+    """The checkpoint that `init` names, or None: `init` is a file or lies elsewhere, or that stage is not trained yet."""
+    init = stage.spec.config.init
+    if init is None or init.endswith(".safetensors") or is_remote(init):
+        return None
+    run, name = locate_stage(init, loader.run)
+    return checkpoint.latest(run.checkpoints(name))
 
 
 @contextmanager
-def brought_init(stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> Iterator[Path | None]:
-    """Inside, the file or checkpoint that an `init` which lies elsewhere names; None where nothing is to be fetched."""
+def _open_init(stage: StagePlan, loader: StageLoader, note: Callable[[str], None]) -> Iterator[_Init | None]:
+    """What a stage starts from, fetched if it lies elsewhere; None without `init`, or once the stage has its own checkpoint."""
     init = stage.spec.config.init
-    if init is None or not is_remote(init) or checkpoint.latest(folder.checkpoints(stage.name)) is not None:
+    if init is None or checkpoint.latest(loader.run.checkpoints(stage.name)) is not None:
         yield None
-        return
-    with download_checkpoint(init, folder.stage(stage.name), note) as found:
-        yield found
-
-
-def warm_start(
-    task: Task, stage: StagePlan, stages: StageLoader, note: Callable[[str], None], brought: Path | None = None
-) -> None:
-    """Copy what fits from `init`, unless the stage has begun: then its own checkpoint holds everything."""
-    init = stage.spec.config.init
-    if init is None or checkpoint.latest(stages.run.checkpoints(stage.name)) is not None:
-        return
-    if brought is not None and brought.is_file():
-        given, words = checkpoint.read_safetensors(brought), None
-    elif init.endswith(".safetensors") and not is_remote(init):
-        given, words = checkpoint.read_safetensors(Path(init)), None
+    elif is_remote(init):
+        with download_checkpoint(init, loader.run.stage(stage.name), note) as path:
+            yield _Init(checkpoint.Checkpoint(path, 0)) if path.is_dir() else _Init(file=path)
+    elif init.endswith(".safetensors"):
+        yield _Init(file=Path(init))
     else:
-        found = _saved(brought) or _trained(init, stages)
-        given, words = found.weights(), found.state().get("assets", {}).get(ASSET)
-        _compare_codecs(found, stage, stages, note)
-    given, left = _fitted(task, stage, given, words)
+        run, name = locate_stage(init, loader.run)
+        yield _Init(checkpoint.select(run.checkpoints(name)))
+
+
+def _copy_weights(task: Task, stage: StagePlan, loader: StageLoader, init: _Init, note: Callable[[str], None]) -> None:
+    """Copy the tensors that fit and list those that do not."""
+    if init.checkpoint is not None:
+        weights, vocabulary = init.checkpoint.weights(), init.checkpoint.state().get("assets", {}).get(ASSET)
+        _compare_codecs(init.checkpoint, stage, loader, note)
+    else:
+        assert init.file is not None
+        weights, vocabulary = checkpoint.read_safetensors(init.file), None
+    weights, misfits = _match_weights(task, stage, weights, vocabulary)
     own = task_state_dict(task)
-    taken = {name: given[name] for name in own if name not in left}
+    taken = {name: weights[name] for name in own if name not in misfits}
     load_weights(task, own | taken)
-    note(f"{stage.name}: {len(taken)} of {len(own)} tensors taken from {init}{_told(left)}")
+    note(f"{stage.name}: {len(taken)} of {len(own)} tensors taken from {stage.spec.config.init}{_describe(misfits)}")
 
 
-def check_start(task: Task, stage: StagePlan, stages: StageLoader, untrained: Callable[[str], Task]) -> None:
-    """Refuse an `init` whose weights do not fit, before anything is trained: by names and shapes, of which nothing is read but headers.
+def check_init_shapes(task: Task, stage: StagePlan, loader: StageLoader, build: Callable[[str], Task]) -> None:
+    """Refuse an `init` whose weights do not fit, before anything is trained; only headers are read.
 
-    `untrained` builds an earlier stage of the plan that has no checkpoint yet. What is to be fetched is looked at when it is there.
+    `build` builds an earlier stage of the plan that has no checkpoint yet. Remote weights are checked once they are fetched.
     """
     init = stage.spec.config.init
-    if init is None or is_remote(init) or checkpoint.latest(stages.run.checkpoints(stage.name)) is not None:
+    if init is None or is_remote(init) or checkpoint.latest(loader.run.checkpoints(stage.name)) is not None:
         return
+    saved = _find_checkpoint(stage, loader)
     if init.endswith(".safetensors"):
-        found = WeightFiles([Path(init)])
-        shapes = {name: found.shape(name) for name in found}
+        files = WeightFiles([Path(init)])
+        shapes = {name: files.shape(name) for name in files}
+    elif saved is not None:
+        shapes = saved.shapes("model")
     else:
-        run, name = stages.locate(init)
-        saved = checkpoint.latest(run.checkpoints(name))
-        made = task_state_dict(untrained(init)) if saved is None else {}
-        shapes = saved.shapes("model") if saved else {name: tuple(value.shape) for name, value in made.items()}
-    _fitted(task, stage, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, None)
+        shapes = {name: tuple(value.shape) for name, value in task_state_dict(build(init)).items()}
+    _match_weights(task, stage, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, None)
 
 
-def _fitted(
-    task: Task, stage: StagePlan, given: dict[str, Tensor], words: str | None
+def _match_weights(
+    task: Task, stage: StagePlan, weights: dict[str, Tensor], vocabulary: str | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Weights that a stage starts from by their names here; and what of the stage they cannot fill, and why. At least one must fit."""
+    """→ the weights by their names in `task`; and the tensors of `task` that they do not fill, with the reason. Refuses if none fits."""
     where = f"stages.{stage.name}.init={stage.spec.config.init}"
-    renamed = task.remap_init(given, where)
+    renamed = task.remap_init(weights, where)
     own = task_state_dict(task)
-    left = _misfits(own, renamed, _of_other_words(task, words))
-    if len(left) == len(own):
+    other_words = _find_other_vocabularies(task, vocabulary)
+    misfits: dict[str, str] = {}
+    for name, value in own.items():
+        if name not in renamed:
+            misfits[name] = "not there"
+        elif renamed[name].shape != value.shape:
+            misfits[name] = "of another shape"
+        elif name in other_words:
+            misfits[name] = "of a vocabulary that may be another one"
+    if len(misfits) == len(own):
         raise InputError(
-            f"{where}: none of its {len(given)} tensors fits a name and shape of this stage: start from weights of a {stage.spec.config.task}"
+            f"{where}: none of its {len(weights)} tensors fits a name and shape of this stage: "
+            f"use weights of a {stage.spec.config.task}"
         )
-    return renamed, left
+    return renamed, misfits
 
 
-def _trained(init: str, stages: StageLoader) -> checkpoint.Checkpoint:
-    run, name = stages.locate(init)
-    return checkpoint.select(run.checkpoints(name))
-
-
-def _compare_codecs(
-    found: checkpoint.Checkpoint, stage: StagePlan, stages: StageLoader, note: Callable[[str], None]
-) -> None:
-    """Say so where the weights that a stage starts from know another codec's tokens or latents, which mean something else."""
-    config, known = stage.spec.config, found.state().get("references", {})
-    codec = stages.codec_of(config) if "codec" in config.references and known else None
-    if codec is not None and codec[1] not in known.values():
-        note(
-            f"warning: {stage.name}: {config.init} was trained with another codec than {codec[0]}, whose tokens mean something else: "
-            f"unless that is meant, set stages.{stage.name}.codec to the codec of {config.init}"
-        )
-
-
-def _of_other_words(task: Task, words: str | None) -> set[str]:
-    """Embeddings of learned vocabularies whose rows may stand for other words where the weights come from.
-
-    `words` is the vocabulary there; None where it is not known.
-    """
+def _find_other_vocabularies(task: Task, vocabulary: str | None) -> set[str]:
+    """Word embeddings whose rows may stand for other words in the `init`, whose `vocabulary` this is (None: not known)."""
     return {
         f"{name}.tokens.weight"
         for name, module in task.named_modules()
-        if isinstance(module, LearnedText) and module.vocabulary.size > _BYTES and module.vocabulary.text != words
+        if isinstance(module, LearnedText) and module.vocabulary.size > _BYTES and module.vocabulary.text != vocabulary
     }
 
 
-def _misfits(own: dict[str, Tensor], given: dict[str, Tensor], other_words: set[str]) -> dict[str, str]:
-    """Tensors of the stage that cannot be taken, and why."""
-    left = {}
-    for name, value in own.items():
-        if name not in given:
-            left[name] = "not there"
-        elif given[name].shape != value.shape:
-            left[name] = "of another shape"
-        elif name in other_words:
-            left[name] = "of a vocabulary that is not known to be this one"
-    return left
+def _compare_codecs(
+    init: checkpoint.Checkpoint, stage: StagePlan, loader: StageLoader, note: Callable[[str], None]
+) -> None:
+    """Warn if the `init` was trained on another codec, whose tokens or latents mean something else."""
+    digests = init.state().get("references", {})
+    if not digests or "codec" not in stage.spec.config.references:
+        return
+    codec = loader.find_codec(stage.spec)
+    if codec is not None and codec[1] not in digests.values():
+        source = stage.spec.config.init
+        note(
+            f"warning: {stage.name}: {source} was trained with another codec than {codec[0]}, whose tokens mean something else: "
+            f"if that is not intended, set stages.{stage.name}.codec to the codec of {source}"
+        )
 
 
-def _told(left: dict[str, str]) -> str:
+def _describe(misfits: dict[str, str]) -> str:
     """`; not there: a, b and 3 more; of another shape: c`"""
     parts = []
-    for why in dict.fromkeys(left.values()):
-        names = [name for name, reason in left.items() if reason == why]
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        parts.append(f"; {why}: {', '.join(names[:_NAMED])}{more}")
+    for reason in dict.fromkeys(misfits.values()):
+        names = [name for name, other in misfits.items() if other == reason]
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        parts.append(f"; {reason}: {', '.join(names[:_LISTED])}{more}")
     return "".join(parts)

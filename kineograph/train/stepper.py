@@ -67,6 +67,12 @@ def check_layout(task: Task, parallel: ParallelConfig, players: Mapping[str, Pla
             check_splits(task, key, count)
 
 
+def _is_on(task: Task, device: torch.device) -> bool:
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    tensors = [*task.parameters(), *task.buffers()]
+    return all(tensor.device.type == device.type and tensor.device.index == index for tensor in tensors)
+
+
 class Stepper:
     """A Task with its players' optimizers and averages."""
 
@@ -85,7 +91,8 @@ class Stepper:
             )
         find_kernels(self.device)
         self.layout = Layout(config.parallel, self.device, config.timeout)
-        self.task = task.to(self.device)
+        # A task of fake tensors cannot be moved, and is built where it is needed.
+        self.task = task if _is_on(task, self.device) else task.to(self.device)
         self.config = config
         self.seed = seed
         self.precision = resolve_precision(config.precision, self.device)

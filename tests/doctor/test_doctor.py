@@ -22,7 +22,7 @@ from kineograph.run import layers
 from kineograph.run.dry_run import dry_run, examine
 from kineograph.run.plan import make_plan
 from kineograph.run.stage_data import open_data
-from kineograph.stage.build import Builder, pretending
+from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan
 from kineograph.train.stepper import Stepper
@@ -58,13 +58,13 @@ class Picky(Toy):
         return Loss(Mean(found.total.sum * 2, found.total.count)) if found.total.sum > 0 else found
 
 
-def opened(tree: dict, *overrides: str) -> tuple[Plan, dict[str, StageData], Builder]:
+def opened(tree: dict, *overrides: str) -> tuple[Plan, dict[str, StageData], PlanBuilder]:
     tree = layers.layer({}, tree)
     plan = make_plan(layers.read(overrides, base=tree))
     data: dict[str, StageData] = {}
     for stage in plan.stages:
         data[stage.name] = open_data(stage, plan.seed, note=lambda line: None, opened=data)
-    return plan, data, Builder(plan, data, lambda line: None)
+    return plan, data, PlanBuilder(plan, data, lambda line: None)
 
 
 def estimated(tree: dict, *overrides: str, probe: bool = False) -> list[Estimate]:
@@ -406,20 +406,28 @@ def test_trained_parameters_decide_about_the_state() -> None:
     assert found.memory.optimizer == 2 * found.memory.gradients
 
 
-def test_modules_are_converted_while_they_pretend() -> None:
+def test_fake_tensors_change_nothing_outside_of_them() -> None:
     apply = torch.nn.Module._apply
-    with pretending():
+    with fake_tensors():
         layer = torch.nn.Linear(4, 4)
-        tied = torch.nn.ModuleList([layer, torch.nn.Linear(4, 4)])
-        tied[1].weight = layer.weight
-        tied.register_buffer("table", torch.ones(3))
-        tied.to(torch.bfloat16)
-        assert tied[0].weight.dtype == tied.table.dtype == torch.bfloat16
-        assert tied[1].weight is tied[0].weight and tied[0].weight.requires_grad
-        assert tied.to("cpu")[0].weight is layer.weight
+        assert torch.nn.Module._apply is apply
         with pytest.raises(Exception, match="_local_scalar_dense"):
             bool(layer.weight.sum() > 0)  # there are no numbers
-    assert torch.nn.Module._apply is apply
+    assert bool(torch.nn.Linear(4, 4).weight.abs().sum() > 0)
+
+
+class Converted(Toy):
+    """Converts its own weights while it is built, which torch cannot do with fake ones."""
+
+    @classmethod
+    def build(cls, config, context):
+        return super().build(config, context).double().float()
+
+
+def test_a_task_that_converts_its_weights_is_estimated_with_real_ones() -> None:
+    tree = {**TREE, "stages": {"only": {"task": f"{HERE}.Converted", "width": 16}}}
+    (found,) = estimated(tree)
+    assert found.traced is not None and "needs real numbers" in found.traced
 
 
 class Fussy(Picky):

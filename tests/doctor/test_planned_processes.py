@@ -19,7 +19,7 @@ from kineograph.doctor.report import describe
 from kineograph.doctor.speed import read_two
 from kineograph.doctor.step_trace import Memory, trace
 from kineograph.run.dry_run import dry_run, examine, planned_world
-from kineograph.stage.data import workers_for
+from kineograph.stage.data import count_workers
 from kineograph.train.config import TrainConfig
 from kineograph.train.dtensors import local
 from kineograph.train.stepper import Stepper
@@ -141,12 +141,12 @@ def test_what_one_process_cannot_try_is_not_probed(monkeypatch: pytest.MonkeyPat
 
 def test_workers_are_shared_out_over_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(32), raising=False)
-    assert [workers_for(TrainConfig(), local) for local in (1, 2, 4, 8)] == [8, 8, 4, 2]
-    assert workers_for(TrainConfig(workers=3), 8) == 3
+    assert [count_workers(TrainConfig(), local) for local in (1, 2, 4, 8)] == [8, 8, 4, 2]
+    assert count_workers(TrainConfig(workers=3), 8) == 3
 
     def auto(rank: int) -> int:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-        return workers_for(TrainConfig())
+        return count_workers(TrainConfig())
 
     assert together(1, auto) == [4]
 

@@ -68,9 +68,7 @@ def test_every_parameter_takes_a_gradient():
 def test_odd_sizes_are_refused_with_sizes_that_fit():
     config = parse(UnetConfig, SMALL)
     config.check_size(16, 20)
-    with pytest.raises(
-        ConfigError, match=r"data\.size=16×18.*downsamples 4 times.*multiples of 4, such as 16×16"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.size=16×18.*downsamples 4 times.*multiples of 4, such as 16×16"):
         config.check_size(16, 18)
     for keys in ({"efficient": True}, {"patch": 2}):
         with pytest.raises(ConfigError, match="multiples of 8"):

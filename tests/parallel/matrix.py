@@ -17,7 +17,7 @@ from kineograph.core.errors import ConfigError
 from kineograph.run import launch, layers
 from kineograph.run.plan import make_plan
 from kineograph.run.stage_data import open_data
-from kineograph.stage.build import Builder
+from kineograph.stage.build import PlanBuilder
 from kineograph.train.stepper import Stepper
 from tests.parallel.worlds import run
 
@@ -60,7 +60,7 @@ def losses(family: str, parallel: Any = "replicate") -> list[float] | str:
     data = {stage.name: open_data(stage, plan.seed, None, lambda line: None) for stage in plan.stages}
     stage = next(stage for stage in plan.stages if stage.name == name)
     torch.manual_seed(0)
-    task = Builder(plan, data, lambda line: None).build(name, torch.device("cpu"))
+    task = PlanBuilder(plan, data, lambda line: None).build(name, torch.device("cpu"))
     try:
         stepper = Stepper(task.train(), stage.train, stage.players, seed=1)
     except ConfigError as error:

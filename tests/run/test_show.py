@@ -53,7 +53,7 @@ def test_samples_inputs_and_reconstructions_are_files_with_their_text(tmp_path: 
 def test_each_clip_keeps_its_own_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kineograph.stage.data import StageData
 
-    inner = StageData.pictures
+    inner = StageData.fixed_batch
 
     def mixed(self: StageData, count: int, split: Any = "validation") -> Any:
         batch = inner(self, count, split)

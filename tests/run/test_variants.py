@@ -268,9 +268,9 @@ def test_a_codec_that_was_trained_on_after_its_generator_is_told(
     config, run = write(tmp_path, {"train": {"sample_every": 0}}), tmp_path / "run"
     assert kineo("train", config, "--run", run) == 0
     assert kineo("train", config, "--run", run, "stages.tokenizer.train.steps=6") == 0
-    assert "other weights of tokenizer" in capsys.readouterr().err
+    assert "older weights of tokenizer" in capsys.readouterr().err
     assert kineo("sample", run, "a red 3 at the top left", "--out", tmp_path / "out") == 0
-    assert "other weights of tokenizer" in capsys.readouterr().err
+    assert "older weights of tokenizer" in capsys.readouterr().err
     # Both go on together: the newest checkpoint knows the new weights.
     assert kineo("train", config, "--run", run, "train.steps=8") == 0
     capsys.readouterr()

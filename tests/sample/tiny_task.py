@@ -17,7 +17,8 @@ from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import BuildContext, Loss, Mean, Task, task_state_dict
-from kineograph.stage.load import build
+from kineograph.stage.build import build_task
+from kineograph.stage.spec import read_stage
 from kineograph.train import checkpoint
 
 
@@ -212,8 +213,8 @@ def save_stage(run: RunFolder, name: str, step: int, ema: bool = True, tweak: fl
     for earlier in run.config()["stages"]:
         if earlier == name:
             break
-        loaded[earlier] = build(run, earlier, {}, lambda other: loaded[other], print)
-    task = build(run, name, {}, lambda other: loaded[other], print)
+        loaded[earlier] = build_task(read_stage(run.config(), earlier), lambda other: loaded[other], print)
+    task = build_task(read_stage(run.config(), name), lambda other: loaded[other], print)
     weights = {key: value.clone() for key, value in task_state_dict(task).items()}
     tensors = {"model": weights}
     if ema:
