@@ -28,24 +28,31 @@ app.add_typer(weights_app)
 
 Run = Annotated[Path, typer.Argument(help="A run folder, such as runs/muse-tiny.", show_default=False)]
 Checkpoint = Annotated[str, typer.Option(help="last, best, or a step.")]
-Processes = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Processes that the run is planned for.", show_default="those that a launcher started, or 1"
-    ),
+Stage = Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")]
+Seed = Annotated[int, typer.Option(min=0)]
+Guidance = Annotated[float | None, typer.Option(help="Classifier-free guidance scale.", show_default=False)]
+Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps.", show_default=False)]
+Negative = Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)]
+SamplingOptions = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
 ]
+Ema = Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")]
 Fps = Annotated[
-    float | None,
-    typer.Option(help="Frames a second that are shown.", show_default="as trained, or as the clip that is continued"),
+    float | None, typer.Option(help="Playback speed, in frames per second.", show_default="as trained, or as --prime")
 ]
 Compile = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="torch.compile: the first batch waits for it, later ones take less time. Pays where many are drawn; on a CPU it needs a C++ compiler.",
+        help="torch.compile: the first batch is slow, later ones are faster. On a CPU it needs a C++ compiler.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes to plan the run for.", show_default="those that a launcher started, or 1"),
+]
 
 
 @app.callback()
@@ -121,32 +128,30 @@ def sample(
         list[str] | None, typer.Argument(help="Captions; none for an unconditional model.", show_default=False)
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the media.", show_default="RUN/drawn")] = None,
-    count: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    guidance: Annotated[float | None, typer.Option(help="Classifier-free guidance scale.", show_default=False)] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.", show_default=False)] = None,
+    count: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
+    seed: Seed = 0,
+    guidance: Guidance = None,
+    steps: Steps = None,
     frames: Annotated[
-        int | None, typer.Option(min=1, help="Frames a clip, those of --prime among them.", show_default=False)
+        int | None, typer.Option(min=1, help="Frames per clip, those of --prime included.", show_default=False)
     ] = None,
     fps: Fps = None,
     prime: Annotated[
         Path | None,
         typer.Option(
-            help="An image or clip to continue from (of a long clip its last frames), or a picture to enlarge or, with --mask, to draw anew in part.",
+            help="A picture or clip to continue (a long clip: its last frames), or a picture to enlarge or, with --mask, to inpaint.",
             show_default=False,
         ),
     ] = None,
     sketch: Annotated[
         Path | None,
-        typer.Option(
-            help="An image or clip to draw after, where the stage was trained with sketches.", show_default=False
-        ),
+        typer.Option(help="A picture or clip to draw from, for stages trained with sketches.", show_default=False),
     ] = None,
     mask: Annotated[
         Path | None,
-        typer.Option(help="A picture, white where that of --prime is drawn anew.", show_default=False),
+        typer.Option(help="A picture, white where the one of --prime is inpainted.", show_default=False),
     ] = None,
-    negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
+    negative: Negative = None,
     checkpoint: Checkpoint = "last",
     format: Annotated[
         str | None,
@@ -155,27 +160,23 @@ def sample(
             show_default="gif for clips, png for pictures",
         ),
     ] = None,
-    stage: Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
+    stage: Stage = None,
+    options: SamplingOptions = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="HxW", help="Height and width in pixels.", show_default="as trained")
     ] = None,
-    size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels.", show_default="as trained")] = None,
-    ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
+    ema: Ema = True,
     compile: Compile = False,
     device: Device = "auto",
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
+    flags = locals()  # the parameters above are the fields of SampleRequest, and where and how to write
     from kineograph.run.launch import NO_TIMEOUT, process_group
-    from kineograph.sample.command import draw_and_write
+    from kineograph.sample.command import write_samples
 
     with process_group(timeout=NO_TIMEOUT):
-        written = draw_and_write(
-            run, prompts or None, out=out, count=count, seed=seed, guidance=guidance, steps=steps, frames=frames, fps=fps, prime=prime,
-            sketch=sketch, mask=mask, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, size=size,
-            ema=ema, compile=compile,
-        )  # fmt: skip
-    for path in written:
+        paths = write_samples(**flags)
+    for path in paths:
         print(path)
 
 
@@ -186,7 +187,7 @@ def story(
         Path,
         typer.Argument(
             metavar="SCENES.txt",
-            help="A scene a line; blank lines and lines that begin with # are skipped.",
+            help="One scene per line; blank lines and lines that begin with # are skipped.",
             show_default=False,
         ),
     ],
@@ -194,57 +195,49 @@ def story(
         int | None,
         typer.Option(
             min=1,
-            help="Frames of a scene that the next one continues from.",
+            help="Frames of the previous scene that a scene continues.",
             show_default="the stage's sample.overlap, or about half a scene",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the video.", show_default="RUN/drawn")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    guidance: Annotated[float | None, typer.Option(help="Classifier-free guidance scale.", show_default=False)] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.", show_default=False)] = None,
+    seed: Seed = 0,
+    guidance: Guidance = None,
+    steps: Steps = None,
     frames: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Frames drawn a scene. The first scene shows them all, each further one the new ones: FRAMES − OVERLAP.",
+            help="Frames drawn per scene. The first scene shows all of them, later ones only the new: FRAMES − OVERLAP.",
             show_default="as trained",
         ),
     ] = None,
     fps: Fps = None,
     prime: Annotated[
-        Path | None, typer.Option(help="An image or clip that the first scene continues.", show_default=False)
+        Path | None, typer.Option(help="A picture or clip that the first scene continues.", show_default=False)
     ] = None,
     sketch: Annotated[
         Path | None,
         typer.Option(
-            help="An image or clip to draw the whole story after, where the stage was trained with sketches.",
-            show_default=False,
+            help="A picture or clip to draw the whole story from, for stages trained with sketches.", show_default=False
         ),
     ] = None,
-    negative: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
+    negative: Negative = None,
     checkpoint: Checkpoint = "last",
     format: Annotated[str | None, typer.Option(help="gif or mp4.", show_default="gif")] = None,
-    stage: Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
-    ] = None,
-    ema: Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")] = True,
+    stage: Stage = None,
+    options: SamplingOptions = None,
+    ema: Ema = True,
     compile: Compile = False,
     device: Device = "auto",
 ) -> None:
-    """Draw one long video, a scene a line, each continuing the last; with a sheet of the scenes and a JSON file that reproduces it.
+    """Draw one long video, a scene per line, each continuing the last; with a sheet of the scenes and a JSON file that reproduces it.
 
-    Frames are written as they are drawn: a story may be of any length.
+    Frames are written as they are drawn, so a story can have any length.
     """
-    from kineograph.sample.command import tell_and_write
+    flags = locals()
+    from kineograph.sample.command import write_story
 
-    written = tell_and_write(
-        run, scenes, overlap=overlap, out=out, seed=seed, guidance=guidance, steps=steps, frames=frames, fps=fps, prime=prime,
-        sketch=sketch, negative=negative, checkpoint=checkpoint, format=format, stage=stage, settings=set_ or [], device=device, ema=ema,
-        compile=compile, note=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
-    for path in written:
+    for path in write_story(**flags, note=_print_to_stderr):
         print(path)
 
 
@@ -397,7 +390,7 @@ def import_(
     """
     from kineograph.interop.command import import_weights
 
-    print(import_weights(what, from_, run, link, lora, note=lambda line: print(line, file=sys.stderr)))
+    print(import_weights(what, from_, run, link, lora, note=_print_to_stderr))
 
 
 @app.command()
@@ -427,7 +420,7 @@ def export(
         online=online,
         lora=lora,
         dtype=dtype,
-        note=lambda line: print(line, file=sys.stderr),
+        note=_print_to_stderr,
     )
     for path in written:
         print(path)
@@ -449,7 +442,7 @@ def weights_get(
         return
     from kineograph.evaluate.weights import get_weights
 
-    found = get_weights(name, from_ or [], note=lambda line: print(line, file=sys.stderr))
+    found = get_weights(name, from_ or [], note=_print_to_stderr)
     print(f"{found.path}  sha256 {found.sha256}")
 
 
@@ -485,6 +478,10 @@ def runs(folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path(
     from kineograph.run.listing import show_runs
 
     show_runs(folder)
+
+
+def _print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 _SHARED = {"train", "cache", "evaluate", "sample"}  # commands whose work the processes of a launcher divide

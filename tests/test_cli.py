@@ -157,7 +157,7 @@ def test_python_dash_m(tmp_path: Path) -> None:
         (["data", "make", "moving-digits", "--out", "digits", "--as", "avi"], "use gif, mp4, png, memmap, webdataset"),
         (["sample", "runs/none", "a 3"], "runs/none is not a run folder"),
         (["story", "runs/none", "scenes.txt"], "runs/none is not a run folder"),
-        (["story", "runs/none", "scenes.txt", "--format", "png"], "--format png is not written for a story"),
+        (["story", "runs/none", "scenes.txt", "--format", "png"], "--format png is not supported here: use gif or mp4"),
         (["evaluate", "runs/none"], "runs/none is not a run folder"),
     ],
 )
@@ -306,11 +306,11 @@ def test_a_story_prints_its_files_and_tells_of_its_scenes(here: Path, kineo) -> 
     before = everything(here)
     for words, message in (
         (["scenes.txt", "--overlap", "4"], "error: --overlap=4 does not fit scenes of 7 frames: use 1, 3, 5\n"),
-        (["gone.txt"], "error: gone.txt does not exist: give a text file with a scene a line\n"),
+        (["gone.txt"], "error: gone.txt does not exist: give a text file with one scene per line\n"),
     ):
         assert kineo("story", "runs/clips", *words, "--device", "cpu") == Done(2, "", message)
     longer = kineo("sample", "runs/clips", "a 3", "--prime", f"{stem}.gif", "--format", "png", "--device", "cpu")
-    assert longer == Done(0, "runs/clips/drawn/a-3-0001.png\n", "--prime: the last 3 of 11 frames are continued\n")
+    assert longer == Done(0, "runs/clips/drawn/a-3-0001.png\n", "--prime: continuing the last 3 of 11 frames\n")
     assert everything(here) - before == {"runs/clips/drawn/a-3-0001.png", "runs/clips/drawn/a-3-0001.json"}
     assert (
         kineo("sample", "runs/clips", "a 3", "--frames", "4").err

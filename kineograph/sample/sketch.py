@@ -1,8 +1,7 @@
-"""A sketch to draw after: from a picture, a clip or a tensor, in the run's own size and speed and in the colours of its sketches.
+"""`--sketch`: a sketch to draw from, in the run's size and frame rate and in the colours of its sketches.
 
-Unlike frames to continue from it begins with the clip: its first frame lies under the first that is drawn. A picture is held for the whole clip;
-after the end of a sketch that is shorter, nothing is sketched. A story has one sketch from its first frame to its last, of which every scene
-sees the part that lies under it.
+Its first frame lies under the first frame of the clip. A picture holds for the whole clip; after the end of a shorter sketch nothing is
+sketched. A story has one sketch from its first frame to its last; each scene sees its own part.
 """
 
 from __future__ import annotations
@@ -23,96 +22,94 @@ from kineograph.core.task import Task
 from kineograph.data.config import DataConfig
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE
 from kineograph.media.clips import read_frames
-from kineograph.sample.prime import checked, digest, file_digest, fitted, fitted_tensor
+from kineograph.sample.prime import Size, check_clip, fit_images, fit_tensor, identify
 
 
 @dataclass(frozen=True)
 class Sketch:
-    frames: Tensor  # T C H W, uint8; of a picture that is held for the whole clip all frames are one
+    frames: Tensor  # T C H W, uint8
     codec: Any  # of the sketches
-    told: dict[str, Any]  # what a sidecar says about it
+    record: dict[str, Any]  # for the sidecar
 
-    def batch(self, rows: int, first: int = 0, count: int | None = None) -> Batch | None:
-        """The same `count` frames from `first` on beside every prompt; None: nothing is sketched there."""
+    def to_batch(self, rows: int, first: int = 0, count: int | None = None) -> Batch | None:
+        """`count` frames from `first` on, the same for every row; None where nothing is sketched."""
         part = self.frames[first : None if count is None else first + count]
         if not len(part):
             return None
-        part = part[: _most(self.codec, len(part), (part.shape[2], part.shape[3]))]
+        part = part[: _longest_length(self.codec, len(part), (part.shape[2], part.shape[3]))]
         return Batch(slots=torch.arange(rows), extra={"sketch": part[None].expand(rows, *part.shape).contiguous()})
 
 
 def read_sketch(
-    sketch: str | Path | Tensor,
+    source: str | Path | Tensor,
     task: Task,
     name: str,
     data: DataConfig,
     frames: int,
-    size: tuple[int, int],
+    size: Size,
     note: Callable[[str], None],
-    scenes: bool = False,
+    story: bool = False,
 ) -> Sketch:
-    """What a clip of `frames` frames is drawn after; `note` hears what is left out. With `scenes` it is drawn in parts, each with its own of the sketch."""
+    """Read the sketch of a clip of `frames` frames; a `story` cuts it into scenes later."""
     if "sketch" not in task.reads or "sketch" not in task.stages:
         remedy = (
             "train it with them (the stage's key sketch)"
             if "sketch" in type(task).Config.model_fields
-            else "it draws after none; name a run (or with --stage a stage) of nuwa that was"
+            else "use a run (or with --stage a stage) of nuwa that was trained with them"
         )
         raise InputError(f"--sketch: {name} was trained without sketches: {remedy}")
     codec: Any = task.stages["sketch"]
-    like = data.model_copy(update={"channels": codec.shape.channels})
-    if isinstance(sketch, Tensor):
-        clip, told = (
-            _in_bytes(fitted_tensor(checked(sketch, "sketch")[:frames], like, size)),
-            {"sha256": digest(sketch)},
-        )
+    data = data.model_copy(update={"channels": codec.shape.channels})
+    if isinstance(source, Tensor):
+        clip = _to_uint8(fit_tensor(check_clip(source, "sketch")[:frames], data, size))
     else:
-        clip = _first(sketch, data.fps, frames, lambda image: _in_bytes(fitted([image], like, size)))
-        told = {"file": str(sketch), "sha256": file_digest(sketch)}
+        clip = _read_first_frames(source, data.fps, frames, lambda image: _to_uint8(fit_images([image], data, size)))
     if len(clip) == 1:
         clip = clip.expand(frames, -1, -1, -1)
-    used = len(clip) if scenes else _most(codec, len(clip), size)
+    used = len(clip) if story else _longest_length(codec, len(clip), size)
     if used < frames:
-        note(f"--sketch: {used} frames are sketched, and nothing in the {frames - used} after them")
-    return Sketch(clip[:used], codec, {**told, "frames": used})
+        note(f"--sketch: {used} of {frames} frames are sketched; the last {frames - used} are not")
+    return Sketch(clip[:used], codec, {**identify(source), "frames": used})
 
 
-def _in_bytes(clip: Tensor) -> Tensor:
+def _to_uint8(clip: Tensor) -> Tensor:
     return (clip * 255).round().to(torch.uint8)
 
 
-def _first(path: str | Path, fps: float | None, most: int, fit: Callable[[Image.Image], Tensor]) -> Tensor:
-    """At most `most` frames from the first on, taken as training takes them: `fps` a second by timestamps, or without a `data.fps` one after
-    another. Each is fitted as it is decoded, so that memory holds the sketch in the run's size only. → T C H W"""
-    found: list[Tensor] = []  # 1 C H W
+def _read_first_frames(path: str | Path, fps: float | None, most: int, fit: Callable[[Image.Image], Tensor]) -> Tensor:
+    """At most `most` frames from the first on, T C H W, chosen as in training: by timestamps at `fps`, or all of them without one.
+
+    Each is fitted as it is decoded, so that memory holds the sketch in the run's size only.
+    """
+    fitted: list[Tensor] = []  # 1 C H W each
     starts: list[float] = []
     kind = ""
-    for shown in read_frames(path):
-        if fps is None and len(found) == most:
+    for frame in read_frames(path):
+        if fps is None and len(fitted) == most:
             break
-        found.append(fit(shown.image))
-        starts.append(shown.start)
-        kind = shown.kind
-        if fps is not None and shown.start - starts[0] > most / fps:
+        fitted.append(fit(frame.image))
+        starts.append(frame.start)
+        kind = frame.kind
+        if fps is not None and frame.start - starts[0] > most / fps:
             break
-    if fps is None or len(found) == 1:
-        return torch.cat(found)
-    late = GIF_TOLERANCE if kind == "GIF" else TOLERANCE
+    if fps is None or len(fitted) == 1:
+        return torch.cat(fitted)
+    tolerance = GIF_TOLERANCE if kind == "GIF" else TOLERANCE
     since = np.array(starts) - starts[0]
     times = np.arange(most) / fps
-    times = times[times <= since[-1] + late]
-    places = np.searchsorted(since, times + late, side="right") - 1
-    return torch.cat([found[place] for place in places])
+    times = times[times <= since[-1] + tolerance]
+    indices = np.searchsorted(since, times + tolerance, side="right") - 1
+    return torch.cat([fitted[index] for index in indices])
 
 
-def _most(codec: Any, frames: int, size: tuple[int, int]) -> int:
-    """The largest number of frames, up to this one, that the codec of the sketches takes."""
-    for fewer in range(frames, 0, -1):
+def _longest_length(codec: Any, frames: int, size: Size) -> int:
+    """The largest number of frames, up to `frames`, that the codec of the sketches can encode."""
+    for length in range(frames, 0, -1):
         try:
-            codec.shape_for(fewer, *size)
+            codec.shape_for(length, *size)
         except ConfigError:
-            if fewer == 1:
+            if length == 1:
                 raise
             continue
-        return fewer
+        return length
     raise InputError("--sketch holds no frames")

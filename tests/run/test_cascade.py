@@ -13,7 +13,7 @@ from PIL import Image
 from kineograph.core.errors import InputError
 from kineograph.family.dalle2.conditioning import Conditioner
 from kineograph.run.train import train
-from kineograph.sample.command import draw_and_write
+from kineograph.sample.command import write_samples
 from kineograph.sample.sampler import Sampler
 from kineograph.stage.load import StageLoader
 
@@ -65,7 +65,7 @@ def test_it_enlarges_a_given_picture_and_loads_nothing_else(place, tmp_path, mon
         return load(self, reference, *which, **keys)
 
     monkeypatch.setattr(StageLoader, "load", watched)
-    written = draw_and_write(place / "upsampler", None, out=tmp_path / "out", prime=picture(tmp_path), device="cpu")
+    written = write_samples(place / "upsampler", None, out=tmp_path / "out", prime=picture(tmp_path), device="cpu")
     assert loaded == ["large"]
     assert Image.open(written[0]).size == (32, 32)
     with pytest.raises(InputError, match="small"):
@@ -78,7 +78,7 @@ def test_a_part_of_a_picture_is_drawn_anew(place, tmp_path):
     mask[:, :16] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
     keys = {"out": tmp_path / "out", "prime": picture(tmp_path), "device": "cpu"}
-    written = draw_and_write(run, None, mask=tmp_path / "mask.png", **keys)
+    written = write_samples(run, None, mask=tmp_path / "mask.png", **keys)
     before, after = (np.asarray(Image.open(path)).astype(int) for path in (picture(tmp_path), written[0]))
     assert np.abs(before - after)[:, 16:].max() <= 1
     assert np.abs(before - after)[:, :16].mean() > 5
@@ -89,9 +89,9 @@ def test_a_part_of_a_picture_is_drawn_anew(place, tmp_path):
     assert small.sample(count=2).pixels.shape == (2, 1, 3, 16, 16)
     with pytest.raises(InputError, match="--mask"):
         small.sample(prime=torch.rand(1, 3, 16, 16))
-    with pytest.raises(InputError, match="give the picture with --prime"):
+    with pytest.raises(InputError, match="--mask needs the picture to inpaint: add --prime"):
         small.sample(mask=torch.ones(16, 16, dtype=torch.bool))
-    with pytest.raises(InputError, match="nothing is to be drawn anew"):
+    with pytest.raises(InputError, match="all black: make the part to inpaint white"):
         small.sample(prime=torch.rand(1, 3, 16, 16), mask=torch.zeros(16, 16, dtype=torch.bool))
 
 

@@ -16,7 +16,7 @@ from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.family.nuwa.task import Nuwa
 from kineograph.media.clips import write_clip
 from kineograph.run.train import train
-from kineograph.sample.command import draw_and_write
+from kineograph.sample.command import write_samples
 from kineograph.sample.sampler import Sampler
 from tests.sample.tiny_task import make_run
 
@@ -78,7 +78,7 @@ def test_sampling_after_a_sketch(run, tmp_path):
     drawn = sampler.sample("a red 3 moves left", sketch=sketch, options=options)
     assert drawn.pixels.shape == plain.shape
     assert not torch.equal(drawn.pixels, plain)
-    assert drawn.origin.sketch is not None and drawn.origin.sketch["frames"] == 4
+    assert drawn.sidecar["sketch"] is not None and drawn.sidecar["sketch"]["frames"] == 4
     still = sampler.sample("a red 3 moves left", sketch=sketch[:1], options=options)  # held for the whole clip
     assert torch.equal(
         still.pixels,
@@ -88,7 +88,7 @@ def test_sampling_after_a_sketch(run, tmp_path):
 
 def test_the_command_takes_a_file_and_tells_how_to_repeat_it(run, tmp_path, capsys):
     path = write_clip(tmp_path / "outline.gif", torch.rand(6, 3, 40, 40), 4)
-    *media, _ = draw_and_write(
+    *media, _ = write_samples(
         run[0], ["a red 3 moves left"], out=tmp_path / "out", count=2, sketch=path, format="gif", device="cpu"
     )
     told = json.loads(media[0].with_suffix(".json").read_text())
@@ -97,7 +97,7 @@ def test_the_command_takes_a_file_and_tells_how_to_repeat_it(run, tmp_path, caps
     short = write_clip(tmp_path / "short.gif", torch.rand(2, 3, 40, 40), 4)
     capsys.readouterr()
     Sampler.open(run[0], device="cpu").sample("a red 3", sketch=short)
-    assert "2 frames are sketched, and nothing in the 2 after them" in capsys.readouterr().err
+    assert "2 of 4 frames are sketched; the last 2 are not" in capsys.readouterr().err
     with pytest.raises(InputError, match="does not exist"):
         Sampler.open(run[0], device="cpu").sample("a red 3", sketch=tmp_path / "none.gif")
 
@@ -137,7 +137,7 @@ def test_a_story_follows_one_sketch_over_all_its_scenes(run, tmp_path, given, mo
     }[given]
     assert shown == under
     said = capsys.readouterr().err
-    assert ("5 frames are sketched, and nothing in the 3 after them" in said) == (given == "short clip")
+    assert ("5 of 8 frames are sketched; the last 3 are not" in said) == (given == "short clip")
     (told,) = [json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")]
     assert f"--sketch {path}" in told["command"] and told["sketch"]["frames"] == (5 if given == "short clip" else 8)
 
@@ -159,7 +159,7 @@ def test_a_story_after_a_sketch_needs_a_stage_that_knows_sketches(tmp_path):
     plain = Sampler.open(
         make_run(tmp_path / "run", frames=7, generator="Counting", codec_task="PairCodec").path, device="cpu"
     )
-    with pytest.raises(InputError, match=r"--sketch: .* was trained without sketches: it draws after none"):
+    with pytest.raises(InputError, match=r"--sketch: .* was trained without sketches: use a run"):
         plain.story(["one", "two"], sketch=torch.zeros(1, 1, 8, 8))
 
 

@@ -47,15 +47,15 @@ def test_all_of_a_short_clip_counts(sampler, tmp_path, given, capsys, suffix):
     drawn = sampler.sample("a 3", prime=write_clip(tmp_path / f"x{suffix}", clip(5), 8))
     assert given == [[0, 1, 2, 3, 4]]
     assert drawn.pixels.shape[1] == 7
-    assert drawn.origin.prime is not None
-    assert (drawn.origin.prime["frames"], drawn.origin.prime["of"]) == (5, 5)
+    assert drawn.sidecar["prime"] is not None
+    assert (drawn.sidecar["prime"]["frames"], drawn.sidecar["prime"]["of"]) == (5, 5)
     assert capsys.readouterr().err == ""
 
 
 def test_what_the_codec_does_not_take_is_left_out_at_the_front_and_said(sampler, tmp_path, given, capsys):
     sampler.sample("a 3", prime=write_clip(tmp_path / "x.gif", clip(4), 8))
     assert given == [[1, 2, 3]]
-    assert capsys.readouterr().err == "--prime: the last 3 of 4 frames are continued\n"
+    assert capsys.readouterr().err == "--prime: continuing the last 3 of 4 frames\n"
 
 
 @pytest.mark.parametrize("frames", [7, 30])
@@ -66,7 +66,7 @@ def test_a_clip_as_long_as_what_is_drawn_is_continued_from_the_usual_overlap(sam
     sampler.sample("a 3", prime=clip(frames))  # a tensor likewise
     last = list(range(frames))
     assert given == [last[-3:], last[-5:], last[-3:]]
-    assert f"the last 3 of {frames} frames are continued" in capsys.readouterr().err
+    assert f"continuing the last 3 of {frames} frames" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
@@ -104,7 +104,7 @@ def test_a_model_that_starts_from_a_picture_says_when_it_has_none(sampler, tmp_p
     sampler.sample("a 3", prime=write_clip(tmp_path / "one.png", clip(1), 8))
     assert capsys.readouterr().err == ""
     sampler.sample("a 3")
-    assert "starts from a picture, and none is given (--prime)" in capsys.readouterr().err
+    assert "animates a picture, and --prime is not set" in capsys.readouterr().err
 
 
 def test_a_run_with_a_speed_keeps_it(sampler, tmp_path):
@@ -127,14 +127,14 @@ def test_a_picture_is_one_frame_upright_in_the_runs_size_and_colours(sampler, tm
 
 
 def test_a_stage_of_pictures_is_not_told_to_ask_for_more_frames(sampler):
-    alone = replace(sampler.takes, shape=replace(sampler.takes.shape, frames=1))
-    with pytest.raises(InputError, match=r"draws 1 frame at a time.*name a stage trained on longer clips"):
+    alone = replace(sampler.limits, shape=replace(sampler.limits.shape, frames=1))
+    with pytest.raises(InputError, match=r"draws 1 frame at a time.*use a stage trained on longer clips"):
         alone.check_overlap(1, 9, "--overlap")
 
 
 def test_a_prime_needs_something_to_draw(sampler, tmp_path):
     with pytest.raises(
-        InputError, match=r"--prime: .* draws 1 frame at a time and cannot begin from fewer: ask for more \(--frames\)"
+        InputError, match=r"--prime: .* draws 1 frame at a time, too few to continue a clip: raise --frames"
     ):
         sampler.sample("a 3", prime=clip(1), frames=1)
     for wrong in (torch.zeros(3, 32, 32), torch.zeros(0, 3, 32, 32), torch.zeros(1, 5, 32, 32)):
@@ -142,7 +142,7 @@ def test_a_prime_needs_something_to_draw(sampler, tmp_path):
             sampler.sample("a 3", prime=wrong)
     gray = torch.full((1, 3, 32, 32), 0.5)
     for wrong in (gray * 255, gray - 1, gray * float("nan")):
-        with pytest.raises(InputError, match=r"prime goes from .*float in \[0, 1\]"):
+        with pytest.raises(InputError, match=r"prime has values from .*float in \[0, 1\]"):
             sampler.sample("a 3", prime=wrong)
     with pytest.raises(InputError, match="does not exist"):
         sampler.sample("a 3", prime=tmp_path / "gone.gif")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,10 @@ from kineograph.core.batch import Batch, Prompts, Sample
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext
 from kineograph.media.clips import write_clip
+from kineograph.process.solvers import DiffusionSample
 from kineograph.sample.inference import draw, draw_across_ranks, sampling_noise
-from kineograph.sample.sampler import Sampler, _check_guidance
+from kineograph.sample.request import SampleRequest
+from kineograph.sample.sampler import Sampler, check_guidance
 from kineograph.train import checkpoint
 from tests.sample.tiny_task import TinyConfig, TinyGenerator, make_run, save_stage
 
@@ -52,8 +53,8 @@ def test_same_seed_same_pictures_whatever_the_batch(sampler):
 def test_options_reach_the_task_and_unknown_ones_name_the_right_key(sampler):
     plain = sampler.sample(CAPTIONS)
     assert sampler.sample(CAPTIONS, guidance=2.0).pixels.mean() != plain.pixels.mean()
-    assert sampler.sample(CAPTIONS, options={"sample.guidance": 2.0}).options == sampler.resolve(guidance=2.0)
-    assert sampler.resolve({"palette": [0.2, 0.3]}, steps=4).palette == (0.2, 0.3)
+    assert sampler.sample(CAPTIONS, options={"sample.guidance": 2.0}).options == sampler.resolve_options(guidance=2.0)
+    assert sampler.resolve_options({"palette": [0.2, 0.3]}, steps=4).palette == (0.2, 0.3)
     with pytest.raises(ConfigError, match=r"sample\.guidence.*did you mean sample\.guidance"):
         sampler.sample(CAPTIONS, options={"sample.guidence": 2.0})
     with pytest.raises(ConfigError, match=r"sample\.steps"):
@@ -63,7 +64,7 @@ def test_options_reach_the_task_and_unknown_ones_name_the_right_key(sampler):
 def test_guidance_that_would_lead_nowhere_is_refused(sampler):
     with pytest.raises(InputError, match="raise --guidance"):
         sampler.sample(["a 3"], guidance=1.0, negative="blurred")
-    with pytest.raises(InputError, match="--guidance 2 leads towards a prompt, and there is none"):
+    with pytest.raises(InputError, match="--guidance 2 has no effect without a prompt"):
         sampler.sample(None, guidance=2.0)
 
 
@@ -76,16 +77,16 @@ def test_negative_prompt_and_count_without_captions(sampler):
 
 
 def test_a_negative_prompt_where_nothing_is_guided_is_refused(sampler):
-    with pytest.raises(InputError, match="guidance=1 is none: raise --guidance"):
+    with pytest.raises(InputError, match="--negative has no effect at guidance=1: raise --guidance"):
         sampler.sample(["a 3"], guidance=1.0, negative="blurred")
-    cosine = SimpleNamespace(guidance=0.0, unguided=0.0)  # a schedule that begins at 1 + guidance
-    with pytest.raises(InputError, match="guidance=0 is none"):
-        _check_guidance(cosine, None, ["a 3"], "blurred")
-    _check_guidance(SimpleNamespace(guidance=1.0, unguided=0.0), 1.0, ["a 3"], "blurred")
+    request = SampleRequest("run", prompts=["a 3"], negative="blurred")
+    with pytest.raises(InputError, match="at guidance=0"):  # this schedule ends at 1 + guidance
+        check_guidance(DiffusionSample(guidance=0.0, guidance_schedule="cosine"), request)
+    check_guidance(DiffusionSample(guidance=1.0, guidance_schedule="cosine"), request)
 
 
 def test_captions_are_text(sampler):
-    with pytest.raises(InputError, match="a caption is a str, and 3 is of type int"):
+    with pytest.raises(InputError, match="prompt 3 has type int: give a str"):
         sampler.sample(["a 3", 3])
 
 
@@ -93,7 +94,7 @@ def test_frames_and_size(sampler):
     assert sampler.sample("a 3", frames=6, size=(16, 40)).pixels.shape == (1, 6, 3, 16, 40)
     with pytest.raises(ConfigError, match="multiples of 8"):
         sampler.sample("a 3", size=30)
-    with pytest.raises(InputError, match="frames=0"):
+    with pytest.raises(InputError, match="--frames 0 is too small"):
         sampler.sample("a 3", frames=0)
     with pytest.raises(InputError, match="at least one caption"):
         sampler.sample([])
@@ -157,7 +158,7 @@ def test_checkpoints_and_ema(tmp_path):
     assert not torch.equal(last.sample("a 3").pixels, best.sample("a 3").pixels)
     online = Sampler.open(run.path, 20, device="cpu", ema=False)
     assert not torch.equal(online.sample("a 3").pixels, last.sample("a 3").pixels)
-    assert online.sample("a 3").origin.weights != last.sample("a 3").origin.weights
+    assert online.sample("a 3").sidecar["weights"] != last.sample("a 3").sidecar["weights"]
     with pytest.raises(InputError, match="no checkpoint of step 15"):
         Sampler.open(run.path, 15, device="cpu")
 
@@ -210,8 +211,8 @@ def test_what_cannot_draw_says_so(tmp_path):
 
 def test_a_task_without_options(tmp_path):
     plain = Sampler.open(make_run(tmp_path / "run", generator="OptionlessGenerator", codec=False).path, device="cpu")
-    assert plain.sample("a 3").origin.options == {}
-    with pytest.raises(ConfigError, match=r"OptionlessGenerator has no sampling options, so guidance"):
+    assert plain.sample("a 3").sidecar["options"] == {}
+    with pytest.raises(ConfigError, match=r"OptionlessGenerator has no sampling options: leave out guidance"):
         plain.sample("a 3", guidance=3.0)
 
 

@@ -15,7 +15,7 @@ from kineograph import cli
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.media.clips import write_clip
 from kineograph.sample import story as stories
-from kineograph.sample.command import tell_and_write
+from kineograph.sample.command import write_story
 from kineograph.sample.sampler import Sampler
 from kineograph.sample.story import read_scenes
 from tests.media.reading import read_clip
@@ -54,7 +54,7 @@ def test_every_overlap_that_fits(sampler, overlap):
     story = sampler.story(SCENES, overlap=overlap)
     assert numbers(torch.cat(list(story))) == list(range(story.total))
     assert story.total == 7 + 2 * (7 - overlap)
-    assert story.shown(2) == range(story.total - (7 - overlap), story.total)
+    assert story.frame_range(2) == range(story.total - (7 - overlap), story.total)
 
 
 def test_the_first_scene_is_what_sample_draws_and_others_have_noise_of_their_own(sampler):
@@ -88,9 +88,7 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(sampler, monkeypatch
         sampler.story(SCENES, overlap=7, frames=21)
     with pytest.raises(InputError, match=r"sample\.overlap=3 does not fit scenes of 3 frames: use 1 with --overlap"):
         sampler.story(SCENES, frames=3)
-    with pytest.raises(
-        InputError, match=r"draws 1 frame at a time and cannot begin from fewer: ask for more \(--frames\)"
-    ):
+    with pytest.raises(InputError, match=r"draws 1 frame at a time, too few to continue a clip: raise --frames"):
         sampler.story(SCENES, frames=1)
     with pytest.raises(ConfigError, match="frames=8 does not fit pairs: use 2k"):
         sampler.story(SCENES, frames=8)
@@ -134,9 +132,9 @@ def test_the_video_its_sheet_and_what_draws_it_again(run, tmp_path, capsys):
     scenes = tmp_path / "scenes.txt"
     scenes.write_text("# a story\n\n" + "\n".join(SCENES) + "\n")
     start = write_clip(tmp_path / "start.png", torch.full((1, 3, 32, 32), 0.5), 8)
-    written = tell_and_write(
+    written = write_story(
         run, scenes, out=tmp_path / "one", overlap=5, seed=3, frames=9, fps=10, prime=start, negative="it's dull", guidance=2.0,
-        settings=["sample.palette=[0.5]"], ema=False, format="mp4", device="cpu",
+        options=["sample.palette=[0.5]"], ema=False, format="mp4", device="cpu",
     )  # fmt: skip
     video = written[0]
     assert [path.name for path in written] == ["story-a-red-3-moves-left-0001.mp4", "story-a-red-3-moves-left-0001.png"]
@@ -257,7 +255,8 @@ def test_a_failure_beside_the_video_leaves_no_empty_video(sampler, tmp_path, mon
 def test_a_model_without_captions_is_told_how_to_go_on_without_a_story(sampler, monkeypatch):
     monkeypatch.setattr(type(sampler.task), "takes_captions", lambda self: False)
     with pytest.raises(
-        InputError, match=r"a story is told in captions, and .* was trained without: kineo sample --frames N"
+        InputError,
+        match=r"a story needs captions, and .* was trained without: draw a long clip with kineo sample --frames N",
     ):
         sampler.story(SCENES)
 
@@ -285,10 +284,10 @@ def test_mistakes_write_nothing(run, tmp_path):
     scenes = tmp_path / "scenes.txt"
     scenes.write_text("a 3\n")
     out = tmp_path / "none"
-    with pytest.raises(InputError, match="--format png is not written for a story: use gif or mp4"):
-        tell_and_write(run, scenes, out=out, format="png", device="cpu")
+    with pytest.raises(InputError, match="--format png is not supported here: use gif or mp4"):
+        write_story(run, scenes, out=out, format="png", device="cpu")
     with pytest.raises(ConfigError, match=r"--set train\.lr=1"):
-        tell_and_write(run, scenes, out=out, settings=["train.lr=1"], device="cpu")
+        write_story(run, scenes, out=out, options=["train.lr=1"], device="cpu")
     with pytest.raises(InputError, match="--overlap=2"):
-        tell_and_write(run, scenes, out=out, overlap=2, device="cpu")
+        write_story(run, scenes, out=out, overlap=2, device="cpu")
     assert not out.exists()

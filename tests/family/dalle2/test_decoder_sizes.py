@@ -13,7 +13,8 @@ from kineograph.core.task import freeze, sample_shape
 from kineograph.data.config import DataConfig
 from kineograph.family.dalle2 import Decoder
 from kineograph.family.dalle2.low_res import shrink
-from kineograph.sample.prime import Takes, read_prime
+from kineograph.sample.limits import ClipLimits
+from kineograph.sample.prime import read_prime
 
 from .conftest import PLAIN, ToyClip, batch_of, prompts_of
 from .test_decoder_sampling import Halves, cascade, draw
@@ -99,7 +100,7 @@ def given(task, prime, start=None):
     """As `kineo sample --prime` reads it."""
     options = task.config.sample.model_copy(update={"start": start})
     data = DataConfig(size=(32, 32))
-    return read_prime(prime, Takes(task, "dalle2", task.shape), data, 1, None, options, lambda line: None)
+    return read_prime(prime, ClipLimits(task, "dalle2", task.shape), data, 1, None, options, lambda line: None)
 
 
 def test_a_small_picture_is_taken_as_it_is(make, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.sample.command import draw_and_write
+from kineograph.sample.command import write_samples
 from kineograph.sample.sampler import Sampler
 from tests.media.reading import read_clip
 from tests.sample.tiny_task import make_run
@@ -20,7 +20,7 @@ def run(tmp_path_factory):
 
 
 def test_media_sidecars_and_sheet(run, tmp_path):
-    written = draw_and_write(run, ["A red 3!", "a red 3", "數字 7"], out=tmp_path, count=2, device="cpu")
+    written = write_samples(run, ["A red 3!", "a red 3", "數字 7"], out=tmp_path, count=2, device="cpu")
     media = written[:-1]
     assert len({path.name for path in media}) == 6  # two captions share a slug and still do not share files
     assert all(path.suffix == ".gif" for path in media)
@@ -39,7 +39,7 @@ def test_media_sidecars_and_sheet(run, tmp_path):
 
 def test_another_speed_shows_the_same_frames(run, tmp_path):
     plain, fast = (
-        draw_and_write(run, ["a 3"], out=tmp_path / name, fps=fps, device="cpu")[0]
+        write_samples(run, ["a 3"], out=tmp_path / name, fps=fps, device="cpu")[0]
         for name, fps in (("plain", None), ("fast", 12.5))
     )
     assert (read_clip(plain)[1], read_clip(fast)[1]) == (pytest.approx(8, rel=0.1), pytest.approx(12.5))
@@ -56,27 +56,27 @@ def test_another_speed_shows_the_same_frames(run, tmp_path):
     [
         ({"fps": 0.0}, "--fps 0 is not a speed: use a number above 0"),
         ({"fps": float("nan")}, "--fps nan is not a speed"),
-        ({"fps": 60.0}, "--fps 60 is faster than a GIF can be, 50 frames a second: add --format mp4"),
-        ({"fps": 8.0, "frames": 1}, "--fps 8 is the speed of a clip, and a picture is drawn"),
-        ({"fps": 8.0, "format": "png"}, "--fps 8 is the speed of a clip, and --format png stands still"),
+        ({"fps": 60.0}, "--fps 60 is faster than a GIF can play, 50: add --format mp4"),
+        ({"fps": 8.0, "frames": 1}, "--fps 8 has no effect on a picture"),
+        ({"fps": 8.0, "format": "png"}, "--fps 8 has no effect with --format png"),
     ],
 )
 def test_speeds_that_mean_nothing_are_refused(run, tmp_path, call, why):
     with pytest.raises(InputError, match=why):
-        draw_and_write(run, ["a 3"], out=tmp_path / "new", device="cpu", **call)
+        write_samples(run, ["a 3"], out=tmp_path / "new", device="cpu", **call)
     assert not (tmp_path / "new").exists()
 
 
 def test_nothing_is_overwritten(run, tmp_path):
-    first = draw_and_write(run, ["a 3"], out=tmp_path, seed=1, device="cpu")
+    first = write_samples(run, ["a 3"], out=tmp_path, seed=1, device="cpu")
     before = first[0].read_bytes()
-    second = draw_and_write(run, ["a 3"], out=tmp_path, seed=2, device="cpu")
+    second = write_samples(run, ["a 3"], out=tmp_path, seed=2, device="cpu")
     assert first[0] != second[0]
     assert first[0].read_bytes() == before != second[0].read_bytes()
 
 
 def test_the_sidecars_command_draws_the_same_bytes(run, tmp_path):
-    start = draw_and_write(run, ["a 5"], out=tmp_path / "prime", frames=1, device="cpu")[0]
+    start = write_samples(run, ["a 5"], out=tmp_path / "prime", frames=1, device="cpu")[0]
     call = {
         "count": 2,
         "seed": 7,
@@ -88,22 +88,20 @@ def test_the_sidecars_command_draws_the_same_bytes(run, tmp_path):
         "format": "png",
     }
     settings = ["sample.palette=[0.5, 0.25]"]
-    written = draw_and_write(run, ["a 3", 'say "hi"'], out=tmp_path / "one", settings=settings, device="cpu", **call)
+    written = write_samples(run, ["a 3", 'say "hi"'], out=tmp_path / "one", options=settings, device="cpu", **call)
     told = json.loads(written[2].with_suffix(".json").read_text())
     words = shlex.split(told["command"])
     assert words[:2] == ["kineo", "sample"]
-    repeated = draw_and_write(**_parse(words[2:], tmp_path / "two"), device="cpu")
+    repeated = write_samples(**_parse(words[2:], tmp_path / "two"), device="cpu")
     assert [path.name for path in repeated] == [path.name for path in written]
     assert [path.read_bytes() for path in repeated] == [path.read_bytes() for path in written]
-    plain = draw_and_write(
-        run, ["a 3", 'say "hi"'], out=tmp_path / "three", count=2, seed=7, format="png", device="cpu"
-    )
+    plain = write_samples(run, ["a 3", 'say "hi"'], out=tmp_path / "three", count=2, seed=7, format="png", device="cpu")
     assert plain[2].read_bytes() != written[2].read_bytes()
 
 
 def _parse(words: list[str], out) -> dict:
     """As the command line does."""
-    call: dict = {"settings": [], "out": out}
+    call: dict = {"options": [], "out": out}
     plain = []
     while words:
         word = words.pop(0)
@@ -112,26 +110,26 @@ def _parse(words: list[str], out) -> dict:
             continue
         name, value = word[2:], words.pop(0)
         if name == "set":
-            call["settings"].append(value)
+            call["options"].append(value)
         elif name != "out":
             call[name] = int(value) if name in ("seed", "count", "frames") else value
     return {"run": plain[0], "prompts": plain[1:], **call}
 
 
 def test_formats(run, tmp_path):
-    assert draw_and_write(run, ["a 3"], out=tmp_path, format="png", device="cpu")[0].suffix == ".png"
+    assert write_samples(run, ["a 3"], out=tmp_path, format="png", device="cpu")[0].suffix == ".png"
     with pytest.raises(InputError, match="--format bmp"):
-        draw_and_write(run, ["a 3"], out=tmp_path / "none", format="bmp", device="cpu")
+        write_samples(run, ["a 3"], out=tmp_path / "none", format="bmp", device="cpu")
     with pytest.raises(ConfigError, match=r"train\.lr"):
-        draw_and_write(run, ["a 3"], out=tmp_path / "none", settings=["train.lr=1"], device="cpu")
+        write_samples(run, ["a 3"], out=tmp_path / "none", options=["train.lr=1"], device="cpu")
     with pytest.raises(InputError, match="--size big"):
-        draw_and_write(run, ["a 3"], out=tmp_path / "none", size="big", device="cpu")
+        write_samples(run, ["a 3"], out=tmp_path / "none", size="big", device="cpu")
     assert not (tmp_path / "none").exists()
 
 
 def test_pictures_are_png_and_land_in_the_run_by_default(tmp_path):
     run = make_run(tmp_path / "pictures")
-    written = draw_and_write(run.path, None, device="cpu")
+    written = write_samples(run.path, None, device="cpu")
     assert written == [run.path / "drawn" / "unconditional-0001.png"]
     drawn = Sampler.open(run.path, device="cpu").sample(None)
     saved = read_clip(written[0])[0].float() / 255
