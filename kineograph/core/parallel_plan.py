@@ -1,31 +1,31 @@
-"""How a transformer block can be cut over processes that hold it together: what its layers are to one another, by their names in it.
+"""How a transformer block is split over processes: the role of each layer, by its name in the block.
 
-A block says this beside its layers; who cuts it, and when, is decided outside (train/tensor_parallel.py, train/sequence_parallel.py).
+A block declares its plan beside its layers. train/tensor_parallel.py and train/sequence_parallel.py apply it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    columns: Mapping[str, int]
-    """Linear layers whose outputs may be computed apart, and how many equal things each one's outputs are: 3 for queries, keys and values."""
-    rows: tuple[str, ...]
-    """Linear layers whose inputs are those outputs; what they give is a sum over the parts."""
-    heads: tuple[str, ...]
-    """Modules with a number of `heads`, which come from those columns."""
-    inside: tuple[str, ...] = ()
-    """Modules with weights between columns and rows, that see some heads only: norms of queries and keys."""
-    mixes: tuple[str, ...] = field(default=())
-    """Those of `heads` in which the block's own tokens look at one another; all else works on each token alone."""
-    along: tuple[int, ...] = (0,)
-    """Which of the block's arguments have its tokens as their second axis; the first of them is what the blocks pass on."""
+    column_layers: Mapping[str, int]
+    """Linear layers split by output channels, and how many equal tensors each one stacks in its output: 3 for queries, keys and values."""
+    row_layers: tuple[str, ...]
+    """Linear layers split by input channels, which are outputs of the column layers; their outputs are summed over processes."""
+    attentions: tuple[str, ...]
+    """Attention modules between column and row layers; each has a number of `heads`."""
+    head_norms: tuple[str, ...] = ()
+    """Norms of queries and keys, whose weights all heads share."""
+    self_attentions: tuple[str, ...] = ()
+    """Those `attentions` that mix the block's own tokens; everything else in the block treats each token alone."""
+    token_arguments: tuple[int, ...] = (0,)
+    """Positions of the block's arguments that are B N …; the first is the hidden state that each block passes to the next."""
 
 
 @runtime_checkable
 class HasParallelPlan(Protocol):
-    def splits(self) -> ParallelPlan: ...
+    def parallel_plan(self) -> ParallelPlan: ...

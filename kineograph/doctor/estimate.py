@@ -127,7 +127,7 @@ def micro_batch(train: TrainConfig, data: StageData | None = None, world: World 
 
 def data_world(train: TrainConfig, world: World) -> int:
     """Processes that see data of their own."""
-    return train.parallel.data_place(0, world.processes)[1]
+    return train.parallel.data_rank_of(0, world.processes)[1]
 
 
 def estimate(
@@ -323,7 +323,7 @@ def _probed(found: Estimate, builder: PlanBuilder, data: StageData, flops: float
     """The estimate with the speed of a few real steps, or with the reason why there are none."""
     if found.target.imagined:
         return replace(found, unprobed="that device is not here")
-    parallel, sizes = found.stage.train.parallel, found.stage.train.parallel.sizes(*found.world)
+    parallel, sizes = found.stage.train.parallel, found.stage.train.parallel.mesh_shape(*found.world)
     if sizes.tensor * sizes.sequence * parts_of(parallel, sizes) > 1:
         return replace(found, unprobed="several processes hold the model together, and one alone cannot try that")
     if not found.largest_batch():

@@ -148,7 +148,7 @@ def _shared(found: Estimate) -> list[str]:
     train, world = found.stage.train, found.world
     if world.processes == 1:
         return []
-    parallel, sizes = train.parallel, train.parallel.sizes(*world)
+    parallel, sizes = train.parallel, train.parallel.mesh_shape(*world)
     rows = f"{train.batch_size // data_world(train, world)} of a step's {train.batch_size} samples"
     lines = [f"{world.processes}, {rows} each; the memory is that of one of them"]
     over = parts_of(parallel, sizes)
@@ -161,7 +161,7 @@ def _shared(found: Estimate) -> list[str]:
         lines.append(f"{world.local} to a machine, as far as is known here: train.parallel.shard says it for sure")
     if sizes.tensor > 1:
         lines.append(f"matrices of blocks are cut over {sizes.tensor}")
-    if parallel.together > 1:
+    if parallel.model_ranks > 1:
         key = "tensor" if sizes.tensor > 1 else "sequence"
         lines.append(f"activations are those of a process without train.parallel.{key}: each will have fewer")
     return lines

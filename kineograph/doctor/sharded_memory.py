@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kineograph.core.distributed import World
 from kineograph.core.task import Task
-from kineograph.train.parallel import ParallelConfig, Sizes
-from kineograph.train.tensor_parallel import check_splits
+from kineograph.train.parallel import MeshShape, ParallelConfig
+from kineograph.train.tensor_parallel import split_parameters
 
 _REDUCED = 4  # bytes of a gradient's number while it is joined
 
@@ -36,9 +36,9 @@ class Division:
 
 def divide(task: Task, parallel: ParallelConfig, world: World, precision: str) -> Division:
     """How train/fsdp.py and train/tensor_parallel.py would divide this task over `world`."""
-    sizes = parallel.sizes(*world)
+    sizes = parallel.mesh_shape(*world)
     if sizes.tensor > 1:
-        return Division({id(p): 1 / sizes.tensor for p in _cut(task, sizes.tensor)})
+        return Division({id(p): 1 / sizes.tensor for p in split_parameters(task, sizes.tensor)})
     over = parts_of(parallel, sizes)
     if over == 1:
         return Division()
@@ -54,15 +54,6 @@ def divide(task: Task, parallel: ParallelConfig, world: World, precision: str) -
     return Division({key: math.ceil(n / over) / n for key, n in rows.items()}, gathered, sum(weights))
 
 
-def parts_of(parallel: ParallelConfig, sizes: Sizes) -> int:
+def parts_of(parallel: ParallelConfig, shape: MeshShape) -> int:
     """Processes over which FSDP2 lays a block's weights."""
-    return sizes.shard * sizes.sequence if parallel.layout != "replicate" else 1
-
-
-def _cut(task: Task, count: int) -> list[nn.Parameter]:
-    found: list[nn.Parameter] = []
-    for block, rules in check_splits(task, "tensor", count):
-        for name in rules.columns:
-            found += block.get_submodule(name).parameters()
-        found += [block.get_parameter(f"{name}.weight") for name in rules.rows]
-    return found
+    return shape.shard * shape.sequence if parallel.layout != "replicate" else 1

@@ -104,15 +104,15 @@ class Block(nn.Module):
             x = x + self.drop(self.cross(self.norm_cross(x), memory, context_mask))
         return x + self.drop(self.mlp(self.norm_mlp(x)))
 
-    def splits(self) -> ParallelPlan:
+    def parallel_plan(self) -> ParallelPlan:
         columns = {"attention.qkv": 3, "mlp.up": 2 if self.mlp.gated else 1}
         rows, attentions = ["attention.out", "mlp.down"], ["attention"]
         if self.cross is not None:
             columns |= {"cross.q": 1, "cross.kv": 2}
             rows.append("cross.out")
             attentions.append("cross")
-        inside = tuple(f"{name}.{norm}" for name in attentions for norm in ("norm_q", "norm_k"))
-        return ParallelPlan(columns, tuple(rows), tuple(attentions), inside, mixes=("attention",))
+        norms = tuple(f"{name}.{norm}" for name in attentions for norm in ("norm_q", "norm_k"))
+        return ParallelPlan(columns, tuple(rows), tuple(attentions), norms, self_attentions=("attention",))
 
 
 def cast_residual(x: Tensor, kind: Residual) -> Tensor:

@@ -48,7 +48,7 @@ def check_stages(
             device = distributed.resolve_device(stage.train.device)
             precision = resolve_precision(stage.train.precision, device)
             graphs_for(stage.train, device, several)
-        stage.train.parallel.sizes(*(planned or distributed.current_world()))
+        stage.train.parallel.mesh_shape(*(planned or distributed.current_world()))
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)

@@ -55,7 +55,7 @@ class StageData:
     def loader(self, source: Source | None = None, planned: World | None = None) -> Loader:
         """Training batches of `source` (default: the training source), as the first process of a `planned` world reads them."""
         train, world = self.stage.train, planned or distributed.current_world()
-        rank, ranks = train.parallel.data_place(0 if planned else distributed.rank(), world.processes)
+        rank, ranks = train.parallel.data_rank_of(0 if planned else distributed.rank(), world.processes)
         return Loader(
             source if source is not None else self.source,
             seed=self.seed,
@@ -72,7 +72,7 @@ class StageData:
     @cached_property
     def _validation_loader(self) -> Loader:
         train = self.stage.train
-        rank, world = train.parallel.data_place(distributed.rank(), distributed.world())
+        rank, world = train.parallel.data_rank_of(distributed.rank(), distributed.world())
         return Loader(
             self.validation,
             seed=key_of(self.seed, "validation") >> 1,

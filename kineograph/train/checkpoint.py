@@ -9,7 +9,7 @@
         phase.json             what a finished phase changed of the state: phase, best score
 
 Where several processes train, `model`, `ema` and `optimizer` are folders of safetensors instead, to which each process wrote its part
-(distributed_checkpoint.py); `tensors`, `fill` and whatever else reads a checkpoint here takes both forms, on any number of processes.
+(distributed_checkpoint.py); `tensors`, `load_into` and whatever else reads a checkpoint here takes both forms, on any number of processes.
 
 A checkpoint is written beside its place, flushed, then renamed, so that whatever has the name is complete. The manifest
 catches what went wrong later (a full disk, a flipped bit, a lost shard); `latest` then says so and falls back to the one before. Only
@@ -60,15 +60,19 @@ class Checkpoint:
 
             return distributed_checkpoint.read(self.path / name)
 
-    def fill(self, name: str, targets: Mapping[str, Tensor]) -> None:
-        """Copy saved values into these tensors. Of one that lies in parts on many processes, each reads its own part alone."""
+    def load_into(self, name: str, targets: Mapping[str, Tensor]) -> None:
+        """Copy saved values into these tensors. Of a DTensor, each process reads its own shard alone."""
         from kineograph.train import distributed_checkpoint
 
+        shapes = self.shapes(name)
+        for key, target in targets.items():
+            if tuple(target.shape) != shapes[key]:
+                raise InputError(
+                    f"{self.path}: {name} {key} has shape {list(shapes[key])}, and this task needs {list(target.shape)}; "
+                    "load it with the config it was trained with"
+                )
         file = self.path / f"{name}{_SUFFIX}"
-        if file.is_file():
-            distributed_checkpoint.fill_from_file(file, targets)
-        else:
-            distributed_checkpoint.fill(self.path / name, targets)
+        distributed_checkpoint.load_into(file if file.is_file() else self.path / name, targets)
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Of whole tensors, without reading them."""
@@ -76,7 +80,7 @@ class Checkpoint:
         if self.is_sharded:
             from kineograph.train import distributed_checkpoint
 
-            return distributed_checkpoint.shapes(self.path / name)
+            return distributed_checkpoint.read_shapes(self.path / name)
         with safe_open(file, framework="pt") as opened:
             return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118  not a dict
 

@@ -1,17 +1,16 @@
-"""Gradients of all processes, joined. Losses are sums; both ways here give the mean over processes, and the Stepper knows of how many."""
+"""Gradients averaged over processes: by DDP, or after the last backward pass where DDP cannot."""
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from kineograph.core.batch import Batch
@@ -19,12 +18,11 @@ from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Task
 from kineograph.core.transfer import to_device
-
-_MIB = 2**20
+from kineograph.train.dtensors import to_local
 
 
 class LossModule(nn.Module):
-    """The whole way from a batch to a player's loss, as the one forward pass that DDP wants to see."""
+    """From a batch to a player's loss in one forward pass, as DDP and FSDP2 need it."""
 
     def __init__(self, task: Task, player: str) -> None:
         super().__init__()
@@ -34,15 +32,16 @@ class LossModule(nn.Module):
         return self.task.loss(self.player, self.task(batch, noise))
 
 
-class Replicated:
-    """DDP around a task with one player: gradients are reduced while the backward pass still runs."""
+class ReplicatedTask:
+    """A task with one player in DDP: gradients are reduced while the backward pass runs."""
 
     def __init__(self, task: Task, bucket_mb: float, find_unused: bool) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its heir is not in every torch yet
+            # torch 2.11 does not have its successor yet
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
             self.module = DistributedDataParallel(
                 LossModule(task, task.players[0]),
-                broadcast_buffers=False,  # what changes buffers reduces over ranks by itself
+                broadcast_buffers=False,  # code that updates buffers reduces them itself
                 bucket_cap_mb=bucket_mb,
                 find_unused_parameters=find_unused,
                 gradient_as_bucket_view=True,
@@ -55,107 +54,70 @@ class Replicated:
             if "finished reduction in the prior iteration" not in str(error):
                 raise
             raise ConfigError(
-                "train.parallel.find_unused=false: some parameters took no part in the last step, and the others wait for their gradients; "
-                "set it to true"
+                "train.parallel.find_unused=false: some parameters got no gradient in the last step; set it to true"
             ) from None
 
-    def last_of(self, last: bool) -> AbstractContextManager[Any]:
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around each micro-batch: only the last of a step reduces."""
-        return nullcontext() if last else self.module.no_sync()
+        return nullcontext() if is_last else self.module.no_sync()
 
 
-class Reduction:
-    """Mean of gradients over a group after the last backward pass, in buckets.
+class GradientAverage:
+    """Averages gradients over a group after the last backward pass, in buckets.
 
-    For what DDP does not take: the players of one step walk back over one shared forward pass, each in a backward of its own, with the others'
-    parameters asleep, and DDP's reducer expects one backward for each forward, in which every parameter takes part. Also for parameters
-    of which some are cut over processes, or sharded, and some are not.
-
-    With `find_unused` a parameter may have no gradient. Each bucket then ends with a number for each of its parameters: how many processes
-    have one. Only a process that lacks some looks at these numbers; one that has all knows what they say, and waits for nothing.
+    DDP expects one backward pass for each forward pass, over all parameters. The players of one step each run their own backward pass over one
+    shared forward pass; and tensor parallelism and FSDP2 leave parameters that need different groups.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], bucket_mb: float, find_unused: bool = True, group: Any = None
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        bucket_mb: float,
+        find_unused: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.parameters, self.find_unused, self.group = dict(parameters), find_unused, group
-        self.size = int(bucket_mb * _MIB)
+        self.bucket_bytes = int(bucket_mb * 2**20)
         self.world = dist.get_world_size(group)
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """A parameter that took no part anywhere has no gradient afterwards either."""
-        if self.world == 1:
+        """Average; a parameter without a gradient on every process keeps none, so the optimizer leaves it alone."""
+        if self.world > 1 and self.parameters:
+            self._add_missing_gradients()
+            for bucket in self._buckets():
+                flat = _flatten_dense_tensors(bucket)
+                dist.all_reduce(flat, group=self.group)
+                flat.div_(self.world)
+                torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+
+    def _add_missing_gradients(self) -> None:
+        """Zeros where another process has a gradient. Only a process that lacks one waits for the answer."""
+        missing = [name for name, p in self.parameters.items() if p.grad is None]
+        if not self.find_unused:
+            if missing:
+                raise ConfigError(
+                    f"train.parallel.find_unused=false: parameters got no gradient in this step ({len(missing)}, the first is {missing[0]}); "
+                    "set it to true"
+                )
             return
-        absent = [name for name, p in self.parameters.items() if p.grad is None]
-        if absent and not self.find_unused:
-            raise ConfigError(
-                f"train.parallel.find_unused=false: {absent[0]} took no part in this step"
-                + (f", nor did {len(absent) - 1} other parameters" if len(absent) > 1 else "")
-                + ", and the other processes wait for its gradient; set it to true"
-            )
-        lacking = {id(self.parameters[name]) for name in absent}
-        for name in absent:
-            self.parameters[name].grad = torch.zeros_like(self.parameters[name])
-        under_way: deque[_Bucket] = deque()
-        doubtful: list[_Bucket] = []
-        for parameters in self._buckets():
-            under_way.append(self._reduce(parameters, lacking))
-            if not lacking.isdisjoint(map(id, parameters)):
-                doubtful.append(under_way[-1])
-            if len(under_way) > 2:  # each is a copy of its gradients
-                self._finish(under_way.popleft())
-        for bucket in under_way:
-            self._finish(bucket)
-        for bucket in doubtful:
-            for p, having in zip(bucket.parameters, bucket.having.tolist(), strict=True):
-                if not having:
-                    p.grad = None
+        is_used = torch.tensor([p.grad is not None for p in self.parameters.values()], dtype=torch.uint8)
+        is_used = to_device(is_used, next(iter(self.parameters.values())).device)
+        dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self.group)
+        if missing:
+            for p, used in zip(self.parameters.values(), is_used.tolist(), strict=True):
+                if used and p.grad is None:
+                    p.grad = torch.zeros_like(p)
 
-    def _reduce(self, parameters: list[nn.Parameter], lacking: set[int]) -> _Bucket:
-        gradients = [_gradient(p).flatten() for p in parameters]
-        if self.find_unused:
-            there = [id(p) not in lacking for p in parameters]
-            like = gradients[0]
-            host = None if all(there) else torch.tensor(there, dtype=like.dtype)
-            gradients.append(like.new_ones(len(there)) if host is None else to_device(host, like.device))
-        flat = torch.cat(gradients)
-        return _Bucket(parameters, flat, dist.all_reduce(flat, group=self.group, async_op=True))
-
-    def _finish(self, bucket: _Bucket) -> None:
-        bucket.work.wait()
-        bucket.flat.div_(self.world)
-        sizes = [p.numel() for p in bucket.parameters]
-        *parts, bucket.having = bucket.flat.split([*sizes, len(bucket.flat) - sum(sizes)])
-        for p, part in zip(bucket.parameters, parts, strict=True):
-            _gradient(p).copy_(part.view_as(p))
-        bucket.having = bucket.having.clone()  # a view would keep the copy of the gradients alive
-        del bucket.flat
-
-    def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        """Of one type, their gradients together of about the size of a bucket."""
-        bucket: list[nn.Parameter] = []
-        filled = 0
-        for p in self.parameters.values():
-            if bucket and (filled >= self.size or _gradient(p).dtype != _gradient(bucket[0]).dtype):
+    def _buckets(self) -> Iterator[list[Tensor]]:
+        """Gradients of one dtype, together about as large as a bucket."""
+        bucket: list[Tensor] = []
+        size = 0
+        for gradient in [to_local(p.grad) for p in self.parameters.values() if p.grad is not None]:
+            if bucket and (size >= self.bucket_bytes or gradient.dtype != bucket[0].dtype):
                 yield bucket
-                bucket, filled = [], 0
-            bucket.append(p)
-            filled += p.numel() * _gradient(p).element_size()
+                bucket, size = [], 0
+            bucket.append(gradient)
+            size += gradient.nbytes
         if bucket:
             yield bucket
-
-
-@dataclass
-class _Bucket:
-    """Gradients on their way."""
-
-    parameters: list[nn.Parameter]
-    flat: Tensor
-    work: Any
-    having: Tensor = field(init=False)  # the share of processes that have a gradient, a number for each parameter
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

@@ -1,99 +1,81 @@
-"""Parameters of which each process holds a part: what is known of the whole, and how one is made of the other.
+"""Parameters that FSDP2 or tensor parallelism keeps as DTensors: local shards, full tensors, norms.
 
-Optimizers and averages work on parts alone, as plain tensors: their arithmetic is elementwise, and a part of a parameter is updated like
-the whole. Only norms, saving and loading look across processes, through here.
+Optimizers and averages work on the local shards as plain tensors, because their arithmetic is elementwise. Only norms, saving and
+loading look across processes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
-class Piece(Protocol):
-    """Of one parameter."""
-
-    groups: tuple[Any, ...]
-    """Process groups over which its parts lie."""
-
-
-class Sharded:
-    """A parameter that FSDP2 keeps as a DTensor; its part is the local tensor."""
-
-    def __init__(self, parameter: DTensor) -> None:
-        self.mesh, self.placements = parameter.device_mesh, parameter.placements
-        self.shape, self.stride = parameter.shape, parameter.stride()
-        self.groups = tuple(
-            self.mesh.get_group(number) for number, at in enumerate(self.placements) if isinstance(at, Shard)
-        )
-
-    def distributed(self, part: Tensor) -> DTensor:
-        """The parameter, or something else with its rows: the scales of 8-bit moments."""
-        shape, stride = self.shape, self.stride
-        if part.shape[1:] != shape[1:]:  # FSDP2 cuts rows
-            whole = torch.empty(self.shape[0], *part.shape[1:], device="meta")
-            shape, stride = whole.shape, whole.stride()
-        return DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
-
-
-class Cut:
-    """A matrix (or its bias) that is cut along `dim` over a group, each of its `stacked` equal members alike: queries, keys and values."""
-
-    def __init__(self, group: Any, dim: int, stacked: int = 1) -> None:
-        self.group, self.dim, self.stacked = group, dim, stacked
-        self.groups = (group,)
-
-    def whole(self, part: Tensor) -> Tensor:
-        """Put together what all processes of the group have; each must ask."""
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        joined = torch.stack([piece.transpose(0, self.dim) for piece in parts])  # ranks, stacked · n, …
-        return rearrange(joined, "r (s n) ... -> (s r n) ...", s=self.stacked).transpose(0, self.dim)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This process's."""
-        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        by_rank = rearrange(whole.transpose(0, self.dim), "(s r n) ... -> r (s n) ...", s=self.stacked, r=size)
-        return by_rank[rank].transpose(0, self.dim).contiguous()
-
-
-class Whole:
-    """What every process has."""
-
-    groups: tuple[Any, ...] = ()
-
-
-WHOLE = Whole()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies in this process, sharing its memory."""
+def to_local(tensor: Tensor) -> Tensor:
+    """The shard of this process, sharing its memory; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """What an optimizer moves: the parameter itself, or its part, in the same memory."""
+    """What an optimizer updates: the parameter, or its local shard in the same memory."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad)
+    return nn.Parameter(to_local(parameter.detach()), requires_grad=parameter.requires_grad)
 
 
-def total_norm(gradients: list[Tensor], pieces: list[Piece]) -> Tensor:
-    """√Σ |g|² over all processes' parts, each once. `gradients` are parts."""
+def shard_like(shard: Tensor, parameter: Tensor) -> Tensor:
+    """A moment or average of `parameter`'s local shard as a DTensor with its placements; a scalar or plain tensor as it is."""
+    if not isinstance(parameter, DTensor) or not shard.ndim:
+        return shard
+    shape, stride = parameter.shape, parameter.stride()
+    if shard.shape != to_local(parameter).shape:  # the scales of 8-bit moments share only the rows, which FSDP2 shards
+        full = torch.empty(shape[0], *shard.shape[1:], device="meta")
+        shape, stride = full.shape, full.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(shard.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether the local shard is several separate blocks of rows: queries, keys and values of some heads."""
+    return isinstance(tensor, DTensor) and any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a DTensor; every process of its mesh must call this. A plain tensor is returned as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placement = tensor.placements[0]
+    if not isinstance(placement, _StridedShard):
+        return tensor.full_tensor()
+    # torch 2.11 cannot gather a _StridedShard: gather (stacked, rows / stacked, …) along its second dimension instead.
+    stacked = tensor.to_local().unflatten(0, (placement.split_factor, -1))
+    return DTensor.from_local(stacked, tensor.device_mesh, [Shard(1)], run_check=False).full_tensor().flatten(0, 1)
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """√Σ |g|² of plain tensors and DTensors together, each element counted once."""
     by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    for gradient, piece in zip(gradients, pieces, strict=True):
-        by_groups.setdefault(piece.groups, []).append(gradient)
+    for gradient in gradients:
+        by_groups.setdefault(_shard_groups(gradient), []).append(to_local(gradient))
     if by_groups.keys() <= {()}:
-        return torch.nn.utils.get_total_norm(gradients)
+        return torch.nn.utils.get_total_norm(by_groups.get((), []))
     squares = []
-    for groups, found in by_groups.items():
-        square = torch.nn.utils.get_total_norm(found).square()
+    for groups, shards in by_groups.items():
+        square = torch.nn.utils.get_total_norm(shards).square()
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
+
+
+def _shard_groups(tensor: Tensor) -> tuple[Any, ...]:
+    """Process groups over which the shards of a tensor lie; none for a plain or replicated tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    placements = enumerate(tensor.placements)
+    return tuple(tensor.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())

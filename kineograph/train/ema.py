@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kineograph.train.config import EmaConfig
-from kineograph.train.dtensors import local
+from kineograph.train.dtensors import shard_like, to_local
 
 
 class Ema:
@@ -21,7 +21,9 @@ class Ema:
         self.config = config
         self.parameters = dict(parameters)
         # What lies here of each: all of it, or this process's part.
-        self.parts = {name: local(p.detach()) if isinstance(p, DTensor) else p for name, p in self.parameters.items()}
+        self.parts = {
+            name: to_local(p.detach()) if isinstance(p, DTensor) else p for name, p in self.parameters.items()
+        }
         self.average = {name: part.detach().to(_wide(part.dtype), copy=True) for name, part in self.parts.items()}
         self.updates = 0
 
@@ -38,6 +40,10 @@ class Ema:
             for name, part in self.parts.items():
                 if part.dtype != _wide(part.dtype):
                     self.average[name].lerp_(part.float(), 1 - self.decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """The averages by parameter, in the same memory; DTensors where the parameter is one."""
+        return {name: shard_like(value, self.parameters[name]) for name, value in self.average.items()}
 
     @property
     def decay(self) -> float:

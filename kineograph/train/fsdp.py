@@ -1,4 +1,4 @@
-"""FSDP2 from outside: each block's weights, gradients and moments lie in parts; what is not in a block stays whole everywhere."""
+"""FSDP2, applied to a finished Task: the weights, gradients and moments of each block are sharded; everything else stays replicated."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_sharding(task: Task) -> None:
-    """Refuse what could not be sharded."""
+    """Raise ConfigError where FSDP2 cannot shard the task."""
     if len(task.players) > 1:
         raise ConfigError(
-            f"train.parallel: the players of {type(task).__name__} ({', '.join(task.players)}) walk back over one forward pass, "
-            "which FSDP2 does not take; use layout=replicate"
+            f"train.parallel: FSDP2 cannot run several backward passes over one forward pass, one for each player of "
+            f"{type(task).__name__} ({', '.join(task.players)}); use layout=replicate"
         )
     if not task.blocks():
-        raise ConfigError(
-            f"train.parallel: {type(task).__name__} names no blocks, the units of sharding; use layout=replicate"
-        )
+        raise ConfigError(f"train.parallel: {type(task).__name__} has no blocks to shard; use layout=replicate")
 
 
 class ShardedTask:
@@ -38,40 +36,35 @@ class ShardedTask:
     def __init__(self, task: Task, layout: Layout, precision: str) -> None:
         check_sharding(task)
         self.reshard = layout.config.reshard
-        # Half precision is what is gathered: half the traffic, and nothing keeps a second copy. Gradients are joined in float32.
-        half = MixedPrecisionPolicy(
+        # Weights are gathered in half precision, half the traffic. Gradients are reduced in float32.
+        policy = MixedPrecisionPolicy(
             param_dtype=_HALF.get(precision),
             reduce_dtype=torch.float32 if precision in _HALF else None,
             cast_forward_inputs=False,
         )
-        keys: dict[str, Any] = {"mesh": layout.sharding_mesh(), "mp_policy": half}
-        tagged = {name for name, p in task.named_parameters() if getattr(p, "no_decay", False)}
+        mesh = layout.sharding_mesh()
         blocks = task.blocks()
         for block in blocks:
-            fully_shard(block, reshard_after_forward=self.reshard, **keys)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
         self.blocks: Sequence[FSDPModule] = cast(Any, blocks)
-        for name, p in task.named_parameters():
-            if name in tagged:
-                p.no_decay = True  # type: ignore[attr-defined]
-        # The common root lets a block's weights be fetched while another computes. It owns no weights: a task is asked for more than its
-        # forward pass (samples, tokens), and what is not in blocks must be there then.
-        inside = {id(p) for block in blocks for p in block.parameters()}
-        self.rest = [p for p in task.parameters() if id(p) not in inside]
+        # A common root lets FSDP2 prefetch blocks. It shards no weights of its own: sampling and encoding run parts of the task without it.
+        in_blocks = {p for block in blocks for p in block.parameters()}
+        outside = {p for p in task.parameters() if p not in in_blocks}
         self.root = LossModule(task, task.players[0])
-        fully_shard(self.root, ignored_params=set(self.rest), **keys)
-        # Blocks may run before the first step (validation of a run that goes on), and would each take itself for the root.
+        fully_shard(self.root, mesh=mesh, mp_policy=policy, ignored_params=outside)
+        # A block that runs before the first step, in the validation of a resumed run, would otherwise become a root itself.
         cast(Any, self.root)._get_fsdp_state()._lazy_init()
 
     def loss(self, batch: Batch, noise: Noise) -> Loss:
         return self.root(batch, noise)
 
-    def last_of(self, last: bool) -> AbstractContextManager[Any]:
-        """Around each micro-batch: each reduces, since whole gradients would take the memory that sharding saves."""
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Around each micro-batch: all of them reduce, since unsharded gradients would take the memory that sharding saves."""
         return nullcontext()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Inside, every process has all weights: processes may then draw different numbers of samples, each at its own pace."""
+    def unsharded(self) -> Iterator[None]:
+        """Every process has all weights, so that processes may draw different numbers of samples without waiting for each other."""
         for block in self.blocks:
             block.set_reshard_after_forward(False, recurse=False)
             block.unshard()

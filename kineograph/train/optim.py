@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kineograph.core.errors import InputError
 from kineograph.core.transfer import to_device
 from kineograph.train.config import PlayerConfig
-from kineograph.train.dtensors import WHOLE, Piece, local, local_parameter, total_norm
+from kineograph.train.dtensors import local_parameter, shard_like, to_local, total_norm
 from kineograph.train.low_memory_adamw import LowMemoryState, Rule
 
 
@@ -33,19 +33,11 @@ class Optimizer:
     non-finite gradient turns the update into nothing there too, so the host never waits for the device.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: PlayerConfig, pieces: Mapping[str, Piece] | None = None
-    ) -> None:
-        """`pieces` says of which parameters this process holds a part only; those parts are what is moved here."""
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: PlayerConfig) -> None:
         self.config = config
         self.parameters = dict(parameters)
-        self.pieces = {name: (pieces or {}).get(name, WHOLE) for name in self.parameters}
         self.parts = {name: local_parameter(p) for name, p in self.parameters.items()}
-        decays = {
-            name: self.parts[name]
-            for name, p in self.parameters.items()
-            if p.ndim >= 2 and not getattr(p, "no_decay", False)
-        }
+        decays = {name: self.parts[name] for name, p in self.parameters.items() if p.ndim >= 2}
         vectors = {name: p for name, p in self.parts.items() if name not in decays}
         self.lean: dict[str, LowMemoryState] = {}
         if config.optimizer != "adamw":
@@ -65,11 +57,10 @@ class Optimizer:
 
     def step(self, rate: float, divisor: Tensor) -> tuple[Tensor, Tensor]:
         """Update with gradients / divisor, clipped. → gradient norm, and 1.0 where the update was skipped (0-d, on device)."""
-        found = {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
-        for name, gradient in found.items():
-            if self.parts[name] is not self.parameters[name]:
-                self.parts[name].grad = gradient
-        norm = total_norm(list(found.values()), [self.pieces[name] for name in found]) / divisor
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for name, gradient in gradients.items():
+            self.parts[name].grad = to_local(gradient)
+        norm = total_norm(gradients.values()) / divisor
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         if self.config.clip is not None:
             divisor = divisor * torch.clamp(norm / self.config.clip, min=1.0)
@@ -103,23 +94,26 @@ class Optimizer:
         return self.lean[name].bytes if self.lean else 2 * part.numel() * part.element_size()
 
     def state(self) -> dict[str, Tensor]:
-        """`exp_avg.<parameter>` and so on, as parts."""
-        if self.lean:
-            return {f"{kind}.{name}": value for name, lean in self.lean.items() for kind, value in lean.state.items()}
+        """`exp_avg.<parameter>` and so on; DTensors where the parameter is one."""
+        states = (
+            {name: lean.state for name, lean in self.lean.items()}
+            if self.lean
+            else {name: self.adamw.state.get(p, {}) for name, p in self.parts.items()}
+        )
         return {
-            f"{kind}.{name}": value
-            for name, p in self.parts.items()
-            for kind, value in self.adamw.state.get(p, {}).items()
+            f"{kind}.{name}": shard_like(value, self.parameters[name])
+            for name, state in states.items()
+            for kind, value in state.items()
         }
 
     def rooms_for(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """What saved `exp_avg.<parameter>` and so on are read into: this process's parts."""
+        """Empty tensors for saved `exp_avg.<parameter>` and so on; DTensors where the parameter is one."""
         rooms: dict[str, Tensor] = {}
         for name, kinds in self._by_parameter(keys).items():
             fresh = self.lean[name].fresh() if self.lean else self._fresh(self.parts[name])
             if not fresh.keys() >= set(kinds):
                 raise self._kept_otherwise(name, set(kinds) - fresh.keys())
-            rooms |= {f"{kind}.{name}": fresh[kind] for kind in kinds}
+            rooms |= {f"{kind}.{name}": shard_like(fresh[kind], self.parameters[name]) for kind in kinds}
         return rooms
 
     @staticmethod
@@ -147,10 +141,10 @@ class Optimizer:
         )
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Parts, as `state` gives them."""
+        """What `state` returned."""
         for name, found in self._by_parameter(state).items():
             p = self.parts[name]
-            kinds = {kind: state[f"{kind}.{name}"] for kind in found}
+            kinds = {kind: to_local(state[f"{kind}.{name}"]) for kind in found}
             fits = self.lean[name].load(kinds) if self.lean else kinds.keys() <= {"step", "exp_avg", "exp_avg_sq"}
             if not fits:
                 raise self._kept_otherwise(name, kinds)

@@ -1,11 +1,11 @@
-"""How the processes of a run share a stage: `train.parallel`, and the mesh of processes that it asks for.
+"""`train.parallel`: how the processes of a run share a stage, and their device mesh.
 
     replicate   every process has the whole model and a part of the batch (DDP)
-    shard       every process has a part of each block's weights, gathered when the block runs (FSDP2)
+    shard       every process has a shard of each block's weights, gathered when the block runs (FSDP2)
     hybrid      sharded within groups of processes, replicated across them
 
-`tensor` and `sequence` processes hold one model together and see the same batch. The mesh is (replicate, shard, sequence, tensor), the
-last fastest, so that those who speak most sit on one machine.
+The processes of `tensor` and `sequence` hold one model together and see the same batch. The mesh is (replicate, shard, sequence, tensor);
+the last dimension varies fastest, so that processes that communicate most are on one machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -24,8 +23,8 @@ from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError
 
 
-class Sizes(NamedTuple):
-    """Processes along each side of the mesh."""
+class MeshShape(NamedTuple):
+    """Processes along each dimension of the mesh."""
 
     replicate: int = 1
     shard: int = 1
@@ -34,142 +33,128 @@ class Sizes(NamedTuple):
 
 
 class ParallelConfig(Config):
-    """`train.parallel`: a word, which is the layout, or these keys."""
+    """`train.parallel`: the name of a layout, or these keys."""
 
     layout: Literal["replicate", "shard", "hybrid"] = "replicate"
-    """replicate: DDP; shard: FSDP2, weights, gradients and moments in parts; hybrid: shard within groups, replicate across them."""
+    """replicate: DDP. shard: FSDP2, which shards weights, gradients and moments. hybrid: shard within groups, replicate across them."""
     shard: int | None = Field(None, ge=2)
-    """hybrid: processes that share one copy of the weights; null: those of one machine."""
+    """Of hybrid: processes that share one copy of the weights; null: those of one machine."""
     reshard: bool = True
-    """shard, hybrid: free a block's gathered weights after its forward pass and gather them again for the backward one."""
+    """Of shard and hybrid: free a block's gathered weights after its forward pass and gather them again for the backward pass."""
     tensor: int = Field(1, ge=1)
-    """Processes over which each block's matrices are cut; they see the same batch."""
+    """Processes over which each block's matrices are split; they see the same batch."""
     sequence: int = Field(1, ge=1)
-    """Processes over which the tokens of a clip are cut; they see the same batch, and attention is exchanged over heads."""
+    """Processes over which the tokens of a clip are split; they see the same batch and exchange tokens for heads around attention."""
     bucket_mb: float = Field(25.0, gt=0)
-    """MiB of gradients that are reduced at once, while the backward pass goes on (replicate)."""
+    """MiB of gradients that one all-reduce takes (replicate)."""
     find_unused: bool = True
-    """Look in each step for parameters that took no part (a null caption where none was dropped). false: faster where all do; one that
-    does not is then an error."""
+    """Look in each step for parameters without a gradient, such as a null caption in a step that dropped no caption. false: faster, and
+    such a parameter is an error."""
 
     @model_validator(mode="before")
     @classmethod
-    def _word(cls, value: Any) -> Any:
+    def _parse_layout_name(cls, value: Any) -> Any:
         return {"layout": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _fit(self) -> ParallelConfig:
+    def _check_keys(self) -> ParallelConfig:
         if self.shard is not None and self.layout != "hybrid":
             raise ValueError(
-                f"shard={self.shard} is the size of a group in layout=hybrid, and the layout is {self.layout}"
+                f"shard={self.shard} is the group size of layout=hybrid, and layout={self.layout}: leave it out, or use hybrid"
             )
         if not self.reshard and self.layout == "replicate":
-            raise ValueError("reshard=false: with layout=replicate nothing is sharded; use shard or hybrid")
+            raise ValueError("reshard=false: layout=replicate shards nothing; use shard or hybrid")
         if self.tensor > 1 and self.layout != "replicate":
             raise ValueError(
-                f"tensor={self.tensor} with layout={self.layout}: blocks that are cut over processes are not sharded as well; "
-                "use layout=replicate, or sequence in place of tensor"
+                f"tensor={self.tensor} does not work with layout={self.layout}: use layout=replicate, or sequence in place of tensor"
             )
         if self.tensor > 1 and self.sequence > 1:
             raise ValueError(
-                f"tensor={self.tensor} and sequence={self.sequence} both cut attention by heads: use one of the two"
+                f"tensor={self.tensor} and sequence={self.sequence} both split attention by heads: use one of the two"
             )
         return self
 
     @property
-    def together(self) -> int:
-        """Processes that hold one model and see one batch."""
+    def model_ranks(self) -> int:
+        """Processes that hold one model together and see the same batch."""
         return self.tensor * self.sequence
 
     @property
-    def speaks_inside(self) -> bool:
-        """Whether processes exchange something inside the forward pass."""
-        return self.layout != "replicate" or self.together > 1
+    def communicates_in_forward(self) -> bool:
+        return self.layout != "replicate" or self.model_ranks > 1
 
-    def sizes(self, world: int, local_world: int = 0) -> Sizes:
-        """The mesh for so many processes."""
-        if world % self.together:
+    def mesh_shape(self, world: int, local_world: int = 0) -> MeshShape:
+        """The mesh of `world` processes. Raises ConfigError where they do not divide."""
+        if world % self.model_ranks:
             name = "tensor" if self.tensor > 1 else "sequence"
             raise ConfigError(
-                f"train.parallel.{name}={self.together} does not divide {world} process{'es' if world > 1 else ''}: start a multiple of it "
+                f"train.parallel.{name}={self.model_ranks} does not divide {world} process{'es' if world > 1 else ''}: start a multiple of it "
                 f"(torchrun --nproc-per-node; a dry run and kineo doctor take --processes), or set train.parallel={self.layout}"
             )
-        apart = world // self.together
+        data_ranks = world // self.model_ranks
         if self.layout == "replicate":
-            return Sizes(apart, 1, self.sequence, self.tensor)
-        if self.layout == "shard" or apart == 1:
-            return Sizes(1, apart, self.sequence, self.tensor)
-        group = self.shard or max(1, (local_world or world) // self.together)
-        if apart % group:
+            return MeshShape(data_ranks, 1, self.sequence, self.tensor)
+        if self.layout == "shard" or data_ranks == 1:
+            return MeshShape(1, data_ranks, self.sequence, self.tensor)
+        group = self.shard or max(1, (local_world or world) // self.model_ranks)
+        if data_ranks % group:
             raise ConfigError(
-                f"train.parallel.shard={group} does not divide {apart} processes into groups: use one of "
-                f"{', '.join(str(n) for n in range(2, apart + 1) if apart % n == 0)}"
+                f"train.parallel.shard={group} does not divide {data_ranks} processes into groups: use one of "
+                f"{', '.join(str(n) for n in range(2, data_ranks + 1) if data_ranks % n == 0)}"
             )
-        return Sizes(apart // group, group, self.sequence, self.tensor)
+        return MeshShape(data_ranks // group, group, self.sequence, self.tensor)
 
-    def data_place(self, rank: int, world: int) -> tuple[int, int]:
-        """Which part of the batch a process reads, of how many."""
-        return rank // self.together, self.sizes(world).replicate * self.sizes(world).shard
+    def data_rank_of(self, rank: int, world: int) -> tuple[int, int]:
+        """→ the data rank of a process, and how many there are."""
+        shape = self.mesh_shape(world)
+        return rank // self.model_ranks, shape.replicate * shape.shard
 
 
 class Layout:
-    """The mesh of a stage's processes and the groups within it. With one process, nothing."""
+    """The device mesh of a stage's processes. False where there is one process."""
 
     def __init__(self, config: ParallelConfig, device: torch.device, timeout: float = 600.0) -> None:
         self.config = config
-        self.active = distributed.is_active()
-        self.sizes = config.sizes(distributed.world(), distributed.local_world())
-        self.data_world = self.sizes.replicate * self.sizes.shard
-        self.timeout = timedelta(seconds=timeout)
-        if not self.active:
+        self.is_active = distributed.is_active()
+        self.shape = config.mesh_shape(distributed.world(), distributed.local_world())
+        self.data_world = self.shape.replicate * self.shape.shard
+        self._timeout = timedelta(seconds=timeout)
+        if not self.is_active:
             return
-        self.device_type = device.type
-        if config.together == 1:
+        if config.model_ranks == 1:
             distributed.reset_data_group()
             if config.layout == "replicate":
-                return  # everything is over all processes: the default group will do
-        self.mesh = init_device_mesh(device.type, tuple(self.sizes), mesh_dim_names=Sizes._fields)
-        if config.together > 1:
-            group = self._joined("replicate", "shard").get_group()
-            self._wait_at_most(group)
-            distributed.set_data_group(distributed.rank() // config.together, self.data_world, group)
+                return  # the default group is enough
+        self.mesh = init_device_mesh(device.type, tuple(self.shape), mesh_dim_names=MeshShape._fields)
+        for name in MeshShape._fields:
+            self._set_timeout(self.mesh[name])
+        if config.model_ranks > 1:
+            self.data_group = self._flatten("replicate", "shard").get_group()
+            distributed.set_data_group(distributed.rank() // config.model_ranks, self.data_world, self.data_group)
 
     def __bool__(self) -> bool:
-        return self.active
+        return self.is_active
 
     @property
     def shards(self) -> bool:
-        return self.active and self.config.layout != "replicate"
+        return self.is_active and self.config.layout != "replicate"
 
     def sharding_mesh(self) -> DeviceMesh:
-        """Processes over which weights lie in parts, those of a sequence among them; across groups of them first, with hybrid."""
-        within = self._joined("shard", "sequence")
-        if self.sizes.replicate == 1:
+        """FSDP2's mesh: shards over the sequence ranks too; with hybrid (replicate, shard)."""
+        within = self._flatten("shard", "sequence")
+        if self.shape.replicate == 1:
             return within
-        across = self.mesh["replicate"]
-        self._wait_at_most(across.get_group())
-        self._wait_at_most(within.get_group())
         return DeviceMesh.from_group(
-            [across.get_group(), within.get_group()],
-            self.device_type,
+            [self.mesh["replicate"].get_group(), within.get_group()],
+            within.device_type,
             mesh=self.mesh.mesh[:, :, :, 0].flatten(1),
             mesh_dim_names=("replicate", "within"),
         )
 
-    def group(self, side: Literal["sequence", "tensor"]) -> dist.ProcessGroup:
-        group = self.mesh[side].get_group()
-        self._wait_at_most(group)
-        return group
+    def _flatten(self, *names: str) -> DeviceMesh:
+        mesh = self.mesh[names]._flatten("_".join(names))
+        self._set_timeout(mesh)
+        return mesh
 
-    def across_tensor(self) -> dist.ProcessGroup:
-        """Those that hold the same part of a matrix that is cut."""
-        group = self._joined("replicate", "shard", "sequence").get_group()
-        self._wait_at_most(group)
-        return group
-
-    def _joined(self, *sides: str) -> DeviceMesh:
-        found = self.mesh[sides]
-        return found._flatten("_".join(sides)) if len(sides) > 1 else found
-
-    def _wait_at_most(self, group: dist.ProcessGroup) -> None:
-        _set_pg_timeout(self.timeout, group)
+    def _set_timeout(self, mesh: DeviceMesh) -> None:
+        _set_pg_timeout(self._timeout, mesh.get_group())

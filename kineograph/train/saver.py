@@ -13,17 +13,19 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.train import checkpoint
-from kineograph.train.shard_io import Held, whole
+from kineograph.train.dtensors import full_tensor
 from kineograph.train.staging import Staging
 
 PATIENCE = timedelta(hours=1)  # for the slowest process's part
@@ -41,7 +43,7 @@ class Saver:
         # A group of its own: its messages must not mix with those of training, and it speaks on the host.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed.world() > 1 else None
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Held]], state: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Checkpoint `step`, as everything is now. Returns once it is copied."""
         self.wait()
         staged = {name: self._copied(name, group) for name, group in tensors.items()}
@@ -108,14 +110,15 @@ class Saver:
             self._failed = True
             raise
 
-    def _copied(self, kind: str, group: Mapping[str, Held]) -> dict[str, Any]:
+    def _copied(self, kind: str, group: Mapping[str, Tensor]) -> dict[str, Any]:
         if distributed.world() == 1:
-            return {name: self._staging.copy(f"{kind}/{name}", whole(value).detach()) for name, value in group.items()}
-        from kineograph.train.distributed_checkpoint import Part, own_parts
+            full = {name: full_tensor(value).detach() for name, value in group.items()}
+            return {name: self._staging.copy(f"{kind}/{name}", value) for name, value in full.items()}
+        from kineograph.train.distributed_checkpoint import slices_to_write
 
         return {
-            name: Part(self._staging.copy(f"{kind}/{name}", part.local), part.offsets, part.whole)
-            for name, part in own_parts(group)
+            name: replace(piece, local=self._staging.copy(f"{kind}/{name}", piece.local))
+            for name, piece in slices_to_write(group)
         }
 
     def _write(self, step: int, staged: dict[str, dict[str, Any]], text: str) -> None:

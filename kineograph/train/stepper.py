@@ -23,17 +23,16 @@ from kineograph.core.transfer import fetch_floats
 from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
-from kineograph.train.ddp import Reduction, Replicated
-from kineograph.train.dtensors import WHOLE, Cut, Piece, Sharded, local
+from kineograph.train.ddp import GradientAverage, ReplicatedTask
+from kineograph.train.dtensors import full_tensor, to_local
 from kineograph.train.ema import Ema, swap_in_averages
 from kineograph.train.fsdp import ShardedTask, check_sharding
 from kineograph.train.optim import LossScale, Optimizer, learning_rate_at
 from kineograph.train.parallel import Layout, ParallelConfig
 from kineograph.train.precision import autocast, resolve_precision
-from kineograph.train.sequence_parallel import spread_sequence
-from kineograph.train.shard_io import Held, held, read_into, whole
+from kineograph.train.sequence_parallel import apply_sequence_parallel
 from kineograph.train.step_times import StepTimes
-from kineograph.train.tensor_parallel import check_splits, cut_blocks
+from kineograph.train.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, parallel_plans
 
 
 def graphs_for(config: TrainConfig, device: torch.device, several: bool | None = None) -> bool:
@@ -43,7 +42,7 @@ def graphs_for(config: TrainConfig, device: torch.device, several: bool | None =
     several = distributed.is_active() if several is None else several
     if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
         raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
-    if config.compile == "graphs" and several and config.parallel.speaks_inside:
+    if config.compile == "graphs" and several and config.parallel.communicates_in_forward:
         raise ConfigError(
             "train.compile=graphs needs train.parallel=replicate, without tensor and sequence: weights or tokens are exchanged inside; use true or auto"
         )
@@ -57,14 +56,15 @@ def check_layout(task: Task, parallel: ParallelConfig, players: Mapping[str, Pla
     for name, player in players.items():
         if parallel.tensor > 1 and player.optimizer == "adamw_8bit":
             raise ConfigError(
-                f"train.parallel.tensor={parallel.tensor} cuts rows in which {name}'s optimizer=adamw_8bit keeps blocks of numbers together: "
+                f"train.parallel.tensor={parallel.tensor} would split the rows that optimizer=adamw_8bit of {name} quantizes in blocks: "
                 "use adamw_split, or train.parallel=shard"
             )
     if parallel.layout != "replicate":
         check_sharding(task)
-    for key, count in (("tensor", parallel.tensor), ("sequence", parallel.sequence)):
-        if count > 1:
-            check_splits(task, key, count)
+    if parallel.tensor > 1:
+        check_tensor_parallel(task, parallel.tensor)
+    if parallel.sequence > 1:
+        parallel_plans(task, "sequence", parallel.sequence)
 
 
 def _is_on(task: Task, device: torch.device) -> bool:
@@ -100,12 +100,9 @@ class Stepper:
         task.precision = config.precision
         self.players = {name: (players or {}).get(name, config) for name in task.players}
         self.sharded: ShardedTask | None = None
-        self.pieces: dict[str, Piece] = {}  # parameters of which this process holds a part
         self._prepare()
         self.parameters = {name: player_parameters(task, name) for name in task.players}
-        self.optimizers = {
-            name: Optimizer(self.parameters[name], self.players[name], self.pieces) for name in task.players
-        }
+        self.optimizers = {name: Optimizer(self.parameters[name], self.players[name]) for name in task.players}
         self.emas = {
             name: Ema(self.parameters[name], self.players[name].ema)
             for name in task.players
@@ -116,15 +113,15 @@ class Stepper:
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
         self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
         self.skipped_in_a_row = torch.zeros((), device=self.device)
-        self._join()
+        self._set_up_reduction()
 
     def _prepare(self) -> None:
-        """What is done to the task's blocks: cut, recomputed, compiled, sharded, in this order."""
+        """Apply to the task's blocks, in this order: tensor or sequence parallelism, activation checkpointing, compilation, FSDP2."""
         config, task, parallel = self.config, self.task, self.config.parallel
         if self.layout and parallel.tensor > 1:
-            self.pieces |= cut_blocks(task, self.layout.group("tensor"))
+            apply_tensor_parallel(task, self.layout.mesh["tensor"])
         if self.layout and parallel.sequence > 1:
-            spread_sequence(task, self.layout.group("sequence"))
+            apply_sequence_parallel(task, self.layout.mesh["sequence"].get_group())
         if config.checkpointing:
             for block in task.blocks():
                 checkpoint_activations(block, None if config.checkpointing is True else config.checkpointing)
@@ -134,13 +131,12 @@ class Stepper:
             config.compile == "auto" and self.device.type == "cuda"
         )
         if self.compiles:
-            compile_task(task, self.graphs, by_block or (bool(self.layout) and parallel.speaks_inside))
+            compile_task(task, self.graphs, by_block or (bool(self.layout) and parallel.communicates_in_forward))
             if self.layout and (config.checkpointing or self.graphs):
                 # For DDP the compiler cuts a network at the borders of buckets, and can do so neither in recomputed blocks nor in a CUDA graph.
                 torch._dynamo.config.optimize_ddp = False
         if self.layout.shards:
             self.sharded = ShardedTask(task, self.layout, self.precision)
-            self.pieces |= {name: Sharded(p) for name, p in task.named_parameters() if isinstance(p, DTensor)}
 
     def compile_stages(self) -> None:
         """The frozen stages too, where training is compiled: for steps that ask them each time, since no cache holds their answers."""
@@ -148,23 +144,23 @@ class Stepper:
             for stage in self.task.stages.values():
                 compile_task(stage, graphs=False)
 
-    def _join(self) -> None:
-        """Choose how gradients of several processes come together."""
-        self.whole_way: Replicated | ShardedTask | None = self.sharded
-        self.reductions: dict[str, list[Reduction]] = {name: [] for name in self.task.players}
-        parallel = self.config.parallel
+    def _set_up_reduction(self) -> None:
+        """Choose how gradients are averaged over processes."""
+        self.wrapped: ReplicatedTask | ShardedTask | None = self.sharded
+        self.gradient_averages: dict[str, list[GradientAverage]] = {name: [] for name in self.task.players}
         if not self.layout:
             return
-        if len(self.task.players) == 1 and not self.pieces:
-            self.whole_way = Replicated(self.task, parallel.bucket_mb, parallel.find_unused)
+        parallel = self.config.parallel
+        if len(self.task.players) == 1 and not self.sharded and parallel.tensor == 1:
+            self.wrapped = ReplicatedTask(self.task, parallel.bucket_mb, parallel.find_unused)
             return
-        for name, parameters in self.parameters.items():
-            keys = parallel.bucket_mb, parallel.find_unused
-            whole = {key: p for key, p in parameters.items() if key not in self.pieces}
-            self.reductions[name].append(Reduction(whole, *keys))
-            cut = {key: p for key, p in parameters.items() if isinstance(self.pieces.get(key), Cut)}
+        keys = parallel.bucket_mb, parallel.find_unused
+        for player, parameters in self.parameters.items():
+            replicated = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
+            self.gradient_averages[player].append(GradientAverage(replicated, *keys))
             if parallel.tensor > 1:
-                self.reductions[name].append(Reduction(cut, *keys, self.layout.across_tensor()))
+                split = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+                self.gradient_averages[player].append(GradientAverage(split, *keys, self.layout.data_group))
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
@@ -204,10 +200,10 @@ class Stepper:
         for number, batch in enumerate(batches, 1):
             batch = batch.to(self.device)
             noise = Noise(self.seed, step, batch.slots)
-            if self.whole_way is not None and playing:
-                with self.whole_way.last_of(number == len(batches)):
+            if self.wrapped is not None and playing:
+                with self.wrapped.micro_batch(is_last=number == len(batches)):
                     with self.times.part("forward"), autocast(self.precision, self.device):
-                        loss = self.whole_way.loss(batch, noise)
+                        loss = self.wrapped.loss(batch, noise)
                     if number == len(batches):
                         self.times.align()  # the backward pass waits for the others
                     self._backward(loss)
@@ -215,9 +211,9 @@ class Stepper:
             else:
                 self._accumulate(playing, batch, noise, joined)
         for name in playing:
-            for reduction in self.reductions[name]:
+            for average in self.gradient_averages[name]:
                 with self.times.part("sync"):
-                    reduction()
+                    average()
         return joined
 
     def _backward(self, loss: Loss, retain_graph: bool = False) -> None:
@@ -264,7 +260,7 @@ class Stepper:
         try:
             with (
                 swap_in_averages(list(self.emas.values()) if ema else []),
-                self.sharded.gathered() if self.sharded else nullcontext(),
+                self.sharded.unsharded() if self.sharded else nullcontext(),
                 torch.no_grad(),
                 # Judging comes in many shapes, each seldom: compiling them would take longer than it saves.
                 torch.compiler.set_stance("force_eager"),
@@ -277,21 +273,9 @@ class Stepper:
     # saved state -------------------------------------------------------------------------------------------------
 
     def full_state(self) -> dict[str, dict[str, Tensor]]:
-        """Everything with a tensor that the next step depends on, whole. Where processes hold parts, all must ask."""
-        return {
-            kind: {name: whole(value) for name, value in found.items()} for kind, found in self.local_state().items()
-        }
-
-    def _moments(self) -> dict[str, Tensor]:
-        return {
-            f"{name}/{key}": value
-            for name, optimizer in self.optimizers.items()
-            for key, value in optimizer.state().items()
-        }
-
-    def piece_of(self, name: str, value: Tensor) -> Piece:
-        """By its name in `held`: that of a parameter, behind `player/exp_avg.` for a moment."""
-        return self.pieces.get(parameter_name(name), WHOLE) if value.ndim else WHOLE
+        """Every tensor that the next step depends on, gathered; every process must call this."""
+        state = self.local_state()
+        return {kind: {name: full_tensor(value) for name, value in tensors.items()} for kind, tensors in state.items()}
 
     def state(self) -> dict[str, Any]:
         """Numbers that the next step depends on, fetched from the device at once."""
@@ -303,38 +287,40 @@ class Stepper:
             **numbers,
         }
 
-    def local_state(self) -> dict[str, dict[str, Held]]:
-        """The same as it is saved: each process writes what it holds."""
-        saved: dict[str, dict[str, Held]] = {
-            "model": {
-                name: held(value, self.piece_of(name, value)) for name, value in task_state_dict(self.task).items()
+    def local_state(self) -> dict[str, dict[str, Tensor]]:
+        """The same with DTensors, of which each process saves its shard."""
+        saved = {
+            "model": task_state_dict(self.task),
+            "optimizer": {
+                f"{player}/{key}": value
+                for player, optimizer in self.optimizers.items()
+                for key, value in optimizer.state().items()
             },
-            "optimizer": {name: held(value, self.piece_of(name, value)) for name, value in self._moments().items()},
         }
         if self.emas:
             saved["ema"] = self._averages()
         return saved
 
-    def _averages(self) -> dict[str, Held]:
-        """Weights with the averages in place of what is averaged, as exact as they are kept; what has two names is so under both."""
-        found: dict[str, Held] = {}
-        average = {name: value for ema in self.emas.values() for name, value in ema.average.items()}
+    def _averages(self) -> dict[str, Tensor]:
+        """The model's state with averages in place of weights, in float32; a tied weight has its average under both names."""
+        averages = {name: value for ema in self.emas.values() for name, value in ema.state().items()}
         weights = {name: p for ema in self.emas.values() for name, p in ema.parameters.items()}
-        twins = {local(p).data_ptr(): name for name, p in weights.items() if p.numel()}
+        by_address = {to_local(p).data_ptr(): name for name, p in weights.items() if p.numel()}
+        state: dict[str, Tensor] = {}
         for name, value in task_state_dict(self.task).items():
-            own = name if name in average else twins.get(local(value).data_ptr(), "")
-            alike = own in average and weights[own].shape == value.shape
-            found[name] = held(average[own] if alike else value, self.piece_of(own if alike else name, value))
-        return found
+            own = name if name in averages else by_address.get(to_local(value).data_ptr(), "")
+            is_averaged = own in averages and weights[own].shape == value.shape
+            state[name] = averages[own] if is_averaged else value
+        return state
 
     def load(self, saved: Checkpoint) -> None:
         check_weights(self.task, saved.shapes("model"))
-        self._read(saved, "model", task_state_dict(self.task))
+        saved.load_into("model", task_state_dict(self.task))
         state = saved.state()["stepper"]
         if saved.has("optimizer"):  # before the first step there is nothing
             self._load_moments(saved)
         for name, ema in self.emas.items():
-            self._read(saved, "ema", ema.average)
+            saved.load_into("ema", ema.state())
             ema.updates = state["ema_updates"].get(name, 0)
         if self.scale and state["scale"]:
             self.scale.load(state["scale"])
@@ -349,17 +335,9 @@ class Stepper:
                 keys[name].append(rest)
         rooms = {name: optimizer.rooms_for(keys[name]) for name, optimizer in self.optimizers.items()}
         every = {f"{name}/{key}": room for name, found in rooms.items() for key, room in found.items()}
-        self._read(saved, "optimizer", every)
+        saved.load_into("optimizer", every)
         for name, optimizer in self.optimizers.items():
             optimizer.load(rooms[name])
-
-    def _read(self, saved: Checkpoint, kind: str, into: Mapping[str, Tensor]) -> None:
-        read_into(saved, kind, {name: (value, self.piece_of(name, value)) for name, value in into.items()})
-
-
-def parameter_name(key: str) -> str:
-    """`generator/exp_avg.head.weight` → head.weight"""
-    return key.partition("/")[2].partition(".")[2] if "/" in key else key
 
 
 class _Joined:

@@ -1,122 +1,123 @@
-"""Tensor parallelism from outside: the matrices of each block are cut over a group of processes, by the rules that the block states.
+"""Tensor parallelism, applied to a finished Task: torch's ColwiseParallel and RowwiseParallel on the layers that each block's plan names.
 
-    y = Σᵣ f(x Aᵣ) Bᵣ        A in columns, B in rows, f elementwise or within a head: one sum of all processes a pair of matrices
+    y = Σᵣ f(x Aᵣ) Bᵣ        A split by columns, B by rows, f elementwise or within a head: one all-reduce for each pair
 
-All processes of the group see the same batch, and all that is not cut is computed by each of them alike.
+All processes of the mesh see the same batch and compute everything else alike.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from kineograph.core.errors import ConfigError
 from kineograph.core.parallel_plan import HasParallelPlan, ParallelPlan
 from kineograph.core.task import Task
-from kineograph.train.dtensors import Cut, Piece
 
 
-def check_splits(task: Task, key: str, count: int) -> list[tuple[nn.Module, ParallelPlan]]:
-    """The blocks with their rules; a ConfigError where there are none, or where heads do not divide."""
+def parallel_plans(task: Task, key: str, count: int) -> list[tuple[nn.Module, ParallelPlan]]:
+    """The blocks with their plans. Raises ConfigError where a block has none, or where `count` does not divide its heads."""
     blocks = task.blocks()
     if not blocks or not all(isinstance(block, HasParallelPlan) for block in blocks):
         raise ConfigError(
-            f"train.parallel.{key}={count}: the blocks of {type(task).__name__} do not say how they are cut; use replicate, or shard"
+            f"train.parallel.{key}={count}: the blocks of {type(task).__name__} have no parallel plan; use replicate, or shard"
         )
-    found = [(block, cast(HasParallelPlan, block).splits()) for block in blocks]
-    for block, rules in found:
-        for name in rules.heads:
+    plans = [(block, cast(HasParallelPlan, block).parallel_plan()) for block in blocks]
+    for block, plan in plans:
+        for name in plan.attentions:
             heads = int(block.get_submodule(name).heads)  # type: ignore[arg-type]
             if heads % count:
                 raise ConfigError(
                     f"train.parallel.{key}={count} does not divide the {heads} heads of {type(task).__name__}: use one of "
                     f"{', '.join(str(n) for n in range(2, heads + 1) if heads % n == 0)}"
                 )
-        for name in (*rules.columns, *rules.rows):
-            if type(block.get_submodule(name)) is not nn.Linear:
+    return plans
+
+
+def check_tensor_parallel(task: Task, count: int) -> list[tuple[nn.Module, ParallelPlan]]:
+    """The blocks with their plans. Raises ConfigError where a layer cannot be split over `count` processes."""
+    plans = parallel_plans(task, "tensor", count)
+    for block, plan in plans:
+        for name in (*plan.column_layers, *plan.row_layers):
+            layer = block.get_submodule(name)
+            if type(layer) is not nn.Linear:
                 raise ConfigError(
-                    f"train.parallel.{key}={count}: {name} of {type(task).__name__} has adapters, which are not cut; use replicate or shard"
+                    f"train.parallel.tensor={count}: {name} of {type(task).__name__} has adapters, which are not split; "
+                    "use replicate, shard or sequence"
                 )
-    return found
+            channels = layer.in_features if name in plan.row_layers else layer.out_features // plan.column_layers[name]
+            if channels % count:
+                raise ConfigError(
+                    f"train.parallel.tensor={count} does not divide the {channels} channels of {name}: use another number"
+                )
+    return plans
 
 
-def cut_blocks(task: Task, group: Any) -> dict[str, Piece]:
-    """Cut every block in place. → the parameters that are cut, by name."""
-    count = dist.get_world_size(group)
-    names = {id(p): name for name, p in task.named_parameters()}
-    pieces: dict[str, Piece] = {}
-    for block, rules in check_splits(task, "tensor", count):
-        for name, stacked in rules.columns.items():
-            layer = cast(nn.Linear, block.get_submodule(name))
-            for parameter in layer.parameters():
-                pieces[names[id(parameter)]] = _cut(parameter, Cut(group, 0, stacked))
-            layer.out_features //= count
-            layer.register_forward_pre_hook(lambda module, inputs: (_enter(inputs[0], group), *inputs[1:]))
-        for name in rules.rows:
-            layer = cast(nn.Linear, block.get_submodule(name))
-            pieces[names[id(layer.weight)]] = _cut(layer.weight, Cut(group, 1))
-            layer.in_features //= count
-            layer.forward = _summed(layer, group)  # type: ignore[method-assign]
-        for name in rules.heads:
-            module: Any = block.get_submodule(name)
-            module.heads //= count
-        for name in rules.inside:
+def split_parameters(task: Task, count: int) -> list[nn.Parameter]:
+    """The parameters of which `apply_tensor_parallel` leaves each process 1 / `count`."""
+    parameters: list[nn.Parameter] = []
+    for block, plan in check_tensor_parallel(task, count):
+        for name in plan.column_layers:
+            parameters += block.get_submodule(name).parameters()
+        parameters += [block.get_parameter(f"{name}.weight") for name in plan.row_layers]
+    return parameters
+
+
+def apply_tensor_parallel(task: Task, mesh: DeviceMesh) -> None:
+    """Split every block in place: its column and row layers get DTensor parameters."""
+    for block, plan in check_tensor_parallel(task, mesh.size()):
+        styles: dict[str, ParallelStyle] = {
+            name: StackedColwiseParallel(stacked) if stacked > 1 else ColwiseParallel()
+            for name, stacked in plan.column_layers.items()
+        }
+        styles |= {name: RowwiseParallel() for name in plan.row_layers}
+        parallelize_module(block, mesh, styles, src_data_rank=None)  # no broadcast: every process has the same weights
+        for name in plan.attentions:
+            attention: Any = block.get_submodule(name)
+            attention.heads //= mesh.size()
+        for name in plan.head_norms:
             for parameter in block.get_submodule(name).parameters():
-                parameter.register_hook(lambda gradient: _sum(gradient, group))  # each process saw its own heads only
-    return pieces
+                parameter.register_hook(
+                    partial(_all_reduce, group=mesh.get_group())
+                )  # each process has some heads only
 
 
-def _cut(parameter: Tensor, piece: Cut) -> Piece:
-    size = parameter.shape[piece.dim] // piece.stacked
-    if size % dist.get_world_size(piece.group):
-        raise ConfigError(
-            f"train.parallel.tensor={dist.get_world_size(piece.group)} does not divide a layer of {size} channels: use another number"
-        )
-    parameter.data = piece.part(parameter.data)
-    return piece
-
-
-def _sum(value: Tensor, group: Any) -> Tensor:
+def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return collectives.all_reduce(value.contiguous(), "sum", group)
 
 
-class _Enter(torch.autograd.Function):
-    """The identity; on the way back, the sum of what each process's columns ask for."""
+class StackedColwiseParallel(ParallelStyle):
+    """ColwiseParallel for a layer whose output stacks several tensors, such as queries, keys and values: each is split by itself.
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
+    The weight is a DTensor with torch's `_StridedShard`. Its matrix product is local, since torch 2.11 has none for this placement.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sum(gradient, ctx.group), None
+    def __init__(self, stacked: int) -> None:
+        self.stacked = stacked
 
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, device_mesh, self._partition)
+        module.forward = partial(_linear, cast(nn.Linear, module), device_mesh)  # type: ignore[method-assign]
+        return module
 
-class _Leave(torch.autograd.Function):
-    """The sum over processes; on the way back the identity, since all take the same loss of it."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        return _sum(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
+    def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        placement = _StridedShard(0, split_factor=self.stacked)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
-def _enter(value: Tensor, group: Any) -> Tensor:
-    return _Enter.apply(value, group)
-
-
-def _summed(layer: nn.Linear, group: Any) -> Any:
-    def forward(x: Tensor) -> Tensor:
-        total = _Leave.apply(F.linear(x, layer.weight), group)
-        return total if layer.bias is None else total + layer.bias.to(total.dtype)
-
-    return forward
+def _linear(layer: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """B N D → this process's channels of each stacked tensor. The gradient of x is summed over the mesh."""
+    x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    weight, bias = cast(DTensor, layer.weight), cast(DTensor | None, layer.bias)
+    return F.linear(x, weight.to_local(), None if bias is None else bias.to_local())

@@ -21,7 +21,7 @@ from kineograph.doctor.step_trace import Memory, trace
 from kineograph.run.dry_run import dry_run, examine, planned_world
 from kineograph.stage.data import count_workers
 from kineograph.train.config import TrainConfig
-from kineograph.train.dtensors import local
+from kineograph.train.dtensors import to_local
 from kineograph.train.stepper import Stepper
 from tests.doctor.test_doctor import MUSE, TREE, opened
 from tests.train.together import together
@@ -68,12 +68,12 @@ def test_a_process_holds_what_was_said(keys: str) -> None:
         stepper = Stepper(builder.build(stage.name, torch.device("cpu")), stage.train, stage.players)
         task, (optimizer,), (average,) = stepper.task, stepper.optimizers.values(), stepper.emas.values()
         frozen = [t for kept in task.stages.values() for t in [*kept.parameters(), *kept.buffers()]]
-        tensors = {t.data_ptr(): t for t in [*map(local, task.parameters()), *task.buffers(), *frozen]}
+        tensors = {t.data_ptr(): t for t in [*map(to_local, task.parameters()), *task.buffers(), *frozen]}
         return {
             "weights": sum(t.numel() * t.element_size() for t in tensors.values()),
             "gradients": sum(p.numel() * p.element_size() for p in optimizer.parts.values()),
             "optimizer": optimizer.moment_bytes,
-            "ema": sum(local(value).numel() * value.element_size() for value in average.average.values()),
+            "ema": sum(to_local(value).numel() * value.element_size() for value in average.average.values()),
         }
 
     first, _ = together(2, hold)
@@ -173,7 +173,7 @@ def test_a_layout_is_checked_for_the_processes_that_are_meant(toy: str) -> None:
     for words, processes, message in (
         ([*cut, "train.batch_size=9"], 3, "does not divide 3 processes"),
         (["muse.yaml", "stages.generator.train.parallel={tensor: 4}", "train.batch_size=4"], 4, "does not divide the 2 heads"),
-        ([toy, "stages.first.train.parallel=shard"], 2, "walk back over one forward pass"),
+        ([toy, "stages.first.train.parallel=shard"], 2, "FSDP2 cannot run several backward passes"),
         ([toy], 3, "train.batch_size=8 does not divide into 3 processes"),
         ([toy, "train.parallel={layout: hybrid, shard: 3}"], 8, "shard=3 does not divide 8 processes"),
     ):  # fmt: skip

@@ -78,7 +78,7 @@ def stepper_for(case: dict[str, Any]) -> Stepper:
 
 def descend(stepper: Stepper, case: dict[str, Any], start: int, stop: int) -> list[dict[str, float]]:
     config, shape = stepper.config, TASKS[case["task"]][1]
-    rank, world = config.parallel.data_place(distributed.rank(), distributed.world())
+    rank, world = config.parallel.data_rank_of(distributed.rank(), distributed.world())
     found = []
     for step in range(start, stop):
         rows = case.get("rows", config.batch_size)
@@ -109,7 +109,7 @@ def validated(stepper: Stepper, case: dict[str, Any]) -> float:
     """A mean over all ranks with averaged weights: each rank has another number of items, and its own pace."""
     from kineograph.core.noise import Noise
 
-    rank, world = stepper.config.parallel.data_place(distributed.rank(), distributed.world())
+    rank, world = stepper.config.parallel.data_rank_of(distributed.rank(), distributed.world())
     total = torch.zeros(2, dtype=torch.float64)
     with stepper.eval_mode() as task:
         for one in np.array_split(np.arange(7), world)[rank].tolist() if case["task"] != "gan" else []:

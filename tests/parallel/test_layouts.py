@@ -47,6 +47,7 @@ BOTH: Cases = {
     "cogvideox-tensor": ({"task": "cogvideox"}, TENSOR),
     "cogvideox-sequence": ({"task": "cogvideox"}, SEQUENCE),
     "cogvideox-sequence-recompute": ({"task": "cogvideox", "train": RECOMPUTE}, SEQUENCE),
+    "cogvideox-lora-sequence": ({"task": "cogvideox-lora"}, SEQUENCE),
     "cogvideox-shard-recompute": ({"task": "cogvideox", "train": RECOMPUTE}, SHARD),
     "cogvideox-8bit": ({"task": "cogvideox", "train": EIGHT}, SHARD),
 }
@@ -182,10 +183,10 @@ def test_what_is_shared_out_is_not_kept_whole(one: Any, two: Any, four: Any) -> 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"layout": "shard", "shard": 2}, "shard=2 is the size of a group in layout=hybrid"),
-        ({"layout": "shard", "tensor": 2}, "not sharded as well"),
-        ({"tensor": 2, "sequence": 2}, "both cut attention by heads"),
-        ({"reshard": False}, "nothing is sharded"),
+        ({"layout": "shard", "shard": 2}, "shard=2 is the group size of layout=hybrid"),
+        ({"layout": "shard", "tensor": 2}, "tensor=2 does not work with layout=shard"),
+        ({"tensor": 2, "sequence": 2}, "both split attention by heads"),
+        ({"reshard": False}, "shards nothing"),
     ],
 )
 def test_keys_that_do_not_go_together(keys: dict[str, Any], said: str) -> None:
@@ -195,21 +196,21 @@ def test_keys_that_do_not_go_together(keys: dict[str, Any], said: str) -> None:
 
 def test_processes_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match=r"train\.parallel\.tensor=4 does not divide 6 processes"):
-        ParallelConfig(tensor=4).sizes(6)
+        ParallelConfig(tensor=4).mesh_shape(6)
     with pytest.raises(ConfigError, match=r"train\.parallel\.sequence=2 does not divide 1 process:"):
-        ParallelConfig(sequence=2).sizes(1)
+        ParallelConfig(sequence=2).mesh_shape(1)
     with pytest.raises(
         ConfigError, match=r"train\.parallel\.shard=4 does not divide 6 processes into groups: use one of 2, 3, 6"
     ):
-        ParallelConfig(layout="hybrid", shard=4).sizes(6)
+        ParallelConfig(layout="hybrid", shard=4).mesh_shape(6)
 
 
 def test_sizes_of_the_mesh() -> None:
-    assert ParallelConfig().sizes(8) == (8, 1, 1, 1)
-    assert ParallelConfig(layout="shard").sizes(8) == (1, 8, 1, 1)
-    assert ParallelConfig(layout="hybrid").sizes(8, local_world=4) == (2, 4, 1, 1)
-    assert ParallelConfig(layout="hybrid", shard=2, sequence=2).sizes(8) == (2, 2, 2, 1)
-    assert [ParallelConfig(tensor=2).data_place(rank, 8) for rank in (0, 1, 2, 7)] == [(0, 4), (0, 4), (1, 4), (3, 4)]
+    assert ParallelConfig().mesh_shape(8) == (8, 1, 1, 1)
+    assert ParallelConfig(layout="shard").mesh_shape(8) == (1, 8, 1, 1)
+    assert ParallelConfig(layout="hybrid").mesh_shape(8, local_world=4) == (2, 4, 1, 1)
+    assert ParallelConfig(layout="hybrid", shard=2, sequence=2).mesh_shape(8) == (2, 2, 2, 1)
+    assert [ParallelConfig(tensor=2).data_rank_of(rank, 8) for rank in (0, 1, 2, 7)] == [(0, 4), (0, 4), (1, 4), (3, 4)]
 
 
 def test_a_word_is_a_layout() -> None:
@@ -242,12 +243,12 @@ def test_tasks_that_cannot(tmp_path: Path) -> None:
         {"task": "gan", "train": TENSOR},
         {"task": "toy", "train": SEQUENCE},
         {"task": "cogvideox-3-heads", "train": TENSOR},
-        {"task": "cogvideox-lora", "train": SEQUENCE},
+        {"task": "cogvideox-lora", "train": TENSOR},
     ]
     for said in run(2, "tests.parallel.test_layouts:all_refused", tmp_path, cases):
-        assert "players of Duel (generator, critic)" in said[0] and "use layout=replicate" in said[0]
-        assert "blocks of VQGAN do not say how they are cut" in said[1]
-        assert "blocks of Toy do not say how they are cut" in said[2]
+        assert "each player of Duel (generator, critic)" in said[0] and "use layout=replicate" in said[0]
+        assert "blocks of VQGAN have no parallel plan" in said[1]
+        assert "blocks of Toy have no parallel plan" in said[2]
         assert "train.parallel.tensor=2 does not divide the 3 heads" in said[3]
         assert "has adapters" in said[4]
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import kineograph.train.distributed_checkpoint  # noqa: F401  the same
 from kineograph.core.errors import InputError, RunFailed
@@ -22,10 +23,8 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.evaluate.run_summary import _size
 from kineograph.interop.export_run import export_safetensors
 from kineograph.train import checkpoint
-from kineograph.train.dtensors import WHOLE as WHOLE_PIECE
-from kineograph.train.dtensors import Cut
+from kineograph.train.dtensors import full_tensor, to_local
 from kineograph.train.saver import Saver
-from kineograph.train.shard_io import held, read_into
 from tests.train.test_checkpoint import flip
 from tests.train.together import together
 
@@ -115,14 +114,14 @@ def test_another_number_of_processes_and_another_layout_fill_their_tensors(tmp_p
             targets = laid_out(4, layout)
             for value in targets.values():
                 (value.to_local() if hasattr(value, "to_local") else value).zero_()
-            checkpoint.checkpoint_at(tmp_path, 3).fill("model", targets)
+            checkpoint.checkpoint_at(tmp_path, 3).load_into("model", targets)
             for name, value in targets.items():
                 full = value.full_tensor() if hasattr(value, "full_tensor") else value
                 assert torch.equal(full, WHOLE[name]), (layout, name)
 
     together(4, fill)
     alone = {name: torch.zeros_like(value) for name, value in WHOLE.items()}
-    checkpoint.checkpoint_at(tmp_path, 3).fill("model", alone)
+    checkpoint.checkpoint_at(tmp_path, 3).load_into("model", alone)
     assert all(torch.equal(alone[name], value) for name, value in WHOLE.items())
 
 
@@ -151,28 +150,31 @@ def test_the_digest_tells_weights_apart(tmp_path: Path) -> None:
     assert third.digest(ema=False) != fourth.digest(ema=False)
 
 
-def test_matrices_that_are_cut_are_saved_whole_and_cut_again(tmp_path: Path) -> None:
-    """Queries, keys and values of two heads stand in one matrix: the piece of a process is three boxes of it."""
-    whole = torch.arange(24.0).view(12, 2)
+def test_stacked_matrices_are_saved_in_full_and_split_again(tmp_path: Path) -> None:
+    """Queries, keys and values of two heads in one matrix: the shard of a process is three separate slices of it."""
+    full = torch.arange(24.0).view(12, 2)
+
+    def split(value: torch.Tensor) -> torch.Tensor:
+        placement = _StridedShard(0, split_factor=3)
+        return distribute_tensor(value, init_device_mesh("cpu", (2,)), [placement], src_data_rank=None)
 
     def write(rank: int) -> None:
-        piece = Cut(dist.group.WORLD, 0, stacked=3)
-        part = piece.part(whole)
-        assert part.tolist() == torch.cat([whole[4 * i + 2 * rank : 4 * i + 2 * rank + 2] for i in range(3)]).tolist()
+        qkv = split(full.clone())
+        expected = torch.cat([full[4 * i + 2 * rank : 4 * i + 2 * rank + 2] for i in range(3)])
+        assert torch.equal(to_local(qkv), expected) and torch.equal(full_tensor(qkv), full)
         with Saver(tmp_path) as saver:
-            saver.save(1, {"model": {"qkv": held(part, piece), "norm": held(torch.ones(2), WHOLE_PIECE)}}, {})
+            saver.save(1, {"model": {"qkv": qkv, "norm": torch.ones(2)}}, {})
 
     def read(rank: int) -> None:
-        piece = Cut(dist.group.WORLD, 0, stacked=3)
-        part, norm = torch.zeros(6, 2), torch.zeros(2)
-        read_into(checkpoint.checkpoint_at(tmp_path, 1), "model", {"qkv": (part, piece), "norm": (norm, WHOLE_PIECE)})
-        assert torch.equal(part, piece.part(whole)) and torch.equal(norm, torch.ones(2))
+        qkv, norm = split(torch.zeros(12, 2)), torch.zeros(2)
+        checkpoint.checkpoint_at(tmp_path, 1).load_into("model", {"qkv": qkv, "norm": norm})
+        assert torch.equal(full_tensor(qkv), full) and torch.equal(norm, torch.ones(2))
 
     together(2, write)
-    assert torch.equal(checkpoint.checkpoint_at(tmp_path, 1).tensors("model")["qkv"], whole)
+    assert torch.equal(checkpoint.checkpoint_at(tmp_path, 1).tensors("model")["qkv"], full)
     together(2, read)
     with pytest.raises(InputError, match=r"qkv has shape \[12, 2\], and this task needs \[5\]"):
-        read_into(checkpoint.checkpoint_at(tmp_path, 1), "model", {"qkv": (torch.zeros(5), WHOLE_PIECE)})
+        checkpoint.checkpoint_at(tmp_path, 1).load_into("model", {"qkv": torch.zeros(5)})
 
 
 # Faults ----------------------------------------------------------------------------------------------------------

@@ -113,15 +113,15 @@ class Block(nn.Module):
         modulated, gate = self.norm2(x, time, is_text)
         return x + gate * self.mlp(modulated)
 
-    def splits(self) -> ParallelPlan:
+    def parallel_plan(self) -> ParallelPlan:
         read = {"to_qkv": 3} if self.attention.fused else {"to_q": 1, "to_k": 1, "to_v": 1}
         return ParallelPlan(
-            columns={**{f"attention.{name}": stacked for name, stacked in read.items()}, "mlp.up": 1},
-            rows=("attention.to_out", "mlp.down"),
-            heads=("attention",),
-            inside=("attention.norm_q", "attention.norm_k"),
-            mixes=("attention",),
-            along=(0, 2),
+            column_layers={**{f"attention.{name}": stacked for name, stacked in read.items()}, "mlp.up": 1},
+            row_layers=("attention.to_out", "mlp.down"),
+            attentions=("attention",),
+            head_norms=("attention.norm_q", "attention.norm_k"),
+            self_attentions=("attention",),
+            token_arguments=(0, 2),
         )
 
 
