@@ -1,4 +1,4 @@
-"""`kineo compare`: runs side by side, from what their folders tell."""
+"""`kineo compare`: runs side by side, from their folders."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """Folder names, or whole paths where two are alike."""
+        """Folder names, or whole paths where two names are equal."""
         short = [run.path.name for run in self.runs]
         return short if len(set(short)) == len(short) else [str(run.path) for run in self.runs]
 
     def rows(self) -> dict[str, list[Cell]]:
-        """Row → one cell a run. A row that no run has a value or a command for is left out."""
-        table = {title: [run.facts[title] for run in self.runs] for title in self.runs[0].facts}
+        """Row → a cell for each run. Rows without any value or command are omitted."""
+        table = {title: [run.cells[title] for run in self.runs] for title in self.runs[0].cells}
         return {
             title: cells
             for title, cells in table.items()
-            if any(cell.value is not None or (cell.command and cell.wanted) for cell in cells)
+            if any(cell.value is not None or (cell.command and not cell.optional) for cell in cells)
         }
 
     def missing(self) -> list[str]:
-        """Commands that would fill empty cells, each with what it fills."""
-        found: dict[str, list[str]] = {}
+        """Commands that would fill empty cells, each with the rows that it fills."""
+        rows: dict[str, list[str]] = {}
         for title, cells in self.rows().items():
             for cell in cells:
                 if cell.value is None and cell.command:
-                    found.setdefault(cell.command, []).append(title.strip())
-        return [f"{command}   fills {', '.join(dict.fromkeys(titles))}" for command, titles in found.items()]
+                    rows.setdefault(cell.command, []).append(title.strip())
+        return [f"{command}   fills {', '.join(dict.fromkeys(titles))}" for command, titles in rows.items()]
 
     def table(self) -> Any:
-        """A rich table: a column a run."""
+        """A rich table with a column for each run."""
         from rich.table import Table
 
         table = Table("", *self.names, title=f"{len(self.runs)} runs, {self.split}", title_justify="left")
@@ -75,7 +75,7 @@ class Comparison:
         }
 
     def write(self, folder: str | Path) -> list[Path]:
-        """comparison.json, and comparison.png where there is something to draw."""
+        """Write comparison.json, and comparison.png where there is something to plot."""
         folder = Path(folder)
         write_json(folder / "comparison.json", self.json())
         written = [folder / "comparison.json"]
@@ -84,7 +84,7 @@ class Comparison:
         return written
 
     def plot(self, path: Path) -> bool:
-        """Rates as bars, training losses over time as curves. → whether there was anything to draw."""
+        """Plot rates as bars and training losses over time as curves. → whether there was anything to plot"""
         rows = self.rows()
         rates = [title for title in RATES if title in rows and any(cell.value is not None for cell in rows[title])]
         curves = [(name, run.losses) for name, run in zip(self.names, self.runs, strict=True) if run.losses]
@@ -114,9 +114,9 @@ class Comparison:
     def _bars(self, axis: Any, rates: list[str], rows: dict[str, list[Cell]]) -> None:
         width = 0.8 / len(self.runs)
         for index, name in enumerate(self.names):
-            places = [place + width * (index - (len(self.runs) - 1) / 2) for place in range(len(rates))]
+            positions = [place + width * (index - (len(self.runs) - 1) / 2) for place in range(len(rates))]
             heights = [float(rows[title][index].value or 0) for title in rates]
-            axis.bar(places, heights, width * 0.92, color=self._colour(name))
+            axis.bar(positions, heights, width * 0.92, color=self._colour(name))
         axis.set_xticks(range(len(rates)), [title.strip() for title in rates], rotation=20, ha="right")
         axis.set(ylim=(0, 1), title=f"Shares, {self.split}")
 
@@ -125,7 +125,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[str | Path], split: str = "validation") -> Comparison:
-    """Gather what is known about each run."""
+    """Summarize each run."""
     if not runs:
-        raise InputError("there is nothing to compare: name run folders (kineo runs lists them)")
+        raise InputError("nothing to compare: name run folders (kineo runs lists them)")
     return Comparison([summarize_run(run, split) for run in runs], split)

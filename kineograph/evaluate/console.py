@@ -1,84 +1,80 @@
-"""Where tables are printed: as wide as the terminal, and never squeezed into 80 columns in a pipe or a log."""
+"""Terminal output of evaluations: the console for tables, the announcement and the progress bar."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from kineograph.core.batch import Batch, Shape
-from kineograph.evaluate.metric_api import Metric
+from kineograph.evaluate.metric_api import FeatureMetric, Metric, PixelKind
 
-WIDE = 160
+PIPE_WIDTH = 160  # rich would squeeze tables into 80 columns in a pipe or a log
 
 
 def open_console() -> Any:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else WIDE)
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-_LOOKED_AT = ("real", "generated", "reconstruction")
-
-
-class Watching:
-    """How many batches are judged, and what is done with the present one. Unless it is `shown`, it tells nothing."""
+class ProgressBar:
+    """Batches done, and the current activity. Shown on stderr, on a terminal only, inside `show`."""
 
     def __init__(self) -> None:
         self._bar: Any = None
 
     @contextmanager
-    def shown(self, stage: str, batches: int) -> Iterator[None]:
+    def show(self, stage: str, batches: int) -> Iterator[None]:
         if not sys.stderr.isatty():
             yield
             return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        words = (TextColumn("judging {task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        columns = (*words, TimeRemainingColumn(), TextColumn("{task.fields[doing]}"))
+        columns = (
+            TextColumn("judging {task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[activity]}"),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as self._bar:
-            self._task = self._bar.add_task(stage, total=batches, doing="")
+            self._task = self._bar.add_task(stage, total=batches, activity="")
             yield
         self._bar = None
 
-    def each(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """One more is judged when the next is asked for."""
+    def track(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
             yield batch
             if self._bar is not None:
                 self._bar.advance(self._task)
 
-    def doing(self, what: str) -> None:
+    def set_activity(self, activity: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, doing=what)
-
-    def looked(self, extractor: str, done: int, total: int) -> None:
-        """An extractor has seen so many pictures or clips of a batch."""
-        self.doing(f"{extractor.split()[0]} {done:,} of {total:,}")
+            self._bar.update(self._task, activity=activity)
 
 
-def beforehand(
-    stage: str, device: torch.device, count: int, shape: Shape, metrics: Mapping[str, Metric], compiled: bool = False
+def describe_work(
+    stage: str, device: torch.device, count: int, shape: Shape, metrics: Mapping[str, Metric], compiled: bool
 ) -> str:
-    """What judging a stage will compute, in a line: which metrics, on which device, and how much an extractor has to look at."""
+    """One line before an evaluation starts: the metrics, the device, and how much each extractor has to process."""
     line = f"judging {stage} on {device}: {count} samples for {', '.join(metrics)}"
-    seen: dict[str, set[str]] = {}  # extractor → what it looks at
-    clips = set()
+    inputs: dict[str, set[str]] = {}  # extractor → kinds of pixels
+    of_clips = set()
     for metric in metrics.values():
-        label = getattr(getattr(metric, "extractor", metric), "label", None)
-        if label is not None:
-            seen.setdefault(label, set()).update(metric.needs & set(_LOOKED_AT))
+        if isinstance(metric, FeatureMetric):
+            inputs.setdefault(metric.label, set()).update(metric.needs & set(get_args(PixelKind)))
             if "clips" in metric.needs:
-                clips.add(label)
-    for label, kinds in seen.items():
-        many = count * len(kinds) * (1 if label in clips else shape.frames)
-        line += f"; {label.split()[0]} looks at {many:,} {'clips' if label in clips else 'pictures'}"
+                of_clips.add(metric.label)
+    for label, kinds in inputs.items():
+        total = count * len(kinds) * (1 if label in of_clips else shape.frames)
+        line += f"; {label.split()[0]} processes {total:,} {'clips' if label in of_clips else 'images'}"
     if compiled:
         line += "; the first batches wait for the compiler"
-    if seen and device.type == "cpu":
-        line += " (slow on a CPU: --metrics leaves some out, --samples takes fewer)"
+    if inputs and device.type == "cpu":
+        line += " (slow on a CPU: select fewer --metrics or --samples)"
     return line

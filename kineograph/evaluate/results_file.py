@@ -1,4 +1,4 @@
-"""RUN/evaluation.json: results by split, then checkpoint (`generator/step-00000300`), then metric. Later ones join earlier ones."""
+"""RUN/evaluation.json: results by split, then checkpoint (`generator/step-00000300`), then metric."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def checkpoint_key(stage: str, step: int) -> str:
 
 
 def read_results(run: RunFolder) -> Results:
-    """What has been recorded; nothing where the file is missing or damaged."""
+    """All recorded results; {} where the file is missing or damaged."""
     try:
         results = json.loads((run.path / "evaluation.json").read_text(encoding="utf-8"))["results"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -29,28 +29,28 @@ def read_results(run: RunFolder) -> Results:
     return results if isinstance(results, dict) else {}
 
 
-def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict[str, Result], **told: Any) -> None:
-    """Record results of one checkpoint; a metric judged before is replaced, everything else stays."""
+def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict[str, Result], **extra: Any) -> None:
+    """Record the results of one checkpoint. Earlier results of the same metrics are replaced, all others stay."""
     path = run.path / "evaluation.json"
     everything = read_results(run)
-    if not everything and path.exists():  # damaged: put aside, not thrown away
+    if not everything and path.exists():  # keep a damaged file
         os.replace(path, path.with_name("evaluation.damaged.json"))
-    here = everything.setdefault(split, {}).setdefault(checkpoint_key(stage, step), {})
+    records = everything.setdefault(split, {}).setdefault(checkpoint_key(stage, step), {})
     date = datetime.now(UTC).isoformat(timespec="seconds")
     for name, result in results.items():
         values = {key: value if math.isfinite(value) else None for key, value in result.values.items()}
-        here[name] = {"values": values, "labels": result.labels, **told, "date": date}
+        records[name] = {"values": values, "labels": result.labels, **extra, "date": date}
     write_json(path, {"format": FORMAT, "results": everything})
 
 
 def newest_result(results: Results, split: str, stage: str, metric: str) -> tuple[int, dict[str, Any]] | None:
-    """Step and record of the newest judgement of a stage by a metric."""
-    found = []
+    """Step and record of a stage's newest result of a metric."""
+    candidates = []
     for key, metrics in results.get(split, {}).items():
         match = re.fullmatch(rf"{re.escape(stage)}/step-(\d+)", key)
         if match and isinstance(metrics, dict) and metric in metrics:
-            found.append((str(metrics[metric].get("date", "")), int(match[1]), metrics[metric]))
-    if not found:
+            candidates.append((str(metrics[metric].get("date", "")), int(match[1]), metrics[metric]))
+    if not candidates:
         return None
-    _, step, record = max(found, key=lambda item: item[:2])
+    _, step, record = max(candidates, key=lambda item: item[:2])
     return step, record

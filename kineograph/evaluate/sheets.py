@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: samples under their captions with what the metrics remarked, and reconstructions under their inputs."""
+"""Image sheets of an evaluation: samples with captions and the metrics' remarks, reconstructions under their inputs."""
 
 from __future__ import annotations
 
@@ -16,41 +16,39 @@ from kineograph.media.grids import make_animated_comparison, make_grid
 
 SAMPLES = 36  # on a sheet
 RECONSTRUCTIONS = 8
-WIDE = 160  # pixels of a picture on the sheet, at least
+MIN_WIDTH = 160  # pixels of a sample on the sheet, so that its caption fits below
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """One place on a sheet."""
-
-    batch: int  # that it came with
-    rows: list[Tensor]  # T C H W: a sample; or an input and its reconstruction
+class _Entry:
+    batch: int  # number of its batch
+    clips: list[Tensor]  # T C H W: a sample, or an input and its reconstruction
     caption: str = ""
 
 
-class Pictures:
-    """Keeps the first rows of the evidence."""
+class SampleSheets:
+    """Keeps the first rows of an evaluation."""
 
     def __init__(self) -> None:
-        self.samples: list[_Shown] = []
-        self.reconstructions: list[_Shown] = []
+        self.samples: list[_Entry] = []
+        self.reconstructions: list[_Entry] = []
 
-    def add(self, evidence: EvalBatch, remarks: list[list[str]], batch: int = 0) -> None:
-        """Batches come in order; of each, every process may have a part."""
-        if evidence.generated is not None:
-            for row in range(min(SAMPLES - len(self.samples), len(evidence.generated))):
-                words = [said[row] for said in remarks] + ([evidence.captions[row]] if evidence.captions else [])
-                self.samples.append(_Shown(batch, [evidence.generated[row].cpu()], " · ".join(words)))
-        if evidence.reconstruction is not None and evidence.real is not None:
-            for row in range(min(RECONSTRUCTIONS - len(self.reconstructions), len(evidence.real))):
-                both = [evidence.real[row].cpu(), evidence.reconstruction[row].cpu()]
-                self.reconstructions.append(_Shown(batch, both))
+    def add(self, batch: EvalBatch, remarks: list[list[str]], number: int = 0) -> None:
+        """Add rows of batch `number`; of each batch, every process may have a part."""
+        if batch.generated is not None:
+            for row in range(min(SAMPLES - len(self.samples), len(batch.generated))):
+                words = [rows[row] for rows in remarks] + ([batch.captions[row]] if batch.captions else [])
+                self.samples.append(_Entry(number, [batch.generated[row].cpu()], " · ".join(words)))
+        if batch.reconstruction is not None and batch.real is not None:
+            for row in range(min(RECONSTRUCTIONS - len(self.reconstructions), len(batch.real))):
+                pair = [batch.real[row].cpu(), batch.reconstruction[row].cpu()]
+                self.reconstructions.append(_Entry(number, pair))
 
-    def joined(self) -> Pictures:
-        """Those that one process would have kept, on the first one; nothing elsewhere. To be called by all."""
-        whole = Pictures()
-        whole.samples = _joined(self.samples, SAMPLES)
-        whole.reconstructions = _joined(self.reconstructions, RECONSTRUCTIONS)
+    def gather(self) -> SampleSheets:
+        """The rows that one process would have kept, on the first process; empty elsewhere. Collective."""
+        whole = SampleSheets()
+        whole.samples = _gather(self.samples, SAMPLES)
+        whole.reconstructions = _gather(self.reconstructions, RECONSTRUCTIONS)
         return whole
 
     def write(self, folder: Path, name: str, fps: float) -> list[Path]:
@@ -58,37 +56,36 @@ class Pictures:
         if self.samples:
             folder.mkdir(parents=True, exist_ok=True)
             written.append(folder / f"{name}.png")
-            captions = [shown.caption for shown in self.samples]
-            make_grid([_enlarged(shown.rows[0]) for shown in self.samples], captions=captions).save(written[-1])
+            clips = [_enlarge(entry.clips[0]) for entry in self.samples]
+            make_grid(clips, captions=[entry.caption for entry in self.samples]).save(written[-1])
         if self.reconstructions:
-            inputs, outputs = ([shown.rows[side] for shown in self.reconstructions] for side in (0, 1))
+            inputs, outputs = ([entry.clips[side] for entry in self.reconstructions] for side in (0, 1))
             sheet = make_animated_comparison([("input", inputs), ("reconstruction", outputs)])  # T 3 H W
             path = folder / f"{name}-reconstructions.{'png' if sheet.shape[0] == 1 else 'gif'}"
             written.append(write_clip(path, sheet, fps))
         return written
 
 
-def _joined(mine: list[_Shown], most: int) -> list[_Shown]:
-    """The first `most` by batch, process and row."""
+def _gather(entries: list[_Entry], limit: int) -> list[_Entry]:
+    """The first `limit` entries by batch, process and row."""
     if not distributed.is_active():
-        return mine
-    mine = mine if distributed.is_data_leader() else []
-    everyone = distributed.all_gather_object([[shown.batch, shown.caption] for shown in mine])
-    order = sorted((batch, rank, row) for rank, told in enumerate(everyone) for row, (batch, _) in enumerate(told))[
-        :most
-    ]
-    sent = [mine[row] for _, rank, row in order if rank == distributed.rank()]
-    rows = distributed.gather_tensors([tensor for shown in sent for tensor in shown.rows])
+        return entries
+    entries = entries if distributed.is_data_leader() else []
+    headers = distributed.all_gather_object([[entry.batch, entry.caption] for entry in entries])
+    order = sorted((batch, rank, row) for rank, rows in enumerate(headers) for row, (batch, _) in enumerate(rows))
+    order = order[:limit]
+    sent = [entries[row] for _, rank, row in order if rank == distributed.rank()]
+    tensors = distributed.gather_tensors([clip for entry in sent for clip in entry.clips])
     if not distributed.is_first():
         return []
-    coming = [iter(tensors) for tensors in rows]
-    sides = len(rows[0]) // len(sent) if sent else 0  # the first process has a part of the first batch
+    received = [iter(part) for part in tensors]
+    clips = len(tensors[0]) // len(sent) if sent else 0  # the first process has a part of the first batch
     return [
-        _Shown(batch, [next(coming[rank]) for _ in range(sides)], everyone[rank][row][1]) for batch, rank, row in order
+        _Entry(batch, [next(received[rank]) for _ in range(clips)], headers[rank][row][1]) for batch, rank, row in order
     ]
 
 
-def _enlarged(clip: Tensor) -> Tensor:
-    """A small picture needs room for its caption below; a clip's frames stand side by side and have it."""
-    factor = max(1, math.ceil(WIDE / clip.shape[-1]) if clip.shape[0] == 1 else 1)
+def _enlarge(clip: Tensor) -> Tensor:
+    """Make a single image wide enough for its caption; the frames of a clip are side by side."""
+    factor = max(1, math.ceil(MIN_WIDTH / clip.shape[-1]) if clip.shape[0] == 1 else 1)
     return repeat(clip, "t c h w -> t c (h i) (w j)", i=factor, j=factor)

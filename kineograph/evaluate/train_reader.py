@@ -1,6 +1,6 @@
-"""Trains the reader on moving digits: training's glyph images, every combination, many sizes and lengths, mild damage.
+"""Trains the digit reader on moving digits of all settings, sizes and lengths, with augmentation.
 
-The shipped weights' own command is in their metadata; `--show` prints it and the reader's accuracy on held-out items.
+The command of the shipped weights is in their metadata; `--show` prints it, with the accuracy on held-out items.
 
     python -m kineograph.evaluate.train_reader --device cuda --steps 12000 --batch 512 --workers 14
 """
@@ -30,35 +30,37 @@ from kineograph.evaluate.digit_reader import (
     WEIGHTS,
     Reader,
     ReaderNet,
-    prepare,
+    preprocess,
     reading_loss,
 )
 
 STILL = DIRECTION_NAMES.index(None)
-GROUP = 16  # items that share a config; a batch mixes many
+GROUP = 16  # items with the same config; a batch has many groups
 
 
 # Data ------------------------------------------------------------------------------------------------------------
 
 
 def random_config(rng: np.random.Generator, moving: bool) -> MovingDigitsConfig:
-    """Any setting that the dataset offers; the canvas up to twice as wide as high or the reverse."""
+    """Any setting of the dataset; canvases with an aspect ratio of up to 2."""
     shorter = int(rng.choice([32, 32, 40, 48, 64, 64]))
     longer = shorter if rng.random() < 0.7 else int(shorter * rng.uniform(1, 2))
     size = (shorter, longer) if rng.random() < 0.5 else (longer, shorter)
     frames = int(rng.choice([2, 4, 8, 8, 8, 16, 17])) if moving else 1
     digits = int(rng.choice([1, 2]))
-    usual = MovingDigitsConfig(size=size, frames=frames, digits=digits)
+    default = MovingDigitsConfig(size=size, frames=frames, digits=digits)
     speed = None
     if moving and rng.random() < 0.7:
         slowest = shorter / 8 / (frames - 1)
-        speed = rng.uniform(slowest, min(1.6 * usual.stage.speed, (shorter - usual.stage.side) / 0.7 / (frames - 1)))
+        speed = rng.uniform(
+            slowest, min(1.6 * default.stage.speed, (shorter - default.stage.side) / 0.7 / (frames - 1))
+        )
         speed = max(speed, slowest)
     return MovingDigitsConfig(size=size, frames=frames, digits=digits, speed=speed, coloured=bool(rng.random() < 0.75))
 
 
-def targets_of(facts: Facts) -> np.ndarray:
-    """Figures × (digit, colour, direction, place), −1 where there is none."""
+def encode_targets(facts: Facts) -> np.ndarray:
+    """Figures × (digit, colour, direction, place), −1: none."""
     rows = np.full((MOST_FIGURES, 4), -1)
     for row, figure in zip(rows, facts, strict=False):
         row[:2] = figure.digit, COLOUR_NAMES.index(figure.colour)
@@ -70,7 +72,7 @@ def targets_of(facts: Facts) -> np.ndarray:
 
 
 class Batches(Dataset):
-    """Step → clips and pictures, half of the items each: frames uint8 n t 3 SIDE SIDE, targets n figures 4."""
+    """Step → clips and images, half of the items each: frames uint8 n t 3 SIDE SIDE, targets n figures 4."""
 
     def __init__(self, seed: int, steps: int, batch: int) -> None:
         self.seed, self.steps, self.groups = seed, steps, max(1, batch // (2 * GROUP))
@@ -79,45 +81,43 @@ class Batches(Dataset):
         return self.steps
 
     def __getitem__(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        return [self._kind(step, moving) for moving in (True, False)]
+        batches = []
+        for moving in (True, False):
+            rngs = (numpy_rng("reader", self.seed, step, number, moving) for number in range(self.groups))
+            frames, targets = zip(*(self._read_group(rng, moving) for rng in rngs), strict=True)
+            batches.append((torch.cat(frames), torch.cat(targets)))
+        return batches
 
-    def _kind(self, step: int, moving: bool) -> tuple[Tensor, Tensor]:
-        groups = [
-            self._group(numpy_rng("reader", self.seed, step, number, moving), moving) for number in range(self.groups)
-        ]
-        return torch.cat([frames for frames, _ in groups]), torch.cat([targets for _, targets in groups])
-
-    def _group(self, rng: np.random.Generator, moving: bool) -> tuple[Tensor, Tensor]:
+    def _read_group(self, rng: np.random.Generator, moving: bool) -> tuple[Tensor, Tensor]:
         source = MovingDigits(random_config(rng, moving), "train", unrestricted=True)
         items = [source.item(index) for index in rng.integers(0, 2**40, GROUP).tolist()]
         pixels = torch.from_numpy(np.stack([source.paint(item) for item in items]))
-        frames = (prepare(pixels.float() / 255) * 255).round().to(torch.uint8)  # small, so that little travels
-        return frames, torch.from_numpy(np.stack([targets_of(item.facts) for item in items]))
+        frames = (preprocess(pixels.float() / 255) * 255).round().to(torch.uint8)  # small to send
+        return frames, torch.from_numpy(np.stack([encode_targets(item.facts) for item in items]))
 
 
-def damage(frames: Tensor, targets: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """What codecs and generators do to digits: bend, shift, blur, fade, tint, speckle. And some clips stand still."""
-    count, moments = frames.shape[:2]
+def augment(frames: Tensor, targets: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """Imitate the errors of codecs and generators: warp, shift, blur, fade, tint, noise, and clips without motion."""
+    count, times = frames.shape[:2]
     device = frames.device
 
-    def spread(name: str, low: float, high: float, *shape: int) -> Tensor:
+    def uniform(name: str, low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * noise.uniform(name, *shape)
 
-    if moments > 1:
+    if times > 1:
         still = noise.happens("still", 0.06)
         frames = torch.where(still[:, None, None, None, None], frames[:, :1], frames)
         direction = torch.where((targets[..., 2] >= 0) & still[:, None], STILL, targets[..., 2])
         targets = torch.cat([targets[..., :2], direction[..., None], targets[..., 3:]], -1)
 
-    # x ↦ A x + b: a small turn, stretch and slant about the middle (less for pictures, whose places lie close together),
-    # and a shift of less than a pixel
-    most = 0.12 if moments > 1 else 0.06
-    bend = spread("bend", -most, most, 2, 2) + torch.eye(2, device=device)
-    shift = spread("shift", -0.03, 0.03, 2, 1)
+    # x ↦ A x + b: rotate, stretch and shear a little (less for images, whose places lie close), shift by less than a pixel
+    limit = 0.12 if times > 1 else 0.06
+    bend = uniform("bend", -limit, limit, 2, 2) + torch.eye(2, device=device)
+    shift = uniform("shift", -0.03, 0.03, 2, 1)
     grid = F.affine_grid(torch.cat([bend, shift], -1), [count, 1, *frames.shape[-2:]], align_corners=False)
     bent = F.grid_sample(rearrange(frames, "b t c h w -> b (t c) h w"), grid, align_corners=False)
 
-    sigma = spread("blur", 0.05, 1.0)
+    sigma = uniform("blur", 0.05, 1.0)
     taps = torch.exp(-0.5 * (torch.arange(-2, 3, device=device) / sigma[:, None]) ** 2)
     taps = taps / taps.sum(-1, keepdim=True)
     planes = bent.shape[1]
@@ -126,12 +126,12 @@ def damage(frames: Tensor, targets: Tensor, noise: Noise) -> tuple[Tensor, Tenso
         padding = (2, 0) if axis == 2 else (0, 2)
         bent = F.conv2d(rearrange(bent, "b p h w -> 1 (b p) h w"), kernel, padding=padding, groups=count * planes)
         bent = rearrange(bent, "1 (b p) h w -> b p h w", b=count)
-    frames = rearrange(bent, "b (t c) h w -> b t c h w", t=moments)
+    frames = rearrange(bent, "b (t c) h w -> b t c h w", t=times)
 
-    frames = frames * spread("fade", 0.65, 1.1, 1, 1, 1, 1) * spread("tint", 0.88, 1.05, 1, 3, 1, 1) + spread(
+    frames = frames * uniform("fade", 0.65, 1.1, 1, 1, 1, 1) * uniform("tint", 0.88, 1.05, 1, 3, 1, 1) + uniform(
         "lift", 0, 0.06, 1, 1, 1, 1
     )
-    speckle = spread("speckle", 0, 0.08, 1, 1, 1, 1) * noise.normal("speckles", *frames.shape[1:])
+    speckle = uniform("speckle", 0, 0.08, 1, 1, 1, 1) * noise.normal("speckles", *frames.shape[1:])
     return (frames + speckle).clamp(0, 1), targets
 
 
@@ -169,11 +169,11 @@ def train(steps: int, batch: int, lr: float, seed: int, device: torch.device, wo
 def training_losses(
     net: ReaderNet, kinds: list[tuple[Tensor, Tensor]], seed: int, step: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Clips and pictures go through the trunk together, so that batch statistics are over the whole mix."""
+    """Losses of clips and images. Both go through the trunk together, so that batch norm sees the whole mix."""
     ready = []
     for number, (frames, targets) in enumerate(kinds):
         noise = Noise.for_rows(seed, 2 * step + number, len(frames), device)
-        ready.append(damage(frames.to(device).float() / 255, targets.to(device), noise))
+        ready.append(augment(frames.to(device).float() / 255, targets.to(device), noise))
     flat = torch.cat([rearrange(frames, "b t c h w -> (b t) c h w") for frames, _ in ready])
     features = net.trunk(flat.contiguous(memory_format=torch.channels_last))
     sizes = [frames.shape[0] * frames.shape[1] for frames, _ in ready]
@@ -185,8 +185,8 @@ def training_losses(
     return losses
 
 
-def command_of(arguments: argparse.Namespace) -> str:
-    """The command that makes these weights again: the options that they depend on."""
+def format_command(arguments: argparse.Namespace) -> str:
+    """The command that trains the same weights again."""
     options = " ".join(f"--{name} {getattr(arguments, name)}" for name in ("steps", "batch", "lr", "seed", "device"))
     return f"python -m kineograph.evaluate.train_reader {options}"
 
@@ -199,8 +199,8 @@ def save(net: ReaderNet, path: Path, command: str) -> None:
 
 
 def report(reader: Reader, count: int) -> None:
-    """The ceiling: real held-out items, read by the reader."""
-    from kineograph.evaluate.caption_accuracy import ceiling
+    """Print the accuracy on real held-out items."""
+    from kineograph.evaluate.metric.caption_accuracy import measure_ceiling
 
     for frames, digits, coloured, size in (
         (1, 1, True, 32),
@@ -213,11 +213,12 @@ def report(reader: Reader, count: int) -> None:
         (8, 2, False, 32),
     ):
         config = MovingDigitsConfig(frames=frames, digits=digits, coloured=coloured, size=(size, size))
-        score = ceiling(MovingDigits.open(config, "validation"), reader, count)
+        score = measure_ceiling(MovingDigits.open(config, "validation"), reader, count)
         rates = " ".join(f"{name} {rate:.4f}" for name, rate in score.rates.items())
-        print(
-            f"{digits} digit{'s' * (digits > 1)}, {frames:2d} frames, {size} px, {'coloured' if coloured else 'white'}: all {score.accuracy:.4f}  {rates}"
+        setting = (
+            f"{digits} digit{'s' * (digits > 1)}, {frames:2d} frames, {size} px, {'coloured' if coloured else 'white'}"
         )
+        print(f"{setting}: all {score.accuracy:.4f}  {rates}")
 
 
 def main() -> None:
@@ -233,7 +234,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--out", type=Path, default=WEIGHTS)
-    parser.add_argument("--show", action="store_true", help="train nothing: print the weights' command and accuracy")
+    parser.add_argument(
+        "--show", action="store_true", help="do not train: print the command and accuracy of the weights"
+    )
     parser.add_argument("--count", type=int, default=2000, help="held-out items to measure on")
     arguments = parser.parse_args()
     if not arguments.show:
@@ -245,7 +248,7 @@ def main() -> None:
             torch.device(arguments.device),
             arguments.workers,
         )
-        save(net, arguments.out, command_of(arguments))
+        save(net, arguments.out, format_command(arguments))
     with safe_open(str(arguments.out), framework="pt") as file:
         print((file.metadata() or {}).get("command"))
     report(Reader.load(arguments.out, arguments.device), arguments.count)

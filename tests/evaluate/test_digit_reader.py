@@ -6,8 +6,8 @@ from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.evaluate import train_reader
-from kineograph.evaluate.caption_accuracy import ceiling
-from kineograph.evaluate.digit_reader import FRAMES, SIDE, WEIGHTS, Reader, ReaderNet, prepare, reading_loss
+from kineograph.evaluate.digit_reader import FRAMES, SIDE, WEIGHTS, Reader, ReaderNet, preprocess, reading_loss
+from kineograph.evaluate.metric.caption_accuracy import measure_ceiling
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def pixels_of(count, **keys):
 )
 def test_reads_one_digit_that_it_never_saw(reader, keys):
     source = MovingDigits.open(MovingDigitsConfig(**keys), "validation")
-    found = ceiling(source, reader, 200)
+    found = measure_ceiling(source, reader, 200)
     # pictures are told apart by places that lie close together
     assert found.accuracy > (0.97 if source.config.frames > 1 else 0.95), found
 
@@ -41,10 +41,10 @@ def test_reads_one_digit_that_it_never_saw(reader, keys):
 def test_reads_two_digits(reader):
     for frames in (1, 8):
         source = MovingDigits.open(MovingDigitsConfig(frames=frames, digits=2, size=(64, 64)), "validation")
-        assert ceiling(source, reader, 150).accuracy > 0.95
+        assert measure_ceiling(source, reader, 150).accuracy > 0.95
 
 
-def test_reads_damaged_pictures(reader):
+def test_reads_damaged_images(reader):
     """What a tokenizer does: blur, noise, weaker contrast."""
     pixels = pixels_of(100, frames=4, size=(32, 32))
     clean = reader.read(pixels)
@@ -75,12 +75,12 @@ def test_chunks_change_nothing(reader):
     assert reader.read(pixels, chunk=3) == reader.read(pixels)
 
 
-def test_prepare_takes_any_shape():
+def test_preprocess_takes_any_shape():
     for frames, channels, height, width in ((1, 1, 32, 32), (2, 2, 20, 70), (8, 3, 32, 32), (49, 4, 128, 64)):
-        ready = prepare(torch.rand(2, frames, channels, height, width))
+        ready = preprocess(torch.rand(2, frames, channels, height, width))
         assert ready.shape == (2, FRAMES if frames > 1 else 1, 3, SIDE, SIDE)
     clip = torch.arange(10.0)[None, :, None, None, None].expand(1, 10, 3, SIDE, SIDE)
-    assert prepare(clip)[0, :, 0, 0, 0].tolist() == [0, 3, 6, 9]
+    assert preprocess(clip)[0, :, 0, 0, 0].tolist() == [0, 3, 6, 9]
 
 
 def test_weights_are_small_and_say_how_they_were_made():
@@ -129,10 +129,10 @@ def test_the_reader_trains_on_training_glyphs_in_every_combination():
     assert 10 < sum(kept_out(item.facts) for item in items) < 60
 
 
-def test_damage_keeps_labels_and_marks_still_clips():
-    pixels = prepare(pixels_of(200, frames=8))
+def test_augmentation_keeps_labels_and_marks_still_clips():
+    pixels = preprocess(pixels_of(200, frames=8))
     targets = torch.tensor([[[3, 1, 2, -1], [-1, -1, -1, -1]]]).repeat(200, 1, 1)
-    frames, marked = train_reader.damage(pixels, targets, Noise.for_rows(0, 0, 200))
+    frames, marked = train_reader.augment(pixels, targets, Noise.for_rows(0, 0, 200))
     still = marked[:, 0, 2] == train_reader.STILL
     assert 2 < still.sum() < 40
     assert (marked[~still] == targets[~still]).all()

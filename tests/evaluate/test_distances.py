@@ -111,24 +111,24 @@ def test_numbers_do_not_depend_on_the_batch(run, files):
 
 def test_few_samples_are_told(run, files):
     found = evaluate(run.path, ["fid"], samples=5, device="cpu", extractors=[files.colours])
-    assert "no more samples than features (6)" in found.judged[-1].results["fid"].labels["caution"]
-    with pytest.raises(InputError, match="1 real and 1 made"):
+    assert "no more samples than features (6)" in found.stages[-1].results["fid"].labels["caution"]
+    with pytest.raises(InputError, match="1 real and 1 generated"):
         evaluate(run.path, ["fid"], samples=1, device="cpu", extractors=[files.colours])
 
 
 def test_without_weights_the_others_still_run_and_a_line_says_what_to_do(run):
     found = evaluate(run.path, ["loss", "fid", "kid"], samples=4, device="cpu")
     assert found["loss"] > 0
-    assert found.left_out == [
-        "fid, kid are left out: the weights inception-v3 are not on this machine: run kineo weights get inception-v3"
+    assert found.skipped == [
+        "skipped fid, kid: the weights inception-v3 are not on this machine: run kineo weights get inception-v3"
     ]
     with pytest.raises(InputError, match=r"--metrics fid does not apply.*kineo weights get inception-v3"):
         evaluate(run.path, ["fid"], samples=4, device="cpu")
     with pytest.raises(InputError, match="lpips-vgg16"):
         evaluate(run.path, ["lpips"], samples=4, device="cpu")
     everything = evaluate(run.path, samples=4, device="cpu")
-    assert any("kineo weights get efficientnet-lite0" in line for line in everything.left_out)
-    assert not any("fvd" in line for line in everything.left_out)  # pictures: nothing to say about motion
+    assert any("kineo weights get efficientnet-lite0" in line for line in everything.skipped)
+    assert not any("fvd" in line for line in everything.skipped)  # pictures: nothing to say about motion
 
 
 def test_codecs_have_lpips_and_rfid(run, files):
@@ -140,11 +140,11 @@ def test_codecs_have_lpips_and_rfid(run, files):
         device="cpu",
         extractors=[files.colours, f"lpips={files.lpips}"],
     )
-    assert [judged.stage for judged in found.judged] == ["tokenizer"]
+    assert [stage.stage for stage in found.stages] == ["tokenizer"]
     assert found["lpips"] > 0
     assert found["rfid"] > 0
-    assert found.judged[0].results["lpips"].labels["count"] == 9
-    assert found.judged[0].results["lpips"].labels["extractor"].startswith("lpips.safetensors ")
+    assert found.stages[0].results["lpips"].labels["count"] == 9
+    assert found.stages[0].results["lpips"].labels["extractor"].startswith("lpips.safetensors ")
 
 
 def test_fvd_sees_clips_and_refuses_short_ones(tmp_path, files):
@@ -154,7 +154,7 @@ def test_fvd_sees_clips_and_refuses_short_ones(tmp_path, files):
     run = make_run(tmp_path / "long", frames=11)
     chosen = [files.colours, f"fvd={files.motion}"]
     found = evaluate(run.path, ["fvd", "fid"], samples=6, batch=4, device="cpu", extractors=chosen)
-    labels = {name: result.labels for name, result in found.judged[-1].results.items()}
+    labels = {name: result.labels for name, result in found.stages[-1].results.items()}
     assert labels["fvd"]["count"] == 6
     assert labels["fvd"]["of"] == "clips of 11 frames"
     assert labels["fid"]["count"] == 66
@@ -213,7 +213,7 @@ def test_clip_score_is_the_mean_cosine(files, monkeypatch):
 
 def test_without_a_clip_it_is_left_out_with_the_remedy(run, files):
     found = evaluate(run.path, samples=4, device="cpu")
-    assert any("clip_score is left out: the run has no trained clip stage" in line for line in found.left_out)
+    assert any("skipped clip_score: the run has no trained clip stage" in line for line in found.skipped)
     assert evaluate(run.path, ["loss", "clip_score"], samples=4, device="cpu")["loss"] > 0
     with pytest.raises(InputError, match="neither a folder of transformers nor RUN/STAGE"):
         evaluate(run.path, ["clip_score"], samples=4, device="cpu", extractors=["clip_score=nowhere"])
@@ -255,7 +255,7 @@ def test_a_clip_stage_of_another_run_judges(run, clip_run, tmp_path):
         images = task.embed_images((drawn.pixels[:, 0] * 255).round() / 255)
         cosines = (images * task.embed_texts(held_out(run, 6).captions)[0]).sum(-1)
     assert found["clip_score"] == pytest.approx(float(cosines.mean()), abs=1e-4)
-    assert found.judged[-1].results["clip_score"].labels["extractor"].startswith(f"clip stage {clip_run}/clip ")
+    assert found.stages[-1].results["clip_score"].labels["extractor"].startswith(f"clip stage {clip_run}/clip ")
 
 
 def test_the_runs_own_clip_stage_judges_unless_another_is_named(clip_run):
@@ -269,4 +269,4 @@ def test_the_runs_own_clip_stage_judges_unless_another_is_named(clip_run):
 def test_a_clip_of_transformers_judges(run, clip_folder):  # noqa: F811
     found = evaluate(run.path, ["clip_score"], samples=3, device="cpu", extractors=[f"clip_score={clip_folder}"])
     assert -1 <= found["clip_score"] <= 1
-    assert found.judged[-1].results["clip_score"].labels["extractor"].startswith(f"{clip_folder.name} ")
+    assert found.stages[-1].results["clip_score"].labels["extractor"].startswith(f"{clip_folder.name} ")

@@ -12,7 +12,7 @@ from kineograph.core import weights as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
-from kineograph.evaluate.extractor.layers import SamePool3d, Unit, resize_as_tensorflow, same
+from kineograph.evaluate.extractor.layers import SamePool3d, Unit, pad_same, resize_as_tensorflow
 from kineograph.evaluate.extractor.registry import Extractors, build_network, open_extractor, parse_choices, to_rgb8
 from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped, WeightsMissing
 
@@ -63,7 +63,7 @@ def test_resize_reads_at_the_places_tensorflow_read_at():
 
 @pytest.mark.parametrize(("size", "before", "after"), [(8, 2, 3), (9, 3, 3), (1, 3, 3)])
 def test_same_padding_is_tensorflows(size, before, after):
-    padded = same(torch.ones(1, 1, size), (7,), 2)[0, 0]
+    padded = pad_same(torch.ones(1, 1, size), (7,), 2)[0, 0]
     assert padded.shape == (size + before + after,)
     assert padded[:before].sum() == 0 == padded[size + before :].sum()
     assert F.max_pool1d(padded[None, None], 7, 2).shape[-1] == -(-size // 2)
@@ -97,7 +97,7 @@ def test_inception_gives_features_and_logits_without_bias(inception_weights, tmp
     pictures = torch.rand(2, 3, 16, 16)
     features = found.features(pictures)
     assert features.shape == (2, 2048)
-    assert found.has_logits
+    assert found.network.classes
     assert torch.allclose(found.logits(features), features @ inception_weights["fc"].T)
     bare = {name: value for name, value in inception_weights.items() if name != "fc"}
     assert not build_network(bare, tmp_path).classes  # type: ignore[operator]
@@ -185,7 +185,7 @@ def test_what_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(InputError, match="neither a file nor one of inception-v3"):
         open_extractor("inception-v4", CPU)
     (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(InputError, match="is no TorchScript file"):
+    with pytest.raises(InputError, match="is not a TorchScript file"):
         open_extractor(str(tmp_path / "text.pt"), CPU)
     save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(InputError, match="does not hold the weights of inception-v3 or"):
@@ -197,8 +197,8 @@ def test_a_wrong_kind_of_extractor_is_left_out(tmp_path, monkeypatch):
     with torch.device("meta"):
         names = i3d.I3D().state_dict()
     cache.store("i3d-kinetics400", {name: torch.zeros(value.shape) for name, value in names.items()})
-    with pytest.raises(MetricSkipped, match="fid looks at pictures, and i3d-kinetics400 is for clips"):
-        Extractors(CPU, {"fid": "i3d-kinetics400"}).open("fid", "inception-v3", "pictures")
+    with pytest.raises(MetricSkipped, match="fid needs an extractor of images, and i3d-kinetics400 takes clips"):
+        Extractors(CPU, {"fid": "i3d-kinetics400"}).open("fid", "inception-v3", "images")
 
 
 def test_choices_are_for_one_metric_or_for_those_of_pictures():
@@ -207,16 +207,16 @@ def test_choices_are_for_one_metric_or_for_those_of_pictures():
         "fvd": "b.pt",
         "clip_score": "runs/x/clip",
     }
-    with pytest.raises(InputError, match="loss looks through none"):
+    with pytest.raises(InputError, match="loss has no extractor"):
         parse_choices(["loss=a.pt"])
 
 
 def test_features_are_computed_once_for_all_metrics_and_padding_is_never_seen(tmp_path):
     found = open_extractor(scripted(Colours(), tmp_path / "colours.pt"), CPU)
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    evidence = EvalBatch(real=torch.rand(2, 3, 3, 8, 8), generated=torch.rand(2, 3, 3, 8, 8), frame_mask=mask)
-    first = evidence.features("real", found)
+    batch = EvalBatch(real=torch.rand(2, 3, 3, 8, 8), generated=torch.rand(2, 3, 3, 8, 8), frame_mask=mask)
+    first = batch.features("real", found)
     assert first.shape == (3, 6)
-    assert evidence.features("real", found) is first
-    assert evidence.features("generated", found).shape == (6, 6)
-    assert torch.equal(evidence.pictures("real")[2], evidence.real[1, 0])  # type: ignore[index]
+    assert batch.features("real", found) is first
+    assert batch.features("generated", found).shape == (6, 6)
+    assert torch.equal(batch.frames("real")[2], batch.real[1, 0])  # type: ignore[index]

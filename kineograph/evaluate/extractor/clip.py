@@ -1,9 +1,9 @@
-"""Which CLIP judges: the one that is named (a stage of some run, a transformers folder), else the run's own."""
+"""The CLIP of the CLIP score: the chosen one (a stage of any run, a transformers folder), else the run's own."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,51 +14,49 @@ from kineograph.stage.load import StageLoader
 from kineograph.train import checkpoint
 
 
-class Embeds(Protocol):
-    """Pictures and captions in one space, each of length 1."""
+class ClipModel(Protocol):
+    """Embeds images and captions in one space, as unit vectors."""
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """N C H W in [0, 1] → N D"""
 
     def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """→ N D, and what else there is"""
+        """→ N D, encodings of the tokens, their mask"""
 
 
-def open_clip(subject: EvalContext) -> tuple[Embeds, str]:
-    """The CLIP and its label."""
-    value = subject.extractors.chosen.get("clip_score")
+def open_clip(context: EvalContext) -> tuple[ClipModel, str]:
+    """→ the CLIP and its label"""
+    value, stages = context.extractors.chosen.get("clip_score"), context.stages
     if value is None:
-        return _own(subject.stages)
+        if stages is not None:
+            for name, stage in stages.run.config()["stages"].items():
+                trained = checkpoint.saved_steps(stages.run.checkpoints(name))
+                if trained and hasattr(find_task(stage["task"]), "embed_images"):
+                    return _load_stage(stages, name)
+        raise WeightsMissing(
+            "the run has no trained clip stage: name one of another run (--extractor clip_score=runs/x/clip), or a folder of "
+            "transformers with a CLIP (--extractor clip_score=FOLDER)"
+        )
     folder = Path(value)
     if (folder / "config.json").is_file():
-        return _of_transformers(folder, subject)
-    if subject.stages is None or "/" not in value:
+        return _load_transformers(folder, context)
+    if stages is None or "/" not in value:
         raise MetricSkipped(f"--extractor clip_score={value} is neither a folder of transformers nor RUN/STAGE")
-    return _stage(subject.stages, value)
+    return _load_stage(stages, value)
 
 
-def _own(stages: StageLoader | None) -> tuple[Embeds, str]:
-    for name, stage in (stages.run.config()["stages"] if stages is not None else {}).items():
-        if hasattr(find_task(stage["task"]), "embed_images") and checkpoint.saved_steps(stages.run.checkpoints(name)):  # type: ignore[union-attr]
-            return _stage(cast("StageLoader", stages), name)
-    raise WeightsMissing(
-        "the run has no trained clip stage: name one of another run (--extractor clip_score=runs/x/clip), or a CLIP in a folder of "
-        "transformers (--extractor clip_score=FOLDER)"
-    )
-
-
-def _stage(stages: StageLoader, reference: str) -> tuple[Embeds, str]:
+def _load_stage(stages: StageLoader, reference: str) -> tuple[ClipModel, str]:
     task: Any = stages.load(reference)
     if not hasattr(task, "embed_images"):
         raise MetricSkipped(f"stage {reference} gives no embeddings: name one whose task is clip")
     return task, f"clip stage {reference} {stages.digest(reference)[:12]}"
 
 
-def _of_transformers(folder: Path, subject: EvalContext) -> tuple[Embeds, str]:
+def _load_transformers(folder: Path, context: EvalContext) -> tuple[ClipModel, str]:
     from kineograph.text.clip_pretrained import PretrainedClip
 
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise MetricSkipped(f"{folder} holds no safetensors")
-    clip = PretrainedClip(str(folder), None, lambda line: None).to(subject.device)
+    clip = PretrainedClip(str(folder), None, lambda line: None).to(context.device)
     return clip, f"{folder.name} {sha256_of(weights[0])[:12]}"

@@ -1,5 +1,7 @@
-"""EfficientNet-Lite0, trained on ImageNet: logits for an Inception Score without Inception. Small, and never to be compared
-with published scores; its name stands beside every number."""
+"""EfficientNet-Lite0, trained on ImageNet: logits for an Inception Score without Inception.
+
+Its scores cannot be compared with published ones; its name is in every label.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
-from kineograph.evaluate.extractor.layers import Unit
+from kineograph.evaluate.extractor.layers import FeatureNetwork, Unit, rename_units
 
 SIZE = 224
 
@@ -26,10 +28,10 @@ _STAGES = (
 )
 
 
-class EfficientNetLite0(nn.Module):
-    """Pictures F 3 H W in [0, 1] → F 1280; logits 1000"""
+class EfficientNetLite0(FeatureNetwork):
+    """Images F 3 H W in [0, 1] → F 1280; logits 1000"""
 
-    takes = "pictures"
+    takes = "images"
     width = 1280
     classes = 1000
     chunk = 128
@@ -46,37 +48,37 @@ class EfficientNetLite0(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.fc = nn.Linear(self.width, self.classes)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        if tuple(pictures.shape[-2:]) != (SIZE, SIZE):
-            pictures = F.interpolate(pictures, (SIZE, SIZE), mode="bicubic", antialias=True).clamp(0, 1)
-        return self.layers((pictures * 255 - 127) / 128).mean((2, 3))
+    def forward(self, images: Tensor) -> Tensor:
+        if tuple(images.shape[-2:]) != (SIZE, SIZE):
+            images = F.interpolate(images, (SIZE, SIZE), mode="bicubic", antialias=True).clamp(0, 1)
+        return self.layers((images * 255 - 127) / 128).mean((2, 3))
 
     def logits(self, features: Tensor) -> Tensor:
         return self.fc(features)
 
 
 class _Block(nn.Module):
-    """Widen, filter each channel by itself, narrow; the input is added where the shape stays."""
+    """Inverted residual: expand, depthwise convolution, project; a skip connection where the shape stays."""
 
-    def __init__(self, inside: int, outside: int, kernel: int, stride: int, expansion: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
-        wide = inside * expansion
+        wide = in_channels * expansion
         self.layers = nn.Sequential(
-            *([_unit(inside, wide, 1)] if expansion > 1 else []),
+            *([_unit(in_channels, wide, 1)] if expansion > 1 else []),
             _unit(wide, wide, kernel, stride, groups=wide),
-            Unit(wide, outside, (1, 1), scaled=True, activation=None),
+            Unit(wide, out_channels, (1, 1), scaled=True, activation=None),
         )
-        self.stays = inside == outside and stride == 1
+        self.has_skip = in_channels == out_channels and stride == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x) if self.stays else self.layers(x)
+        return x + self.layers(x) if self.has_skip else self.layers(x)
 
 
-def _unit(inside: int, outside: int, kernel: int, stride: int = 1, groups: int = 1) -> Unit:
-    return Unit(inside, outside, (kernel, kernel), stride, groups=groups, scaled=True, activation=F.relu6)
+def _unit(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> Unit:
+    return Unit(in_channels, out_channels, (kernel, kernel), stride, groups=groups, scaled=True, activation=F.relu6)
 
 
-# Weights of other origin ---------------------------------------------------------------------------------------------
+# Weights of other implementations ------------------------------------------------------------------------------------
 
 
 def build(weights: dict[str, Tensor]) -> EfficientNetLite0:
@@ -84,34 +86,29 @@ def build(weights: dict[str, Tensor]) -> EfficientNetLite0:
 
 
 def from_torch(path: Path) -> dict[str, Tensor]:
-    """efficientnet-lite0-57934424.pth: convolutions (_conv_stem, _blocks.N._expand_conv …), each with its norm beside it."""
-    found = torch.load(path, weights_only=True, map_location="cpu")
+    """Convert efficientnet-lite0-57934424.pth: _conv_stem, _blocks.N._expand_conv …, each with its norm."""
+    tensors = torch.load(path, weights_only=True, map_location="cpu")
+    if "_fc.weight" not in tensors or "_fc.bias" not in tensors:
+        raise InputError(f"{path} does not hold EfficientNet-Lite0: _fc is missing")
+    norm_names = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
+    units = [
+        {"weight": f"{conv}.weight", **{ours: f"{norm}.{theirs}" for ours, theirs in norm_names.items()}}
+        for conv, norm in _torch_names()
+    ]
     with torch.device("meta"):
         network = EfficientNetLite0()
-    units = [name for name, part in network.named_modules() if isinstance(part, Unit)]
-    weights: dict[str, Tensor] = {}
-    try:
-        for ours, (convolution, norm) in zip(units, _their_names(), strict=True):
-            weights[f"{ours}.weight"] = found[f"{convolution}.weight"].float()
-            for kind, theirs in (
-                ("scale", "weight"),
-                ("bias", "bias"),
-                ("mean", "running_mean"),
-                ("var", "running_var"),
-            ):
-                weights[f"{ours}.{kind}"] = found[f"{norm}.{theirs}"].float()
-        return weights | {"fc.weight": found["_fc.weight"].float(), "fc.bias": found["_fc.bias"].float()}
-    except KeyError as error:
-        raise InputError(f"{path} does not hold EfficientNet-Lite0: {error} is missing") from None
+    head = {"fc.weight": tensors["_fc.weight"].float(), "fc.bias": tensors["_fc.bias"].float()}
+    return rename_units(network, units, tensors, path) | head
 
 
-def _their_names() -> list[tuple[str, str]]:
+def _torch_names() -> list[tuple[str, str]]:
+    """Convolution and norm of every unit."""
     names = [("_conv_stem", "_bn0")]
     block = 0
     for count, _, _, expansion, _ in _STAGES:
         for _ in range(count):
-            at = f"_blocks.{block}."
-            names += [(f"{at}_expand_conv", f"{at}_bn0")] if expansion > 1 else []
-            names += [(f"{at}_depthwise_conv", f"{at}_bn1"), (f"{at}_project_conv", f"{at}_bn2")]
+            prefix = f"_blocks.{block}."
+            names += [(f"{prefix}_expand_conv", f"{prefix}_bn0")] if expansion > 1 else []
+            names += [(f"{prefix}_depthwise_conv", f"{prefix}_bn1"), (f"{prefix}_project_conv", f"{prefix}_bn2")]
             block += 1
     return [*names, ("_conv_head", "_bn1")]

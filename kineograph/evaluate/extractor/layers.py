@@ -1,19 +1,35 @@
-"""What the extractors are built of: layers that reproduce networks trained in TensorFlow, for looking only."""
+"""Building blocks of the extractors: inference-only layers that reproduce networks trained in TensorFlow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kineograph.core.errors import InputError
+
 Activation = Callable[[Tensor], Tensor]
+Takes = Literal["images", "clips"]
+
+
+class FeatureNetwork(nn.Module):
+    """Images F 3 H W or clips B T 3 H W in [0, 1] → features N D"""
+
+    takes: Takes | None = None  # None: either
+    width: int | None = None  # D; None: not known
+    classes: int | None = None  # channels of `logits`; 0: it has none; None: as many as `width`
+    chunk = 32  # images or clips at once
+
+    def logits(self, features: Tensor) -> Tensor:
+        return features
 
 
 class Unit(nn.Module):
-    """Convolution, normalisation by stored statistics, activation: pictures (kernel of two numbers) or clips (of three)
+    """Convolution, batch norm with stored statistics, activation; 2-D or 3-D by the length of `kernel`
 
     y = act(scale · (conv(x) − mean) / √(var + ε) + bias)
     """
@@ -26,8 +42,8 @@ class Unit(nn.Module):
 
     def __init__(
         self,
-        inside: int,
-        outside: int,
+        in_channels: int,
+        out_channels: int,
         kernel: tuple[int, ...],
         stride: int = 1,
         padding: Literal["same", "valid"] = "same",
@@ -39,15 +55,15 @@ class Unit(nn.Module):
         super().__init__()
         self.kernel, self.stride, self.padding, self.groups = kernel, stride, padding, groups
         self.activation = activation
-        self.register_buffer("weight", torch.empty(outside, inside // groups, *kernel))
+        self.register_buffer("weight", torch.empty(out_channels, in_channels // groups, *kernel))
         for name in ("bias", "mean", "var", *(["scale"] if scaled else [])):
-            self.register_buffer(name, torch.empty(outside))
+            self.register_buffer(name, torch.empty(out_channels))
         if not scaled:
             self.scale = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.padding == "same":
-            x = same(x, self.kernel, self.stride)
+            x = pad_same(x, self.kernel, self.stride)
         convolve = F.conv2d if len(self.kernel) == 2 else F.conv3d
         x = convolve(x, self.weight, stride=self.stride, groups=self.groups)
         x = F.batch_norm(x, self.mean, self.var, self.scale, self.bias, eps=1e-3)
@@ -55,25 +71,25 @@ class Unit(nn.Module):
 
 
 class Parallel(nn.ModuleList):
-    """All branches see the input; what they make of it is joined along the channels."""
+    """Applies all branches to the input and concatenates their channels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([branch(x) for branch in self], 1)
 
 
 class SamePool3d(nn.Module):
-    """Max-pool of clips with TensorFlow's padding. It follows a ReLU, so that padding by 0 never wins."""
+    """3-D max-pool with TensorFlow's SAME padding. It follows a ReLU, so the zeros never win."""
 
     def __init__(self, kernel: tuple[int, int, int], stride: tuple[int, int, int]) -> None:
         super().__init__()
         self.kernel, self.stride = kernel, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool3d(same(x, self.kernel, self.stride), self.kernel, self.stride)
+        return F.max_pool3d(pad_same(x, self.kernel, self.stride), self.kernel, self.stride)
 
 
-def same(x: Tensor, kernel: tuple[int, ...], stride: int | tuple[int, ...]) -> Tensor:
-    """Pad so that a stride s leaves ⌈n/s⌉ places; of an odd number of zeros the greater half comes after (TensorFlow's SAME)."""
+def pad_same(x: Tensor, kernel: tuple[int, ...], stride: int | tuple[int, ...]) -> Tensor:
+    """Pad so that stride s gives ⌈n/s⌉ outputs; an odd zero goes to the end (TensorFlow's SAME)."""
     strides = (stride,) * len(kernel) if isinstance(stride, int) else stride
     pads: list[int] = []
     for size, width, step in zip(reversed(x.shape[-len(kernel) :]), reversed(kernel), reversed(strides), strict=True):
@@ -82,16 +98,38 @@ def same(x: Tensor, kernel: tuple[int, ...], stride: int | tuple[int, ...]) -> T
     return F.pad(x, pads) if any(pads) else x
 
 
-def resize_as_tensorflow(pictures: Tensor, height: int, width: int) -> Tensor:
-    """F C H W → F C height width. Place j of the result is read at j · size / new size, between its two neighbours, without
-    antialiasing: what TensorFlow's `resize_bilinear` did when FID and FVD were defined."""
-    have = pictures.shape[-2:]
-    if tuple(have) == (height, width):
-        return pictures
+def resize_as_tensorflow(images: Tensor, height: int, width: int) -> Tensor:
+    """Bilinear F C H W → F C height width that samples at j · size / new size, without antialiasing.
+
+    TensorFlow's `resize_bilinear` did so when FID and FVD were defined.
+    """
+    size = images.shape[-2:]
+    if tuple(size) == (height, width):
+        return images
     rows, columns = (
-        (2 * torch.arange(new, device=pictures.device) * old / new + 1) / old - 1  # −1 … 1 are the outer edges
-        for old, new in zip(have, (height, width), strict=True)
+        (2 * torch.arange(new, device=images.device) * old / new + 1) / old - 1  # −1 … 1 are the outer edges
+        for old, new in zip(size, (height, width), strict=True)
     )
-    grid = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1).to(pictures.dtype)  # height width (x, y)
-    grid = grid.expand(pictures.shape[0], -1, -1, -1)
-    return F.grid_sample(pictures, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    grid = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1).to(images.dtype)  # height width (x, y)
+    grid = grid.expand(images.shape[0], -1, -1, -1)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def rename_units(
+    network: FeatureNetwork, units: Iterable[Mapping[str, str]], tensors: Mapping[str, Tensor], path: Path
+) -> dict[str, Tensor]:
+    """Tensors of another implementation by our names. `units`: our buffer → their name, for every Unit in order."""
+    names = [name for name, part in network.named_modules() if isinstance(part, Unit)]
+    units = list(units)
+    if len(units) != len(names):
+        raise InputError(
+            f"{path} has {len(units)} convolutions, and {type(network).__name__} has {len(names)}: it is another network"
+        )
+    try:
+        return {
+            f"{name}.{ours}": tensors[theirs].float()
+            for name, unit in zip(names, units, strict=True)
+            for ours, theirs in unit.items()
+        }
+    except KeyError as error:
+        raise InputError(f"{path} does not hold {type(network).__name__}: {error} is missing") from None

@@ -1,15 +1,15 @@
-"""From a name or a file to an extractor: a frozen network, fed in chunks, whose label says which weights they were."""
+"""Feature extractors by name or file: frozen networks, run in chunks, labelled with the hash of their weights."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kineograph.core import weights as cache
 from kineograph.core.batch import Shape
@@ -17,91 +17,76 @@ from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import sha256_of
 from kineograph.core.task import freeze
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
+from kineograph.evaluate.extractor.layers import FeatureNetwork, Takes
 from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
 
-Takes = Literal["pictures", "clips"]
 NETWORKS: dict[str, Any] = {"inception-v3": inception, "i3d-kinetics400": i3d, "efficientnet-lite0": efficientnet}
-OF_PICTURES = ("fid", "rfid", "kid", "is")  # metrics that a bare --extractor is for
-NAMED_FOR = (*OF_PICTURES, "fvd", "lpips", "clip_score")
+IMAGE_METRICS = ("fid", "rfid", "kid", "is")  # --extractor without a metric's name is for these
+METRICS = (*IMAGE_METRICS, "fvd", "lpips", "clip_score")
 
 
 class Extractor:
-    """Pixels in [0, 1] → features, float32 throughout: rounding of bfloat16 or TF32 would move the scores."""
+    """Pixels in [0, 1] → features, all in float32: bfloat16 or TF32 would change the scores."""
 
-    def __init__(self, network: nn.Module, label: str, device: torch.device, clips: bool = False) -> None:
-        if device.type == "cpu" and getattr(network, "takes", None) == "pictures":  # a third faster there
+    def __init__(
+        self, network: FeatureNetwork, label: str, device: torch.device, report: Callable[[str], None] = lambda _: None
+    ) -> None:
+        if device.type == "cpu" and network.takes == "images":  # a third faster there
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.network = freeze(network.to(device))
-        self.label = label
-        self.device = device
-        self.clips = clips
-        self.looked: Callable[[str, int, int], None] = lambda label, done, total: None  # hears how far `features` is
+        freeze(network.to(device))
+        self.network, self.label, self.device, self.report = network, label, device, report
 
-    @property
-    def takes(self) -> Takes | None:
-        """None: whatever it is given, by its file's owner's word."""
-        return getattr(self.network, "takes", None)
-
-    @property
-    def has_logits(self) -> bool:
-        return bool(getattr(self.network, "classes", True))
-
-    def width(self, shape: Shape) -> int:
-        """Channels of its features; one of a user's own is asked with an empty picture or clip of this shape."""
-        known = getattr(self.network, "width", None)
-        if known is not None:
-            return int(known)
-        sizes = (shape.channels, shape.height, shape.width)
-        return self.features(torch.zeros(1, *([shape.frames] if self.clips else []), *sizes)).shape[1]
+    def width(self, shape: Shape, clips: bool = False) -> int:
+        """Channels of the features. A user's own network is run on an empty image or clip of this shape."""
+        if self.network.width is not None:
+            return self.network.width
+        size = (*([shape.frames] if clips else []), shape.channels, shape.height, shape.width)
+        return self.features(torch.zeros(1, *size)).shape[1]
 
     def features(self, pixels: Tensor) -> Tensor:
-        """F C H W, or B T C H W for networks that take clips → N D"""
-        found = []
-        with _looking(self.device):
-            for part in pixels.split(getattr(self.network, "chunk", 32)):
-                seen = self.network(to_rgb8(part.to(self.device)))
-                found.append(seen.flatten(2).mean(2) if seen.ndim > 2 else seen)
-                self.looked(self.label, sum(map(len, found)), len(pixels))
-        return torch.cat(found).float()
+        """F C H W, or B T C H W for networks of clips → N D"""
+        features: list[Tensor] = []
+        done = 0
+        with _float32_inference(self.device):
+            for chunk in pixels.split(self.network.chunk):
+                output = self.network(to_rgb8(chunk.to(self.device)))
+                features.append(output.flatten(2).mean(2) if output.ndim > 2 else output)
+                done += len(chunk)
+                self.report(f"{self.label.split()[0]} {done:,} of {len(pixels):,}")
+        return torch.cat(features).float()
 
     def logits(self, features: Tensor) -> Tensor:
-        """Of a file of one's own the output is taken for logits."""
-        with _looking(self.device):
-            return self.network.logits(features) if hasattr(self.network, "logits") else features  # type: ignore[operator]
+        with _float32_inference(self.device):
+            return self.network.logits(features)
 
 
 def to_rgb8(pixels: Tensor) -> Tensor:
-    """What a viewer gets, of real and of made pixels alike: 8 bits a channel and three channels (gray is repeated, of more the
-    first three are shown), at the size that they have; every resize is the network's own."""
+    """Real and generated pixels as a viewer sees them: 8 bits, three channels (gray is repeated, the first three of more)."""
     pixels = quantize_to_8bit(pixels)
-    channels = pixels.shape[-3]
-    if channels < 3:
+    if pixels.shape[-3] < 3:
         return pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, *pixels.shape[-2:])
     return pixels[..., :3, :, :]
 
 
 def quantize_to_8bit(pixels: Tensor) -> Tensor:
-    """To the nearest of 256 steps, as a file on disk holds them: real pixels come from such files."""
+    """Round to 256 levels, as in image files: real pixels come from such files."""
     return (pixels.float().clamp(0, 1) * 255).round() / 255
 
 
 @contextmanager
-def _looking(device: torch.device):  # type: ignore[no-untyped-def]
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
-            stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
+def _float32_inference(device: torch.device) -> Iterator[None]:
+    tf32_off = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if device.type == "cuda" else nullcontext()
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), tf32_off:
         yield
 
 
 class Extractors:
-    """The extractors of an evaluation, each opened once. `chosen`: metric → name or file, instead of the metric's own default."""
+    """The extractors of an evaluation, each opened once. `chosen` (metric → name or file) overrides a metric's default."""
 
     def __init__(self, device: torch.device, chosen: Mapping[str, str] | None = None) -> None:
         self.device = device
         self.chosen = dict(chosen or {})
-        self.looked: Callable[[str, int, int], None] | None = None  # hears how far any of them is with a batch
+        self.on_progress: Callable[[str], None] = lambda text: None
         self._open: dict[str, Extractor] = {}
 
     def choice(self, metric: str, default: str) -> str:
@@ -110,65 +95,61 @@ class Extractors:
     def open(self, metric: str, default: str, takes: Takes) -> Extractor:
         value = self.choice(metric, default)
         if value not in self._open:
-            self._open[value] = open_extractor(value, self.device, takes == "clips")
-            self._open[value].looked = self._tell
-        found = self._open[value]
-        if found.takes not in (takes, None):
+            self._open[value] = open_extractor(value, self.device, lambda text: self.on_progress(text))
+        extractor = self._open[value]
+        if extractor.network.takes not in (takes, None):
             raise MetricSkipped(
-                f"{metric} looks at {takes}, and {value} is for {found.takes}: name another --extractor"
+                f"{metric} needs an extractor of {takes}, and {value} takes {extractor.network.takes}: "
+                "choose another --extractor"
             )
-        return found
-
-    def _tell(self, label: str, done: int, total: int) -> None:
-        if self.looked is not None:
-            self.looked(label, done, total)
+        return extractor
 
 
-def open_extractor(value: str, device: torch.device, clips: bool = False) -> Extractor:
-    """A name (inception-v3 …), a safetensors file of one of these networks, or any TorchScript file."""
+def open_extractor(value: str, device: torch.device, report: Callable[[str], None] = lambda _: None) -> Extractor:
+    """Open a name (inception-v3 …), a safetensors file of one of these networks, or any TorchScript file."""
     if value in NETWORKS:
         try:
-            found = cache.find(value)
+            file = cache.find(value)
         except cache.NotThere as error:
             raise WeightsMissing(str(error)) from None
-        return Extractor(build_network(cache.load(found.path), found.path, value), f"{value} {found.short}", device)
+        network = build_network(cache.load(file.path), file.path, value)
+        return Extractor(network, f"{value} {file.short}", device, report)
     path = Path(value)
     if not path.is_file():
         raise InputError(f"--extractor {value} is neither a file nor one of {', '.join(NETWORKS)}")
-    label = f"{path.name} {sha256_of(path)[:12]}"
-    if path.suffix == ".safetensors":
-        return Extractor(build_network(cache.load(path), path), label, device)
-    try:
-        # Its program runs, in TorchScript's interpreter: it computes tensors and reaches nothing else. No pickle is loaded in Python.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            network = torch.jit.load(path, map_location="cpu")
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"--extractor {path} is no TorchScript file ({reason}): save the network with torch.jit.save, or give the "
-            f"safetensors of one of {', '.join(NETWORKS)}"
-        ) from None
-    return Extractor(_Foreign(network), label, device, clips)
+    network = build_network(cache.load(path), path) if path.suffix == ".safetensors" else _TorchScript(path)
+    return Extractor(network, f"{path.name} {sha256_of(path)[:12]}", device, report)
 
 
-class _Foreign(nn.Module):
-    """Scripted modules cannot be told to ignore `.train()`, so one is held."""
+class _TorchScript(FeatureNetwork):
+    """A user's own network. TorchScript's interpreter runs it: no pickle is loaded in Python.
 
-    def __init__(self, network: Any) -> None:
+    It is no submodule, since scripted modules cannot be frozen like others.
+    """
+
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self.held = [network.eval()]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._scripted = [torch.jit.load(path, map_location="cpu").eval()]
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(
+                f"--extractor {path} is not a TorchScript file ({reason}): save the network with torch.jit.save, or give "
+                f"the safetensors file of one of {', '.join(NETWORKS)}"
+            ) from None
 
-    def _apply(self, fn: Any, recurse: bool = True) -> _Foreign:
-        self.held[0]._apply(fn)
+    def _apply(self, fn: Any, recurse: bool = True) -> _TorchScript:
+        self._scripted[0]._apply(fn)
         return self
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.held[0](pixels)
+        return self._scripted[0](pixels)
 
 
-def build_network(weights: dict[str, Tensor], path: Path, name: str | None = None) -> nn.Module:
-    """The network with exactly these weights: `name`, or the one that they fit."""
+def build_network(weights: dict[str, Tensor], path: Path, name: str | None = None) -> FeatureNetwork:
+    """Build the network `name`, or the one whose names and shapes these weights have."""
     for module in [NETWORKS[name]] if name else NETWORKS.values():
         with torch.device("meta"):
             network = module.build(weights)
@@ -176,19 +157,21 @@ def build_network(weights: dict[str, Tensor], path: Path, name: str | None = Non
         if expected == {key: value.shape for key, value in weights.items()}:
             network.load_state_dict(weights, assign=True)
             return network
-    raise InputError(f"{path} does not hold the weights of {name or ' or '.join(NETWORKS)}: names or shapes differ")
+    raise InputError(
+        f"{path} does not hold the weights of {name or ' or '.join(NETWORKS)}: names or shapes of tensors differ"
+    )
 
 
-def parse_choices(words: list[str]) -> dict[str, str]:
-    """`--extractor fvd=FILE`, or a name or file alone for the metrics of pictures."""
+def parse_choices(options: list[str]) -> dict[str, str]:
+    """Parse `--extractor fvd=FILE`, or a name or file alone for the metrics of images. → metric → name or file"""
     chosen: dict[str, str] = {}
-    for word in words:
-        metric, equals, value = word.partition("=")
+    for option in options:
+        metric, equals, value = option.partition("=")
         metric = metric.replace("-", "_")
-        if equals and metric in NAMED_FOR:
+        if equals and metric in METRICS:
             chosen[metric] = value
-        elif equals and not Path(word).exists():
-            raise InputError(f"--extractor {word}: {metric} looks through none; use one of {', '.join(NAMED_FOR)}")
+        elif equals and not Path(option).exists():
+            raise InputError(f"--extractor {option}: {metric} has no extractor; use one of {', '.join(METRICS)}")
         else:
-            chosen |= dict.fromkeys(OF_PICTURES, word)
+            chosen |= dict.fromkeys(IMAGE_METRICS, option)
     return chosen

@@ -1,1 +1,1 @@
-"""One metric a file: a class that fits evaluate.evidence.Metric, named METRIC. `--metrics NAME` finds it by the file's name."""
+"""One metric a file: METRIC is a class that fits metric_api.Metric. `--metrics NAME` finds it by the file's name."""

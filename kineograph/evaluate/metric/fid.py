@@ -1,4 +1,4 @@
-"""FID: how far the features of made pictures lie from those of real ones, each taken as a Gaussian. Clips count as their frames."""
+"""FID: the Fréchet distance between features of generated and of real images. A clip counts as its frames."""
 
 from __future__ import annotations
 
@@ -11,55 +11,44 @@ from kineograph.evaluate.statistics import FrechetDistance
 
 
 @dataclass(frozen=True)
-class PictureDistance:
-    """FID of what a stage draws, or (rFID) of what a codec gives back."""
+class FidMetric:
+    """FID of samples, or (rFID) of reconstructions."""
 
     name: str
-    made: Literal["generated", "reconstruction"]
+    fake: Literal["generated", "reconstruction"]
 
     @property
     def needs(self) -> frozenset[Kind]:
-        return frozenset({"real", self.made})
+        return frozenset({"real", self.fake})
 
-    def open(self, subject: EvalContext) -> RunningDistance:
-        extractor = subject.extractors.open(self.name, "inception-v3", "pictures")
-        sums = FrechetDistance(extractor.width(subject.shape), subject.device)
-        return RunningDistance(self.name, self.needs, self.made, extractor, sums, subject.shape.frames)
+    def open(self, context: EvalContext) -> Fid:
+        return Fid(self, context.extractors.open(self.name, "inception-v3", "images"), context)
 
 
-class RunningDistance:
-    def __init__(
-        self,
-        name: str,
-        needs: frozenset[Kind],
-        made: Literal["generated", "reconstruction"],
-        extractor: Extractor,
-        sums: FrechetDistance,
-        frames: int,
-    ) -> None:
-        self.name, self.needs, self.made = name, needs, made
-        self.extractor, self.sums, self.frames = extractor, sums, frames
+class Fid:
+    def __init__(self, metric: FidMetric, extractor: Extractor, context: EvalContext) -> None:
+        self.name, self.needs, self.fake = metric.name, metric.needs, metric.fake
+        self.extractor, self.label, self.frames = extractor, extractor.label, context.shape.frames
+        self.distance = FrechetDistance(extractor.width(context.shape), context.device)
 
-    def update(self, evidence: EvalBatch) -> None:
-        self.sums.update(evidence.features("real", self.extractor), real=True)
-        self.sums.update(evidence.features(self.made, self.extractor), real=False)
+    def update(self, batch: EvalBatch) -> None:
+        self.distance.update(batch.features("real", self.extractor), real=True)
+        self.distance.update(batch.features(self.fake, self.extractor), real=False)
 
     def compute(self) -> Result:
-        distance, real, made = self.sums.joined()
-        return Result(
-            {self.name: distance}, distance_labels(self.extractor.label, real, made, self.sums.width, self.frames)
-        )
+        value, labels = compute_labelled(self.distance, self.label)
+        return Result({self.name: value}, labels | ({"of": "frames"} if self.frames > 1 else {}))
 
 
-def distance_labels(extractor: str, real: int, made: int, width: int, frames: int) -> dict[str, Any]:
-    labels: dict[str, Any] = {"extractor": extractor, "count": made, "real": real}
-    if frames > 1:
-        labels["of"] = "frames"
-    if min(real, made) <= width:
+def compute_labelled(distance: FrechetDistance, extractor: str) -> tuple[float, dict[str, Any]]:
+    """→ the distance, and labels that say how far to trust it"""
+    value, real, fake = distance.compute()
+    labels: dict[str, Any] = {"extractor": extractor, "count": fake, "real": real}
+    if min(real, fake) <= distance.width:
         labels["caution"] = (
-            f"no more samples than features ({width}): the distance is too large by a lot; compare equal counts only"
+            f"no more samples than features ({distance.width}): the distance is far too large; compare equal counts only"
         )
-    return labels
+    return value, labels
 
 
-METRIC = PictureDistance("fid", "generated")
+METRIC = FidMetric("fid", "generated")

@@ -1,4 +1,4 @@
-"""KID: the kernel distance between features of made and of real pictures. Unbiased, so it can be told of few samples too."""
+"""KID: the kernel distance between features of generated and of real images. It is unbiased, so few samples are enough."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class Kid:
     name: ClassVar[str] = "kid"
     needs: ClassVar[frozenset[Kind]] = frozenset({"real", "generated"})
 
-    def __init__(self, extractor: Extractor, subject: EvalContext) -> None:
-        self.extractor, self.frames = extractor, subject.shape.frames
-        self.real, self.made = FeatureRows(subject.device), FeatureRows(subject.device)
-        self.width = extractor.width(subject.shape)
+    def __init__(self, extractor: Extractor, context: EvalContext) -> None:
+        self.extractor, self.label, self.frames = extractor, extractor.label, context.shape.frames
+        width = extractor.width(context.shape)
+        self.real, self.fake = FeatureRows(width, context.device), FeatureRows(width, context.device)
 
     @classmethod
-    def open(cls, subject: EvalContext) -> Kid:
-        return cls(subject.extractors.open(cls.name, "inception-v3", "pictures"), subject)
+    def open(cls, context: EvalContext) -> Kid:
+        return cls(context.extractors.open(cls.name, "inception-v3", "images"), context)
 
-    def update(self, evidence: EvalBatch) -> None:
-        self.real.add(evidence.features("real", self.extractor))
-        self.made.add(evidence.features("generated", self.extractor))
+    def update(self, batch: EvalBatch) -> None:
+        self.real.add(batch.features("real", self.extractor))
+        self.fake.add(batch.features("generated", self.extractor))
 
     def compute(self) -> Result:
-        real, made = self.real.joined(self.width), self.made.joined(self.width)
-        values, told = kernel_distance(real, made)
-        labels = {"extractor": self.extractor.label, "count": len(made), "real": len(real), **told}
+        real, fake = self.real.gather(), self.fake.gather()
+        values, labels = kernel_distance(real, fake)
+        labels = {"extractor": self.label, "count": len(fake), "real": len(real), **labels}
         return Result(values, labels | ({"of": "frames"} if self.frames > 1 else {}))
 
 

@@ -1,4 +1,4 @@
-"""The held-out loss and its parts, as training's own validation computes them: fixed items, fixed noise, no dropout."""
+"""The held-out loss and its terms, as training validates: fixed items, fixed noise, no dropout."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class HeldOutLoss:
         self.sums: dict[str, tuple[float, float]] = {}  # name → sum, count
 
     @classmethod
-    def open(cls, subject: EvalContext) -> HeldOutLoss:
-        return cls(subject.device)
+    def open(cls, context: EvalContext) -> HeldOutLoss:
+        return cls(context.device)
 
-    def update(self, evidence: EvalBatch) -> None:
-        assert evidence.losses is not None
-        for name, mean in evidence.losses.items():
-            # About the batch as such, such as the codes that it uses: its mean says little about the set.
+    def update(self, batch: EvalBatch) -> None:
+        assert batch.losses is not None
+        for name, mean in batch.losses.items():
+            # "group/name" describes a batch, such as the codes that it uses: the mean says little about the set.
             if "/" not in name:
-                total, count = self.sums.get(name, (0.0, 0.0))
-                self.sums[name] = total + float(mean.sum), count + float(mean.count)
+                _add(self.sums, name, float(mean.sum), float(mean.count))
 
     def compute(self) -> Result:
-        joined: dict[str, tuple[float, float]] = {}
-        for told in distributed.data_all_gather_object(self.sums, self.device):
-            for name, (total, count) in told.items():
-                before = joined.get(name, (0.0, 0.0))
-                joined[name] = before[0] + total, before[1] + count
-        names = sorted(joined, key=lambda name: name != "loss")  # the loss before its parts
-        return Result({name: _mean(*joined[name]) for name in names})
+        totals: dict[str, tuple[float, float]] = {}
+        for sums in distributed.data_all_gather_object(self.sums, self.device):
+            for name, (total, count) in sums.items():
+                _add(totals, name, total, count)
+        names = sorted(totals, key=lambda name: name != "loss")  # the loss before its terms
+        means = {name: totals[name][0] / totals[name][1] if totals[name][1] else float("nan") for name in names}
+        return Result(means)
 
 
-def _mean(total: float, count: float) -> float:
-    return total / count if count else float("nan")
+def _add(sums: dict[str, tuple[float, float]], name: str, total: float, count: float) -> None:
+    before = sums.get(name, (0.0, 0.0))
+    sums[name] = before[0] + total, before[1] + count
 
 
 METRIC = HeldOutLoss

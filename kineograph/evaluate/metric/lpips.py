@@ -1,4 +1,4 @@
-"""LPIPS between pictures and what a codec gives back of them: the mean over frames that are no padding."""
+"""LPIPS between frames and their reconstructions, mean over frames."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from kineograph.core import weights as cache
 from kineograph.core.safe_unpickle import sha256_of
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, MetricSkipped, Result, WeightsMissing
 
-CHUNK = 32  # frames at once: the maps of VGG16 are large
+CHUNK = 32  # frames at once: VGG16's maps are large
 
 
 class LpipsDistance:
     name: ClassVar[str] = "lpips"
     needs: ClassVar[frozenset[Kind]] = frozenset({"real", "reconstruction"})
 
-    def __init__(self, network: perceptual.Lpips, label: str, subject: EvalContext) -> None:
-        self.network, self.label = network.to(subject.device), label
-        self.sums = torch.zeros(2, dtype=torch.float64, device=subject.device)  # of distances, of frames
+    def __init__(self, network: perceptual.Lpips, label: str, device: torch.device) -> None:
+        self.network, self.label = network.to(device), label
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # Σ distance, frames
 
     @classmethod
-    def open(cls, subject: EvalContext) -> LpipsDistance:
-        value = subject.extractors.choice(cls.name, "lpips-vgg16")
+    def open(cls, context: EvalContext) -> LpipsDistance:
+        value = context.extractors.choice(cls.name, "lpips-vgg16")
         path = Path(value)
         try:
-            found = cache.find(value) if cache.is_name(path) else cache.Found(path, sha256_of(path))
+            file = cache.find(value) if cache.is_name(path) else cache.Found(path, sha256_of(path))
         except cache.NotThere as error:
             raise WeightsMissing(str(error)) from None
         except FileNotFoundError:
-            raise MetricSkipped(f"--extractor lpips={value} is not there") from None
-        network = perceptual.load_lpips(found.path)
-        side = min(subject.shape.height, subject.shape.width)
+            raise MetricSkipped(f"--extractor lpips={value} does not exist") from None
+        network = perceptual.load_lpips(file.path)
+        side = min(context.shape.height, context.shape.width)
         if side < network.smallest:
-            raise MetricSkipped(f"pictures of {side} pixels are too small for it: {network.smallest} are the least")
-        return cls(network, f"{value if cache.is_name(path) else path.name} {found.short}", subject)
+            raise MetricSkipped(f"images of {side} pixels are too small for LPIPS: it needs {network.smallest} or more")
+        return cls(network, f"{value if cache.is_name(path) else path.name} {file.short}", context.device)
 
-    def update(self, evidence: EvalBatch) -> None:
-        real, made = evidence.pictures("real"), evidence.pictures("reconstruction")
+    def update(self, batch: EvalBatch) -> None:
+        real, fake = batch.frames("real"), batch.frames("reconstruction")
         with torch.no_grad(), torch.autocast(real.device.type, enabled=False):
-            for x, y in zip(real.float().split(CHUNK), made.float().split(CHUNK), strict=True):
+            for x, y in zip(real.float().split(CHUNK), fake.float().split(CHUNK), strict=True):
                 distance = self.network(x * 2 - 1, y * 2 - 1)
                 self.sums += torch.stack([distance.double().sum(), distance.new_tensor(len(x)).double()])
 

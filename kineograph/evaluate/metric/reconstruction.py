@@ -1,4 +1,4 @@
-"""How much of a picture a codec keeps: PSNR = −10 log₁₀ MSE, a picture at a time, over frames that are no padding."""
+"""PSNR = −10 log₁₀ MSE between frames and their reconstructions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kineograph.core import distributed
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
 
-SMALLEST = 1e-10  # MSE of a perfect copy: 100 dB
+MIN_MSE = 1e-10  # a perfect copy has 100 dB
 
 
 class Reconstruction:
@@ -23,22 +23,20 @@ class Reconstruction:
         self.psnr: list[Tensor] = []
 
     @classmethod
-    def open(cls, subject: EvalContext) -> Reconstruction:
-        return cls(subject.device)
+    def open(cls, context: EvalContext) -> Reconstruction:
+        return cls(context.device)
 
-    def update(self, evidence: EvalBatch) -> None:
-        assert evidence.real is not None
-        assert evidence.reconstruction is not None
-        error = reduce((evidence.real.float() - evidence.reconstruction.float()).square(), "b t c h w -> b t", "mean")
-        psnr = -10 * torch.log10(error.clamp_min(SMALLEST))  # B T
-        keep = evidence.frame_mask if evidence.frame_mask is not None else torch.ones_like(psnr, dtype=torch.bool)
-        self.psnr.append(psnr[keep].double().cpu())
+    def update(self, batch: EvalBatch) -> None:
+        difference = batch.clips("real").float() - batch.clips("reconstruction").float()
+        error = reduce(difference.square(), "b t c h w -> b t", "mean")
+        psnr = -10 * torch.log10(error.clamp_min(MIN_MSE))  # B T
+        self.psnr.append(psnr[batch.mask("real")].double().cpu())
 
     def compute(self) -> Result:
-        mine = torch.cat(self.psnr) if self.psnr else torch.zeros(0, dtype=torch.float64)
-        every = distributed.all_gather_rows(mine.to(self.device)).cpu()  # a decile cannot be joined from deciles
-        values = {"psnr": float(every.mean()), "psnr_worst_decile": float(every.quantile(0.1))}
-        return Result(values, {"frames": len(every), "unit": "dB"})
+        own = torch.cat(self.psnr) if self.psnr else torch.zeros(0, dtype=torch.float64)
+        psnr = distributed.all_gather_rows(own.to(self.device)).cpu()  # a decile needs all rows
+        values = {"psnr": float(psnr.mean()), "psnr_worst_decile": float(psnr.quantile(0.1))}
+        return Result(values, {"frames": len(psnr), "unit": "dB"})
 
 
 METRIC = Reconstruction

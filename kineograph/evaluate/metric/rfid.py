@@ -1,7 +1,7 @@
-"""rFID: the FID between pictures and what a codec gives back of them."""
+"""rFID: the FID between images and their reconstructions."""
 
 from __future__ import annotations
 
-from kineograph.evaluate.metric.fid import PictureDistance
+from kineograph.evaluate.metric.fid import FidMetric
 
-METRIC = PictureDistance("rfid", "reconstruction")
+METRIC = FidMetric("rfid", "reconstruction")

@@ -1,0 +1,189 @@
+"""Evaluates one stage: a trained one that was loaded, or one in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kineograph.core import distributed, heartbeat
+from kineograph.core.batch import Batch, Prompts
+from kineograph.core.noise import Noise, key_of
+from kineograph.core.protocols import Source
+from kineograph.core.task import Task, sample_shape
+from kineograph.data.captions import require_captions
+from kineograph.data.loader import Loader
+from kineograph.evaluate.console import ProgressBar, describe_work
+from kineograph.evaluate.extractor.registry import Extractors
+from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Metric, MetricSkipped, Result
+from kineograph.evaluate.sheets import SampleSheets
+from kineograph.sample.inference import draw, inference_mode, sampling_noise
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import StageSpec
+
+CAPTIONS_TO_CHECK = 64  # metrics see so many captions before anything is sampled
+Reasons = dict[str, list[MetricSkipped]]  # metric → why it was skipped
+
+
+class StageEvaluator:
+    def __init__(
+        self,
+        spec: StageSpec,
+        task: Task,
+        source: Source,
+        device: torch.device,
+        samples: int,
+        run_seed: int,
+        extractors: Extractors,
+        stages: StageLoader | None = None,
+        seed: int = 0,
+        batch: int = 32,
+        generate: bool = True,
+        interactive: bool = False,
+        note: Callable[[str], None] = lambda line: None,
+        split: str = "validation",
+    ) -> None:
+        """`generate`: sample from the stage, if it can. `interactive`: announce the work, show progress, collect sheets."""
+        self.spec, self.task, self.source, self.device = spec, task, source, device
+        self.name, self.shape = spec.name, sample_shape(task, spec.data.shape)
+        self.run_seed, self.seed, self.batch, self.split = run_seed, seed, batch, split
+        self.extractors, self.stages, self.interactive, self.note = extractors, stages, interactive, note
+        self.generate = generate and task.can_sample
+        self.count = min(samples, len(source))
+        self.progress = ProgressBar()
+        self.start: str | None = None  # what samples start from, beside their captions
+
+    def run(self, chosen: dict[str, Any], reasons: Reasons) -> tuple[dict[str, Result], SampleSheets]:
+        """Compute the chosen metrics that apply; append to `reasons` why others do not."""
+        metrics = self.open(chosen, reasons)
+        if metrics and "captions" in self.spec.task.reads_for(self.spec.config):
+            require_captions(self.source, f"stage {self.name} ({self.spec.config.task})", f"{self.split} items")
+        needed = frozenset().union(*(metric.needs for metric in metrics.values()))
+        sheets = SampleSheets()
+        with self._show_progress(metrics):
+            for number, batch in enumerate(self._batches(needed) if metrics else ()):
+                if not batch.spare:
+                    remarks = self._update(batch, metrics, reasons)
+                    if self.interactive:
+                        sheets.add(batch, remarks, number)
+        if self.interactive:
+            sheets = sheets.gather()
+        self._drop_skipped_elsewhere(metrics, reasons)
+        results: dict[str, Result] = {}
+        for name, metric in metrics.items():
+            try:
+                result = metric.compute()
+            except MetricSkipped as reason:
+                reasons[name].append(reason)
+                continue
+            labels = {"drawn from": self.start} if self.start is not None and "generated" in metric.needs else {}
+            results[name] = Result(result.values, result.labels | labels)
+        return results, sheets
+
+    def open(self, chosen: dict[str, Any], reasons: Reasons) -> dict[str, Metric]:
+        """Open the metrics that apply to this stage."""
+        captions = [self.source.caption(index) for index in range(min(CAPTIONS_TO_CHECK, len(self.source)))]
+        context = EvalContext(
+            self.name,
+            self.task,
+            self.spec.data,
+            self.shape,
+            self.device,
+            [caption for caption in captions if caption] if all(captions) else None,
+            self.extractors,
+            self.stages,
+        )
+        available = self._available(context)
+        metrics: dict[str, Metric] = {}
+        for name, metric in chosen.items():
+            if metric.needs <= available:
+                try:
+                    metrics[name] = metric.open(context)
+                except MetricSkipped as reason:
+                    reasons[name].append(reason)
+        return metrics
+
+    def _available(self, context: EvalContext) -> frozenset[Kind]:
+        kinds: set[Kind] = {"real", "losses"}
+        if context.captions is not None:
+            kinds.add("captions")
+        if self.generate:
+            kinds.add("generated")
+        if self.shape.frames > 1:
+            kinds.add("clips")
+        if self.task.reconstructs:
+            kinds.add("reconstruction")
+        if hasattr(self.task, "encode") and getattr(self.task, "vocabulary", None):
+            kinds.add("tokens")
+        return frozenset(kinds)
+
+    @contextmanager
+    def _show_progress(self, metrics: dict[str, Metric]) -> Iterator[None]:
+        if not metrics or not self.interactive or not distributed.is_first():
+            yield
+            return
+        compiled = self.stages is not None and self.stages.compiled
+        self.note(describe_work(self.name, self.device, self.count, self.shape, metrics, compiled))
+        self.extractors.on_progress = self.progress.set_activity
+        with self.progress.show(self.name, -(-self.count // (self.batch * distributed.data_world()))):
+            yield
+
+    def _update(self, batch: EvalBatch, metrics: dict[str, Metric], reasons: Reasons) -> list[list[str]]:
+        """Show a batch to every metric; drop those that skip it. → the metrics' remarks on its rows"""
+        remarks = []
+        for name, metric in list(metrics.items()):
+            self.progress.set_activity(name)
+            try:
+                remarks.append(metric.update(batch))
+            except MetricSkipped as reason:
+                reasons[name].append(reason)
+                del metrics[name]
+        return [rows for rows in remarks if rows]
+
+    def _drop_skipped_elsewhere(self, metrics: dict[str, Metric], reasons: Reasons) -> None:
+        """Drop the metrics that any process has skipped: `compute` is collective."""
+        skipped = {name: [str(reason) for reason in why] for name, why in reasons.items() if name not in metrics}
+        for other in distributed.data_all_gather_object(skipped, self.device):
+            for name, why in other.items():
+                if metrics.pop(name, None) is not None:
+                    reasons[name] += [MetricSkipped(reason) for reason in why]
+
+    def _batches(self, needed: frozenset[Kind]) -> Iterator[EvalBatch]:
+        """The same items in the same order every time, first those that training validates on."""
+        world = distributed.data_world()
+        loader = Loader(
+            self.source,
+            seed=key_of(self.run_seed, "validation") >> 1,
+            batch_size=world,
+            rank=distributed.data_rank(),
+            world=world,
+        )
+        noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # the Trainer's
+        for real in self.progress.track(loader.fixed(self.count, self.batch * world)):
+            real = real.to(self.device)
+            heartbeat.beat()
+            batch = EvalBatch(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
+            if real.pixels is not None:
+                batch.real = self.task.resize_reference(real.video) if "generated" in needed else real.video
+            if "generated" in needed:
+                self.progress.set_activity("drawing")
+                batch.generated = self._sample(real)
+            with inference_mode(self.task, self.device):
+                if "reconstruction" in needed:
+                    reconstruction = self.task.reconstruct(real)
+                    assert reconstruction is not None
+                    batch.reconstruction = reconstruction.float().clamp(0, 1)
+                if "tokens" in needed:
+                    batch.tokens = self.task.encode(real.video, real.frame_mask)  # type: ignore[operator]
+                if "losses" in needed:
+                    batch.losses = self.task.validate(real, Noise(noise_seed, 0, real.slots))
+            yield batch
+
+    def _sample(self, real: Batch) -> torch.Tensor:
+        options = getattr(self.spec.config, "sample", None)
+        prompts = Prompts(sampling_noise(self.seed, real.slots), real.captions, batch=real)
+        if self.start is None:
+            self.start = self.task.describe_start(prompts)
+        return draw(self.task, prompts, options, self.device, self.batch).to(self.device)
