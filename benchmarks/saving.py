@@ -91,7 +91,7 @@ def measure(device: torch.device, millions: float, saves: int, folder: Path) -> 
         checkpoint.prune(folder, 1, done)
         copies.append(save())
         found = []
-        while not saver.idle():
+        while not saver.is_idle():
             found.append(step())
         beside += found[:-1]  # the write ended within the last
         counts.append(max(0.0, len(found) - 0.5))

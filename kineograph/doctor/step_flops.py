@@ -14,14 +14,14 @@ from kineograph.doctor.step_trace import READ, trace
 from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan, StagePlan
-from kineograph.train.clock import Work
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.precision import resolve_precision
+from kineograph.train.step_timer import StepFlops
 
 
 def work_of(
     plan: Plan, stage: StagePlan, task: Task, data: StageData, device: torch.device, note: Callable[[str], None]
-) -> Work | None:
+) -> StepFlops | None:
     """None where nobody asks: on a CPU without `train.peak_tflops`, and in all processes but the first, which logs; and where steps differ,
     with buckets."""
     train = stage.train
@@ -48,4 +48,4 @@ def work_of(
             f"{stage.name}: the arithmetic of a step was not counted ({type(error).__name__}), so there is no time/mfu"
         )
         return None
-    return Work(found.flops * train.accumulate, peak)
+    return StepFlops(found.flops * train.accumulate, peak)

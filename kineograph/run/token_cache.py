@@ -147,7 +147,7 @@ def cache_run(
     stop = StopRequest()
     with (
         folder.lock(shared=True),
-        stop.listening(),
+        stop.handle_signals(),
     ):  # others may encode beside this process, and nothing trains meanwhile
         if ready and not folder.exists():
             write_atomic(folder.config_file, dump_yaml(plan.tree()))

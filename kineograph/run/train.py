@@ -38,7 +38,6 @@ from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
 from kineograph.train.trainer import Trainer, TrainerHooks
-from kineograph.train.watchdog import Watchdog
 
 
 def train(
@@ -101,7 +100,7 @@ def _train(
     with _held(folder), ExitStack() as stack:
         rank_log = RankLog(folder.path)
         stack.callback(rank_log.close)
-        stack.enter_context(rank_log.listening())
+        stack.enter_context(rank_log.capture_warnings())
         note = rank_log.with_note(note)
         trackers: dict[str, Tracker] = {}
         if distributed.is_first():
@@ -112,7 +111,7 @@ def _train(
             if distributed.is_first():
                 _begin(plan, folder, data)
             distributed.barrier()
-            with stop.listening():
+            with stop.handle_signals():
                 for stage in plan.stages:
                     if stage.spec.config.skip:
                         note(f"{stage.name}: skipped, as stages.{stage.name}.skip says")
@@ -223,14 +222,14 @@ class _StageRun:
             with stepper.eval_mode() as judged:
                 evaluate.check(judged)
         show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device, self.note)
-        around = TrainerHooks(
+        hooks = TrainerHooks(
             checkpoints=self.checkpoints,
             log=self._log,
-            validation=self.data.validation_batches if stage.train.validate_every else None,
+            validation_batches=self.data.validation_batches if stage.train.validate_every else None,
             evaluate=evaluate,
-            show=show if stage.train.sample_every else None,
+            draw_samples=show if stage.train.sample_every else None,
             publish=self._publish,
-            saved={
+            extra_state={
                 "assets": task.assets(),
                 "config": self.plan.tree(),
                 "references": self.stages.reference_digests(self.folder, stage.name),
@@ -238,18 +237,18 @@ class _StageRun:
             stop=self.stop,
             quiet=self.quiet,
             rank_log=self.rank_log,
-            work=work_of(self.plan, stage, task, self.data, self.device, self.note),
+            step_flops=work_of(self.plan, stage, task, self.data, self.device, self.note),
         )
         loader = self.data.loader(source)
         if found is not None:
             loader.take_up(found.state().get("data", {}))
-        around.saved["data"] = loader.position  # written with each checkpoint as it then is
-        trainer = Trainer(stage.name, stepper, loader, around)
+        hooks.extra_state["data"] = loader.position  # written with each checkpoint as it then is
+        trainer = Trainer(stage.name, stepper, loader, hooks)
         start = trainer.resume()
         self._take_up(start)
         self._describe(task, start)
         try:
-            with self._watched():
+            with self._watchdog():
                 trainer.fit(start)
         except BaseException as error:
             with suppress(OSError):  # what went wrong first is what a person must hear
@@ -269,12 +268,13 @@ class _StageRun:
         self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
         show.curves()
 
-    def _watched(self) -> AbstractContextManager[None]:
-        """Under the eyes of a watchdog, where one is asked for."""
+    def _watchdog(self) -> AbstractContextManager[None]:
         seconds = self.stage.train.watchdog
         if seconds is None:
             return nullcontext()
-        return Watchdog(seconds, self.rank_log, self.stage.name).watching()
+        logs = self.rank_log.path.parent
+        self.note(f"watchdog: exits with code 1 after {seconds:g} s without progress, and writes the stacks to {logs}")
+        return self.rank_log.watchdog(seconds)
 
     def _take_up(self, start: Cursor) -> None:
         """Forget what was told beyond the checkpoint."""

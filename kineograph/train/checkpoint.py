@@ -1,19 +1,19 @@
-"""Checkpoints: complete, atomic, checksummed; tensors in safetensors, the rest in JSON; nothing is pickled.
+"""Checkpoints: complete, atomic, checksummed. Tensors are safetensors, the rest is JSON; nothing is pickled.
 
     <stage>/checkpoints/step-00000100/
         model.safetensors      every player's weights and buffers, by their names in the task
-        ema.safetensors        the same names with averaged weights (when any player averages)
+        ema.safetensors        the same names with averaged weights, if any player has an EMA
         optimizer.safetensors  moments by player and parameter name
         state.json             step, scaler, best score, data position, phase, assets, resolved config
         manifest.json          size and sha256 of each file, written last
         phase.json             what a finished phase changed of the state: phase, best score
 
-Where several processes train, `model`, `ema` and `optimizer` are folders of safetensors instead, to which each process wrote its part
-(distributed_checkpoint.py); `tensors`, `load_into` and whatever else reads a checkpoint here takes both forms, on any number of processes.
+With several ranks `model`, `ema` and `optimizer` are folders of shards (distributed_checkpoint.py). Everything that
+reads a checkpoint takes both forms, on any number of ranks.
 
-A checkpoint is written beside its place, flushed, then renamed, so that whatever has the name is complete. The manifest
-catches what went wrong later (a full disk, a flipped bit, a lost shard); `latest` then says so and falls back to the one before. Only
-phase.json comes later, and is replaced as a whole: the weights of a step are saved before they are judged.
+A checkpoint is written to a temporary folder, flushed, then renamed: a folder of that name is complete. The manifest
+detects later damage (a flipped bit, a lost shard); `latest` then falls back to the checkpoint before. Only phase.json
+changes later, and it is replaced atomically.
 """
 
 from __future__ import annotations
@@ -37,137 +37,133 @@ from kineograph.core import distributed
 from kineograph.core.errors import InputError, NotTrained, RunFailed
 from kineograph.core.run_folder import sync_folder, write_json
 
+DISK_REMEDY = "free disk space or fix the permissions"
+ONE_FILE, SHARDED = 1, 2  # formats of the manifest
 _NAME = re.compile(r"step-(\d{8,})")
-ONE_FILE, SHARDED = 1, 2  # formats: a file a kind of tensors, or a folder of what each process wrote
 _SUFFIX = ".safetensors"
-Signature = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint on disk."""
+    """One complete checkpoint on disk. `kind` is model, ema or optimizer."""
 
     path: Path
     step: int
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Whole tensors, in whatever parts they were written."""
-        file = self.path / f"{name}{_SUFFIX}"
-        with _still_there(self.path):
-            if file.is_file():
-                return load_file(file)
+    def tensors(self, kind: str) -> dict[str, Tensor]:
+        """Read full tensors."""
+        with _explain_removal(self.path):
+            if self._file(kind).is_file():
+                return load_file(self._file(kind))
             from kineograph.train import distributed_checkpoint
 
-            return distributed_checkpoint.read(self.path / name)
+            return distributed_checkpoint.read(self.path / kind)
 
-    def load_into(self, name: str, targets: Mapping[str, Tensor]) -> None:
-        """Copy saved values into these tensors. Of a DTensor, each process reads its own shard alone."""
+    def load_into(self, kind: str, targets: Mapping[str, Tensor]) -> None:
+        """Copy saved values into `targets`. Of a DTensor each rank reads its own shard."""
         from kineograph.train import distributed_checkpoint
 
-        shapes = self.shapes(name)
-        for key, target in targets.items():
-            if tuple(target.shape) != shapes[key]:
+        shapes = self.shapes(kind)
+        for name, target in targets.items():
+            if tuple(target.shape) != shapes[name]:
                 raise InputError(
-                    f"{self.path}: {name} {key} has shape {list(shapes[key])}, and this task needs {list(target.shape)}; "
+                    f"{self.path}: {kind} {name} has shape {list(shapes[name])}, and this task needs {list(target.shape)}; "
                     "load it with the config it was trained with"
                 )
-        file = self.path / f"{name}{_SUFFIX}"
-        distributed_checkpoint.load_into(file if file.is_file() else self.path / name, targets)
+        file = self._file(kind)
+        distributed_checkpoint.load_into(file if file.is_file() else self.path / kind, targets)
 
-    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Of whole tensors, without reading them."""
-        file = self.path / f"{name}{_SUFFIX}"
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the full tensors, without reading them."""
         if self.is_sharded:
             from kineograph.train import distributed_checkpoint
 
-            return distributed_checkpoint.read_shapes(self.path / name)
-        with safe_open(file, framework="pt") as opened:
-            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118  not a dict
+            return distributed_checkpoint.read_shapes(self.path / kind)
+        with safe_open(self._file(kind), framework="pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118  not a dict
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several processes wrote it, each its part."""
         return (self.path / "model").is_dir()
 
-    def has(self, name: str) -> bool:
-        return bool(self._files(name))
+    def has(self, kind: str) -> bool:
+        return self._file(kind).is_file() or any((self.path / kind).glob(f"*{_SUFFIX}"))
 
-    def _files(self, name: str) -> list[Path]:
-        file = self.path / f"{name}{_SUFFIX}"
-        return [file] if file.is_file() else sorted((self.path / name).glob(f"*{_SUFFIX}"))
+    def _file(self, kind: str) -> Path:
+        return self.path / f"{kind}{_SUFFIX}"
 
     def state(self) -> dict[str, Any]:
-        with _still_there(self.path):
-            return json.loads((self.path / "state.json").read_text(encoding="utf-8")) | self._later()
+        with _explain_removal(self.path):
+            return json.loads((self.path / "state.json").read_text(encoding="utf-8")) | self._phase_state()
+
+    def _phase_state(self) -> dict[str, Any]:
+        """phase.json. If it cannot be read, the phases of this step run again."""
+        try:
+            state = json.loads((self.path / "phase.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return state if isinstance(state, dict) else {}
 
     @property
     def phase(self) -> Any:
-        """What the run does next: `train`, or a phase that follows this step."""
+        """The phase that comes next: `train`, or one that follows this step."""
         return self.state().get("phase", "train")
 
-    def _later(self) -> dict[str, Any]:
-        """A phase.json that cannot be read costs the phases of one step, which are then gone through again."""
-        try:
-            later = json.loads((self.path / "phase.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return later if isinstance(later, dict) else {}
-
     def weights(self, ema: bool = True) -> dict[str, Tensor]:
-        """Weights to sample with: averaged where they exist."""
+        """Read the weights to sample with: averaged ones if there are any."""
         return self.tensors("ema" if ema and self.has("ema") else "model")
 
     def digest(self, ema: bool = True) -> str:
-        """Identifies the weights, for caches made with them."""
-        name = "ema" if ema and self.has("ema") else "model"
-        with _still_there(self.path):
-            files = _manifest(self.path)["files"]
-        if f"{name}{_SUFFIX}" in files:
-            return files[f"{name}{_SUFFIX}"]["sha256"]
-        parts = [f"{file} {files[file]['sha256']}" for file in sorted(files) if file.startswith(f"{name}/")]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        """A hash that identifies the weights, for caches made with them."""
+        kind = "ema" if ema and self.has("ema") else "model"
+        with _explain_removal(self.path):
+            files = _read_manifest(self.path)["files"]
+        if f"{kind}{_SUFFIX}" in files:
+            return files[f"{kind}{_SUFFIX}"]["sha256"]
+        shards = [f"{file} {files[file]['sha256']}" for file in sorted(files) if file.startswith(f"{kind}/")]
+        return hashlib.sha256("\n".join(shards).encode()).hexdigest()
 
 
 @contextmanager
-def _still_there(path: Path) -> Iterator[None]:
-    """Whoever reads holds no lock: training may go on meanwhile, and its next save may remove what is read."""
+def _explain_removal(path: Path) -> Iterator[None]:
+    """Readers hold no lock, so a run that trains may prune the checkpoint that is being read: say so."""
     try:
         yield
     except Exception:
         if path.is_dir():
             raise
         raise InputError(
-            f"{path} was removed while it was read: training goes on there and keeps its newest checkpoints; run the command again"
+            f"{path} was removed while it was read, because training goes on there: run the command again"
         ) from None
 
 
-# Writing ---------------------------------------------------------------------------------------------------------
+# Writing -------------------------------------------------------------------------------------------------------------
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Checkpoint:
-    """Write checkpoint `step` of a stage here and now. Either all of it is there afterwards, or nothing is changed."""
-    separate = {name: _separate(group) for name, group in tensors.items()}
-    write(folder, step, separate, json.dumps({"step": step, **state}, ensure_ascii=False))
+    """Write checkpoint `step` of a stage, completely or not at all."""
+    copies = {kind: _copy_to_host(group) for kind, group in tensors.items()}
+    write(folder, step, copies, json.dumps({"step": step, **state}, ensure_ascii=False))
     return checkpoint_at(folder, step)
 
 
 def write(folder: Path, step: int, tensors: Mapping[str, dict[str, Tensor]], state: str) -> None:
-    """The same from tensors on the host that share no memory."""
+    """Write checkpoint `step` from host tensors that share no memory."""
     temporary = None
     try:
         temporary = prepare(folder, step)
         if temporary is not None:
-            for name, group in tensors.items():
-                save_file(group, temporary / f"{name}{_SUFFIX}")
+            for kind, group in tensors.items():
+                save_file(group, temporary / f"{kind}{_SUFFIX}")
             commit(temporary, step, state, {path.name: flush_and_hash(path) for path in sorted(temporary.iterdir())})
     except (OSError, SafetensorError) as error:
         raise save_error(folder, step, temporary, error) from error
 
 
 def prepare(folder: Path, step: int) -> Path | None:
-    """An empty place to write to, until the checkpoint is complete; None where it is there already: the same step gives the same state.
+    """Make an empty temporary folder; None if the checkpoint is there already, since a step always has the same state.
 
-    The place bears this process's number: one that outlived its killed fellows may still write to theirs.
+    The name holds the process id: a process that survived a killed run may still write to its own.
     """
     target = checkpoint_at(folder, step).path
     temporary = folder / f".writing-{target.name}-{os.getpid()}"
@@ -180,41 +176,43 @@ def prepare(folder: Path, step: int) -> Path | None:
 
 
 def commit(temporary: Path, step: int, state: str, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """All tensors lie in the temporary place, with these fingerprints: add the state and the manifest, then the name."""
+    """Add the state and the manifest to the written tensors, then rename the folder. `files`: their sizes and hashes."""
     folder, target = temporary.parent, checkpoint_at(temporary.parent, step).path
     (temporary / "state.json").write_text(state, encoding="utf-8")
-    listed = {**files, "state.json": flush_and_hash(temporary / "state.json")}
-    nested = {str(Path(name).parent) for name in files} - {"."}
-    for name in nested:
+    entries = {**files, "state.json": flush_and_hash(temporary / "state.json")}
+    shard_folders = {str(Path(name).parent) for name in files} - {"."}
+    for name in shard_folders:
         sync_folder(temporary / name)
-    manifest = {"format": SHARDED if nested else ONE_FILE, "step": step, "files": dict(sorted(listed.items()))}
+    manifest = {"format": SHARDED if shard_folders else ONE_FILE, "step": step, "files": dict(sorted(entries.items()))}
     write_json(temporary / "manifest.json", manifest)
-    aside = folder / f".replaced-{target.name}"
-    if target.exists():  # a damaged one that the run was taken up before
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(target, aside)
+    replaced = folder / f".replaced-{target.name}"
+    if target.exists():  # a damaged one
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(target, replaced)
     os.replace(temporary, target)
     sync_folder(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def save_error(
-    folder: Path, step: int, temporary: Path | None, error: BaseException | str, remedy: str = "make room or permission"
+    folder: Path, step: int, temporary: Path | None, error: BaseException | str, remedy: str = DISK_REMEDY
 ) -> RunFailed:
+    """Remove what was written and return the error to raise."""
     if temporary is not None and distributed.is_first():
         shutil.rmtree(temporary, ignore_errors=True)
+    path = checkpoint_at(folder, step).path
     return RunFailed(
-        f"cannot save {checkpoint_at(folder, step).path}: {error}; {remedy} and run the same command to go on from the last checkpoint"
+        f"cannot save {path}: {error}; {remedy} and run the same command to go on from the last checkpoint"
     )
 
 
 def update_state(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Change these keys of a saved step's state: the old ones or the new ones are there, never a mixture."""
+    """Atomically replace these keys of a saved step's state."""
     write_json(checkpoint_at(folder, step).path / "phase.json", state)
 
 
-def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, none sharing memory with another: safetensors refuses that, and tied weights have it."""
+def _copy_to_host(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU and without shared memory, which tied weights have and safetensors refuses."""
     seen: set[int] = set()
     result = {}
     for name, value in group.items():
@@ -227,66 +225,74 @@ def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def flush_and_hash(path: Path) -> dict[str, Any]:
-    """Flush a file to disk and tell its size and checksum."""
+    """Flush a file to disk. → its size and checksum."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+# Checking ------------------------------------------------------------------------------------------------------------
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / "manifest.json").read_text(encoding="utf-8"))
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint; None when every byte is as it was written. A run that is taken up asks several times: what has not been
-    touched since is not read again."""
-    key = (path.resolve(), _signature(path))
-    if key not in _judged:
-        _judged[key] = _problem(path)
-    return _judged[key]
+    """Compare every byte of a checkpoint with its manifest. → the first difference; None if it is complete.
+
+    Resuming asks several times: a checkpoint that has not changed since is not read again.
+    """
+    key = (path.resolve(), _stat_files(path))
+    if key not in _damage:
+        _damage[key] = _compare_with_manifest(path)
+    return _damage[key]
 
 
-_judged: dict[tuple[Path, Signature], str | None] = {}  # what `problem` found in this process
+FileStats = tuple[tuple[str, int, int, int], ...]
+_damage: dict[tuple[Path, FileStats], str | None] = {}
 
 
-def _signature(path: Path) -> Signature:
-    """Names, sizes and times of change of all files."""
-    found = []
+def _stat_files(path: Path) -> FileStats:
+    stats = []
     for file in path.rglob("*"):
         with suppress(OSError):
             stat = file.stat()
-            found.append((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return tuple(sorted(found))
+            stats.append((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(sorted(stats))
 
 
-def _problem(path: Path) -> str | None:
+def _compare_with_manifest(path: Path) -> str | None:
     try:
-        manifest = _manifest(path)
+        manifest = _read_manifest(path)
         files, version = manifest["files"], manifest.get("format", ONE_FILE)
     except (OSError, ValueError, KeyError, TypeError):
         return "manifest.json is missing or damaged"
     if version not in (ONE_FILE, SHARDED):
         return f"its format {version} is newer than this version of Kineograph reads"
-    faults = ((name, _fault(path / name, expected)) for name, expected in files.items())
-    return next((f"{name} {fault}" for name, fault in faults if fault is not None), None)
+    for name, entry in files.items():
+        damage = _compare_file(path / name, entry)
+        if damage is not None:
+            return f"{name} {damage}"
+    return None
 
 
-def _fault(file: Path, expected: Mapping[str, Any]) -> str | None:
+def _compare_file(path: Path, entry: Mapping[str, Any]) -> str | None:
     try:
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            return f"has {size} bytes instead of {expected['bytes']}"
-        return None if _digest(file) == expected["sha256"] else "does not match its checksum"
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return f"has {size} bytes instead of {entry['bytes']}"
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return None if digest == entry["sha256"] else "does not match its checksum"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+# Finding -------------------------------------------------------------------------------------------------------------
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -301,70 +307,69 @@ def checkpoint_at(folder: Path, step: int) -> Checkpoint:
 
 
 def latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
-    """The newest checkpoint that is complete; damaged ones are named and passed over."""
+    """The newest complete checkpoint. Names damaged ones to `note` and skips them."""
     for step in reversed(saved_steps(folder)):
-        found = checkpoint_at(folder, step)
-        fault = find_damage(found.path)
-        if fault is None:
-            return found
-        note(f"{found.path} is damaged ({fault}): falling back to the checkpoint before it")
+        candidate = checkpoint_at(folder, step)
+        damage = find_damage(candidate.path)
+        if damage is None:
+            return candidate
+        note(f"{candidate.path} is damaged ({damage}): falling back to the checkpoint before it")
     return None
 
 
 def latest_on_all_ranks(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
-    """What `latest` finds in the first process, for all: others take its word, so that none goes on from another step."""
-    found = latest(folder, note) if distributed.is_first() else None
+    """What `latest` finds on rank 0, for all ranks, so that all go on from the same step."""
+    own = latest(folder, note) if distributed.is_first() else None
     if not distributed.is_active():
-        return found
-    step = distributed.broadcast_object(None if found is None else found.step)
+        return own
+    step = distributed.broadcast_object(None if own is None else own.step)
     if step is not None and not checkpoint_at(folder, step).path.is_dir():
         raise InputError(
-            f"rank {distributed.rank()} does not see {checkpoint_at(folder, step).path}, which rank 0 sees: put the run folder on a disk all machines share"
+            f"rank {distributed.rank()} does not see {checkpoint_at(folder, step).path}, which rank 0 sees: put the run folder on a disk "
+            "that all machines share"
         )
-    for other in saved_steps(folder) if not distributed.is_first() else ():
-        if step is None or other >= step:
-            path = checkpoint_at(folder, other).path
-            _judged[path.resolve(), _signature(path)] = None if other == step else "the first process found it damaged"
+    if not distributed.is_first():
+        for other in saved_steps(folder):
+            if step is None or other >= step:
+                path = checkpoint_at(folder, other).path
+                _damage[path.resolve(), _stat_files(path)] = None if other == step else "rank 0 found it damaged"
     return None if step is None else checkpoint_at(folder, step)
 
 
 def select(folder: Path, which: str | int = "last") -> Checkpoint:
-    """`last`, `best`, or a step."""
+    """The checkpoint that `--checkpoint` names: `last`, `best`, or a step."""
     available = saved_steps(folder)
     if not available:
         raise NotTrained(f"{folder} has no checkpoint yet: train first, or name another run")
+    steps = ", ".join(map(str, available))
     if which == "last":
-        found = latest(folder)
-        if found is None:
-            if (
-                saved_steps(folder) != available
-            ):  # training goes on: what was there is removed, and newer ones are written
-                return select(folder, which)
-            raise InputError(f"{folder}: every checkpoint is damaged ({', '.join(map(str, available))})")
-        return found
+        newest = latest(folder)
+        if newest is not None:
+            return newest
+        if saved_steps(folder) != available:  # training goes on: it pruned these and wrote newer ones
+            return select(folder, which)
+        raise InputError(f"{folder}: every checkpoint is damaged ({steps})")
     if which == "best":
-        score = read_best(folder)
-        if score is None:
+        best = read_best(folder)
+        if best is None:
             raise InputError(
                 f"{folder} has no best checkpoint: it was trained without validation; use --checkpoint last"
             )
-        which = score["step"]
+        which = best["step"]
     try:
         step = int(which)
     except ValueError:
-        raise InputError(
-            f"--checkpoint {which}: use last, best or a step of {', '.join(map(str, available))}"
-        ) from None
+        raise InputError(f"--checkpoint {which}: use last, best or a step of {steps}") from None
     if step not in available:
-        raise InputError(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, available))}")
-    fault = find_damage(checkpoint_at(folder, step).path)
-    if fault:
-        raise InputError(f"{checkpoint_at(folder, step).path} is damaged: {fault}")
+        raise InputError(f"{folder} has no checkpoint of step {step}: there are {steps}")
+    damage = find_damage(checkpoint_at(folder, step).path)
+    if damage:
+        raise InputError(f"{checkpoint_at(folder, step).path} is damaged: {damage}")
     return checkpoint_at(folder, step)
 
 
 def read_best(folder: Path) -> dict[str, Any] | None:
-    """Step and loss of the best checkpoint."""
+    """Step and validation loss of the best checkpoint."""
     try:
         return json.loads((folder / "best.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -375,38 +380,38 @@ def write_best(folder: Path, step: int, loss: float) -> None:
     write_json(folder / "best.json", {"step": step, "loss": loss})
 
 
-def prune(folder: Path, keep_last: int, newest: int, snapshot: Callable[[int], bool] = lambda step: False) -> None:
-    """Delete all but the last `keep_last` up to step `newest`, which was just written, the best, and snapshots; and what an interrupted save left.
+# Removing ------------------------------------------------------------------------------------------------------------
 
-    What lies beyond `newest` is damaged: the run was taken up before it.
+
+def prune(folder: Path, keep_last: int, newest: int, is_snapshot: Callable[[int], bool] = lambda step: False) -> None:
+    """Delete all checkpoints but the last `keep_last` up to step `newest`, the best one, and snapshots.
+
+    Checkpoints beyond `newest`, which was just written, are damaged: the run resumed from before them.
     """
-    score = read_best(folder)
-    keep = set([step for step in saved_steps(folder) if step <= newest][-keep_last:]) | (
-        {score["step"]} if score else set()
-    )
+    best = read_best(folder)
+    keep = set([step for step in saved_steps(folder) if step <= newest][-keep_last:])
+    if best:
+        keep.add(best["step"])
     for step in saved_steps(folder):
-        if step not in keep and not (step <= newest and snapshot(step)):
-            _remove(checkpoint_at(folder, step).path)
+        if step not in keep and not (step <= newest and is_snapshot(step)):
+            path = checkpoint_at(folder, step).path
+            # Rename first, so that a kill half-way leaves no partial checkpoint under its name.
+            hidden = path.with_name(f".removing-{path.name}")
+            os.replace(path, hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
     remove_leftovers(folder)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what an interrupted save or removal left behind. Only the holder of the run's lock calls this."""
+    """Remove what an interrupted save or removal left behind. Only the holder of the run's lock may call this."""
     if folder.is_dir():
         for path in folder.iterdir():
             if path.name.startswith((".writing-", ".replaced-", ".removing-")):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    """Out of sight first, so that a kill half-way leaves no half checkpoint under its name."""
-    hidden = path.with_name(f".removing-{path.name}")
-    os.replace(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Weights of one safetensors file, with an error for people."""
+    """Read the weights of one safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict

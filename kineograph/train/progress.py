@@ -1,4 +1,4 @@
-"""What a person sees while a stage trains: a bar on a terminal, a line now and then elsewhere."""
+"""What the console shows while a stage trains: a progress bar on a terminal, otherwise a line every 15 seconds."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-LINE_EVERY = 15.0  # seconds between lines when there is no terminal
+LINE_EVERY = 15.0  # seconds between lines without a terminal
 
 
 class Progress:
-    """Loss, samples a second and time left of one stage."""
+    """Loss, samples per second and time left of one stage."""
 
-    def __init__(self, stage: str, steps: int, quiet: bool = False, heard: Callable[[str], None] | None = None) -> None:
-        """`heard` gets every note, whether it is shown or not."""
+    def __init__(
+        self, stage: str, steps: int, quiet: bool = False, log_note: Callable[[str], None] | None = None
+    ) -> None:
+        """`log_note` gets every note, whether the console shows it or not."""
         self.stage = stage
         self.steps = steps
         self.quiet = quiet
-        self.heard = heard
+        self.log_note = log_note
         self._bar: Any = None
         self._started = time.monotonic()
-        self._first: int | None = None
+        self._first_step = 0
         self._last_line = 0.0
 
     @contextmanager
-    def shown(self, done: int) -> Iterator[Progress]:
-        self._first = done
+    def show(self, step: int) -> Iterator[None]:
+        """Show the bar inside, beginning at `step`."""
+        self._first_step = step
         if self.quiet or not sys.stderr.isatty():
-            yield self
+            yield
             return
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -43,29 +46,29 @@ class Progress:
             TimeRemainingColumn(),
         )
         with Bar(*columns, console=Console(stderr=True)) as bar:
-            self._bar, self._id = bar, bar.add_task(self.stage, total=self.steps, completed=done, numbers="")
-            yield self
+            self._bar, self._id = bar, bar.add_task(self.stage, total=self.steps, completed=step, numbers="")
+            yield
         self._bar = None
 
-    def advance(self, done: int) -> None:
+    def advance(self, step: int) -> None:
         if self._bar is not None:
-            self._bar.update(self._id, completed=done)
+            self._bar.update(self._id, completed=step)
 
-    def numbers(self, done: int, loss: float, rate: float) -> None:
-        """Freshly fetched numbers of step `done`."""
+    def numbers(self, step: int, loss: float, rate: float) -> None:
+        """Show the loss of `step` and the samples per second."""
         text = f"loss {loss:.4g}  {rate:.0f} samples/s"
+        now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._id, completed=done, numbers=text)
-        elif not self.quiet and (time.monotonic() - self._last_line > LINE_EVERY or done == self.steps):
-            self._last_line = time.monotonic()
-            taken = time.monotonic() - self._started
-            left = taken / max(1, done - (self._first or 0)) * (self.steps - done)
-            print(f"{self.stage}  {done}/{self.steps}  {text}  {_clock(left)} left", file=sys.stderr, flush=True)
+            self._bar.update(self._id, completed=step, numbers=text)
+        elif not self.quiet and (now - self._last_line > LINE_EVERY or step == self.steps):
+            self._last_line = now
+            left = (now - self._started) / max(1, step - self._first_step) * (self.steps - step)
+            print(f"{self.stage}  {step}/{self.steps}  {text}  {_format(left)} left", file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:
-        """A line that stays."""
-        if self.heard is not None:
-            self.heard(line)
+        """Print a line that stays."""
+        if self.log_note is not None:
+            self.log_note(line)
         if self.quiet:
             return
         if self._bar is not None:
@@ -74,7 +77,7 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def _format(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

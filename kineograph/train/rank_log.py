@@ -1,14 +1,16 @@
-"""What each process has to say, in a file of its own: RUN/logs/rank-N.log. The console hears the first process alone.
+"""One log file per process, RUN/logs/rank-N.log: notes, warnings, timings, and stacks where the watchdog ended it.
 
-Notes, Python's warnings and the warnings of other libraries' loggers. A log that cannot be written never ends a run.
+The console shows rank 0 only. A log that cannot be written never ends a run.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import os
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from kineograph.core import distributed
+from kineograph.core import distributed, heartbeat
 
 TIMINGS_EVERY = 30.0  # seconds
 Note = Callable[[str], None]
@@ -28,12 +30,12 @@ def log_file(run: Path, rank: int) -> Path:
 
 
 class RankLog:
-    """Opened once a run may be written to. Lines of several lives of a run follow one another."""
+    """This process's log. Every start of a run appends to it."""
 
     def __init__(self, run: Path) -> None:
         self.path = log_file(run, distributed.rank())
         self.file: TextIO | None = None
-        self._told = -math.inf
+        self._timings_written = -math.inf
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "a", encoding="utf-8", buffering=1, errors="replace")  # noqa: SIM115 (closed by close)
@@ -42,39 +44,40 @@ class RankLog:
         )
 
     def write(self, line: str) -> None:
-        """To the file alone."""
+        """Write a line to the file, not to the console."""
         if self.file is not None:
-            with suppress(OSError, ValueError):  # a full disk; closed
+            with suppress(OSError, ValueError):  # a full disk; a closed file
                 self.file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line}\n")
 
-    def timings(self, stage: str, step: int, parts: Mapping[str, float], slowest: object | None) -> None:
-        """Where this process's time went, now and then."""
-        if time.monotonic() - self._told < TIMINGS_EVERY:
+    def write_timings(self, stage: str, step: int, parts_ms: Mapping[str, float], slowest: object | None) -> None:
+        """Write where this process's time went, at most every TIMINGS_EVERY seconds."""
+        if time.monotonic() - self._timings_written < TIMINGS_EVERY:
             return
-        self._told = time.monotonic()
-        told = "  ".join(f"{name} {ms:.3g} ms" for name, ms in parts.items())
-        self.write(f"{stage}  step {step}  {told}" + (f"; {slowest}" if slowest is not None else ""))
+        self._timings_written = time.monotonic()
+        parts = "  ".join(f"{name} {ms:.3g} ms" for name, ms in parts_ms.items())
+        self.write(f"{stage}  step {step}  {parts}" + (f"; {slowest}" if slowest is not None else ""))
 
     def with_note(self, note: Note) -> Note:
-        """A note that goes to the file, and from the first process to `note` too."""
-        said = distributed.on_first_rank(note)
+        """Return a note function that writes to the file and, on rank 0, to `note`."""
+        console = distributed.on_first_rank(note)
 
-        def both(line: str) -> None:
+        def write_both(line: str) -> None:
             self.write(line)
-            said(line)
+            console(line)
 
-        return both
+        return write_both
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Warnings go to the file meanwhile; those of the first process are shown as before, too."""
-        shown = warnings.showwarning
-        handler = _Handler(self)
-        loggers, last = logging.getLogger(), logging.lastResort
-        # Without handlers Python shows warnings itself; with ours it no longer would.
-        kept = last if distributed.is_first() and not loggers.handlers else None
+    def capture_warnings(self) -> Iterator[None]:
+        """Write Python's and loggers' warnings to the file. Rank 0 still shows them on the console."""
+        show = warnings.showwarning
+        root = logging.getLogger()
+        handlers: list[logging.Handler] = [_LogHandler(self)]
+        # Python shows warnings of loggers itself only while the root logger has no handler.
+        if distributed.is_first() and not root.handlers and logging.lastResort is not None:
+            handlers.append(logging.lastResort)
 
-        def heard(
+        def write_and_show(
             message: Warning | str,
             category: type[Warning],
             filename: str,
@@ -84,18 +87,36 @@ class RankLog:
         ) -> None:
             self.write(f"{category.__name__}: {message} ({filename}:{lineno})")
             if distributed.is_first():
-                shown(message, category, filename, lineno, file, line)
+                show(message, category, filename, lineno, file, line)
 
-        warnings.showwarning = heard
-        added = [handler, *([kept] if kept is not None else [])]
-        for each in added:
-            loggers.addHandler(each)
+        warnings.showwarning = write_and_show
+        for handler in handlers:
+            root.addHandler(handler)
         try:
             yield
         finally:
-            warnings.showwarning = shown
-            for each in added:
-                loggers.removeHandler(each)
+            warnings.showwarning = show
+            for handler in handlers:
+                root.removeHandler(handler)
+
+    @contextmanager
+    def watchdog(self, seconds: float) -> Iterator[None]:
+        """Write the stacks of all threads to the file and exit with code 1 after `seconds` without a heartbeat.
+
+        faulthandler needs no GIL, so it also ends a process that hangs inside a C call.
+        """
+        file = self.file or sys.stderr
+
+        def rearm() -> None:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+
+        rearm()
+        heartbeat.set_listener(rearm)
+        try:
+            yield
+        finally:
+            heartbeat.set_listener(None)
+            faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
         if self.file is not None:
@@ -103,7 +124,7 @@ class RankLog:
             self.file = None
 
 
-class _Handler(logging.Handler):
+class _LogHandler(logging.Handler):
     def __init__(self, log: RankLog) -> None:
         super().__init__(logging.WARNING)
         self.log = log

@@ -1,10 +1,9 @@
-"""Saving in the background: the state is copied to the host, then written while training goes on.
+"""Saves checkpoints in the background: copies the state to the host, then writes it while training goes on.
 
-One thread does everything in the order in which it was asked: write a checkpoint, note a finished phase in it, prune; also pictures, which are
-there before their phase is noted as finished. A save begins when the
-one before is complete, so two never overlap and the host holds one copy. With many processes each writes its own part (distributed_checkpoint.py); the first
-one writes state and manifest and gives the folder its name after all have told that their part lies on disk. What fails anywhere fails
-everywhere: `check`, which costs nothing, and `wait` raise it in the thread that trains.
+One thread does everything in order: write a checkpoint, record a finished phase in it, prune, write samples. A save
+waits for the one before, so the host holds one copy. With several ranks each writes its own shards; rank 0 adds the
+state and the manifest and renames the folder after all shards are on disk. A failure on one rank fails on all: `check`
+and `wait` raise it in the training thread.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,52 +26,80 @@ from kineograph.core import distributed, heartbeat
 from kineograph.core.errors import RunFailed, Stopped
 from kineograph.train import checkpoint
 from kineograph.train.dtensors import full_tensor
-from kineograph.train.staging import Staging
 
-PATIENCE = timedelta(hours=1)  # for the slowest process's part
+TIMEOUT = timedelta(hours=1)  # for the slowest rank's shards
+
+
+class HostBuffers:
+    """Host copies of tensors, reused from save to save. For GPU tensors they are pinned, so that copying is asynchronous."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._last_copy: Any = None  # a CUDA event
+
+    def copy(self, name: str, value: Tensor) -> Tensor:
+        """Return the buffer that holds `value` as it is now, once `wait` has returned."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            buffer = self._buffers[name] = _allocate_like(value)
+        buffer.copy_(value, non_blocking=True)
+        if value.is_cuda:
+            self._last_copy = self._last_copy or torch.cuda.Event()
+            self._last_copy.record()
+        return buffer
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        if self._last_copy is not None:
+            self._last_copy.synchronize()
+
+
+def _allocate_like(value: Tensor) -> Tensor:
+    if value.is_cuda:
+        with suppress(RuntimeError):  # the system allows no more pinned memory: pageable memory is slower, but works
+            return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return torch.empty(value.shape, dtype=value.dtype)
 
 
 class Saver:
-    """Writes the checkpoints of one stage. Every process calls the same methods in the same order."""
+    """Writes the checkpoints of one stage. All ranks call the same methods in the same order."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._staging = Staging()
+        self._buffers = HostBuffers()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
-        self._asked: list[Future[None]] = []
+        self._queue: list[Future[None]] = []
         self._failed = False
-        # A group of its own: its messages must not mix with those of training, and it speaks on the host.
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed.world() > 1 else None
+        # A gloo group of its own, so that its messages do not mix with those of training.
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if distributed.world() > 1 else None
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Checkpoint `step`, as everything is now. Returns once it is copied."""
+        """Save checkpoint `step` as everything is now. Returns once the tensors are being copied."""
         self.wait()
-        staged = {name: self._copied(name, group) for name, group in tensors.items()}
+        copies = {kind: self._copy(kind, group) for kind, group in tensors.items()}
         text = json.dumps({"step": step, **state}, ensure_ascii=False)
-        self._ask(lambda: self._write(step, staged, text))
+        self._submit(lambda: self._write(step, copies, text))
 
     def then(self, work: Callable[[], None]) -> None:
-        """Something that the first process writes by itself, after what was asked before."""
+        """Run `work` on rank 0, after everything that was queued before."""
         if distributed.is_first():
             self.check()
-            self._ask(lambda: self._do(work))
+            self._submit(lambda: self._run(work))
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
-        while self._asked and self._asked[0].done():
-            self._asked.pop(0).result()
+        """Raise an error that happened in the background."""
+        while self._queue and self._queue[0].done():
+            self._queue.pop(0).result()
 
     def wait(self) -> None:
-        """Until everything is written."""
-        if self._asked:
-            heartbeat.set_activity("waiting for a checkpoint to be written")
-        while self._asked:
-            self._asked.pop(0).result()
+        """Wait until everything is written."""
+        while self._queue:
+            self._queue.pop(0).result()
 
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether everything is written."""
         self.check()
-        return not self._asked
+        return not self._queue
 
     def __enter__(self) -> Saver:
         return self
@@ -79,7 +107,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Whatever ends the run, what was begun is written first. A stop that could not be saved is a failure; any other error comes first."""
+        """Write what is queued. An error here counts if the run ended well or was stopped; else the first error goes on."""
         try:
             with suppress(*(() if kind is None or issubclass(kind, Stopped) else (Exception,))):
                 self.wait()
@@ -88,19 +116,11 @@ class Saver:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
 
-    def _do(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except OSError as error:
-            raise RunFailed(
-                f"cannot write to {self.folder}: {error}; make room or permission and run the same command to go on"
-            ) from error
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._queue.append(self._thread.submit(self._run_unless_failed, work))
 
-    def _ask(self, work: Callable[[], None]) -> None:
-        self._asked.append(self._thread.submit(self._unless_failed, work))
-
-    def _unless_failed(self, work: Callable[[], None]) -> None:
-        """After a failure nothing more is touched: what was asked next rests on what was not written."""
+    def _run_unless_failed(self, work: Callable[[], None]) -> None:
+        """Do nothing after a failure: later work relies on what could not be written."""
         if self._failed:
             return
         try:
@@ -110,76 +130,88 @@ class Saver:
             self._failed = True
             raise
 
-    def _copied(self, kind: str, group: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            raise RunFailed(
+                f"cannot write to {self.folder}: {error}; {checkpoint.DISK_REMEDY} and run the same command to go on"
+            ) from error
+
+    def _copy(self, kind: str, group: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Copy to the host what this rank writes."""
         if distributed.world() == 1:
             full = {name: full_tensor(value).detach() for name, value in group.items()}
-            return {name: self._staging.copy(f"{kind}/{name}", value) for name, value in full.items()}
+            return {name: self._buffers.copy(f"{kind}/{name}", value) for name, value in full.items()}
         from kineograph.train.distributed_checkpoint import slices_to_write
 
         return {
-            name: replace(piece, local=self._staging.copy(f"{kind}/{name}", piece.local))
+            name: replace(piece, local=self._buffers.copy(f"{kind}/{name}", piece.local))
             for name, piece in slices_to_write(group)
         }
 
-    def _write(self, step: int, staged: dict[str, dict[str, Any]], text: str) -> None:
-        """In the background."""
-        self._staging.finish()
+    def _write(self, step: int, copies: dict[str, dict[str, Any]], text: str) -> None:
+        self._buffers.wait()
         if self._group is None:
-            checkpoint.write(self.folder, step, staged, text)
+            checkpoint.write(self.folder, step, copies, text)
         else:
-            _write_together(self.folder, step, staged, text, self._group)
+            _write_shards(self.folder, step, copies, text, self._group)
 
 
-# Many processes --------------------------------------------------------------------------------------------------
+# Several ranks -------------------------------------------------------------------------------------------------------
 
 
-def _write_together(folder: Path, step: int, staged: dict[str, dict[str, Any]], text: str, group: Any) -> None:
-    """All processes of `group`: each its parts, the first one the rest, after all."""
+def _write_shards(folder: Path, step: int, copies: dict[str, dict[str, Any]], text: str, group: Any) -> None:
+    """Write this rank's shards; rank 0 completes the checkpoint once all ranks have written theirs."""
     from kineograph.train import distributed_checkpoint
 
     temporary: Path | None = None
     try:
-        place = _agree(group, lambda: str(checkpoint.prepare(folder, step) or "") if distributed.is_first() else "")[0]
-        if not place:
+        path = _gather_results(
+            group, lambda: str(checkpoint.prepare(folder, step) or "") if distributed.is_first() else ""
+        )[0]
+        if not path:
             return
-        temporary = Path(place)
-        own: dict[str, Path] = {}
-        for name, parts in staged.items():
-            own |= {
-                f"{name}/{path.name}": path for path in distributed_checkpoint.write(temporary / name, parts, group)
-            }
+        temporary = Path(path)
+        own_files: dict[str, Path] = {}
+        for kind, parts in copies.items():
+            written = distributed_checkpoint.write(temporary / kind, parts, group)
+            own_files |= {f"{kind}/{file.name}": file for file in written}
             heartbeat.beat()
-        files = _agree(group, lambda: {name: checkpoint.flush_and_hash(path) for name, path in own.items()})
-        position = _agree(group, lambda: json.loads(text).get("data") or {})
+        files = _gather_results(
+            group, lambda: {name: checkpoint.flush_and_hash(file) for name, file in own_files.items()}
+        )
+        positions = _gather_results(group, lambda: json.loads(text).get("data") or {})
 
         def commit() -> None:
-            if distributed.is_first():
-                state = json.loads(text) | {"processes": distributed.world()}
-                if position[0]:  # of a stream, the process that is furthest behind decides: rather twice than never
-                    state["data"] = {key: min(found[key] for found in position) for key in position[0]}
-                listed = {name: entry for part in files for name, entry in part.items()}
-                checkpoint.commit(Path(place), step, json.dumps(state, ensure_ascii=False), listed)
+            if not distributed.is_first():
+                return
+            state = json.loads(text) | {"processes": distributed.world()}
+            if positions[0]:  # of a stream: go on from the rank that is furthest behind, rather than skip samples
+                state["data"] = {key: min(position[key] for position in positions) for key in positions[0]}
+            all_files = {name: entry for part in files for name, entry in part.items()}
+            checkpoint.commit(Path(path), step, json.dumps(state, ensure_ascii=False), all_files)
 
-        _agree(group, commit)
-    except (_Elsewhere, OSError) as error:
+        _gather_results(group, commit)
+    except (_RankFailed, OSError) as error:
         raise checkpoint.save_error(folder, step, temporary, error) from error
-    except Exception as error:  # gloo's, mostly
-        told = distributed.describe_peer_failure(error) or f"{type(error).__name__}: {error}"
-        raise checkpoint.save_error(folder, step, temporary, told, "see to that") from error
+    except Exception as error:  # mostly of gloo
+        reason = distributed.describe_peer_failure(error) or f"{type(error).__name__}: {error}"
+        raise checkpoint.save_error(folder, step, temporary, reason, "fix that") from error
 
 
-class _Elsewhere(Exception):
-    """What went wrong in one of the processes, told to all."""
+class _RankFailed(Exception):
+    """One rank failed; raised on all."""
 
 
-def _agree(group: Any, work: Callable[[], Any]) -> list[Any]:
-    """Do something everywhere and tell everybody what came of it. → the answers in the order of ranks; or the first failure, everywhere."""
+def _gather_results(group: Any, work: Callable[[], Any]) -> list[Any]:
+    """Do `work` on every rank. → the results by rank; or raise the first failure on every rank."""
     try:
-        told: dict[str, Any] = {"answer": work()}
+        result: dict[str, Any] = {"result": work()}
     except Exception as error:
-        told = {"failed": f"process {distributed.rank()}: {error}"}
-    heard = distributed.all_gather_object(told, group)
-    for answer in heard:
-        if "failed" in answer:
-            raise _Elsewhere(answer["failed"])
-    return [answer["answer"] for answer in heard]
+        result = {"failed": f"process {distributed.rank()}: {error}"}
+    results = distributed.all_gather_object(result, group)
+    for each in results:
+        if "failed" in each:
+            raise _RankFailed(each["failed"])
+    return [each["result"] for each in results]

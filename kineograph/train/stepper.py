@@ -31,7 +31,7 @@ from kineograph.train.optim import LossScale, Optimizer, learning_rate_at
 from kineograph.train.parallel import Layout, ParallelConfig
 from kineograph.train.precision import autocast, resolve_precision
 from kineograph.train.sequence_parallel import apply_sequence_parallel
-from kineograph.train.step_times import StepTimes
+from kineograph.train.step_timer import StepTimer
 from kineograph.train.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, parallel_plans
 
 
@@ -108,7 +108,7 @@ class Stepper:
             for name in task.players
             if self.players[name].ema.decay > 0
         }
-        self.times = StepTimes(self.device)
+        self.timer = StepTimer(self.device)
         self._awake = dict.fromkeys(task.players, True)  # whose parameters take gradients now
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
         self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
@@ -168,12 +168,12 @@ class Stepper:
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
         for name in joined:
-            with self.times.part("sync"):
+            with self.timer.part("sync"):
                 found, count = joined[name].everywhere()
             divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
             if self.layout:  # gradients of several processes are means over them
                 divisor = divisor / self.layout.data_world
-            with self.times.part("optimizer"):
+            with self.timer.part("optimizer"):
                 norm, skipped = self.optimizers[name].step(
                     learning_rate_at(self.players[name], step, self.config.steps), divisor
                 )
@@ -202,35 +202,35 @@ class Stepper:
             noise = Noise(self.seed, step, batch.slots)
             if self.wrapped is not None and playing:
                 with self.wrapped.micro_batch(is_last=number == len(batches)):
-                    with self.times.part("forward"), autocast(self.precision, self.device):
+                    with self.timer.part("forward"), autocast(self.precision, self.device):
                         loss = self.wrapped.loss(batch, noise)
                     if number == len(batches):
-                        self.times.align()  # the backward pass waits for the others
+                        self.timer.align()  # the backward pass waits for the others
                     self._backward(loss)
                 joined[playing[0]].add(loss)
             else:
                 self._accumulate(playing, batch, noise, joined)
         for name in playing:
             for average in self.gradient_averages[name]:
-                with self.times.part("sync"):
+                with self.timer.part("sync"):
                     average()
         return joined
 
     def _backward(self, loss: Loss, retain_graph: bool = False) -> None:
         # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
         total = loss.total.sum / self.config.batch_size
-        with self.times.part("backward"):
+        with self.timer.part("backward"):
             (total * self.scale.value if self.scale else total).backward(retain_graph=retain_graph)
 
     def _accumulate(self, playing: list[str], batch: Batch, noise: Noise, joined: dict[str, _Joined]) -> None:
         """Add one micro-batch's gradients to every playing player."""
         self._wake(playing)
-        with self.times.part("forward"), autocast(self.precision, self.device):
+        with self.timer.part("forward"), autocast(self.precision, self.device):
             shared = self.task(batch, noise)
         # The first player goes last: it alone walks back through what is shared, and frees it on the way.
         for name in reversed(playing):
             self._wake([name])
-            with self.times.part("forward"), autocast(self.precision, self.device):
+            with self.timer.part("forward"), autocast(self.precision, self.device):
                 loss = self.task.loss(name, shared)
             self._backward(loss, retain_graph=name != playing[0])
             joined[name].add(loss)

@@ -1,4 +1,4 @@
-"""Stopping on a signal: the first one asks the Trainer to finish its step and save, the second ends at once."""
+"""Stop on SIGINT or SIGTERM: the first signal finishes the step and saves, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -19,52 +19,50 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Set once somebody asked to stop."""
+    """True once a signal asked to stop."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        self._asking: tuple[torch.Tensor, Any] | None = (
-            None  # what all processes were asked last, and the answer to come
-        )
+        self._pending: tuple[torch.Tensor, Any] | None = None  # the last all_reduce, and its handle
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
 
-    def agreed(self) -> bool:
-        """Whether all stop now. A signal may reach one process alone, or each at another step; all must leave the loop at the same one.
+    def agree(self) -> bool:
+        """Whether all ranks stop now. A signal may reach one rank only, and all must leave the loop at the same step.
 
-        The question is put to all processes at once and the answer read at the next call, a step later: nobody waits for it.
+        Each call starts an asynchronous all_reduce and reads the previous one, so no rank waits.
         """
         if not distributed.is_active():
             return bool(self)
-        asked = self._asking
-        heard = torch.tensor([SIGNALS.index(signal.Signals[self.signal_name]) + 1 if self.signal_name else 0])
-        self._asking = (heard, dist.all_reduce(heard, dist.ReduceOp.MAX, async_op=True))
-        if asked is None:
+        previous = self._pending
+        number = torch.tensor([SIGNALS.index(signal.Signals[self.signal_name]) + 1 if self.signal_name else 0])
+        self._pending = (number, dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True))
+        if previous is None:
             return False
-        asked[1].wait()
-        number = int(asked[0])
-        if number:
-            self._asking[1].wait()  # the group is used for other things from here on
-            self.signal_name = self.signal_name or SIGNALS[number - 1].name
-        return bool(number)
+        previous[1].wait()
+        highest = int(previous[0])
+        if highest:
+            self._pending[1].wait()  # nothing may be in flight when the group is used for saving
+            self.signal_name = self.signal_name or SIGNALS[highest - 1].name
+        return bool(highest)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Listen to SIGINT and SIGTERM. Outside the main thread Python cannot, and signals keep their meaning."""
+    def handle_signals(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM inside. Python allows that in the main thread only; elsewhere this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+        handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and distributed.is_active():
-            return  # launchers pass on what the terminal has sent to everyone already, and end by themselves what takes too long
+            return  # launchers repeat a signal that the terminal sent to all, and kill what takes too long
         if self.signal_name is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -72,4 +70,6 @@ class StopRequest:
         self.signal_name = signal.Signals(number).name
         # A plain write to stderr: the handler may interrupt any other output.
         if distributed.is_first():
-            os.write(2, f"\n{self.signal_name}: finishing the step, then saving; once more ends at once\n".encode())
+            os.write(
+                2, f"\n{self.signal_name}: finishing the step, then saving; a second signal ends at once\n".encode()
+            )

@@ -1,6 +1,6 @@
-"""The only training loop. It trains one stage: a Task and its data; it never learns what a family is.
+"""The only training loop. It trains one stage (a Task and its data) and never learns what a family is.
 
-What comes when is cadence.py's; here is what each phase does.
+phases.py decides what comes next; this file does it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.core.transfer import fetch_floats
 from kineograph.train import checkpoint
-from kineograph.train.clock import Clock, Work
 from kineograph.train.phases import Cursor, Phase, advance, is_finished, is_logged, is_snapshot, skip_removed_phases
 from kineograph.train.progress import Progress
 from kineograph.train.rank_log import RankLog
 from kineograph.train.saver import Saver
-from kineograph.train.step_times import is_measured
+from kineograph.train.step_timer import StepFlops, is_measured
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 
@@ -35,267 +34,265 @@ Record = dict[str, Any]
 
 
 class BatchSource(Protocol):
-    """Where batches come from: `steps(start, stop)` gives the micro-batches of each step, in order."""
-
-    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]: ...
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        """The micro-batches of each step, in order."""
 
 
 @dataclass
 class TrainerHooks:
-    """What the Trainer is given from outside: where to write and whom to tell."""
+    """What the Trainer calls and where it writes; run/train.py fills it in."""
 
     checkpoints: Path
     log: Callable[[Record], None]
-    validation: Callable[[], Iterable[Batch]] | None = None
-    evaluate: Callable[[int, Task], tuple[dict[str, float], Record]] | None = None  # metrics by name, what they rest on
-    show: Callable[[int, Stepper], Callable[[], None]] | None = None  # draw after a step; → what is then left to write
-    publish: Callable[[checkpoint.Checkpoint, bool], None] | None = None  # hand a checkpoint on; whether it is the best
-    saved: dict[str, Any] = field(
-        default_factory=dict
-    )  # what else belongs into each checkpoint: assets, resolved config
+    validation_batches: Callable[[], Iterable[Batch]] | None = None
+    evaluate: Callable[[int, Task], tuple[dict[str, float], Record]] | None = None
+    """(step, task) → metrics by name, and labels that say what they are based on."""
+    draw_samples: Callable[[int, Stepper], Callable[[], None]] | None = None
+    """(step, stepper) → a function that encodes and writes the samples, called in the background."""
+    publish: Callable[[checkpoint.Checkpoint, bool], None] | None = None
+    """(checkpoint, is_best): upload a checkpoint to the trackers."""
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    """Added to every checkpoint's state.json: assets, resolved config, position in the data."""
     stop: StopRequest = field(default_factory=StopRequest)
     quiet: bool = False
-    rank_log: RankLog | None = None  # what this process alone hears
-    work: Work | None = None  # arithmetic of a step, where it was counted
+    rank_log: RankLog | None = None
+    step_flops: StepFlops | None = None
 
 
 class Trainer:
-    """Trains a stage from its last complete checkpoint, or from 0, to `steps`."""
+    """Trains a stage from its last complete checkpoint, or from step 0, to `train.steps`."""
 
     def __init__(self, stage: str, stepper: Stepper, data: BatchSource, hooks: TrainerHooks) -> None:
         self.stage = stage
         self.stepper = stepper
+        self.timer = stepper.timer
         self.config = stepper.config
         self.data = data
         self.hooks = hooks
-        heard = hooks.rank_log.write if hooks.rank_log is not None else None
-        self.progress = Progress(stage, self.config.steps, hooks.quiet or not distributed.is_first(), heard)
-        self.saved: int | None = None  # the step whose checkpoint this run last wrote or took up
-        self.best = math.inf
-        self.best_step: int | None = None
-        self.elapsed = 0.0  # seconds of training before this process took over
+        log_note = hooks.rank_log.write if hooks.rank_log is not None else None
+        self.progress = Progress(stage, self.config.steps, hooks.quiet or not distributed.is_first(), log_note)
         self.saver = Saver(hooks.checkpoints)
+        self.saved_step: int | None = None  # of the checkpoint that this process last wrote or resumed from
+        self.best_loss = math.inf
+        self.best_step: int | None = None
+        self._elapsed_before = 0.0  # seconds of training in earlier processes
+        self._started = time.monotonic()
 
     def resume(self) -> Cursor:
-        """Take up the newest complete checkpoint. → where the stage stands."""
+        """Load the newest complete checkpoint. → where the stage stands."""
         if distributed.is_first():
             checkpoint.remove_leftovers(self.hooks.checkpoints)
-        found = checkpoint.latest_on_all_ranks(self.hooks.checkpoints, self.progress.note)
-        if found is None:
+        latest = checkpoint.latest_on_all_ranks(self.hooks.checkpoints, self.progress.note)
+        if latest is None:
             return Cursor()
-        if "stepper" not in found.state():
+        state = latest.state()
+        if "stepper" not in state:
             raise InputError(
-                f"{found.path} holds weights alone, as they were imported: train them on in a new run, with stages.{self.stage}.init="
-                f"{found.path.parent.parent} (or weights=DIR of the folder they came from)"
+                f"{latest.path} holds imported weights and no training state: train them in a new run, with stages.{self.stage}.init="
+                f"{latest.path.parent.parent} (or weights=DIR of the folder they came from)"
             )
-        self.stepper.load(found)
-        state = found.state()
-        self.saved = found.step
-        self.best = math.inf if state["best"] is None else state["best"]
+        self.stepper.load(latest)
+        self.saved_step = latest.step
+        self.best_loss = math.inf if state["best"] is None else state["best"]
         self.best_step = state["best_step"]
-        self._point_to_best(self.best_step, self.best)  # a kill may have come between a save and its pointer
-        self.elapsed = state["elapsed"]
-        return skip_removed_phases(self.config, Cursor(found.step, found.phase))
+        self._write_best(self.best_step, self.best_loss)  # a kill may have come between a save and its best.json
+        self._elapsed_before = state["elapsed"]
+        return skip_removed_phases(self.config, Cursor(latest.step, latest.phase))
 
     def fit(self, cursor: Cursor) -> None:
-        """Train from `cursor` to the end; every way out of here has saved what was made."""
-        with self.saver:
-            self._fit(cursor)
-
-    def _fit(self, cursor: Cursor) -> None:
+        """Train from `cursor` to the end. However it ends, saves that have begun are completed first."""
         config = self.config
-        self.stepper.task.train()
-        if config.save_first and cursor == Cursor():
-            self._save(cursor)
-            self.saver.wait()  # data workers may be forked next: no thread should be in the middle of something
-        clock = Clock(self.elapsed, self.stepper.device, self.stepper.times, self.hooks.work)
-        with self.progress.shown(cursor.step):
+        self._started = time.monotonic()
+        with self.saver, self.progress.show(cursor.step):
+            self.stepper.task.train()
+            if config.save_first and cursor == Cursor():
+                self._save(cursor)
+                self.saver.wait()  # the data workers are forked next, and should not copy a thread in mid-write
+            self.timer.reset()
             batches = self.data.steps(cursor.step, config.steps)
             while not is_finished(config, cursor):
                 self.saver.check()
-                improved = False
+                is_best = False
                 if cursor.phase == "train":
-                    self._train(cursor.step, batches, clock)
+                    self._train_step(cursor.step, batches)
                 else:
-                    with clock.paused():
-                        improved = self._judge(cursor.phase, cursor.step)
-                done, cursor = cursor.phase, advance(config, cursor)
-                stopping = self.hooks.stop.agreed()
-                with clock.paused():
-                    self.elapsed = clock.elapsed()
-                    if done == "save" or improved or stopping:
+                    with self.timer.pause():
+                        is_best = self._run_phase(cursor.phase, cursor.step)
+                phase, cursor = cursor.phase, advance(config, cursor)
+                stopping = self.hooks.stop.agree()
+                with self.timer.pause():
+                    if phase == "save" or is_best or stopping:
                         self._save(cursor)
-                    elif done != "train" and self.saved == cursor.step:
+                    elif phase != "train" and self.saved_step == cursor.step:
                         self._note_phase(cursor)
                 if stopping and not is_finished(config, cursor):
                     raise self._stopped(cursor.step)
 
-    def _train(self, step: int, batches: Iterator[list[Batch]], clock: Clock) -> None:
+    # Phases ----------------------------------------------------------------------------------------------------------
+
+    def _train_step(self, step: int, batches: Iterator[list[Batch]]) -> None:
         """Make the update from `step` to `step` + 1."""
-        heartbeat.set_activity("data")
-        micro = self._next(batches, clock, step)
-        with self.stepper.times.step(is_measured(self.config, step + 1)):
-            values = self.stepper.step(step, micro)
-        clock.count(sum(map(len, micro)) * distributed.data_world())
+        micro_batches = self._next_batches(batches, step)
+        with self.timer.step(is_measured(self.config, step + 1)):
+            values = self.stepper.step(step, micro_batches)
+        self.timer.count(sum(map(len, micro_batches)) * distributed.data_world())
         heartbeat.beat()
         self.progress.advance(step + 1)
         if is_logged(self.config, step + 1):
-            self._log(step + 1, values, clock)
+            self._log_step(step + 1, values)
 
-    def _judge(self, phase: Phase, step: int) -> bool:
-        """Go through a phase that looks at the weights of `step`. → whether they are the best so far, which only validation can find."""
-        heartbeat.set_activity(phase)
+    def _run_phase(self, phase: Phase, step: int) -> bool:
+        """Run a phase other than training. → whether validation found the best weights so far."""
         if phase == "validate":
             return self._validate(step)
         if phase == "evaluate":
             self._evaluate(step)
-        elif phase == "sample" and self.hooks.show is not None:
-            self.saver.then(self.hooks.show(step, self.stepper))  # encoding takes long: training goes on meanwhile
-        elif phase == "publish" and self.hooks.publish is not None and self.saved == step and distributed.is_first():
-            self.saver.wait()
-            self.hooks.publish(checkpoint.checkpoint_at(self.hooks.checkpoints, step), step == self.best_step)
+        elif phase == "sample" and self.hooks.draw_samples is not None:
+            self.saver.then(self.hooks.draw_samples(step, self.stepper))
+        elif phase == "publish" and distributed.is_first():
+            self._publish(step)
         return False
 
-    def _next(self, batches: Iterator[list[Batch]], clock: Clock, done: int) -> list[Batch]:
-        """The next step's micro-batches. A signal to the whole process group may end the data's workers before it is heard here."""
+    def _next_batches(self, batches: Iterator[list[Batch]], step: int) -> list[Batch]:
+        """The micro-batches of the update from `step`.
+
+        A signal to the whole process group may end the data workers before this process handles it: then save and stop.
+        """
         try:
-            with clock.waiting():
+            with self.timer.data():
                 return next(batches)
         except RunFailed:
-            if not self.hooks.stop or distributed.is_active():  # the others are on their way into the step
+            if not self.hooks.stop or distributed.is_active():  # other ranks have begun the step
                 raise
-            self._save(Cursor(done))
-            raise self._stopped(done) from None
+            self._save(Cursor(step))
+            raise self._stopped(step) from None
 
-    def _stopped(self, done: int) -> Stopped:
-        by = self.hooks.stop.signal_name
-        return Stopped(f"stopped by {by} at step {done} of {self.stage}, saved; run the same command to go on")
+    def _stopped(self, step: int) -> Stopped:
+        signal = self.hooks.stop.signal_name
+        return Stopped(f"stopped by {signal} at step {step} of {self.stage}, saved; run the same command to go on")
 
-    def _log(self, done: int, values: dict[str, Tensor], clock: Clock) -> None:
-        """The one place that waits for the device: all numbers of a step in one transfer."""
+    def _log_step(self, step: int, values: dict[str, Tensor]) -> None:
+        """Log a step. The only place that waits for the device: all numbers of the step come in one transfer."""
         stepper = self.stepper
-        named = values | {"skipped": stepper.skipped, "skipped_in_a_row": stepper.skipped_in_a_row}
-        numbers = fetch_floats(named)
+        numbers = fetch_floats(values | {"skipped": stepper.skipped, "skipped_in_a_row": stepper.skipped_in_a_row})
         in_a_row = int(numbers.pop("skipped_in_a_row"))
         if in_a_row >= self.config.max_nonfinite:
             raise RunFailed(
                 f"stage {self.stage}: the gradient was not finite in {in_a_row} steps in a row (train.max_nonfinite={self.config.max_nonfinite}); "
-                f"the weights of step {done - in_a_row} are untouched. Lower train.lr, lengthen train.warmup, or look at the data around step {done}"
+                f"the weights of step {step - in_a_row} are unchanged. Lower train.lr, lengthen train.warmup, or look at the data around step {step}"
             )
-        record: Record = {
-            "stage": self.stage,
-            "split": "train",
-            "step": done,
-            **numbers,
-            **stepper.learning_rates(done - 1),
-        }
-        first = stepper.emas.get(stepper.task.players[0])
-        if first is not None:
-            record["ema_decay"] = first.decay
-        record |= self._timings(done, clock)
+        record: Record = {"stage": self.stage, "split": "train", "step": step, **numbers}
+        record |= stepper.learning_rates(step - 1)
+        ema = stepper.emas.get(stepper.task.players[0])
+        if ema is not None:
+            record["ema_decay"] = ema.decay
+        timings, slowest = self.timer.report(self.hooks.step_flops)
+        record |= timings | {"time/elapsed": self._elapsed()}
         self.hooks.log(record)
-        self.progress.numbers(done, numbers.get("loss", math.nan), record["time/samples_per_second"])
-
-    def _timings(self, done: int, clock: Clock) -> Record:
-        """Each process's own go to its log; a process that the others wait for is told of."""
-        timings, slowest = clock.report()
+        self.progress.numbers(step, numbers.get("loss", math.nan), record["time/samples_per_second"])
         if self.hooks.rank_log is not None:
-            self.hooks.rank_log.timings(self.stage, done, clock.mine, slowest)
-        if slowest is not None and clock.is_worth_a_word(slowest):
-            self.progress.note(f"{self.stage}  step {done}  {slowest}")
-        return timings
+            self.hooks.rank_log.write_timings(self.stage, step, self.timer.own_ms, slowest)
+        if slowest is not None and self.timer.should_warn(slowest):
+            self.progress.note(f"{self.stage}  step {step}  {slowest}")
 
     @torch.no_grad()
-    def _validate(self, done: int) -> bool:
-        """Judge the averaged weights with fixed data and noise. → whether they are the best so far."""
-        if self.hooks.validation is None:
+    def _validate(self, step: int) -> bool:
+        """Validate the averaged weights with fixed data and noise. → whether they are the best so far."""
+        if self.hooks.validation_batches is None:
             return False
-        joined: dict[str, Mean] = {}
+        means: dict[str, Mean] = {}
         seed = key_of(self.stepper.seed, "validation")
         started = time.monotonic()
         with self.stepper.eval_mode() as task:
-            for batch in self.hooks.validation():
+            for batch in self.hooks.validation_batches():
                 batch = batch.to(self.stepper.device)
                 heartbeat.beat()
                 for name, mean in task.validate(batch, Noise(seed, 0, batch.slots)).items():
                     count = torch.as_tensor(mean.count, dtype=torch.float64, device=mean.sum.device)
-                    before = joined.get(name, Mean(torch.zeros_like(count), torch.zeros_like(count)))
-                    if batch.spare:
-                        joined[name] = before
-                        continue
-                    joined[name] = Mean(before.sum + mean.sum.to(torch.float64), before.count + count)
-        means = {
+                    total = means.get(name, Mean(torch.zeros_like(count), torch.zeros_like(count)))
+                    if not batch.spare:
+                        total = Mean(total.sum + mean.sum.to(torch.float64), total.count + count)
+                    means[name] = total
+        values = {
             name: float(distributed.all_reduce_(mean.sum) / distributed.all_reduce_(torch.as_tensor(mean.count)))
-            for name, mean in joined.items()
+            for name, mean in means.items()
         }
         seconds = time.monotonic() - started
-        self.hooks.log(
-            {"stage": self.stage, "split": "validation", "step": done, **means, "time/validation_seconds": seconds}
-        )
-        self.progress.note(f"{self.stage}  step {done}  validation loss {means['loss']:.4g}")
-        improved = means["loss"] < self.best
-        if improved:
-            self.best, self.best_step = means["loss"], done
-        return improved
+        record = {"stage": self.stage, "split": "validation", "step": step, **values}
+        self.hooks.log({**record, "time/validation_seconds": seconds})
+        self.progress.note(f"{self.stage}  step {step}  validation loss {values['loss']:.4g}")
+        is_best = values["loss"] < self.best_loss
+        if is_best:
+            self.best_loss, self.best_step = values["loss"], step
+        return is_best
 
-    def _evaluate(self, done: int) -> None:
-        """Metrics of the averaged weights, under `metric/…`."""
+    def _evaluate(self, step: int) -> None:
+        """Compute the metrics of the averaged weights and log them under `metric/…`."""
         if self.hooks.evaluate is None:
             return
         started = time.monotonic()
         with self.stepper.eval_mode() as task:
-            found, labels = self.hooks.evaluate(done, task)
-        if not found:
+            metrics, labels = self.hooks.evaluate(step, task)
+        if not metrics:
             return
-        record: Record = {"stage": self.stage, "split": "validation", "step": done}
-        record |= {f"metric/{name}": value for name, value in found.items()}
+        record: Record = {"stage": self.stage, "split": "validation", "step": step}
+        record |= {f"metric/{name}": value for name, value in metrics.items()}
         self.hooks.log({**record, "labels": labels, "time/evaluation_seconds": time.monotonic() - started})
-        told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-        self.progress.note(f"{self.stage}  step {done}  {told}")
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.progress.note(f"{self.stage}  step {step}  {text}")
 
-    def _point_to_best(self, step: int | None, loss: float) -> None:
-        """best.json says what the checkpoint knows."""
-        pointer = checkpoint.read_best(self.hooks.checkpoints) or {}
-        if not distributed.is_first() or step is None or pointer.get("step") == step:
-            return
-        if step in checkpoint.saved_steps(
-            self.hooks.checkpoints
-        ):  # a run that was taken up from elsewhere may have left its best there
-            checkpoint.write_best(self.hooks.checkpoints, step, loss)
+    def _publish(self, step: int) -> None:
+        if self.hooks.publish is not None and self.saved_step == step:
+            self.saver.wait()
+            self.hooks.publish(checkpoint.checkpoint_at(self.hooks.checkpoints, step), step == self.best_step)
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def _elapsed(self) -> float:
+        """Seconds of training, over all processes that have trained this stage one after the other."""
+        return self._elapsed_before + time.monotonic() - self._started
 
     def _position(self, cursor: Cursor) -> dict[str, Any]:
-        """What changes from phase to phase of one step."""
+        """The part of the state that changes from phase to phase of one step."""
         return {
             "phase": cursor.phase,
             "samples": cursor.step * self.config.batch_size,
-            "best": None if math.isinf(self.best) else self.best,
+            "best": None if math.isinf(self.best_loss) else self.best_loss,
             "best_step": self.best_step,
-            "elapsed": self.elapsed,
+            "elapsed": self._elapsed(),
         }
 
-    def _note_phase(self, cursor: Cursor) -> None:
-        """The weights of this step are saved, or being saved: only where the run stands is new."""
-        position = self._position(cursor)
-        self.saver.then(lambda: checkpoint.update_state(self.hooks.checkpoints, cursor.step, position))
-
     def _save(self, cursor: Cursor) -> None:
-        """The run as it stands at `cursor`."""
-        if self.saved == cursor.step:
+        """Save the run as it stands at `cursor`, in the background."""
+        if self.saved_step == cursor.step:
             self._note_phase(cursor)
         else:
             state = {
                 "stage": self.stage,
                 "stepper": self.stepper.state(),
                 **self._position(cursor),
-                **self.hooks.saved,
+                **self.hooks.extra_state,
             }
             self.saver.save(cursor.step, self.stepper.local_state(), state)
-        self.saved = cursor.step
-        best = self.best_step, self.best  # as they are now: training goes on
-        self.saver.then(lambda: self._tidy(cursor.step, *best))
+        self.saved_step = cursor.step
+        best_step, best_loss = self.best_step, self.best_loss  # as they are now: training goes on
 
-    def _tidy(self, step: int, best_step: int | None, best: float) -> None:
-        """Once step `step` lies on disk: which is the best, and which are no longer kept."""
-        self._point_to_best(best_step, best)
-        folder, config = self.hooks.checkpoints, self.config
-        checkpoint.prune(folder, config.keep_last, step, lambda other: is_snapshot(config, other))
+        def finish() -> None:
+            self._write_best(best_step, best_loss)
+            folder, config = self.hooks.checkpoints, self.config
+            checkpoint.prune(folder, config.keep_last, cursor.step, lambda step: is_snapshot(config, step))
+
+        self.saver.then(finish)
+
+    def _note_phase(self, cursor: Cursor) -> None:
+        """Record a finished phase in the checkpoint of this step, whose weights are saved or being saved."""
+        position = self._position(cursor)
+        self.saver.then(lambda: checkpoint.update_state(self.hooks.checkpoints, cursor.step, position))
+
+    def _write_best(self, step: int | None, loss: float) -> None:
+        """Write best.json. The best checkpoint of a run resumed from elsewhere may not be here: then there is none."""
+        folder = self.hooks.checkpoints
+        if not distributed.is_first() or step is None or (checkpoint.read_best(folder) or {}).get("step") == step:
+            return
+        if step in checkpoint.saved_steps(folder):
+            checkpoint.write_best(folder, step, loss)

@@ -42,7 +42,7 @@ def train(words: list[str], trouble: str = "") -> None:
     """The command line, in every process; `trouble` is what befalls rank 1."""
     from kineograph.train.trainer import Trainer
 
-    step: Callable[..., None] = Trainer._train
+    step: Callable[..., None] = Trainer._train_step
 
     def troubled(self: Trainer, at: int, *rest: Any) -> None:
         if os.environ["RANK"] == "1" and self.stage == "generator" and at == 1 and trouble == "stop":
@@ -51,7 +51,7 @@ def train(words: list[str], trouble: str = "") -> None:
             raise InputError("cannot go on")
         step(self, at, *rest)
 
-    Trainer._train = troubled  # type: ignore[method-assign]
+    Trainer._train_step = troubled  # type: ignore[method-assign]
     cli.main(["train", *words])
 
 

@@ -165,9 +165,9 @@ def test_killed_in_a_phase(whole: dict, tmp_path: Path, place: str, nth: int, af
     before = checkpoint.latest(folder)
     trained = []
     with pytest.MonkeyPatch.context() as patch:
-        step = Trainer._train
+        step = Trainer._train_step
         patch.setattr(
-            Trainer, "_train", lambda self, step_, *rest: (trained.append(step_), step(self, step_, *rest))[1]
+            Trainer, "_train_step", lambda self, step_, *rest: (trained.append(step_), step(self, step_, *rest))[1]
         )
         run = train(tmp_path)
     assert facts(run) == whole

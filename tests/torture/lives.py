@@ -21,9 +21,9 @@ from typing import Any
 GRACE = 3.0  # between a launcher's SIGTERM and its SIGKILL
 PATIENCE = 120.0  # seconds after which a life counts as hanging
 _BOTH = (("checkpoint", "flush_and_hash"), ("checkpoint", "commit"), ("checkpoint", "prune"), ("checkpoint", "update_state"),
-         ("staging", "Staging.copy"))  # fmt: skip
+         ("saver", "HostBuffers.copy"))  # fmt: skip
 ALONE = (*_BOTH, ("checkpoint", "save_file"))
-TOGETHER = (*_BOTH, ("distributed_checkpoint", "write"), ("saver", "_agree"))
+TOGETHER = (*_BOTH, ("distributed_checkpoint", "write"), ("saver", "_gather_results"))
 
 
 @dataclass

@@ -163,8 +163,8 @@ def test_what_a_newer_version_wrote_is_not_guessed_at(tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_read_again_until_it_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = save(tmp_path, 10)
     read: list[Path] = []
-    digest = checkpoint._digest
-    monkeypatch.setattr(checkpoint, "_digest", lambda path: (read.append(path), digest(path))[1])
+    compare = checkpoint._compare_file
+    monkeypatch.setattr(checkpoint, "_compare_file", lambda path, entry: (read.append(path), compare(path, entry))[1])
     assert checkpoint.latest(tmp_path) == checkpoint.latest(tmp_path) == found
     once = len(read)
     assert once == 4
@@ -217,15 +217,15 @@ def test_a_reader_is_told_that_training_removed_what_it_reads(tmp_path: Path) ->
 
 def test_choosing_again_when_training_removed_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
-    digest = checkpoint._digest
+    compare = checkpoint._compare_file
 
-    def overtaken(path: Path) -> str:
+    def prune_first(path: Path, entry: dict) -> str | None:
         if "step-00000010" in str(path):
             save(tmp_path, 20)
             checkpoint.prune(tmp_path, 1, 20)
-        return digest(path)
+        return compare(path, entry)
 
-    monkeypatch.setattr(checkpoint, "_digest", overtaken)
+    monkeypatch.setattr(checkpoint, "_compare_file", prune_first)
     assert checkpoint.select(tmp_path).step == 20
 
 

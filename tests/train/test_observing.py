@@ -1,4 +1,4 @@
-"""Where a step's time goes, who is slow, what each process says, and what happens when nothing happens any more."""
+"""Step timings, the slowest rank, the logs of each rank, and the watchdog."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ import torch.multiprocessing as mp
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch
-from kineograph.train import step_times
-from kineograph.train.clock import IN_A_ROW, Clock, Slowest, Work, slowest_of
+from kineograph.train import step_timer
 from kineograph.train.config import TrainConfig
 from kineograph.train.phases import Cursor
 from kineograph.train.progress import Progress
 from kineograph.train.rank_log import RankLog, log_file
-from kineograph.train.step_times import SAMPLED, StepTimes, is_measured
+from kineograph.train.step_timer import (
+    MEASURED_STEPS,
+    SLOW_REPORTS,
+    SlowestRank,
+    StepFlops,
+    StepTimer,
+    find_slowest_rank,
+    is_measured,
+)
 from kineograph.train.stepper import Stepper
 from kineograph.train.trackers import MetricsFile
 from kineograph.train.trainer import Trainer, TrainerHooks
-from kineograph.train.watchdog import Watchdog
 from tests.train.toy_tasks import Duel, ToyConfig
 
 CONFIG = TrainConfig(
@@ -39,39 +45,36 @@ CONFIG = TrainConfig(
 # Parts of a step -------------------------------------------------------------------------------------------------
 
 
-class Hands:
+class FakeClock:
     """A clock that a test moves."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        patch.setattr(step_times.time, "perf_counter", lambda: self.now)
+        patch.setattr(step_timer.time, "perf_counter", lambda: self.now)
 
 
-def test_parts_are_told_apart_and_inner_ones_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    hands, times = Hands(monkeypatch), StepTimes("cpu")
-    with times.step(measured=True):
-        hands.now += 7  # nobody's
-        with times.part("backward"):
-            hands.now += 1
-            with times.part("sync"):
-                assert heartbeat.current_activity() == "sync"
-                hands.now += 2
-            assert heartbeat.current_activity() == "backward"
-            hands.now += 3
-        with times.part("forward"):
-            hands.now += 5
-    with times.step(measured=False), times.part("forward"):
-        hands.now += 50
-    assert times.read() == pytest.approx({"forward": 5000, "backward": 4000, "optimizer": 0, "sync": 2000})
-    assert times.read() == {}, "what was read is gone"
+def test_parts_of_measured_steps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, timer = FakeClock(monkeypatch), StepTimer("cpu")
+    with timer.step(is_measured=True):
+        clock.now += 7  # in no part
+        with timer.part("backward"):
+            clock.now += 4
+        with timer.part("sync"):
+            clock.now += 2
+        with timer.part("forward"):
+            clock.now += 5
+    with timer.step(is_measured=False), timer.part("forward"):
+        clock.now += 50
+    assert timer.read_parts() == pytest.approx({"forward": 5000, "backward": 4000, "optimizer": 0, "sync": 2000})
+    assert timer.read_parts() == {}, "each step is read once"
 
 
 def test_a_part_is_the_mean_over_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    hands, times = Hands(monkeypatch), StepTimes("cpu")
+    clock, timer = FakeClock(monkeypatch), StepTimer("cpu")
     for seconds in (1, 3):
-        with times.step(measured=True), times.part("optimizer"):
-            hands.now += seconds
-    assert times.read()["optimizer"] == pytest.approx(2000)
+        with timer.step(is_measured=True), timer.part("optimizer"):
+            clock.now += seconds
+    assert timer.read_parts()["optimizer"] == pytest.approx(2000)
 
 
 @pytest.mark.parametrize("log_every", [1, 7, 10, 100, 1000])
@@ -79,24 +82,24 @@ def test_few_steps_are_measured_and_every_reported_one_is(log_every: int) -> Non
     config = CONFIG.model_copy(update={"steps": 5000, "log_every": log_every})
     window = range(2000 // log_every * log_every + 1, 2000 // log_every * log_every + log_every + 1)
     measured = [step for step in window if is_measured(config, step)]
-    assert 1 <= len(measured) <= SAMPLED
+    assert 1 <= len(measured) <= MEASURED_STEPS
     assert window[-1] in measured
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_events_tell_the_time_and_nothing_waits_for_them() -> None:
-    times = StepTimes("cuda")
+    times = StepTimer("cuda")
     matrix = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
-    with times.step(measured=True):
+    with times.step(is_measured=True):
         with times.part("forward"):
             for _ in range(50):
                 matrix = (matrix @ matrix).tanh()
         with times.part("optimizer"):
             matrix = matrix + 1
-    assert times.read() == {}, "not read before the device has come to its end"
+    assert times.read_parts() == {}, "not read before the device has come to its end"
     torch.cuda.synchronize()
-    found = times.read()
+    found = times.read_parts()
     assert found["forward"] > 5 * found["optimizer"] > 0
     assert found["backward"] == 0
 
@@ -114,11 +117,11 @@ class Batches:
             yield [Batch(slots=torch.arange(4), pixels=pixels)]
 
 
-def trainer(run: Path, config: TrainConfig = CONFIG, data: Batches | None = None, **around) -> Trainer:
+def trainer(run: Path, config: TrainConfig = CONFIG, data: Batches | None = None, **hooks) -> Trainer:
     torch.manual_seed(0)
     stepper = Stepper(Duel(12, ToyConfig(task="duel")), config)
     log = MetricsFile(run / "metrics.jsonl").write
-    return Trainer("duel", stepper, data or Batches(), TrainerHooks(run / "checkpoints", log, quiet=True, **around))
+    return Trainer("duel", stepper, data or Batches(), TrainerHooks(run / "checkpoints", log, quiet=True, **hooks))
 
 
 def records(run: Path) -> list[dict]:
@@ -126,7 +129,7 @@ def records(run: Path) -> list[dict]:
 
 
 def test_every_part_of_training_is_in_the_log(tmp_path: Path) -> None:
-    trainer(tmp_path, work=Work(flops=1e6, peak=1e9)).fit(Cursor())
+    trainer(tmp_path, step_flops=StepFlops(flops=1e6, peak=1e9)).fit(Cursor())
     found = records(tmp_path)
     assert [record["step"] for record in found] == [1, 4, 8]
     for record in found:
@@ -148,21 +151,21 @@ def test_without_counted_work_no_mfu_is_told(tmp_path: Path) -> None:
 
 
 def test_the_slowest_is_named_with_what_it_loses() -> None:
-    found = slowest_of({"data": (1.0, 9.0, 1.0), "forward": (20.0, 21.0, 20.0), "backward": (40.0, 40.0, 41.0)})
+    found = find_slowest_rank({"data": (1.0, 9.0, 1.0), "forward": (20.0, 21.0, 20.0), "backward": (40.0, 40.0, 41.0)})
     assert (found.rank, found.part) == (1, "data")
-    assert found.behind == pytest.approx(70 - 62)
+    assert found.behind_ms == pytest.approx(70 - 62)
     assert "rank 1" in str(found)
     assert "data" in str(found)
 
 
-def test_a_word_is_said_once_and_only_of_one_that_stays_behind() -> None:
-    clock = Clock(0.0)
-    slow, equal = Slowest(2, "forward", 30.0, 0.3), Slowest(1, "data", 0.1, 0.001)
-    assert not any(clock.is_worth_a_word(equal) for _ in range(10))
-    said = [clock.is_worth_a_word(slow) for _ in range(10)]
-    assert said.index(True) == IN_A_ROW - 1
-    assert sum(said) == 1
-    assert not clock.is_worth_a_word(Slowest(0, "data", 30.0, 0.3)), "another one starts from the beginning"
+def test_a_rank_that_stays_slow_is_reported_once() -> None:
+    timer = StepTimer("cpu")
+    slow, equal = SlowestRank(2, "forward", 30.0, 0.3), SlowestRank(1, "data", 0.1, 0.001)
+    assert not any(timer.should_warn(equal) for _ in range(10))
+    warnings = [timer.should_warn(slow) for _ in range(10)]
+    assert warnings.index(True) == SLOW_REPORTS - 1
+    assert sum(warnings) == 1
+    assert not timer.should_warn(SlowestRank(0, "data", 30.0, 0.3)), "another rank starts from the beginning"
 
 
 # What a process says ---------------------------------------------------------------------------------------------
@@ -174,7 +177,7 @@ def test_notes_warnings_and_loggers_go_to_the_file(tmp_path: Path, monkeypatch: 
     shown: list[str] = []
     monkeypatch.setattr(warnings, "showwarning", lambda message, *more: shown.append(str(message)))
     warnings.simplefilter("always")
-    with log.listening():
+    with log.capture_warnings():
         log.with_note(said.append)("a note")
         warnings.warn("mind the gap", stacklevel=1)
         logging.getLogger("some.library").warning("disk %s", "slow")
@@ -207,7 +210,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
 
 def test_a_quiet_run_is_heard_in_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RankLog(tmp_path)
-    Progress("stage", 10, quiet=True, heard=log.write).note("validation loss 1")
+    Progress("stage", 10, quiet=True, log_note=log.write).note("validation loss 1")
     assert "validation loss 1" in log.path.read_text()
     assert capsys.readouterr().err == ""
 
@@ -248,7 +251,7 @@ def _one_reads_slowly(run: Path) -> None:
     slow = Batches(lambda step: time.sleep(0.1 * distributed.rank()))
     config = CONFIG.model_copy(update={"log_every": 1})
     trainer(run, config, slow, rank_log=log).fit(Cursor())
-    with log.listening():
+    with log.capture_warnings():
         warnings.warn(f"from {distributed.rank()}", stacklevel=1)
 
 
@@ -271,46 +274,38 @@ def _one_never_reads(run: Path) -> None:
     log = RankLog(run)
     stuck = Batches(lambda step: time.sleep(3600 if step == 2 and distributed.rank() == 1 else 0))
     training = trainer(run, CONFIG, stuck, rank_log=log)
-    with Watchdog(2.0, log, "duel").watching():
-        if distributed.is_first():  # the other one waits for it longer than that
-            for _ in range(10):
-                time.sleep(0.5)
-                heartbeat.beat()
-        dist.barrier()
-        assert not list((run / "logs").glob(".dumped-*")), "waiting for one that works is no hang"
+    with log.watchdog(3.0):
         training.fit(Cursor())
 
 
-def test_a_hang_leaves_the_stacks_of_both_and_ends_them(tmp_path: Path) -> None:
+def test_a_hang_leaves_stacks_and_ends_all_ranks(tmp_path: Path) -> None:
     assert two(tmp_path, "_one_never_reads") == [1, 1]
-    first, second = (log_file(tmp_path, rank).read_text() for rank in range(2))
-    assert "train.watchdog" in first
-    assert "rank 0 of 2 is at 'sync'" in first
-    assert "ddp.py" in first, "where the one waits"
-    assert "rank 1 of 2 is at 'data'" in second
-    assert "test_observing.py" in second, "what it waits for"
+    hung = log_file(tmp_path, 1).read_text()
+    assert "Timeout" in hung
+    assert "test_observing.py" in hung, "the stack names the line that hangs"
 
 
-def test_marks_go_with_the_run_and_those_of_an_earlier_life_too(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / ".dumped-1-0").touch()
-    log = RankLog(tmp_path)
-    with Watchdog(60.0, log, "duel").watching():
-        assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-0.log"]
+def _beats_and_ends(run: Path) -> None:
+    log = RankLog(run)
+    with log.watchdog(1.0):
+        for _ in range(4):
+            time.sleep(0.5)
+            heartbeat.beat()
+    time.sleep(1.5)
 
 
-def _hold_the_interpreter(run: Path) -> None:
+def _holds_the_gil(run: Path) -> None:
     import ctypes
 
     log = RankLog(run)
-    with Watchdog(1.0, log, "duel").watching():
-        time.sleep(0.5)
-        ctypes.PyDLL(None).sleep(3600)  # unlike CDLL, this keeps the interpreter to itself
+    with log.watchdog(1.0):
+        ctypes.PyDLL(None).sleep(3600)  # unlike CDLL, PyDLL keeps the GIL
 
 
-def test_even_what_never_gives_the_interpreter_back_is_ended(tmp_path: Path) -> None:
-    process = _context().Process(target=_hold_the_interpreter, args=(tmp_path,))
+@pytest.mark.parametrize(("what", "code"), [("_beats_and_ends", 0), ("_holds_the_gil", 1)])
+def test_heartbeats_hold_the_watchdog_off_and_the_gil_does_not(tmp_path: Path, what: str, code: int) -> None:
+    process = _context().Process(target=getattr(sys.modules[__name__], what), args=(tmp_path,))
     process.start()
     process.join(60)
-    assert process.exitcode == 1
-    assert "_hold_the_interpreter" in log_file(tmp_path, 0).read_text()
+    assert process.exitcode == code
+    assert (what in log_file(tmp_path, 0).read_text()) == (code == 1)

@@ -109,7 +109,7 @@ def test_what_follows_a_save_fails_in_words(tmp_path: Path) -> None:
         raise OSError(30, "Read-only file system")
 
     with (
-        pytest.raises(RunFailed, match=r"cannot write to .*Read-only file system; make room"),
+        pytest.raises(RunFailed, match=r"cannot write to .*Read-only file system; free disk space"),
         Saver(tmp_path) as saver,
     ):
         saver.then(note)
@@ -121,5 +121,5 @@ def test_after_a_failure_nothing_more_is_touched(tmp_path: Path, monkeypatch: py
     touched: list[str] = []
     with pytest.raises(RunFailed, match="cannot save"), Saver(tmp_path) as saver:
         saver.save(1, {"model": {"w": torch.ones(2)}}, {})
-        saver._ask(lambda: touched.append("then"))
+        saver._submit(lambda: touched.append("then"))
     assert touched == []
