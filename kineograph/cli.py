@@ -298,16 +298,14 @@ def cache(
     run: Annotated[
         Path | None, typer.Option(help="Run folder, when a file or preset is named.", show_default=False)
     ] = None,
-    prune: Annotated[
-        bool, typer.Option("--prune", help="Then remove the run's caches that no stage reads any more.")
-    ] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Then remove what no stage reads any more.")] = False,
 ) -> None:
     """Encode the data once with the trained codecs (and frozen text encoders), to disk; training then reads that.
 
-    Items that an earlier cache of the run holds as they are now are taken from there.
+    Only new and changed items are encoded.
     """
+    from kineograph.run.cache import cache_run
     from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
-    from kineograph.run.token_cache import cache_run
 
     with process_group(timeout=NO_TIMEOUT):
         made = cache_run(what, run, remove=prune)

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from kineograph import cli
+from kineograph.cache.source import CacheConfig
 from kineograph.codec.adversarial import AdversarialConfig
 from kineograph.codec.causal_vae import CausalVAEConfig
 from kineograph.codec.cvivit import CViViTConfig
@@ -19,7 +20,6 @@ from kineograph.codec.perceptual import PerceptualConfig
 from kineograph.codec.vqgan import VQGANConfig
 from kineograph.core.config import StageConfig, flatten, read_yaml
 from kineograph.data.buckets import BucketsConfig
-from kineograph.data.cache import CacheConfig
 from kineograph.data.config import DataConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig

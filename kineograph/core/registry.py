@@ -6,12 +6,14 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 from kineograph.core.errors import ConfigError
 
 TASK_PACKAGES = ("kineograph.family", "kineograph.codec", "kineograph.text")
 SOURCE_PACKAGES = ("kineograph.data",)
+SOURCES_ELSEWHERE = {"cache": "kineograph.cache.source.SOURCE"}
 METRIC_PACKAGES = ("kineograph.evaluate.metric",)
 
 
@@ -22,7 +24,7 @@ def find_task(name: str, key: str = "task") -> Any:
 
 def find_source(name: str, key: str = "data.source") -> Any:
     """`folder`, `moving_digits` (modules of ours that hold SOURCE), or `my.module.Class`."""
-    return _find(name.replace("-", "_"), key, SOURCE_PACKAGES, "SOURCE")
+    return _find(name.replace("-", "_"), key, SOURCE_PACKAGES, "SOURCE", SOURCES_ELSEWHERE)
 
 
 def find_metric(name: str, key: str = "metrics") -> Any:
@@ -35,17 +37,17 @@ def metric_names() -> list[str]:
     return _names(METRIC_PACKAGES, "METRIC")
 
 
-def _find(name: str, key: str, packages: tuple[str, ...], attribute: str) -> Any:
+def _find(name: str, key: str, packages: tuple[str, ...], attribute: str, elsewhere: Mapping[str, str] = {}) -> Any:
     for package in packages:
         found = _module(f"{package}.{name}")
         if found is not None and hasattr(found, attribute):
             return getattr(found, attribute)
-    module_name, _, class_name = name.replace(":", ".").rpartition(".")
+    module_name, _, class_name = elsewhere.get(name, name).replace(":", ".").rpartition(".")
     if module_name:
         module = _module(module_name)
         if module is not None and hasattr(module, class_name):
             return getattr(module, class_name)
-    known = _names(packages, attribute)
+    known = [*_names(packages, attribute), *elsewhere]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
     raise ConfigError(f"{key}={name} is not known: {hint} (or give the dotted path to a class of yours)")

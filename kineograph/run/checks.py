@@ -12,7 +12,7 @@ from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
-from kineograph.run.token_cache import check_cachable
+from kineograph.run.cache import check_cachable
 from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.data import StageData, check_buckets, check_codec, check_tokens, find_missing_weights
 from kineograph.stage.load import StageLoader, locate_stage

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kineograph.cache.pack import KINDS
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
-from kineograph.data.cache import KINDS
 from kineograph.data.config import Split
 from kineograph.doctor.machine import release_memory
 from kineograph.media.clips import write_clip

@@ -18,6 +18,7 @@ from kineograph.core.task import Task
 from kineograph.data.loader import worker_died
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_flops import work_of
+from kineograph.run.cache import open_stage_cache
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import is_main_process, process_group, set_group_timeout
 from kineograph.run.metrics import Evaluate
@@ -26,7 +27,6 @@ from kineograph.run.resolve import Resume, resolve
 from kineograph.run.resume_from import fetch_checkpoints
 from kineograph.run.show import Show
 from kineograph.run.stage_data import open_data
-from kineograph.run.token_cache import cached_source
 from kineograph.stage.data import StageData
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
@@ -214,7 +214,7 @@ class _StageRun:
             self.device,
             self.plan.stage_seed(stage.name),
         )
-        source = cached_source(stage, task, self.stages, self.folder, self.data, self.device, self.stop, self.note)
+        source = open_stage_cache(stage, task, self.stages, self.folder, self.data, self.device, self.stop, self.note)
         if source is None or task.always_encode:
             stepper.compile_stages()
         evaluate = Evaluate(self.plan, stage, self.data, self.stages) if stage.train.metrics else None

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from kineograph.cache.source import Cache
 from kineograph.core import distributed
 from kineograph.core.batch import Batch
 from kineograph.core.distributed import World
@@ -22,7 +23,6 @@ from kineograph.core.protocols import Source
 from kineograph.core.run_folder import write_json
 from kineograph.core.task import Task
 from kineograph.data.buckets import Bucket, Buckets
-from kineograph.data.cache import Cache
 from kineograph.data.config import Split
 from kineograph.data.dataset import DatasetSource
 from kineograph.data.loader import Loader
@@ -198,20 +198,20 @@ def check_tokens(task: Task, data: StageData) -> None:
     vocabulary = getattr(codec, "vocabulary", None)
     for source in (data.source, data.validation):
         if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
-            source.expect_grid(lambda frames, *size: codec.shape_for(frames, *(task.sample_size or size)))
+            source.check_grid(lambda frames, *size: codec.shape_for(frames, *(task.sample_size or size)))
         if vocabulary is None or "tokens" not in gives(source):
             continue
         if isinstance(source, DatasetSource):
             source.expect(TokenGrid.of(codec, config.frames, config.size))
         elif isinstance(source, Cache):
-            source.expect(vocabulary=vocabulary)
+            source.check_vocabulary(vocabulary)
 
 
 def check_codec(data: StageData, codec: tuple[str, str] | None) -> None:
     """Refuse a cache whose tokens or latents other weights than `codec` (its path and digest) have made."""
-    for source in (data.source, data.validation) if codec is not None else ():
-        if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
-            source.expect(codec=codec)
+    for source in (data.source, data.validation):
+        if codec is not None and isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
+            source.check_codec(*codec)
 
 
 def check_buckets(task: Task, data: StageData) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kineograph.run import cache_filling, token_cache
+import numpy as np
+
+from kineograph.cache import fill
+from kineograph.cache.source import Cache
+from kineograph.run.cache import cache_run
 
 
 def commands(*lines: list[str]) -> list[int]:
@@ -25,31 +29,32 @@ def commands(*lines: list[str]) -> list[int]:
     return codes
 
 
-def cache(run: str, items_a_shard: int, stop_after: int | None = None) -> int:
+def cache(run: str, stop_after: int | None = None) -> int:
     """Encode a run's data; with `stop_after`, as if a signal came when this process has encoded so many items."""
     from kineograph.core.errors import KineoError
     from kineograph.run.launch import process_group
 
-    cache_filling.MOST = items_a_shard
-    cache_filling.BATCH = 4
-    checked = cache_filling.Filling._check_room
+    fill.BATCH = 4
+    show = fill._Filler._show_progress
 
-    def stopping(self: cache_filling.Filling, *arguments: object) -> None:
-        checked(self, *arguments)  # type: ignore[arg-type]
-        if stop_after is not None and self.made + 4 >= stop_after:
+    def stopping(self: fill._Filler) -> None:
+        show(self)
+        if stop_after is not None and self.encoded >= stop_after:
             self.stop.signal_name = "SIGTERM"
 
-    cache_filling.Filling._check_room = stopping  # type: ignore[method-assign]
+    fill._Filler._show_progress = stopping  # type: ignore[method-assign]
     try:
         with process_group():
-            token_cache.cache_run([run])
+            cache_run([run])
     except KineoError as error:  # of this process, or the echo of another's
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def cached_by(run: Path) -> dict[str, bytes]:
-    """Every file of a run's caches, but locks."""
-    found = sorted(path for path in run.glob("*/cache/**/*") if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(run)): path.read_bytes() for path in found}
+def cached_rows(path: Path) -> list[tuple]:
+    """All rows of a set, in the order of the data."""
+    source = Cache.open(Cache.Config.model_validate({"folder": str(path)}), "train", 0)
+    samples = [source.read(index, np.random.default_rng(0)) for index in range(len(source))]
+    names = [source.identity(index) for index in range(len(source))]
+    return [(name, sample.caption, sample.tokens.tolist()) for name, sample in zip(names, samples, strict=True)]

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from kineograph.cli import main
-from kineograph.run.token_cache import cache_run
+from kineograph.run.cache import cache_run
 from tests.parallel import worlds
-from tests.parallel.commands import cached_by, commands
+from tests.parallel.commands import cached_rows, commands
 
 CONFIG = {
     "seed": 3,
@@ -130,27 +130,27 @@ def test_a_cache_is_divided_and_goes_on_with_another_number_of_processes(
     run: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = Path(shutil.copytree(trained, tmp_path / "alone"))
-    monkeypatch.setattr("kineograph.run.cache_filling.MOST", 16)
-    (whole,) = cache_run([str(alone)], note=lambda line: None)
-    expected = cached_by(alone)
-    assert len(list(whole.glob("shard-*"))) == 3
+    monkeypatch.setattr("kineograph.cache.fill.BATCH", 4)
+    (path,) = cache_run([str(alone)], note=lambda line: None)
+    expected = cached_rows(path)
+    assert len(expected) == 40
 
     # Two processes, both stopped on the way; then three; one process finds all of it done.
-    assert worlds.run(2, "tests.parallel.commands:cache", tmp_path / "two", str(run), 16, 8) == [75, 75]
-    begun = [json.loads(path.read_text()) for path in run.glob("generator/cache/*/shard-*/cache.json")]
-    done = sum(header["done"] for header in begun)
-    assert done == 16, "each has done 8, in a shard of its own or one after the other"
-    assert worlds.run(3, "tests.parallel.commands:cache", tmp_path / "three", str(run), 16) == [0, 0, 0]
-    assert cached_by(run) == expected
-    said = [worlds.said_by(tmp_path / "three", rank) for rank in range(3)]
-    assert f"{40 - done} items encoded" in said[0]
-    assert said[1] == said[2] == ""
+    assert worlds.run(2, "tests.parallel.commands:cache", tmp_path / "two", str(run), 8) == [75, 75]
+    headers = [json.loads(path.read_text()) for path in run.glob("generator/cache/pack-*/cache.json")]
+    assert [header["done"] for header in headers] == [8, 8]
+    assert worlds.run(3, "tests.parallel.commands:cache", tmp_path / "three", str(run)) == [0, 0, 0]
     lines: list[str] = []
-    cache_run([str(run)], note=lines.append)
+    (path,) = cache_run([str(run)], note=lines.append)
     assert lines == ["generator: all 40 items were encoded before"]
+    assert cached_rows(path) == expected
+    assert len(list(path.parent.glob("pack-*"))) == 5
+    said = [worlds.said_by(tmp_path / "three", rank) for rank in range(3)]
+    assert f"24 items encoded into {path}, 16 were in the cache already" in said[0]
+    assert said[1] == said[2] == ""
 
 
-def test_old_caches_are_removed_once_all_processes_let_go_of_the_run(run: Path, tmp_path: Path) -> None:
+def test_pruning_waits_until_all_processes_release_the_run(run: Path, tmp_path: Path) -> None:
     (path,) = cache_run([str(run)], note=lambda line: None)
     old = Path(shutil.copytree(path, path.with_name("0123456789abcdef")))
     words = ["cache", str(run), "--prune"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,14 @@ import torch
 import yaml
 from PIL import Image
 
+from kineograph.cache.pack import read_header
+from kineograph.cache.source import Cache
+from kineograph.cache.store import CacheSet
 from kineograph.core.config import merge
 from kineograph.core.errors import ConfigError, InputError, RunInUse
 from kineograph.core.run_folder import RunFolder
-from kineograph.data.cache import Cache, read_header
-from kineograph.data.cache_shards import claimed, read_layout
 from kineograph.data.loader import Loader
-from kineograph.run.token_cache import cache_run
+from kineograph.run.cache import cache_run
 from kineograph.train import checkpoint
 from tests.run import clip_tasks
 
@@ -166,22 +165,26 @@ def test_cached_posteriors_train_as_the_files_do(tmp_path: Path, clips: Path, pr
         assert mask is None or torch.equal(mask, its_mask)
     if not bits:
         assert all(torch.equal(value, weights(cached)[name]) for name, value in weights(direct).items())
-    (shard, *_) = sorted((cached / "generator" / "cache").glob("*/shard-*"))
-    assert np.load(shard / "latents.npy").dtype.itemsize == (4 if precision == "fp32" else 2)
-    assert np.load(shard / "text_embeds.npy").dtype.itemsize == (4 if precision == "fp32" else 2)
+    (pack, *_) = sorted((cached / "generator" / "cache").glob("pack-*"))
+    assert np.load(pack / "latents.npy").dtype.itemsize == (4 if precision == "fp32" else 2)
+    assert np.load(pack / "text_embeds.npy").dtype.itemsize == (4 if precision == "fp32" else 2)
 
 
-def test_a_shard_has_items_of_one_shape_and_their_rate(tmp_path: Path, clips: Path) -> None:
+def set_folder(run: Path) -> Path:
+    (path,) = (run / "generator" / "cache").glob("*/set.json")
+    return path.parent
+
+
+def test_a_pack_has_items_of_one_shape_and_their_rate(tmp_path: Path, clips: Path) -> None:
     run = bucketed(tmp_path, clips, stages={"generator": {"cache": True}})
-    (folder,) = (run / "generator" / "cache").iterdir()
-    layout = read_layout(folder)
-    assert layout is not None
-    for shard in layout.shards:
-        header = read_header(folder / shard.name)
-        assert header is not None and header.complete and shard.shape is not None
-        frames, height, width = shard.shape
+    cache_set = CacheSet.read(set_folder(run))
+    assert cache_set is not None and len(cache_set.header.packs) > 1
+    for name, bucket in zip(cache_set.header.packs, cache_set.header.bucket_of, strict=True):
+        header = read_header(cache_set.folder.parent / name)
+        assert header is not None and header.done == header.count
+        frames, height, width = cache_set.header.shapes[bucket]
         assert header.shape == (1 + frames // 2, 2, height // 8, width // 8)
-        assert set(np.load(folder / shard.name / "fps.npy").tolist()) == {8.0}
+        assert set(np.load(cache_set.folder.parent / name / "fps.npy").tolist()) == {8.0}
 
 
 def test_encoders_are_given_back_when_their_work_is_done(
@@ -196,10 +199,8 @@ def test_encoders_are_given_back_when_their_work_is_done(
 
 
 def opened(run: Path, **keys: Any) -> Cache:
-    (folder,) = (run / "generator" / "cache").iterdir()
-    return Cache.open(
-        Cache.Config.model_validate({"folder": str(folder), "size": (16, 16), "frames": 5, **keys}), "train", 0
-    )
+    tree = {"folder": str(set_folder(run)), "size": (16, 16), "frames": 5, **keys}
+    return Cache.open(Cache.Config.model_validate(tree), "train", 0)
 
 
 def test_a_cache_of_buckets_is_a_source_of_its_own(tmp_path: Path, clips: Path) -> None:
@@ -218,9 +219,9 @@ def test_a_cache_of_buckets_is_a_source_of_its_own(tmp_path: Path, clips: Path) 
 
 def test_a_codec_that_did_not_make_the_cache_refuses_it(tmp_path: Path, clips: Path) -> None:
     source = opened(bucketed(tmp_path, clips, stages={"generator": {"cache": True}}))
-    source.expect_grid(lambda frames, height, width: (1 + frames // 2, height // 8, width // 8))
+    source.check_grid(lambda frames, height, width: (1 + frames // 2, height // 8, width // 8))
     with pytest.raises(InputError, match=r"codec makes t h w = \(1, 2, 3\) of 1 × 16 × 24|codec makes t h w"):
-        source.expect_grid(lambda frames, height, width: (1 + frames // 2, height // 4, width // 8))
+        source.check_grid(lambda frames, height, width: (1 + frames // 2, height // 4, width // 8))
 
 
 def test_a_change_of_buckets_or_facts_is_another_cache(
@@ -232,71 +233,6 @@ def test_a_change_of_buckets_or_facts_is_another_cache(
     facts = classmethod(lambda cls, config: {"vae": "another"})
     monkeypatch.setattr(clip_tasks.LatentGenerator, "cache_facts", facts)
     assert cache_run([str(run)], note=lambda line: None) != first
-
-
-def command(run: Path) -> subprocess.Popen:
-    code = (
-        "import sys\n"
-        "import kineograph.run.cache_filling as cache\n"
-        "from kineograph.run.token_cache import cache_run\n"
-        "cache.SHARD, cache.MOST, cache._WAIT = 1, 2, 0.05\n"
-        "import tests.run.clip_tasks as tasks, time\n"
-        "inner = tasks.LatentGenerator.precompute\n"
-        "def slow(self, batch):\n"
-        "    time.sleep(0.15)\n"
-        "    return inner(self, batch)\n"
-        "tasks.LatentGenerator.precompute = slow\n"
-        "cache_run([sys.argv[1]], note=print)\n"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(run)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def test_two_processes_divide_the_work(tmp_path: Path, clips: Path) -> None:
-    run = bucketed(tmp_path, clips)
-    both = [command(run), command(run)]
-    told = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
-    made = [int(line.split()[1]) for out, _ in told for line in out.splitlines() if "items encoded" in line]
-    source = opened(run)
-    assert sum(made) == len(source) and len(made) == 2 and min(made) > 0  # nothing twice, and both had a share
-    assert all(source.identity(index).startswith("c") for index in range(len(source)))
-
-
-def test_a_dead_process_leaves_its_shard_to_the_next(
-    tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = bucketed(tmp_path, clips)
-    process = command(run)
-    deadline = time.monotonic() + 60
-    while not list((run / "generator").glob("cache/*/shard-00001/.lock")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.kill()
-    process.communicate()
-    monkeypatch.setattr("kineograph.run.cache_filling.SHARD", 1)
-    monkeypatch.setattr("kineograph.run.cache_filling.MOST", 2)
-    with pytest.raises(InputError, match="unfinished"):
-        opened(run)
-    lines: list[str] = []
-    cache_run([str(run)], note=lines.append)
-    source = opened(run)
-    made = next(int(line.split()[1]) for line in lines if "items encoded" in line)
-    assert 0 < made < len(source)  # the rest was there already
-
-
-def test_a_held_shard_is_left_alone(tmp_path: Path) -> None:
-    with claimed(tmp_path / "shard") as mine:
-        assert mine
-        code = (
-            "import sys; from pathlib import Path; from kineograph.data.cache_shards import claimed\n"
-            "with claimed(Path(sys.argv[1])) as mine: print(mine)\n"
-        )
-        asked = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / "shard")], cwd=ROOT, capture_output=True, text=True
-        )
-        assert asked.stdout.strip() == "False"
 
 
 def test_nothing_trains_while_a_cache_is_made(tmp_path: Path) -> None:
@@ -323,6 +259,6 @@ def test_a_disk_without_room_is_told_before_it_is_full(
     class Full:
         free = 100
 
-    monkeypatch.setattr("kineograph.run.cache_filling.shutil.disk_usage", lambda path: Full)
-    with pytest.raises(InputError, match=r"needs about .* GiB.*generator\.cache=false"):
+    monkeypatch.setattr("kineograph.cache.fill.shutil.disk_usage", lambda path: Full)
+    with pytest.raises(InputError, match=r"need about .* GiB.*generator\.cache=false"):
         bucketed(tmp_path, clips, stages={"generator": {"cache": True}})

@@ -16,8 +16,8 @@ import kineograph as kg
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.data.digit_captions import parse_caption
+from kineograph.run.cache import cache_run
 from kineograph.run.show import _real
-from kineograph.run.token_cache import cache_run
 from kineograph.train import checkpoint
 from tests.run import clip_tasks
 from tests.run.clip_tasks import BASE, train
@@ -53,16 +53,16 @@ def test_a_cache_of_stills_and_clips_is_what_pixels_give(tmp_path: Path) -> None
         assert mask.sum(1).tolist() == [1 if still else 5 for still in stills]
     for name, value in weights(direct, "generator").items():
         assert torch.equal(value, weights(cached, "generator")[name]), name
-    (folder,) = (cached / "generator" / "cache").glob("*/shard-*")
+    (folder,) = (cached / "generator" / "cache").glob("pack-*")
     assert "frame_mask" in json.loads((folder / "cache.json").read_text())["arrays"]
     assert np.load(folder / "frame_mask.npy").shape == (48, 5)
     assert np.load(folder / "tokens.npy").shape == (48, 3, 2, 2)
 
 
 def test_a_last_block_of_stills_alone_has_the_same_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.cache_filling.BATCH", 1)
+    monkeypatch.setattr("kineograph.cache.fill.BATCH", 1)
     run = train(tmp_path, data__count=12, data__validation=0.5, stages__generator__cache=True)
-    (folder,) = (run / "generator" / "cache").glob("*/shard-*")
+    (folder,) = (run / "generator" / "cache").glob("pack-*")
     assert set(np.load(folder / "frame_mask.npy").sum(1).tolist()) == {1, 5}
 
 
@@ -73,7 +73,7 @@ def test_full_clips_are_cached_without_a_mask_in_the_batch(tmp_path: Path) -> No
 
 def test_pictures_are_cached_without_masks(tmp_path: Path) -> None:
     run = train(tmp_path, data__stills=0.0, data__frames=1, stages__generator__cache=True)
-    (folder,) = (run / "generator" / "cache").glob("*/shard-*")
+    (folder,) = (run / "generator" / "cache").glob("pack-*")
     assert not (folder / "frame_mask.npy").exists()
 
 

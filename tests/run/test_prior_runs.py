@@ -92,7 +92,7 @@ def test_cached_embeddings_train_the_same_prior_without_the_clip(
     path = tmp_path / "again.yaml"
     path.write_text(yaml.safe_dump(tree))
     assert kineo("train", path, "--run", again) == 0
-    (folder,) = (again / "prior" / "cache").glob("*/shard-*")
+    (folder,) = (again / "prior" / "cache").glob("pack-*")
     header = json.loads((folder / "cache.json").read_text())
     assert header["kind"] == "image_embed"
     assert {"image_embed", "text_embed", "text_embeds", "text_mask"} <= header["arrays"].keys()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kineograph.core.errors import ConfigError
+from kineograph.run.cache import cache_run
 from kineograph.run.make_data import make
-from kineograph.run.token_cache import cache_run
 from kineograph.train import checkpoint
 from tests.run import clip_tasks
 from tests.run.clip_tasks import BASE, train

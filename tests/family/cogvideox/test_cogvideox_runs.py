@@ -88,7 +88,7 @@ def test_clips_of_several_shapes_train_are_cached_and_resume(
     assert set(seen) == {(t, 4, h, w) for t in (2, 3) for h, w in ((4, 6), (6, 4))}
     assert kineo("train", file, "--run", str(parts), "stages.generator.train.steps=4") == 0
     assert kineo("cache", str(parts)) == 0, capsys.readouterr().err
-    shapes = {np.load(path, mmap_mode="r").shape[1:] for path in parts.glob("generator/cache/*/shard-*/latents.npy")}
+    shapes = {np.load(path, mmap_mode="r").shape[1:] for path in parts.glob("generator/cache/pack-*/latents.npy")}
     assert shapes == {(t, 8, h, w) for t, _, h, w in set(seen)}  # mean and log-variance
     capsys.readouterr()
     assert kineo("train", file, "--run", str(parts), "stages.generator.train.steps=8") == 0, capsys.readouterr().err

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kineograph.cache import encoders
+from kineograph.cache.encoders import Encoders
 from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
 from kineograph.core.task import Task
-from kineograph.run import encoders
-from kineograph.run.encoders import Encoders
 
 
 class Codec(Task):
@@ -90,7 +90,7 @@ def test_many_shapes_of_clips_are_many_compilations(compiled: list[Task], monkey
         compiled.clear()
         made = on_gpu(Doubles(), [], shapes)
         for _ in range(2):
-            encode(made, 4, int(2 * encoders.PAYS) * 4)
+            encode(made, 4, int(2 * encoders.COMPILE_AFTER) * 4)
         assert len(compiled) == wanted
 
 

@@ -1,4 +1,4 @@
-"""A cache after its data changed: what stayed is copied, the rest is encoded, and all of it is what a fresh cache would be."""
+"""A cache after its data changed or its filling was interrupted: only what is missing is encoded, and all rows are those of a fresh cache."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import pytest
 import yaml
 from PIL import Image
 
+from kineograph.cache import fill
+from kineograph.cache.source import Cache
 from kineograph.core.config import merge
-from kineograph.core.errors import InputError, RunInUse
+from kineograph.core.errors import RunInUse
 from kineograph.core.run_folder import RunFolder
-from kineograph.data.cache import Cache
-from kineograph.run import cache_filling
-from kineograph.run.token_cache import cache_run
+from kineograph.run.cache import cache_run
 from kineograph.train import checkpoint
+from tests.cache.reuse_task import ENCODED
 from tests.run import clip_tasks
-from tests.run.reuse_task import ENCODED
 
 ROOT = Path(__file__).parents[2]
 STAGES = {
     "codec": {"task": "tests.run.clip_tasks.BlockCodec", "train": {"steps": 1}},
-    "generator": {"task": "tests.run.reuse_task.Keeper", "codec": "codec", "train": {"steps": 1}},
+    "generator": {"task": "tests.cache.reuse_task.Keeper", "codec": "codec", "train": {"steps": 1}},
 }
 
 
@@ -47,8 +47,8 @@ def draw(path: Path, number: int) -> None:
 def _quiet(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
-    monkeypatch.setattr(cache_filling, "MOST", 3)  # several shards
-    monkeypatch.setattr(cache_filling, "BATCH", 2)
+    monkeypatch.setattr(fill, "PACK", 3)  # several packs
+    monkeypatch.setattr(fill, "BATCH", 2)
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +96,31 @@ def cached(run: Path, lines: list[str] | None = None) -> Path:
     return path
 
 
-def content(path: Path) -> dict[str, bytes]:
-    files = (file for file in path.rglob("*") if file.is_file() and file.name != ".lock")
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+def content(path: Path) -> list[tuple[Any, ...]]:
+    """All rows in the order of the data: name, shape, caption and every field."""
+    source = opened(path)
+    rows = []
+    for index in range(len(source)):
+        sample = source.read(index, np.random.default_rng(0))
+        fields = {
+            "latents": sample.latents,
+            "embeds": sample.text_embeds,
+            "text_mask": sample.text_mask,
+            "mask": sample.frame_mask,
+        }
+        values = {name: value.tolist() for name, value in {**fields, **sample.extra}.items() if value is not None}
+        shape = source.buckets.shape(index) if source.buckets is not None else None
+        rows.append((source.identity(index), shape, sample.caption, sample.fps, values))
+    return rows
 
 
-def fresh(run: Path, trained: Path, **changes: Any) -> dict[str, bytes]:
-    """The files of a cache that is made from nothing on the same clips."""
+def fresh(run: Path, trained: Path, **changes: Any) -> list[tuple[Any, ...]]:
+    """The rows of a cache that is made from nothing on the same clips."""
     return content(cached(copied(trained, run.parent, "fresh", **changes)))
+
+
+def packs(path: Path) -> list[Path]:
+    return sorted(path.parent.glob("pack-*"))
 
 
 def opened(path: Path) -> Cache:
@@ -176,13 +193,12 @@ def test_only_what_changed_is_encoded_and_all_is_as_from_nothing(
     after = cached(run, lines)
     assert after != before
     assert sorted(ENCODED) == sorted(expected)
-    taken = len(names(after)) - len(expected)
-    assert any(
-        f"{len(expected)} items encoded, {taken} taken from the cache before, into {after}" in line for line in lines
-    )
+    reused = len(names(after)) - len(expected)
+    if expected:
+        told = f"{len(expected)} items encoded into {after}, {reused} were in the cache already"
+        assert any(told in line for line in lines)
     assert content(after) == fresh(run, trained, **changes)
-    assert lines[-1].startswith(f"generator: another cache in {after.parent}")
-    assert lines[-1].endswith(f"kineo cache {run} --prune removes it")
+    assert lines[-1].endswith(f"are no longer read: kineo cache {run} --prune removes them")
     assert len(opened(before)) > 0  # it is left as it was
 
 
@@ -196,7 +212,7 @@ def test_training_reads_the_new_cache_and_says_what_it_took(trained: Path, tmp_p
     ENCODED.clear()
     train(["stages.generator.train.steps=2"], run=run, note=lines.append)
     assert ENCODED == ["new text"]
-    assert any("1 items encoded, " in line and "taken from the cache before" in line for line in lines)
+    assert any("1 items encoded" in line and "in the cache already" in line for line in lines)
     assert any("trains from" in line for line in lines)
 
 
@@ -237,7 +253,7 @@ def test_nothing_is_taken_from_a_cache_of_another_codec(trained: Path, tmp_path:
     lines: list[str] = []
     after = cached(run, lines)
     assert after != before and len(ENCODED) == len(names(after))
-    assert not any("taken from the cache" in line for line in lines)
+    assert not any("in the cache already" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -277,113 +293,86 @@ def test_what_stood_in_for_a_broken_clip_is_not_taken(trained: Path, tmp_path: P
     assert content(after) == fresh(run, trained, **plain)
 
 
-def test_a_damaged_cache_is_left_aside(run: Path, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("added", [True, False])
+def test_items_of_damaged_packs_are_encoded_again(run: Path, trained: Path, tmp_path: Path, added: bool) -> None:
     before = cached(run)
-    shards = sorted(before.glob("shard-*"))
-    (shards[0] / "latents.npy").write_bytes(b"no array")
-    (shards[1] / "cache.json").write_text("{")
-    lost = sum(len((shard / "captions.jsonl").read_bytes().splitlines()) for shard in shards[:3])
-    lines = (shards[2] / "captions.jsonl").read_bytes().splitlines()
-    (shards[2] / "captions.jsonl").write_bytes(b"\n".join(b"\xff{" + line for line in lines) + b"\n")
-    add_clip(tmp_path / "clips", "")
+    damaged = packs(before)[:3]
+    lost = sum(len((pack / "captions.jsonl").read_bytes().splitlines()) for pack in damaged)
+    (damaged[0] / "latents.npy").write_bytes(b"no array")
+    (damaged[1] / "cache.json").write_text("{")
+    lines = (damaged[2] / "captions.jsonl").read_bytes().splitlines()
+    (damaged[2] / "captions.jsonl").write_bytes(b"\n".join(b"\xff{" + line for line in lines) + b"\n")
+    if added:
+        add_clip(tmp_path / "clips", "")
     after = cached(run)
-    assert len(ENCODED) == lost + 2
+    assert len(ENCODED) == lost + (2 if added else 0)
     assert content(after) == fresh(run, trained)
 
 
-def test_room_for_what_is_copied_is_checked(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        free = 100
-
+def test_nothing_is_encoded_after_an_item_left(run: Path, tmp_path: Path) -> None:
     remove_clip(tmp_path / "clips", training_name(cached(run)))
-    monkeypatch.setattr(cache_filling.shutil, "disk_usage", lambda path: Full)
-    with pytest.raises(InputError, match=r"needs about .* GiB"):
-        cached(run)
-    assert not ENCODED
-
-
-@pytest.mark.parametrize("empty", [False, True])
-def test_caches_that_do_not_know_their_items_give_none(run: Path, tmp_path: Path, empty: bool) -> None:
-    before = cached(run)
-    (before / "items.npy").write_bytes(b"") if empty else (before / "items.npy").unlink()
-    assert cached(run) == before and not ENCODED  # good as ever
-    add_clip(tmp_path / "clips", "")
-    after = cached(run)
-    assert len(ENCODED) == len(names(after))
+    lines: list[str] = []
+    after = cached(run, lines)
+    assert not ENCODED and len(names(after)) > 0
+    assert f"generator: all {len(names(after))} items were encoded before" in lines
 
 
 # Processes that end at once, and several of them ------------------------------------------------------------------
 
 
-def command(run: Path, *words: str) -> subprocess.Popen:
+def command(run: Path, delay: float = 0.1) -> subprocess.Popen:
+    """`kineo cache`, slow enough to be killed in the middle."""
     code = (
         "import sys, time\n"
-        "import kineograph.run.cache_filling as cache\n"
-        "from kineograph.run.token_cache import cache_run\n"
-        "cache.MOST, cache.BATCH, cache._WAIT = 3, 2, 0.05\n"
-        "import tests.run.reuse_task as task\n"
-        "from kineograph.data.cache_writer import CacheWriter\n"
-        "def slow(inner):\n"
-        "    def slower(*given, **named):\n"
-        "        time.sleep(0.1)\n"
-        "        return inner(*given, **named)\n"
-        "    return slower\n"
-        "task.Keeper.precompute, CacheWriter.take = slow(task.Keeper.precompute), slow(CacheWriter.take)\n"
+        "from kineograph.cache import fill\n"
+        "from kineograph.run.cache import cache_run\n"
+        "fill.PACK, fill.BATCH = 3, 2\n"
+        "import tests.cache.reuse_task as task\n"
+        "inner = task.Keeper.precompute\n"
+        "def slow(self, batch):\n"
+        "    time.sleep(float(sys.argv[2]))\n"
+        "    return inner(self, batch)\n"
+        "task.Keeper.precompute = slow\n"
         "cache_run([sys.argv[1]], note=print)\n"
         "print('encoded', len(task.ENCODED))\n"
     )
     return subprocess.Popen(
-        [sys.executable, "-c", code, str(run), *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", code, str(run), str(delay)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
 @pytest.mark.slow
-def test_two_processes_take_over_side_by_side(run: Path, trained: Path, tmp_path: Path) -> None:
-    cached(run)
-    add_clip(tmp_path / "clips", "")
+def test_two_commands_at_once_do_no_harm(run: Path, trained: Path) -> None:
     both = [command(run), command(run)]
-    told = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
-    encoded = [int(line.split()[1]) for out, _ in told for line in out.splitlines() if line.startswith("encoded")]
-    assert sum(encoded) == 2
+    results = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], results
     lines: list[str] = []
     after = cached(run, lines)
     assert not ENCODED and any("were encoded before" in line for line in lines)
     assert content(after) == fresh(run, trained)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_what_a_killed_process_left_is_enough(run: Path, trained: Path, tmp_path: Path, first: bool) -> None:
-    """Killed while the old cache was made, or while the new one takes from it."""
-    if not first:
-        cached(run)
-        add_clip(tmp_path / "clips", "")
-    known = set((run / "generator").glob("cache/*"))
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_killed_fill_is_taken_up(run: Path, trained: Path, tmp_path: Path, changed: bool) -> None:
+    """By the same command, or by one whose data have changed since."""
     process = command(run)
     deadline = time.monotonic() + 60
 
-    def begun() -> list[Path]:
-        return [
-            path for path in (run / "generator").glob("cache/*/shard-00002/cache.json") if path.parents[1] not in known
-        ]
+    def done() -> int:
+        headers = (run / "generator").glob("cache/pack-*/cache.json")
+        return sum(json.loads(header.read_text())["done"] for header in headers)
 
-    while not begun() and time.monotonic() < deadline:
+    while done() < 4 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.kill()
     process.communicate()
-    (killed,) = set((run / "generator").glob("cache/*")) - known
-    done = sum(json.loads(file.read_text())["done"] for file in killed.glob("shard-*/cache.json"))
-    with pytest.raises(InputError, match="unfinished"):
-        opened(killed)
-    if first:
-        add_clip(tmp_path / "clips", "")
+    kept = done()
+    assert not list((run / "generator").glob("cache/*/set.json"))
+    expected = add_clip(tmp_path / "clips", "") if changed else []
     after = cached(run)
-    assert (after == killed) != first
-    if first:
-        assert len(ENCODED) == len(names(after)) - done > 2
-    else:
-        assert len(ENCODED) <= 2  # what is new, if the other did not come to it
+    assert 4 <= kept < len(names(after)) - len(expected)
+    assert len(ENCODED) == len(names(after)) - kept
     assert content(after) == fresh(run, trained)
 
 
@@ -392,23 +381,35 @@ def test_what_a_killed_process_left_is_enough(run: Path, trained: Path, tmp_path
 
 def test_pruning_leaves_what_is_read(run: Path, tmp_path: Path) -> None:
     before = cached(run)
-    add_clip(tmp_path / "clips", "")
+    rows = content(before)
+    name = training_name(before)
+    change_clip(tmp_path / "clips", name)
     lines: list[str] = []
-    (after,) = cache_run([str(run)], note=lines.append, remove=True)  # takes from the old one, then removes it
-    assert not before.exists() and len(opened(after)) > 0
-    assert any("2 items encoded" in line for line in lines)
+    (after,) = cache_run([str(run)], note=lines.append, remove=True)
+    assert not before.exists()
+    assert [row for row in content(after) if row[0] != name] == [row for row in rows if row[0] != name]
+    assert any("1 items encoded" in line for line in lines)
     assert any(line.startswith(f"{before} removed (") for line in lines)
+    assert f"MiB kept in {after.parent}" in lines[-1]
+    assert packs(after)  # packs in which rows of the set lie, also where one row is no longer read
+    for clip in list((tmp_path / "clips").glob("*.gif")):
+        change_clip(tmp_path / "clips", clip.name)
+    old = packs(after)
+    (after,) = cache_run([str(run)], note=lines.append, remove=True)
+    assert not any(pack.exists() for pack in old) and len(opened(after)) > 0
     lines.clear()
     assert cache_run([str(run)], note=lines.append, remove=True) == [after]
     assert lines[-1] == f"{run}: there is no cache to remove"
     (left := after.with_name(".removed-0123")).mkdir()  # of a removal that was killed
+    (earlier := after.with_name("0123456789abcdef")).mkdir()  # of an earlier version
+    (earlier / "shards.json").write_text("{}")
     cache_run([str(run)], note=lines.append, remove=True)
-    assert not left.exists() and after.exists()
+    assert not left.exists() and not earlier.exists() and after.exists()
 
 
 READER = (
     "import sys\n"
-    "from kineograph.data.cache import Cache\n"
+    "from kineograph.cache.source import Cache\n"
     "source = Cache.open(Cache.Config(folder=sys.argv[1], size=(16, 16), frames=5), 'train', 0)\n"
     "print(len(source), flush=True)\n"
     "sys.stdin.read()\n"
@@ -438,6 +439,7 @@ def test_pruning_waits_for_those_who_read_or_write(run: Path, tmp_path: Path) ->
         (after,) = cache_run([str(run)], note=lines.append, remove=True)
         reader.communicate("")
     assert lines[-1] == f"{run}: there is no cache to remove" and f"{before} is kept: a process reads it" in lines[-2]
+    assert len(content(before)) > 0
     with holding(TRAINER, run) as trainer:  # encodes beside this one
         with pytest.raises(RunInUse, match="nothing was removed"):
             cache_run([str(run)], note=lines.append, remove=True)

@@ -1,0 +1,247 @@
+"""A pack: rows of one shape, appended by one process. The header counts them and is committed last, so a killed writer leaves a valid prefix.
+
+A pack is a folder: cache.json (the header), one array a field (tokens.npy, latents.npy, text_embeds.npy, fps.npy …), keys.npy (the item
+keys), and captions.jsonl ({identity, caption} a line).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kineograph.core.config import Config
+from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.run_folder import write_atomic
+from kineograph.data.arrays import Array
+from kineograph.data.config import Split
+
+HEADER = "cache.json"
+KINDS = ("tokens", "latents", "image_embed")
+"""Fields that stand in for pixels; a pack has one of them."""
+SIDE_FIELDS = ("text_embed", "text_embeds", "text_mask", "first_frame")
+"""Fields that `Task.precompute` may give beside it."""
+KEY_BYTES = 16
+_KEYS = "keys.npy"
+_CAPTIONS = "captions.jsonl"
+_PREFIX = "pack-"
+_BF16 = "bfloat16"  # stored as uint16: NumPy has no such type
+_FLOATS = {"fp16": "float16", "bf16": _BF16, "fp32": "float32"}  # cache_precision → dtype on disk
+
+
+class Header(Config):
+    """The content of cache.json."""
+
+    kind: Literal["tokens", "latents", "image_embed"]
+    count: int = Field(ge=1)
+    """Rows that the arrays have room for."""
+    done: int = 0
+    """Rows that are written."""
+    shape: tuple[int, ...]
+    """Of one row of `kind`: tokens t h w, latents, or an embedding."""
+    vocabulary: int | None = None
+    """Codes of the codec; null unless `kind` is tokens."""
+    key: str = ""
+    """Of the recipe: encoder weights and options, preprocessing, precision."""
+    codec: str = ""
+    """Digest of the weights of the codec that made the tokens or latents."""
+    split: Split | None = None
+    """null: items of all splits, divided by their identities."""
+    arrays: dict[str, str] = Field(default_factory=dict)
+    """Fields and their dtypes."""
+
+
+def read_header(folder: Path) -> Header | None:
+    """The header of a pack; None where there is none."""
+    try:
+        tree = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        return Header.model_validate({name: value for name, value in tree.items() if name != "complete"})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, AttributeError) as error:
+        raise InputError(
+            f"{folder / HEADER} is not a cache header: {error}; remove {folder} and encode again"
+        ) from None
+
+
+def pack_folders(folder: Path) -> list[Path]:
+    """The folders of the packs of a cache, by number."""
+    return sorted(folder.glob(f"{_PREFIX}*"))
+
+
+@dataclass
+class Pack:
+    """A pack, opened for reading. Arrays are memory-mapped on first use."""
+
+    folder: Path
+    header: Header
+    arrays: dict[str, Array]
+
+    @staticmethod
+    def open(folder: Path) -> Pack:
+        header = read_header(folder)
+        if header is None:
+            raise InputError(f"{folder} holds no {HEADER}: run kineo cache again")
+        arrays = {name: Array.npy(folder / f"{name}.npy") for name in header.arrays}
+        for array in arrays.values():
+            if not array.shape or array.shape[0] < header.done:
+                raise InputError(
+                    f"{array.path} has the shape {array.shape}, and {folder / HEADER} counts {header.done} rows: remove {folder} and encode again"
+                )
+        return Pack(folder, header, arrays)
+
+    def keys(self) -> np.ndarray:
+        """The item key of each row, in a dtype that sorts."""
+        try:
+            keys = np.load(self.folder / _KEYS, allow_pickle=False)[: self.header.done]
+            return np.ascontiguousarray(keys.reshape(-1, KEY_BYTES)).view(f"S{KEY_BYTES}").reshape(-1)
+        except (OSError, EOFError, ValueError) as error:
+            raise InputError(f"{self.folder / _KEYS} cannot be read: {error}; remove {self.folder}") from None
+
+    def captions(self) -> list[tuple[str, str]]:
+        """The identity and caption of each row."""
+        path = self.folder / _CAPTIONS
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()[: self.header.done]
+            rows = [(row["identity"], row.get("caption") or "") for row in map(json.loads, lines)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} cannot be read: {error}; remove {self.folder} and encode again") from None
+        if len(rows) < self.header.done:
+            raise InputError(
+                f"{path} has {len(rows)} lines, and {self.folder / HEADER} counts {self.header.done} rows: remove {self.folder} and encode again"
+            )
+        return rows
+
+    def read(self, row: int, identity: str) -> dict[str, Tensor]:
+        """The fields of one row. Raises Unreadable for ids outside the vocabulary."""
+        fields = {}
+        for name, array in self.arrays.items():
+            value = np.array(array.values[row])
+            if name == "tokens":
+                value = value.reshape(self.header.shape).astype(np.int64)
+                if fault := _id_fault(value, self.header.vocabulary):
+                    raise Unreadable(identity, fault)
+            elif self.header.arrays[name] == _BF16:
+                fields[name] = torch.from_numpy(value.view(np.int16)).view(torch.bfloat16).float()
+                continue
+            elif name != "first_frame" and value.dtype != bool:
+                value = value.astype(np.float32)
+            fields[name] = torch.from_numpy(value)
+        return fields
+
+    def close(self) -> None:
+        """Unmap the arrays; the next read maps them again."""
+        for array in self.arrays.values():
+            array.close()
+
+
+class PackWriter:
+    """Appends batches to a new pack of up to `count` rows, of the fields, shapes and dtypes of `fields`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        fields: dict[str, Tensor],
+        vocabulary: int | None = None,
+        precision: str = "fp16",
+        key: str = "",
+        codec: str = "",
+        split: Split | None = "train",
+    ) -> None:
+        kind = next(kind for kind in KINDS if kind in fields)
+        if kind == "tokens" and not vocabulary:
+            raise InputError("a cache of tokens needs the codec's vocabulary")
+        arrays = {name: _stored_dtype(name, value, vocabulary, precision) for name, value in fields.items()}
+        self.folder = folder
+        self.header = Header.model_validate({
+            "kind": kind, "count": count, "shape": fields[kind].shape[1:], "vocabulary": vocabulary, "key": key, "codec": codec,
+            "split": split, "arrays": arrays,
+        })  # fmt: skip
+        self._arrays = {
+            name: _create_array(folder / f"{name}.npy", "uint16" if dtype == _BF16 else dtype, (count, *fields[name].shape[1:]))
+            for name, dtype in arrays.items()
+        }  # fmt: skip
+        self._keys = _create_array(folder / _KEYS, "uint8", (count, KEY_BYTES))
+        self._captions = open(folder / _CAPTIONS, "wb")  # noqa: SIM115 (closed by close)
+
+    @staticmethod
+    def create_folder(folder: Path) -> Path:
+        """A new folder for a pack, with the next number that is free. mkdir is atomic, so no two processes get the same one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((int(path.name.removeprefix(_PREFIX)) for path in pack_folders(folder)), default=-1)
+        while True:
+            path = folder / f"{_PREFIX}{number:05d}"
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1
+
+    def append(
+        self,
+        fields: dict[str, Tensor],
+        keys: Sequence[bytes],
+        identities: Sequence[str],
+        captions: Sequence[str | None] | None = None,
+    ) -> None:
+        """Write one batch. It is on disk and counted when this returns."""
+        start, stop = self.header.done, self.header.done + len(keys)
+        if stop > self.header.count:
+            raise InputError(f"{self.folder} has room for {self.header.count} rows, and {stop} would be in it")
+        for name, array in self._arrays.items():
+            value, shape = fields.get(name), (len(keys), *array.shape[1:])
+            if value is None or tuple(value.shape) != shape:
+                raise InputError(
+                    f"{self.folder}: {name} has the shape {None if value is None else tuple(value.shape)}, and {shape} is expected"
+                )
+            array[start:stop] = self._to_numpy(name, value.detach().cpu())
+        self._keys[start:stop] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
+        for array in (*self._arrays.values(), self._keys):
+            array.flush()
+        for identity, caption in zip(identities, captions or [None] * len(keys), strict=True):
+            self._captions.write((json.dumps({"identity": identity, "caption": caption}) + "\n").encode())
+        self._captions.flush()
+        os.fsync(self._captions.fileno())
+        self.header = self.header.model_copy(update={"done": stop})
+        write_atomic(self.folder / HEADER, self.header.model_dump_json(indent=1))
+
+    def _to_numpy(self, name: str, value: Tensor) -> np.ndarray:
+        if name == "tokens" and (fault := _id_fault(value.numpy(), self.header.vocabulary)):
+            raise InputError(f"{self.folder}: {fault}")
+        if self.header.arrays[name] == _BF16:
+            return value.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return (value.float() if value.is_floating_point() else value).numpy()
+
+    def close(self) -> None:
+        self._captions.close()
+
+
+def smallest_integer(vocabulary: int) -> str:
+    """The smallest unsigned dtype that holds 0 … vocabulary − 1."""
+    return next(name for name in ("uint8", "uint16", "uint32", "uint64") if vocabulary <= np.iinfo(name).max + 1)
+
+
+def _stored_dtype(name: str, value: Tensor, vocabulary: int | None, precision: str) -> str:
+    if name == "tokens":
+        return smallest_integer(vocabulary or 0)
+    if name == "fps":
+        return "float32"
+    return _FLOATS[precision] if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
+
+
+def _create_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap:
+    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+
+
+def _id_fault(ids: np.ndarray, vocabulary: int | None) -> str | None:
+    low, high = int(ids.min()), int(ids.max())
+    return f"ids from {low} to {high} in a vocabulary of {vocabulary}" if low < 0 or high >= (vocabulary or 0) else None

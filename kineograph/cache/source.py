@@ -1,0 +1,267 @@
+"""`data.source=cache`: tokens, latents or embeddings from disk in place of pixels, from our own cache or someone else's array."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from pydantic import Field
+
+from kineograph.cache.pack import HEADER, Header, Pack, read_header
+from kineograph.cache.store import SET, SHARDS, CacheSet, SetHeader, lock_cache
+from kineograph.core.batch import Sample
+from kineograph.core.errors import InputError, Unreadable
+from kineograph.data.arrays import find_array, lines_beside
+from kineograph.data.buckets import Bucket, Buckets, Fit
+from kineograph.data.config import DataConfig, Split
+from kineograph.data.split import Part, select
+
+_OPEN_PACKS = 64  # packs whose arrays stay mapped
+_EXTRA = ("image_embed", "text_embed", "first_frame")  # fields that go into Sample.extra
+
+
+class CacheConfig(DataConfig):
+    source: str = "cache"
+    folder: str
+    """A cache's folder; or someone else's array of codebook ids (.npy or raw) with `vocabulary` and `tokens_shape`."""
+    vocabulary: int | None = Field(None, ge=1)
+    """Number of codes in a foreign array."""
+    tokens_shape: tuple[int, int, int] | None = None
+    """t, h, w of one item in a foreign array; an item may be stored flat."""
+    array_shape: tuple[int, ...] | None = None
+    """Of a raw foreign file: items first."""
+    array_dtype: str = "int64"
+    """Of a raw foreign file."""
+
+
+class Cache:
+    Config = CacheConfig
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        packs: list[Pack],
+        rows: np.ndarray,
+        captions: list[tuple[str, str]],
+        part: Part,
+        header: SetHeader,
+    ) -> None:
+        """`rows` (N 2) is the pack and row of each item, `captions` its identity and caption; `part` chooses the items of the split."""
+        self.config, self.packs, self._rows, self._captions = config, packs, rows, captions
+        self.indices, self.note = part
+        self.gives = frozenset(packs[0].arrays)
+        self._header = header
+        self.buckets = _build_buckets(header, rows[self.indices, 0])
+        self.reshapes = False  # an item keeps the shape that it was encoded in
+        self._lock: IO[bytes] | None = None
+        self._open: OrderedDict[int, None] = OrderedDict()  # mapped packs, the one used last at the end
+
+    @classmethod
+    def open(cls, config: CacheConfig, split: Split, seed: int) -> Cache:
+        folder = Path(config.folder).expanduser()
+        by_split = folder / ("train" if split == "validation" and not _is_cache(folder / split) else split)
+        if not _is_cache(folder) and _is_cache(by_split):
+            folder = by_split
+        if not _is_cache(folder):
+            return cls._open_foreign(config, split)
+        cache_set = _open_set(folder)
+        packs = cache_set.open_packs()
+        lines = [pack.captions() for pack in packs]
+        captions = [lines[pack][row] for pack, row in cache_set.rows.tolist()]
+        header = cache_set.header
+        if header.split is None:
+            part = select([identity for identity, _ in captions], split, config)
+        elif header.split == split:
+            part = Part(np.arange(len(captions)))
+        elif split == "validation" and header.split == "train":
+            part = Part(np.arange(len(captions)), f"validating on training data: {folder} caches no validation split")
+        else:
+            raise InputError(f"the cache {folder} holds the {header.split} split, not {split}")
+        source = cls(config, packs, cache_set.rows, captions, part, header)
+        source._lock = lock_cache(folder)
+        return source
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lock": None}  # workers end before the process that they read for
+
+    @classmethod
+    def _open_foreign(cls, config: CacheConfig, split: Split) -> Cache:
+        array = find_array(
+            config.folder, ("tokens", "indices", "video_codebook_ids"), config.array_shape, config.array_dtype
+        )
+        if config.vocabulary is None or config.tokens_shape is None:
+            raise InputError(
+                f"{array.path} is not a cache of ours (no {SET} or {HEADER} beside it): "
+                "set data.vocabulary and data.tokens_shape=[t, h, w] to read it as codebook ids"
+            )
+        if array.dtype.kind not in "iu":
+            raise InputError(f"{array.path} holds {array.dtype}: codebook ids are integers")
+        count, each, needed = array.shape[0], int(np.prod(array.shape[1:])), int(np.prod(config.tokens_shape))
+        if each != needed:
+            raise InputError(
+                f"{array.path} has {each} ids an item (shape {array.shape}), and data.tokens_shape={list(config.tokens_shape)} needs {needed}"
+            )
+        for ends in (slice(0, 256), slice(max(count - 256, 0), count)):  # the others are checked when they are read
+            low, high = int(array.values[ends].min()), int(array.values[ends].max())
+            if low < 0 or high >= config.vocabulary:
+                raise InputError(
+                    f"{array.path} holds ids from {low} to {high}, and data.vocabulary={config.vocabulary} allows 0 to {config.vocabulary - 1}"
+                )
+        lines = lines_beside(array.path)
+        if lines is not None and len(lines) != count:
+            raise InputError(f"{array.path} has {count} items and there are {len(lines)} captions beside it")
+        header = Header(
+            kind="tokens",
+            count=count,
+            done=count,
+            shape=config.tokens_shape,
+            vocabulary=config.vocabulary,
+            arrays={"tokens": str(array.dtype)},
+        )
+        names = [f"{array.path.name}:{number}" for number in range(count)]
+        captions = list(zip(names, lines or [""] * count, strict=True))
+        pack = Pack(array.path.parent, header, {"tokens": array})
+        part = select(names, split, config)
+        return cls(config, [pack], _rows_of(0, count), captions, part, SetHeader(packs=("",), split=None))
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Refuse ids of a codec with another number of codes."""
+        for pack in self.packs:
+            if pack.header.vocabulary != vocabulary:
+                self._refuse(f"holds ids of {pack.header.vocabulary} codes, and the codec has {vocabulary};")
+
+    def check_codec(self, path: str, digest: str) -> None:
+        """Refuse tokens or latents of other weights than those of the codec at `path`."""
+        for pack in self.packs:
+            if pack.header.codec and pack.header.codec != digest:
+                self._refuse(
+                    f"was encoded by other weights ({pack.header.codec[:12]}) than the codec {path} has ({digest[:12]}), "
+                    "for which its numbers mean something else: name the codec that made it, or"
+                )
+
+    def check_grid(self, shape_for: Callable[[int, int, int], tuple[int, int, int]]) -> None:
+        """Refuse tokens or latents whose t h w is not what a codec makes of their clips: `shape_for` of frames, height, width."""
+        for number, pack in enumerate(self.packs):
+            clip = (self.config.frames, *self.config.size)
+            if self.buckets is not None:
+                clip = self.buckets.shapes[self._header.bucket_of[number]]
+            axes = iter(pack.header.shape)
+            # The grid's axes in order, wherever the channels are.
+            if not all(side in axes for side in shape_for(*clip)):
+                self._refuse(
+                    f"holds items of shape {pack.header.shape}, and the codec makes t h w = {shape_for(*clip)} of {' × '.join(map(str, clip))};"
+                )
+
+    def _refuse(self, fault: str) -> None:
+        raise InputError(f"the cache {self.config.folder} {fault} build it anew with kineo cache")
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int, rng: np.random.Generator) -> Sample:
+        pack, row = self._rows[self.indices[index]].tolist()
+        fields = self._map_pack(pack).read(row, self.identity(index))
+        fps = float(fields.pop("fps")) if "fps" in fields else self.config.shape.fps
+        sample = Sample(caption=self.caption(index), fps=fps)
+        for name, value in fields.items():
+            if name in _EXTRA:
+                sample.extra[name] = value
+            else:
+                setattr(sample, name, value)
+        return sample
+
+    def read_as(self, index: int, shape: Bucket, rng: np.random.Generator) -> Sample:
+        if self.buckets is not None and self.buckets.shape(index) != shape:
+            raise Unreadable(self.identity(index), f"encoded as {self.buckets.shape(index)}, not as {shape}")
+        return self.read(index, rng)
+
+    def _map_pack(self, number: int) -> Pack:
+        """A pack, after closing the one used longest ago where too many are mapped."""
+        self._open[number] = None
+        self._open.move_to_end(number)
+        if len(self._open) > _OPEN_PACKS:
+            self.packs[self._open.popitem(last=False)[0]].close()
+        return self.packs[number]
+
+    def caption(self, index: int) -> str | None:
+        return self._captions[self.indices[index]][1] or None
+
+    def identity(self, index: int) -> str:
+        return self._captions[self.indices[index]][0]
+
+    def missing_captions(self) -> list[str]:
+        if self.gives & {"text_embeds", "text_embed"}:
+            return []
+        return [self.identity(index) for index in range(len(self)) if self.caption(index) is None]
+
+
+def _is_cache(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (SET, HEADER, SHARDS))
+
+
+def _open_set(folder: Path) -> CacheSet:
+    """The set in a folder; a single pack, or the shards of an earlier version, as a set."""
+    cache_set = CacheSet.read(folder)
+    if cache_set is not None:
+        return cache_set
+    if (folder / SHARDS).is_file():
+        return _read_shards(folder)
+    header = _complete_header(folder)
+    return CacheSet(folder, SetHeader(packs=(folder.name,), split=header.split), _rows_of(0, header.done))
+
+
+def _read_shards(folder: Path) -> CacheSet:
+    """A cache of an earlier version: shards.json, the bucket of each item in buckets.npy, and shard-00000 … in order of bucket and item."""
+    try:
+        tree = json.loads((folder / SHARDS).read_text(encoding="utf-8"))
+        count, shapes = tree["count"], tree["shapes"]
+        of = np.load(folder / "buckets.npy", allow_pickle=False) if shapes else np.zeros(count, np.int64)
+        header = SetHeader.model_validate(
+            {key: tree[key] for key in ("split", "shapes", "usual", "buckets")} | {"packs": ()}
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / SHARDS} cannot be read: {error}; remove {folder} and run kineo cache") from None
+    shards: list[str] = []
+    bucket_of: list[int] = []
+    rows = np.empty((count, 2), np.int64)
+    for bucket in range(max(1, len(shapes))):
+        items = np.flatnonzero(of == bucket)
+        for start in range(0, len(items), tree["each"]):
+            part = items[start : start + tree["each"]]
+            name = f"{folder.name}/shard-{len(shards):05d}"
+            if _complete_header(folder.parent / name).done != len(part):
+                raise InputError(
+                    f"{folder.parent / name} should have {len(part)} items: remove {folder} and run kineo cache"
+                )
+            rows[part] = _rows_of(len(shards), len(part))
+            shards.append(name)
+            bucket_of.append(bucket)
+    return CacheSet(folder, header.model_copy(update={"packs": tuple(shards), "bucket_of": tuple(bucket_of)}), rows)
+
+
+def _complete_header(folder: Path) -> Header:
+    header = read_header(folder)
+    if header is None or header.done < header.count:
+        done = f"{header.done} of {header.count} items" if header is not None else "not begun"
+        raise InputError(f"the cache {folder} is unfinished ({done}): run the command that made it again")
+    return header
+
+
+def _rows_of(pack: int, count: int) -> np.ndarray:
+    """All rows of one pack."""
+    return np.stack([np.full(count, pack), np.arange(count)], axis=1)
+
+
+def _build_buckets(header: SetHeader, packs: np.ndarray) -> Buckets | None:
+    """The buckets of items, given the pack of each."""
+    if header.usual is None or header.buckets is None:
+        return None
+    fits = [Fit(header.bucket_of[pack], 1.0, False, False) for pack in packs.tolist()]
+    return Buckets([Bucket(*shape) for shape in header.shapes], fits, header.buckets, Bucket(*header.usual))
+
+
+SOURCE = Cache

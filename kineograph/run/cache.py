@@ -1,0 +1,253 @@
+"""Caches of a run: `kineo cache`, and the cache that a stage trains from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kineograph.cache.fill import CacheContent, fill
+from kineograph.cache.keys import recipe_key
+from kineograph.cache.source import Cache, CacheConfig
+from kineograph.cache.store import format_size, is_complete, list_stale, prune
+from kineograph.core import distributed
+from kineograph.core.config import dump_yaml
+from kineograph.core.errors import ConfigError, InputError, RunInUse
+from kineograph.core.protocols import Source
+from kineograph.core.run_folder import RunFolder, write_atomic
+from kineograph.core.task import Task
+from kineograph.data.reader import streams
+from kineograph.run.plan import make_plan
+from kineograph.run.resolve import resolve
+from kineograph.run.stage_data import open_data
+from kineograph.stage.data import StageData, check_codec, check_tokens, gives
+from kineograph.stage.load import StageLoader
+from kineograph.stage.spec import Plan, StagePlan
+from kineograph.stage.warm_start import build_untrained
+from kineograph.train.precision import resolve_precision
+from kineograph.train.stop import StopRequest
+
+MAX_ITEMS = 50_000_000  # an endless source has more
+
+
+def check_cachable(stage: StagePlan, source: Source) -> None:
+    """Refuse `cache: true` where it cannot work, before anything is written."""
+    fault = _cache_fault(stage, source) if stage.spec.config.cache is True else None
+    if fault:
+        raise ConfigError(f"stages.{stage.name}.cache=true: {fault}")
+
+
+def _cache_fault(stage: StagePlan, source: Source) -> str | None:
+    """Why a stage's data cannot be cached; None where they can."""
+    config = stage.spec.config
+    if not stage.spec.task.can_cache(config):
+        return f"{config.task} has nothing here that could be kept instead of pixels; set it to false"
+    if "pixels" not in gives(source):
+        return f"the data hold {', '.join(sorted(gives(source)))} and no pixels, so nothing is left to encode; set it to false"
+    if streams(source):
+        return "data.shards is a stream: download the shards, or set it to false"
+    if len(source) > MAX_ITEMS:
+        return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
+    if getattr(source, "in_memory", False):
+        return "nothing tells whether a Dataset of your own has changed since; set it to false"
+    return None
+
+
+def describe_cache(
+    stage: StagePlan, task: Task, stages: StageLoader, folder: RunFolder, data: StageData, device: torch.device
+) -> CacheContent:
+    """What a stage's cache should hold now."""
+    config = stage.spec.config
+    tree = config.model_dump(mode="json")
+    references = [key for key in config.references if isinstance(getattr(config, key), str)]
+    facts: dict[str, Any] = {
+        "encoders": {key: stages.digest(getattr(config, key)) for key in references},
+        **{name: tree[name] for name in ("text", "clip", "text_encodings") if name in tree},
+        "own": stage.spec.task.cache_facts(config),
+        "precision": config.cache_precision,
+        "train_precision": resolve_precision(stage.train.precision, device),
+        "seed": data.seed,  # of crops and starts
+    }
+    codec = stages.find_codec(stage.spec)
+    # Processes divide the items themselves: a batch need not divide into them.
+    with distributed.single_process():
+        loader = data.loader(data.source)
+    return CacheContent(
+        stage=stage.name,
+        folder=folder.stage(stage.name) / "cache",
+        loader=loader,
+        shape=stage.spec.data.shape,
+        recipe=recipe_key(stage.spec.data.model_dump(mode="json"), facts),
+        precision=config.cache_precision,
+        vocabulary=getattr(task.stages.get("codec"), "vocabulary", None),
+        codec=codec[1] if codec is not None else "",
+    )
+
+
+def _fill(
+    content: CacheContent,
+    stage: StagePlan,
+    task: Task,
+    data: StageData,
+    folder: RunFolder,
+    device: torch.device,
+    stop: StopRequest,
+    note: Callable[[str], None],
+) -> int:
+    """Encode what is missing. → how many items were encoded."""
+    encoded, count = fill(content, task, stage.train, device, stop, note), len(data.source)
+    if encoded:
+        data.write_skipped(folder.path / "skipped.jsonl", content.loader)
+        reused = f", {count - encoded} were in the cache already" if encoded < count else ""
+        note(f"{stage.name}: {encoded} items encoded into {content.path}{reused}")
+    return encoded
+
+
+def open_stage_cache(
+    stage: StagePlan,
+    task: Task,
+    stages: StageLoader,
+    folder: RunFolder,
+    data: StageData,
+    device: torch.device,
+    stop: StopRequest,
+    note: Callable[[str], None],
+) -> Source | None:
+    """The cache that a stage trains from, filled first where `cache: true` says so; None: train from the data as they are."""
+    check_tokens(task, data)
+    check_codec(data, stages.find_codec(stage.spec))
+    choice = stage.spec.config.cache
+    if choice is False or (choice == "auto" and not (folder.stage(stage.name) / "cache").is_dir()):
+        return None
+    content = describe_cache(stage, task, stages, folder, data, device)
+    if choice is True:
+        if _fill(content, stage, task, data, folder, device, stop, note):
+            _note_stale(content, folder, note)
+        _release_encoders(task)
+    elif not is_complete(content.path):
+        note(
+            f"{stage.name}: the cache in {content.folder} lacks items (it is unfinished, or data, codec or preprocessing changed), "
+            "so it is not used: kineo cache encodes them"
+        )
+        return None
+    note(f"{stage.name}: trains from {len(content.keys)} cached items in {content.path}")
+    keys = {key: getattr(stage.spec.data, key) for key in ("size", "frames", "fps", "channels")}
+    return Cache.open(CacheConfig.model_validate({"folder": str(content.path), **keys}), "train", data.seed)
+
+
+def _release_encoders(task: Task) -> None:
+    """Free the frozen text encoders: nothing asks them while the model trains."""
+    for module in task.modules():
+        release: Any = getattr(module, "release", None)
+        if release is not None:
+            release()
+
+
+def _note_stale(content: CacheContent, folder: RunFolder, note: Callable[[str], None]) -> None:
+    stale = list_stale(content.folder, [content.path])
+    if stale:
+        note(
+            f"{content.stage}: {format_size(stale)} in {content.folder} are no longer read: "
+            f"kineo cache {folder.path} --prune removes them"
+        )
+
+
+# The command -------------------------------------------------------------------------------------------------------
+
+
+def cache_run(
+    arguments: Sequence[str],
+    run: str | Path | None = None,
+    note: Callable[[str], None] = distributed.print_note,
+    remove: bool = False,
+) -> list[Path]:
+    """Cache the data of every stage whose encoders are trained. → the folders of the sets.
+
+    `arguments` is a run folder, or a preset or file with its run. `remove`: then remove what no stage reads any more.
+    """
+    note = distributed.on_first_rank(note)
+    first = RunFolder(arguments[0])
+    if first.exists():
+        if len(arguments) > 1:
+            raise InputError(f"{first.path} is a run: its config is fixed, so leave out {' '.join(arguments[1:])}")
+        folder, plan = first, make_plan(first.config())
+    else:
+        plan, folder = resolve(arguments, run, "auto")
+    stages = [stage for stage in plan.stages if stage.spec.config.references and not stage.spec.config.skip]
+    for stage in stages:
+        if stage.spec.config.cache is False:
+            note(f"{stage.name}: not cached, as stages.{stage.name}.cache=false says")
+    stages = [stage for stage in stages if stage.spec.config.cache is not False]
+    jobs: list[_StageCache] = []
+    if not folder.exists():
+        own = {stage.name for stage in plan.stages}
+        references = [getattr(stage.spec.config, key) for stage in stages for key in stage.spec.config.references]
+        if not stages or any(name in own for name in references):
+            raise InputError(f"{folder.path} holds no run: train its codec first (kineo train {' '.join(arguments)})")
+        # The encoders come from elsewhere, as released weights do: check everything before the run folder is written.
+        jobs = [_StageCache(plan, stage, folder, note) for stage in stages]
+    paths: list[Path] = []
+    stop = StopRequest()
+    # Others may encode at the same time, but nothing trains.
+    with folder.lock(shared=True), stop.handle_signals():
+        if jobs and not folder.exists():
+            write_atomic(folder.config_file, dump_yaml(plan.tree()))
+        for job in jobs or (_StageCache(plan, stage, folder, note) for stage in stages):
+            paths += job.fill(stop, note_stale=not remove)
+    if remove:
+        distributed.barrier()  # until all processes have released the run
+        if distributed.is_first():
+            _prune_run(plan, folder, paths, note)
+    elif not paths:
+        raise InputError(f"{folder.path} has no stage whose data could be cached")
+    return paths
+
+
+class _StageCache:
+    """A stage's data and the task that encodes them."""
+
+    def __init__(self, plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> None:
+        self.stage, self.folder, self.note = stage, folder, note
+        self.device = distributed.resolve_device(stage.train.device)
+        self.stages = StageLoader(folder, self.device, note)
+        self.data = open_data(stage, plan.seed, None, note, folder.path)
+        self.fault = _cache_fault(stage, self.data.source)
+        if self.fault is None:
+            self.task = build_untrained(plan, stage, self.stages, self.data, note)
+
+    def fill(self, stop: StopRequest, note_stale: bool) -> list[Path]:
+        if self.fault is not None:
+            self.note(f"{self.stage.name}: not cached: {self.fault}")
+            return []
+        task = self.task.to(self.device)
+        content = describe_cache(self.stage, task, self.stages, self.folder, self.data, self.device)
+        if not _fill(content, self.stage, task, self.data, self.folder, self.device, stop, self.note):
+            self.note(f"{self.stage.name}: all {len(self.data.source)} items were encoded before")
+        if note_stale:
+            _note_stale(content, self.folder, self.note)
+        return [content.path]
+
+
+def _prune_run(plan: Plan, folder: RunFolder, current: Collection[Path], note: Callable[[str], None]) -> None:
+    """Remove what no stage reads: neither a `current` set nor one that a stage names as its data. Nothing may train or encode meanwhile."""
+    named = [
+        Path(stage.spec.data.folder).expanduser() for stage in plan.stages if isinstance(stage.spec.data, CacheConfig)
+    ]
+    cached = {path.parent for path in current}
+    removed = 0
+    try:
+        with folder.lock():
+            for stage in plan.stages:
+                place, config = folder.stage(stage.name) / "cache", stage.spec.config
+                # Of a skipped stage, or one that could not be cached now, nothing says which set it will read.
+                if config.skip or (config.cache is not False and place not in cached):
+                    continue
+                removed += prune(place, [*current, *named], note)
+                if removed and place.is_dir():
+                    note(f"{stage.name}: {format_size([place])} kept in {place}")
+    except RunInUse as error:
+        raise RunInUse(f"nothing was removed: {error}") from None
+    if not removed:
+        note(f"{folder.path}: there is no cache to remove")
