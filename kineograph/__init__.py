@@ -1,9 +1,10 @@
-"""Kineograph trains, samples and judges text-to-image and text-to-video models.
+"""Kineograph trains, samples and evaluates text-to-image and text-to-video models.
 
 import kineograph as kg
 
 run = kg.train("muse-tiny", **{"data.source": "folder", "data.folder": "photos"}, on_log=print)
-drawn = kg.load(run).sample(["a red 3 at the top left"])
+samples = kg.load(run).sample(["a red 3 at the top left"], count=4)
+samples.save("drawn")
 kg.load("runs/clips").story(["a red 3 moves left", "a red 3 moves up"]).save("stories")
 """
 
@@ -30,10 +31,10 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> Path:
-    """Train presets, YAML or JSON files; settings are dotted keys. The same call again resumes. → the run folder.
+    """Train presets, YAML or JSON files, with dotted keys as settings. Call it again to resume. → the run folder.
 
-    `dataset` is a torch Dataset of yours, in place of `data.source`; `on_log` hears every record of metrics.jsonl; `resume_from`
-    names checkpoints elsewhere (URLs, `wandb:…`) that the run in `run` goes on from.
+    `dataset` is your own torch Dataset, in place of `data.source`; `on_log` gets every record of metrics.jsonl; `resume_from`
+    names checkpoints elsewhere (URLs, `wandb:…`) to continue from.
     """
     from kineograph.run.train import train as run_training
 
@@ -51,11 +52,11 @@ def train(
     )
 
 
-_train = train  # where kineograph.train, the package, finds it
+_train = train  # importing the package kineograph.train hides the function; the package calls this one
 
 
 def load(run: str | Path, checkpoint: str | int = "last", device: str = "auto", stage: str | None = None) -> Sampler:
-    """Open a trained run: `.sample([...])` draws prompts, `.story([...])` one long clip, a scene a caption."""
+    """Open a trained run: `.sample([...])` draws prompts, `.story([...])` one long clip, a scene per caption."""
     from kineograph.sample.sampler import Sampler
 
     return Sampler.open(run, checkpoint=checkpoint, device=device, stage=stage)

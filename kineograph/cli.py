@@ -1,41 +1,38 @@
-"""The command line. Everything heavy is imported inside the command that needs it, so that --help answers at once."""
+"""The command line. Commands import heavy packages themselves, so that --help stays fast."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 app = typer.Typer(
     name="kineo",
-    help="Train, sample and judge text-to-image and text-to-video models.",
+    help="Train, sample and evaluate text-to-image and text-to-video models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data_app = typer.Typer(name="data", help="Make a dataset to try things on, or check your own.", no_args_is_help=True)
+data_app = typer.Typer(name="data", help="Make a dataset to experiment with, or check your own.", no_args_is_help=True)
 app.add_typer(data_app)
 weights_app = typer.Typer(
-    name="weights",
-    help="Weights of the networks that metrics and perceptual losses look through.",
-    no_args_is_help=True,
+    name="weights", help="Weights of the networks behind metrics and perceptual losses.", no_args_is_help=True
 )
 app.add_typer(weights_app)
 
-Run = Annotated[Path, typer.Argument(help="A run folder, such as runs/muse-tiny.", show_default=False)]
+Run = Annotated[Path, typer.Argument(help="A run folder, such as runs/muse-tiny.")]
 Checkpoint = Annotated[str, typer.Option(help="last, best, or a step.")]
 Stage = Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")]
 Seed = Annotated[int, typer.Option(min=0)]
-Guidance = Annotated[float | None, typer.Option(help="Classifier-free guidance scale.", show_default=False)]
-Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps.", show_default=False)]
-Negative = Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)]
+Guidance = Annotated[float | None, typer.Option(help="Classifier-free guidance scale.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps.")]
+Negative = Annotated[str | None, typer.Option(help="What not to draw.")]
 SamplingOptions = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.", show_default=False),
+    list[str] | None, typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.")
 ]
 Ema = Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")]
 Fps = Annotated[
@@ -73,30 +70,30 @@ def train(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PRESET|FILE.yaml … [key=value …]",
-            help="A preset, YAML or JSON files, then overrides.",
-            show_default=False,
+            metavar="PRESET|FILE.yaml … [key=value …]", help="A preset, YAML or JSON files, then overrides."
         ),
     ] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/<name>")] = None,
-    resume: Annotated[str, typer.Option(help="auto: go on if the run exists; never; must.")] = "auto",
+    resume: Annotated[
+        Literal["auto", "never", "must"],
+        typer.Option(help="An existing run: auto continues it, never refuses it, must requires it."),
+    ] = "auto",
     resume_from: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SOURCE",
-            help="Go on from a checkpoint elsewhere: a folder, a tar, their URL, or wandb:ENTITY/PROJECT/NAME:VERSION.",
-            show_default=False,
+            help="Continue from a checkpoint elsewhere: a folder, a tar, their URL, or wandb:ENTITY/PROJECT/NAME:VERSION.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve, check the data, build, estimate, stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Resolve the config, check the data, build, estimate; do not train.")
+    ] = False,
     processes: Processes = None,
 ) -> None:
-    """Train all stages. The same command again resumes.
+    """Train all stages; run the same command again to resume.
 
     Example: kineo train muse-tiny data.source=folder data.folder=photos train.steps=500
     """
-    if resume not in ("auto", "never", "must"):
-        raise typer.BadParameter("use auto, never or must", param_hint="--resume")
     from kineograph.run.launch import is_main_process
 
     if dry_run:
@@ -105,18 +102,16 @@ def train(
         from kineograph.run.dry_run import dry_run as check
 
         if resume_from:
-            raise typer.BadParameter(
-                "nothing is fetched in a dry run: leave one of the two out", param_hint="--resume-from"
-            )
-        check(what or [], run, resume, processes=processes)  # type: ignore[arg-type]
+            raise typer.BadParameter("has no effect with --dry-run: leave one out", param_hint="--resume-from")
+        check(what or [], run, resume, processes=processes)
         return
     if processes is not None:
         raise typer.BadParameter(
-            "plans a run, with --dry-run; to train on several, start them with torchrun", param_hint="--processes"
+            "needs --dry-run; to train with several processes, start them with torchrun", param_hint="--processes"
         )
     from kineograph.run.train import train as run_training
 
-    folder = run_training(what or [], run=run, resume=resume, resume_from=resume_from or ())  # type: ignore[arg-type]
+    folder = run_training(what or [], run=run, resume=resume, resume_from=resume_from or ())
     if is_main_process():
         print(f"done: {folder}")
 
@@ -124,41 +119,29 @@ def train(
 @app.command()
 def sample(
     run: Run,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(help="Captions; none for an unconditional model.", show_default=False)
-    ] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Captions; none for an unconditional model.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the media.", show_default="RUN/drawn")] = None,
     count: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
     seed: Seed = 0,
     guidance: Guidance = None,
     steps: Steps = None,
-    frames: Annotated[
-        int | None, typer.Option(min=1, help="Frames per clip, those of --prime included.", show_default=False)
-    ] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames per clip, those of --prime included.")] = None,
     fps: Fps = None,
     prime: Annotated[
         Path | None,
         typer.Option(
-            help="A picture or clip to continue (a long clip: its last frames), or a picture to enlarge or, with --mask, to inpaint.",
-            show_default=False,
+            help="A picture or clip to continue (a long clip: its last frames), or a picture to enlarge or, with --mask, to inpaint."
         ),
     ] = None,
     sketch: Annotated[
-        Path | None,
-        typer.Option(help="A picture or clip to draw from, for stages trained with sketches.", show_default=False),
+        Path | None, typer.Option(help="A picture or clip to draw from, for stages trained with sketches.")
     ] = None,
-    mask: Annotated[
-        Path | None,
-        typer.Option(help="A picture, white where the one of --prime is inpainted.", show_default=False),
-    ] = None,
+    mask: Annotated[Path | None, typer.Option(help="A picture, white where the one of --prime is inpainted.")] = None,
     negative: Negative = None,
     checkpoint: Checkpoint = "last",
     format: Annotated[
         str | None,
-        typer.Option(
-            help="gif, mp4, or png (a film strip of a clip).",
-            show_default="gif for clips, png for pictures",
-        ),
+        typer.Option(help="gif, mp4, or png (a film strip of a clip).", show_default="gif for clips, png for pictures"),
     ] = None,
     stage: Stage = None,
     options: SamplingOptions = None,
@@ -182,13 +165,11 @@ def sample(
 
 @app.command()
 def story(
-    run: Annotated[Path, typer.Argument(help="A run folder, such as runs/phenaki-tiny.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="A run folder, such as runs/phenaki-tiny.")],
     scenes: Annotated[
         Path,
         typer.Argument(
-            metavar="SCENES.txt",
-            help="One scene per line; blank lines and lines that begin with # are skipped.",
-            show_default=False,
+            metavar="SCENES.txt", help="One scene per line; blank lines and lines that begin with # are skipped."
         ),
     ],
     overlap: Annotated[
@@ -212,14 +193,10 @@ def story(
         ),
     ] = None,
     fps: Fps = None,
-    prime: Annotated[
-        Path | None, typer.Option(help="A picture or clip that the first scene continues.", show_default=False)
-    ] = None,
+    prime: Annotated[Path | None, typer.Option(help="A picture or clip that the first scene continues.")] = None,
     sketch: Annotated[
         Path | None,
-        typer.Option(
-            help="A picture or clip to draw the whole story from, for stages trained with sketches.", show_default=False
-        ),
+        typer.Option(help="A picture or clip to draw the whole story from, for stages trained with sketches."),
     ] = None,
     negative: Negative = None,
     checkpoint: Checkpoint = "last",
@@ -245,62 +222,58 @@ def story(
 def evaluate(
     run: Run,
     metrics: Annotated[str | None, typer.Option(help="Comma-separated names.", show_default="all that apply")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many samples to judge.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to evaluate.")] = 256,
     split: Annotated[str, typer.Option(help="validation or test.")] = "validation",
     checkpoint: Checkpoint = "last",
-    stage: Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    stage: Stage = None,
+    seed: Seed = 0,
     extractor: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[METRIC=]NAME|FILE",
-            help="What a metric looks through: a name of `kineo weights list`, or a TorchScript or safetensors file. Without METRIC: fid, rfid, kid, is.",
+            help="The network behind a metric: a name from `kineo weights list`, or a TorchScript or safetensors file. Without METRIC: fid, rfid, kid, is.",
             show_default="inception-v3; fvd=i3d-kinetics400; lpips=lpips-vgg16; clip_score=the run's clip stage",
         ),
     ] = None,
     compile: Compile = False,
     device: Device = "auto",
 ) -> None:
-    """Judge a run: a table, evaluation.json and a sheet of samples."""
-    from kineograph.evaluate.runner import evaluate as judge
+    """Evaluate a run: a table, evaluation.json and a sheet of samples."""
+    from kineograph.evaluate.runner import evaluate as run_evaluation
     from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
 
     names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
     with process_group(timeout=NO_TIMEOUT):
-        found = judge(
+        evaluation = run_evaluation(
             run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
-            extractors=extractor or [], compile=compile,
+            extractors=extractor or [], compile=compile
         )  # fmt: skip
     if is_main_process():
-        found.show()
+        evaluation.show()
 
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="Write comparison.json and comparison.png here.", show_default=False)
-    ] = None,
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path | None, typer.Option(help="Write comparison.json and comparison.png here.")] = None,
 ) -> None:
-    """Put runs side by side."""
-    from kineograph.evaluate.compare import compare as put_together
+    """Compare runs side by side."""
+    from kineograph.evaluate.compare import compare as compare_runs
 
-    found = put_together(runs)
-    found.show()
+    comparison = compare_runs(runs)
+    comparison.show()
     if out is not None:
-        for path in found.write(out):
+        for path in comparison.write(out):
             print(path)
 
 
 @app.command()
 def cache(
-    what: Annotated[list[str], typer.Argument(metavar="RUN|FILE.yaml [key=value …]", show_default=False)],
-    run: Annotated[
-        Path | None, typer.Option(help="Run folder, when a file or preset is named.", show_default=False)
-    ] = None,
+    what: Annotated[list[str], typer.Argument(metavar="RUN|FILE.yaml [key=value …]")],
+    run: Annotated[Path | None, typer.Option(help="Run folder, for a file or preset.")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Then remove what no stage reads any more.")] = False,
 ) -> None:
-    """Encode the data once with the trained codecs (and frozen text encoders), to disk; training then reads that.
+    """Encode the data once with the trained codecs and frozen text encoders; training then reads it from disk.
 
     Only new and changed items are encoded.
     """
@@ -308,15 +281,15 @@ def cache(
     from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
 
     with process_group(timeout=NO_TIMEOUT):
-        made = cache_run(what, run, remove=prune)
-    for path in made if is_main_process() else ():
+        paths = cache_run(what, run, remove=prune)
+    for path in paths if is_main_process() else ():
         print(path)
 
 
 @data_app.command("make")
 def data_make(
     what: Annotated[str, typer.Argument(help="moving-digits")],
-    out: Annotated[Path, typer.Option(help="A new or empty folder.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="A new or empty folder.")],
     count: Annotated[int, typer.Option(min=1, help="How many items.")] = 100,
     as_: Annotated[str, typer.Option("--as", help="gif, mp4, png, memmap or webdataset.")] = "gif",
     setting: Annotated[
@@ -326,12 +299,10 @@ def data_make(
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
     embeddings: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN", help="Write embeddings beside the shards, by this run's CLIP stage.", show_default=False
-        ),
+        typer.Option(metavar="RUN", help="Write CLIP embeddings beside the shards, with this run's CLIP stage."),
     ] = None,
 ) -> None:
-    """Write moving digits as a real dataset."""
+    """Write a dataset of moving digits."""
     from kineograph.run.make_data import make
 
     print(make(what, out, count, as_, setting or [], split, embeddings))
@@ -339,24 +310,18 @@ def data_make(
 
 @data_app.command("check")
 def data_check(
-    folder: Annotated[Path, typer.Argument(help="A dataset folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="A dataset folder.")],
     setting: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[key=value …]",
-            help="Keys of data.*, such as size=256 frames=17 fps=8 'buckets={}'.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="[key=value …]", help="Keys of data.*, such as size=256 frames=17 fps=8 'buckets={}'."),
     ] = None,
 ) -> None:
-    """Tell what is in a folder and everything that is wrong with it (exit 1 if anything is); with buckets, what goes where."""
+    """List what a folder holds and every problem with it (exit 1 if there is any); with buckets, which items go where."""
     from kineograph.data.check import bucket_config, bucket_lines, check_folder
 
-    asked = bucket_config(folder, setting) if setting else None  # a typing error is told before hours of decoding
+    buckets = bucket_config(folder, setting) if setting else None  # before hours of decoding: it may have a typo
     report = check_folder(folder)
-    for line in report.lines():
-        print(line)
-    for line in bucket_lines(asked) if asked is not None else []:
+    for line in [*report.lines(), *(bucket_lines(buckets) if buckets is not None else [])]:
         print(line)
     if report.problems:
         raise typer.Exit(1)
@@ -367,22 +332,20 @@ def import_(
     what: Annotated[
         list[Path],
         typer.Argument(
-            metavar="DIR|FILE …", help="A folder of weights; or config files, later over earlier.", show_default=False
+            metavar="DIR|FILE …", help="A folder of weights; or config files, later ones over earlier ones."
         ),
     ],
-    from_: Annotated[str, typer.Option("--from", help="diffusers, sat or sat-config.", show_default=False)],
-    run: Annotated[Path | None, typer.Option(help="Run folder to make.", show_default="runs/<DIR>")] = None,
+    from_: Annotated[str, typer.Option("--from", help="diffusers, sat or sat-config.")],
+    run: Annotated[Path | None, typer.Option(help="Run folder to create.", show_default="runs/<DIR>")] = None,
     link: Annotated[
         bool, typer.Option("--link", help="diffusers: refer to the folder instead of copying its weights.")
     ] = False,
     lora: Annotated[
         Path | None,
-        typer.Option(
-            help="diffusers: a LoRA file or folder; the run refers to DIR and holds its adapters.", show_default=False
-        ),
+        typer.Option(help="diffusers: a LoRA file or folder; the run refers to DIR and holds the adapters."),
     ] = None,
 ) -> None:
-    """Make a run of released weights, to sample from and to fine-tune; or print the Kineograph YAML of a SAT config.
+    """Make a run from released weights, to sample from and to fine-tune; or print a SAT config as Kineograph YAML.
 
     Example: kineo import CogVideoX-2b --from diffusers --run runs/cogvideox-2b
     """
@@ -394,59 +357,50 @@ def import_(
 @app.command()
 def export(
     run: Run,
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", help="diffusers or safetensors.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
+    to: Annotated[str, typer.Option("--to", help="diffusers or safetensors.")],
     checkpoint: Checkpoint = "last",
     online: Annotated[
-        bool, typer.Option("--online", help="Weights of the last step instead of averaged ones.")
+        bool, typer.Option("--online", help="The weights of the last step instead of the averaged ones.")
     ] = False,
     lora: Annotated[
-        bool, typer.Option("--lora", help="diffusers: the adapters alone, as a LoRA file, instead of merged.")
+        bool, typer.Option("--lora", help="diffusers: only the adapters, as a LoRA file, instead of merged weights.")
     ] = False,
     dtype: Annotated[
-        str | None, typer.Option(help="diffusers: fp32, bf16 or fp16.", show_default="as the run keeps them")
+        str | None, typer.Option(help="diffusers: fp32, bf16 or fp16.", show_default="as saved in the run")
     ] = None,
 ) -> None:
-    """Write a run's weights as others read them: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
+    """Write a run's weights for other tools: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
     from kineograph.interop.command import export_weights
 
-    written = export_weights(
-        run,
-        out,
-        to,
-        checkpoint=checkpoint,
-        online=online,
-        lora=lora,
-        dtype=dtype,
-        note=_print_to_stderr,
+    paths = export_weights(
+        run, out, to, checkpoint=checkpoint, online=online, lora=lora, dtype=dtype, note=_print_to_stderr
     )
-    for path in written:
+    for path in paths:
         print(path)
 
 
 @weights_app.command("get")
 def weights_get(
-    name: Annotated[
-        str | None, typer.Argument(help="Such as inception-v3; without a name they are listed.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Such as inception-v3; without a name, lists them.")] = None,
     from_: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="FILE", help="A file that you have, instead of a download.", show_default=False),
+        typer.Option("--from", metavar="FILE", help="A file that you already have, instead of a download."),
     ] = None,
 ) -> None:
-    """Fetch weights (or the kernels flash-attention-3), check their hash, keep them in the cache ($KINEO_CACHE, or ~/.cache/kineograph)."""
+    """Download weights (or the kernels flash-attention-3) to the cache ($KINEO_CACHE, or ~/.cache/kineograph) and check their hash."""
     if name is None:
         weights_list()
         return
     from kineograph.evaluate.weights import get_weights
 
-    found = get_weights(name, from_ or [], note=_print_to_stderr)
-    print(f"{found.path}  sha256 {found.sha256}")
+    weights = get_weights(name, from_ or [], note=_print_to_stderr)
+    print(f"{weights.path}  sha256 {weights.sha256}")
 
 
 @weights_app.command("list")
 def weights_list() -> None:
-    """List the weights that can be fetched, and those that have been."""
+    """List the weights that can be downloaded, and those in the cache."""
     from kineograph.evaluate.console import open_console
     from kineograph.evaluate.weights import weights_table
 
@@ -455,23 +409,20 @@ def weights_list() -> None:
 
 @app.command()
 def doctor(
-    what: Annotated[
-        list[str] | None, typer.Argument(metavar="[PRESET|FILE.yaml] [key=value …]", show_default=False)
-    ] = None,
+    what: Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE.yaml] [key=value …]")] = None,
     memory: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="GiB of the GPU that is meant, in place of the one here.", show_default=False),
+        float | None, typer.Option(min=0.001, help="Memory of the GPU to plan for, in GiB, instead of this machine's.")
     ] = None,
     processes: Processes = None,
 ) -> None:
-    """Look at the machine, and at what a preset will need of it, before anything is spent: what fits, and which switch helps."""
+    """Check the machine, and estimate what a preset needs: whether it fits, and which setting helps."""
     from kineograph.run.dry_run import examine
 
     examine(what or [], memory=memory, processes=processes)
 
 
 @app.command()
-def runs(folder: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path("runs")) -> None:
+def runs(folder: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("runs")) -> None:
     """List runs: stage, step, state, best score."""
     from kineograph.run.listing import show_runs
 
@@ -482,7 +433,7 @@ def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-_SHARED = {"train", "cache", "evaluate", "sample"}  # commands whose work the processes of a launcher divide
+_SHARED = {"train", "cache", "evaluate", "sample"}  # commands that run on every rank
 
 
 def _rank() -> int | None:
@@ -498,16 +449,16 @@ def _rank() -> int | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; an error for a person is one plain message on stderr."""
+    """Run the command line; print an expected error as one plain message on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
-    if not debug and "WORLD_SIZE" in os.environ:  # before torch is imported: every process would repeat its advice
+    if not debug and "WORLD_SIZE" in os.environ:  # before torch is imported: its warnings come once per process
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = [word for word in words if word != "--debug"]
-    if words[:1] == ["--"]:  # what kept torchrun from taking --run for its own --run-path; some versions pass it on
+    if words[:1] == ["--"]:  # keeps torchrun from reading --run as its own --run-path; some versions pass it on
         words = words[1:]
     try:
-        if not (_SHARED & set(words)) and _rank():  # rank 0 does it alone
+        if not (_SHARED & set(words)) and _rank():  # rank 0 runs it alone
             return
         app(args=words, prog_name="kineo", standalone_mode=True)
     except KeyboardInterrupt:
