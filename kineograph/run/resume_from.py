@@ -1,4 +1,4 @@
-"""`kineo train --resume-from SOURCE`: a run goes on, here, from a checkpoint that lies elsewhere."""
+"""`kineo train --resume-from SOURCE`: continue a run in this folder from a checkpoint that lies elsewhere."""
 
 from __future__ import annotations
 
@@ -27,43 +27,35 @@ class _RemoteCheckpoint(NamedTuple):
 
 
 def fetch_checkpoints(sources: Sequence[str], run: str | Path | None, note: Callable[[str], None]) -> None:
-    """Put checkpoints from elsewhere into a run folder, new or begun, where training then finds them.
+    """Put checkpoints from elsewhere into a new or existing run folder, where training then finds them.
 
-    A source that the run has taken up before is not fetched again, so that the same command resumes as ever.
+    taken_up.json lists the sources that were fetched: the same command resumes without fetching them again.
     """
     if run is None:
-        raise InputError("--resume-from needs --run: the folder in which the run shall go on")
+        raise InputError("--resume-from needs --run, the folder in which the run continues")
     folder = RunFolder(run)
-    memory = folder.path / "taken_up.json"
-    known = read_json(memory)
+    known = read_json(folder.path / "taken_up.json")
     with ExitStack() as stack:
-        found = []
+        fetched: list[_RemoteCheckpoint] = []
         for source in dict.fromkeys(sources):
             if source in known and folder.exists():
-                note(f"{source} was taken up before: going on with what is in {folder.path}")
+                note(f"{source} was fetched before: continuing with {folder.path}")
                 continue
-            found.append(
-                _read_checkpoint(
-                    source, stack.enter_context(download_checkpoint(_as_url(source), folder.path.parent, note))
-                )
-            )
-        if not found:
+            url = source if is_remote(source) else Path(source).expanduser().resolve().as_uri()
+            path = stack.enter_context(download_checkpoint(url, folder.path.parent, note))
+            fetched.append(_read_checkpoint(source, path))
+        if not fetched:
             return
-        plan = _plan_run(folder, found)
-        for item in found:
-            _check_references(plan, folder, item, found)
+        plan = _plan_run(folder, fetched)
+        for item in fetched:
+            _check_references(plan, folder, item, fetched)
         stack.enter_context(folder.lock())
-        if not folder.exists():  # before the checkpoints: without any, a run starts at 0
+        if not folder.exists():  # before the checkpoints: a run without any starts at 0
             write_atomic(folder.config_file, dump_yaml(plan.tree()))
-        for item in found:
+        for item in fetched:
             _install(folder, item, note)
             known[item.source] = {"stage": item.stage, "step": item.step}
-            write_json(memory, known)
-
-
-def _as_url(source: str) -> str:
-    """A plain path will do too."""
-    return source if is_remote(source) else f"file://{Path(source).expanduser().resolve()}"
+            write_json(folder.path / "taken_up.json", known)
 
 
 def _read_checkpoint(source: str, path: Path) -> _RemoteCheckpoint:
@@ -72,39 +64,40 @@ def _read_checkpoint(source: str, path: Path) -> _RemoteCheckpoint:
     state = checkpoint.Checkpoint(path, 0).state()
     stage, step, config = state.get("stage"), state.get("step"), state.get("config")
     if not (isinstance(stage, str) and isinstance(step, int) and isinstance(config, dict)):
-        raise InputError(f"--resume-from {source}: its state.json does not say of which run, stage and step it is")
+        raise InputError(
+            f"--resume-from {source}: its state.json names no run, stage and step; use a checkpoint of kineo train"
+        )
     return _RemoteCheckpoint(source, path, stage, step, config)
 
 
-def _plan_run(folder: RunFolder, found: list[_RemoteCheckpoint]) -> Plan:
-    """The run that all of them belong to, which is the one in `folder` where there is one."""
-    saved = folder.config() if folder.exists() else found[0].config
-    plan = make_plan(saved)
-    for item in found:
+def _plan_run(folder: RunFolder, fetched: list[_RemoteCheckpoint]) -> Plan:
+    """The plan that all checkpoints belong to: that of `folder` if it exists."""
+    plan = make_plan(folder.config() if folder.exists() else fetched[0].config)
+    for item in fetched:
         if item.stage not in [stage.name for stage in plan.stages]:
             raise InputError(f"--resume-from {item.source} is of stage {item.stage}, which {folder.path} does not have")
         refuse_changes(comparable(plan.tree()), comparable(make_plan(item.config).tree()))
     return plan
 
 
-def _check_references(plan: Plan, folder: RunFolder, item: _RemoteCheckpoint, found: list[_RemoteCheckpoint]) -> None:
-    """A stage means nothing without the codec that it was trained on: trained anew, that one would speak another language."""
+def _check_references(plan: Plan, folder: RunFolder, item: _RemoteCheckpoint, fetched: list[_RemoteCheckpoint]) -> None:
+    """Refuse a stage without the stages it was trained on: a codec trained anew would give other tokens."""
     config = next(stage.spec.config for stage in plan.stages if stage.name == item.stage)
     for key in config.references:
-        below = getattr(config, key)
-        if not isinstance(below, str) or "/" in below or any(other.stage == below for other in found):
+        reference = getattr(config, key)
+        if not isinstance(reference, str) or "/" in reference or any(other.stage == reference for other in fetched):
             continue
-        if not checkpoint.saved_steps(folder.checkpoints(below)):
+        if not checkpoint.saved_steps(folder.checkpoints(reference)):
             raise InputError(
-                f"--resume-from {item.source}: {item.stage} stands on {below}, of which {folder.path} has no checkpoint; "
-                "give that one too, with a --resume-from of its own"
+                f"--resume-from {item.source}: {item.stage} needs {reference}, of which {folder.path} has no checkpoint; "
+                "add a --resume-from for it"
             )
 
 
 def _install(folder: RunFolder, item: _RemoteCheckpoint, note: Callable[[str], None]) -> None:
-    there = checkpoint.latest(folder.checkpoints(item.stage))
-    if there is not None and there.step >= item.step:
-        note(f"{item.source} is step {item.step} of {item.stage}: {folder.path} is at step {there.step} already")
+    latest = checkpoint.latest(folder.checkpoints(item.stage))
+    if latest is not None and latest.step >= item.step:
+        note(f"{item.source} is step {item.step} of {item.stage}: {folder.path} is at step {latest.step} already")
         return
     install_checkpoint(item.path, folder.checkpoints(item.stage), item.step)
-    note(f"{item.stage}: step {item.step} taken up from {item.source}")
+    note(f"{item.stage}: step {item.step} from {item.source}")

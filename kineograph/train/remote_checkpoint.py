@@ -1,7 +1,7 @@
-"""Checkpoints and weights from elsewhere: `https://…`, `file://…`, or a W&B artifact `wandb:entity/project/name:version`.
+"""Download checkpoints and weights: any URL that fsspec opens (`https://…`, `file://…`), or a W&B artifact `wandb:…`.
 
-A checkpoint is a folder (over HTTP its manifest.json says what is in it) or a tar of one; weights alone are a safetensors file. Whatever
-comes is checked against its manifest before anything reads it, and nothing is unpickled.
+A checkpoint is a folder, whose manifest.json lists its files, or a tar of one; weights alone are a safetensors file.
+Everything is checked against its manifest before it is read, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import os
 import shutil
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -25,75 +23,84 @@ from kineograph.train.trackers import import_wandb
 
 TARS = (".tar", ".tar.gz", ".tgz")
 _WANDB = "wandb:"
-_TIMEOUT = 60.0  # seconds without a byte
-_CHUNK = 1 << 20
+_READ_TIMEOUT = 60.0  # seconds without a byte
 
 
 def is_remote(source: str) -> bool:
-    """Whether this names something to fetch, and not a path or a stage."""
-    return source.startswith(("http://", "https://", "file://", _WANDB))
+    """Whether this is a URL or an artifact, and not a path or a stage."""
+    return source.startswith(_WANDB) or "://" in source
 
 
 @contextmanager
 def download_checkpoint(source: str, near: Path, note: Callable[[str], None]) -> Iterator[Path]:
-    """Inside, a checkpoint's folder or a safetensors file, whole and checked; afterwards it is gone unless it was moved.
+    """Yield a checked checkpoint folder or safetensors file, and delete it afterwards unless it was moved.
 
-    It lies in a hidden folder below `near`, so that moving it from there is one rename.
+    It lies in a hidden folder in `near`, so that moving it is one rename. A failure leaves nothing behind.
     """
-    made = _missing_parents(near)
+    new_folders = [path for path in (near, *near.parents) if not path.exists()]  # innermost first
     near.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=".fetching-", dir=near))
+    temporary = Path(tempfile.mkdtemp(prefix=".fetching-", dir=near))
     try:
         note(f"fetching {source}")
-        yield _checked(source, _bring(source, place))
+        yield _find_checked(source, _download(source, temporary))
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-        for folder in made:  # what failed leaves nothing behind
+        shutil.rmtree(temporary, ignore_errors=True)
+        for folder in new_folders:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
 
 def check_reachable(source: str) -> None:
-    """Whether it is there, without fetching it."""
+    """Raise an InputError unless `source` is there, without downloading it."""
     if source.startswith(_WANDB):
-        _artifact(source)
-    elif (local := _local(source)) is not None:
-        if not local.exists():
+        _find_artifact(source)
+        return
+    path = _local_path(source)
+    if path is not None:
+        if not path.exists():
             raise InputError(f"{source}: no such file")
-    else:
-        with _opened(source if _is_one_file(source) else f"{source.rstrip('/')}/manifest.json", source):
-            pass
+        return
+    url = source if _is_one_file(source) else f"{source.rstrip('/')}/manifest.json"
+    with _explain_errors(source, url):
+        filesystem, remote_path = _open_filesystem(url)
+        if not filesystem.exists(remote_path):
+            raise FileNotFoundError
 
 
-def _missing_parents(folder: Path) -> list[Path]:
-    """Innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
+def install_checkpoint(path: Path, folder: Path, step: int) -> None:
+    """Move a downloaded checkpoint into a stage's folder as that of step `step`, unless a complete one is there."""
+    target = checkpoint.checkpoint_at(folder, step).path
+    folder.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        if checkpoint.find_damage(target) is None:
+            return
+        shutil.rmtree(target)
+    os.replace(path, target)
 
 
-def _bring(source: str, place: Path) -> Path:
-    """→ a file or folder: below `place`, or where it lies on this machine."""
+# Downloading ---------------------------------------------------------------------------------------------------------
+
+
+def _download(source: str, temporary: Path) -> Path:
+    """Return a file or folder in `temporary`, or the local file that `source` names."""
     if source.startswith(_WANDB):
-        folder = place / "artifact"
-        try:
-            _artifact(source).download(root=str(folder))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{source} cannot be fetched: {error}") from None
-        return folder
-    local = _local(source)
-    if local is None:
-        if not _is_one_file(source):
-            return _download_folder(source.rstrip("/"), place / "checkpoint")
-        local = _download(source, place / Path(unquote(urlsplit(source).path)).name, source)
-    elif not local.exists():
+        artifact = _find_artifact(source)
+        with _explain_errors(source, source):
+            artifact.download(root=str(temporary / "artifact"))
+        return temporary / "artifact"
+    path = _local_path(source)
+    if path is None and not _is_one_file(source):
+        return _download_folder(source.rstrip("/"), temporary / "checkpoint")
+    if path is None:
+        path = _download_file(source, temporary / Path(unquote(urlsplit(source).path)).name, source)
+    elif not path.exists():
         raise InputError(f"{source}: no such file")
-    elif local.is_dir():
-        return Path(shutil.copytree(local, place / "checkpoint"))
-    if not local.name.endswith(TARS):
-        return local
-    return _unpacked(local, place / "unpacked", source)
+    elif path.is_dir():
+        return Path(shutil.copytree(path, temporary / "checkpoint"))
+    return _unpack(path, temporary / "unpacked", source) if path.name.endswith(TARS) else path
 
 
-def _local(source: str) -> Path | None:
+def _local_path(source: str) -> Path | None:
     return Path(unquote(urlsplit(source).path)) if source.startswith("file://") else None
 
 
@@ -101,55 +108,63 @@ def _is_one_file(source: str) -> bool:
     return urlsplit(source).path.endswith((".safetensors", *TARS))
 
 
-# HTTP ------------------------------------------------------------------------------------------------------------
+def _open_filesystem(url: str) -> tuple[Any, str]:
+    """The fsspec filesystem of a URL, and the path in it."""
+    import fsspec
+
+    options: dict[str, Any] = {}
+    if url.startswith(("http://", "https://")):
+        try:
+            import aiohttp
+        except ImportError:
+            raise InputError(f"{url} needs aiohttp, which is not installed: pip install kineograph[http]") from None
+        # aiohttp's default ends any download after five minutes.
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_TIMEOUT)
+        options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
+    return fsspec.core.url_to_fs(url, **options)
 
 
 @contextmanager
-def _opened(url: str, source: str) -> Iterator[Any]:
+def _explain_errors(source: str, url: str) -> Iterator[None]:
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:
-            yield answer
-    except (OSError, ValueError) as error:  # HTTPError, URLError, timeouts and torn connections are OSErrors
-        reason = getattr(error, "reason", None) or error
-        code = f"{error.code} " if isinstance(error, urllib.error.HTTPError) else ""
-        raise InputError(f"{source} cannot be fetched: {url} answers {code}{reason}") from None
+        yield
+    except InputError:
+        raise
+    except FileNotFoundError:
+        raise InputError(f"{source} cannot be fetched: {url} was not found; check the address") from None
+    except Exception as error:  # each filesystem and wandb has errors of its own
+        reason = str(error) or type(error).__name__
+        raise InputError(f"{source} cannot be fetched: {url}: {reason}; run the same command again") from None
 
 
-def _download(url: str, path: Path, source: str) -> Path:
+def _download_file(url: str, path: Path, source: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _opened(url, source) as answer, open(path, "wb") as file:
-        shutil.copyfileobj(answer, file, _CHUNK)
-        expected = answer.headers.get("Content-Length")
-    if expected is not None and path.stat().st_size != int(expected):
-        raise InputError(
-            f"{source} cannot be fetched: {path.stat().st_size} of {expected} bytes of {url} came; run the same command again"
-        )
+    with _explain_errors(source, url):
+        filesystem, remote_path = _open_filesystem(url)
+        filesystem.get_file(remote_path, str(path))
     return path
 
 
 def _download_folder(url: str, folder: Path) -> Path:
-    """A checkpoint's folder on a web server: the manifest names its files."""
-    manifest = _download(f"{url}/manifest.json", folder / "manifest.json", url)
+    """Download a checkpoint's manifest and the files that it lists."""
+    manifest = _download_file(f"{url}/manifest.json", folder / "manifest.json", url)
     try:
         names = list(json.loads(manifest.read_text(encoding="utf-8"))["files"])
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{url}/manifest.json is not the manifest of a checkpoint") from None
     for name in names:
-        parts = PurePosixPath(name).parts  # a file, or one of a folder of shards
+        parts = PurePosixPath(name).parts  # a file, or a shard in a folder
         if not 1 <= len(parts) <= 2 or any(part in ("..", "/") for part in parts) or "/".join(parts) != name:
-            raise InputError(f"{url}/manifest.json names {name!r}, which is no file's name")
-        _download(f"{url}/{name}", folder / name, url)
+            raise InputError(f"{url}/manifest.json names {name!r}, which is not a file of a checkpoint")
+        _download_file(f"{url}/{name}", folder / name, url)
     try:
-        _download(f"{url}/phase.json", folder / "phase.json", url)
+        _download_file(f"{url}/phase.json", folder / "phase.json", url)
     except InputError:  # there is none until a phase is finished
         (folder / "phase.json").unlink(missing_ok=True)
     return folder
 
 
-# Archives and artifacts ------------------------------------------------------------------------------------------
-
-
-def _unpacked(path: Path, folder: Path, source: str) -> Path:
+def _unpack(path: Path, folder: Path, source: str) -> Path:
     try:
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")  # refuses paths and links that lead outside
@@ -158,45 +173,34 @@ def _unpacked(path: Path, folder: Path, source: str) -> Path:
     return folder
 
 
-def _artifact(source: str) -> Any:
+def _find_artifact(source: str) -> Any:
     module = import_wandb(f"{source} is kept by wandb")
     try:
         return module.Api().artifact(source.removeprefix(_WANDB))
     except (module.errors.Error, ValueError) as error:
         raise InputError(
-            f"{source} cannot be fetched: {error}; it is wandb:ENTITY/PROJECT/NAME:VERSION, and `wandb login` may be needed"
+            f"{source} cannot be fetched: {error}; use wandb:ENTITY/PROJECT/NAME:VERSION, and log in with `wandb login`"
         ) from None
 
 
-def _checked(source: str, found: Path) -> Path:
-    """The checkpoint or the weights in what came."""
-    if found.is_file():
-        if found.suffix != ".safetensors":
+def _find_checked(source: str, path: Path) -> Path:
+    """Find the checkpoint or the weights in what was downloaded, and check them."""
+    if path.is_file():
+        if path.suffix != ".safetensors":
             raise InputError(
                 f"{source} is neither a checkpoint's folder, a tar of one ({', '.join(TARS)}) nor a file.safetensors"
             )
-        return found
-    holding = sorted(path.parent for path in found.rglob("manifest.json"))
-    if len(holding) > 1:
-        names = ", ".join(path.relative_to(found).as_posix() for path in holding)
-        raise InputError(f"{source} holds {len(holding)} checkpoints ({names}): name one of them")
-    if holding:
-        fault = checkpoint.find_damage(holding[0])
-        if fault:
-            raise InputError(f"{source} is not a whole checkpoint: {fault}")
-        return holding[0]
-    weights = sorted(found.rglob("*.safetensors"))
+        return path
+    checkpoints = sorted(manifest.parent for manifest in path.rglob("manifest.json"))
+    if len(checkpoints) > 1:
+        names = ", ".join(each.relative_to(path).as_posix() for each in checkpoints)
+        raise InputError(f"{source} holds {len(checkpoints)} checkpoints ({names}): name one of them")
+    if checkpoints:
+        damage = checkpoint.find_damage(checkpoints[0])
+        if damage:
+            raise InputError(f"{source} is not a complete checkpoint: {damage}")
+        return checkpoints[0]
+    weights = sorted(path.rglob("*.safetensors"))
     if len(weights) != 1:
         raise InputError(f"{source} holds neither a checkpoint (manifest.json) nor one safetensors file")
     return weights[0]
-
-
-def install_checkpoint(found: Path, folder: Path, step: int) -> None:
-    """A fetched checkpoint becomes the one of step `step`, whole or not at all."""
-    target = checkpoint.checkpoint_at(folder, step).path
-    folder.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        if checkpoint.find_damage(target) is None:
-            return
-        shutil.rmtree(target)
-    os.replace(found, target)
