@@ -18,9 +18,9 @@ from kineograph.codec.causal_vae_weights import config_to_diffusers, weights_to_
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder, write_json
 from kineograph.core.weight_files import DIFFUSERS_STEM, write_weights
+from kineograph.family.cogvideox.diffusers_weights import CLASS as TRANSFORMER
+from kineograph.family.cogvideox.diffusers_weights import diffusers_config, diffusers_state
 from kineograph.family.cogvideox.task import CogVideoX
-from kineograph.family.cogvideox.weights import CLASS as TRANSFORMER
-from kineograph.family.cogvideox.weights import diffusers_config, diffusers_state
 from kineograph.interop.atomic_folder import check_unoccupied, write_atomically
 from kineograph.interop.diffusers_folder import INDEX
 from kineograph.interop.lora_adapters import describe_base, extract_lora
@@ -117,7 +117,7 @@ def _write_folder(
         file = "scheduler_config.json" if name == "scheduler" else "config.json"
         write_json(folder / name / file, version | config)
     state: Iterable[tuple[str, Tensor]] = diffusers_state(task).items()
-    if task.config.adapts:
+    if task.config.uses_lora:
         state = merge_lora(dict(state), extract_lora(task), dtype)
     write_weights(folder / "transformer", DIFFUSERS_STEM, _cast(state, dtype))
     write_weights(folder / "vae", DIFFUSERS_STEM, _cast(weights_to_diffusers(task.codec).items(), dtype))

@@ -26,8 +26,8 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.weight_files import WeightFiles, check_shapes
 from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig
+from kineograph.family.cogvideox.diffusers_weights import check_state, diffusers_names, read_shape
 from kineograph.family.cogvideox.network import Transformer
-from kineograph.family.cogvideox.weights import check_state, diffusers_names, shape_of
 from kineograph.interop.atomic_folder import check_unoccupied, write_atomically
 from kineograph.interop.lora_adapters import check_base, convert_lora, diffusers_modules, zero_adapters
 from kineograph.interop.lora_file import read_lora
@@ -98,7 +98,7 @@ def run_tree(found: ReleasedModel, name: str) -> Tree:
     generator: Tree = {
         "task": "cogvideox",
         "codec": CODEC,
-        **shape_of(part.config, f"{part.where}/config.json"),
+        **read_shape(part.config, f"{part.where}/config.json"),
         "text": _text(found),
         "diffusion": found.diffusion.model_dump(mode="json"),
         "sample": {"solver": found.solver},
@@ -170,7 +170,7 @@ def _linked(
     place = str(found.path.resolve())
     stage = {key: value for key, value in tree["stages"][GENERATOR].items() if key != "codec"} | {"weights": place}
     network = network_of(found, stage, fused=False)
-    mark = tuning.base_asset(place, found.transformer.state)
+    mark = tuning.describe_base_weights(place, found.transformer.state)
     if lora is None:
         own, keys = zero_adapters(network)
     else:

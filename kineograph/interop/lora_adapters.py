@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
 from kineograph.family.cogvideox import tuning
+from kineograph.family.cogvideox.diffusers_weights import (
+    diffusers_state,
+    lora_state,
+    module_from_diffusers,
+    module_to_diffusers,
+)
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.task import CogVideoX
-from kineograph.family.cogvideox.weights import diffusers_state, lora_state, module_from_diffusers, module_to_diffusers
 from kineograph.interop.lora_file import Adapter, Lora, read_header
 
 IDLE = "to_out"  # adapters that add nothing sit here
@@ -107,7 +112,7 @@ def describe_shape(network: Transformer) -> dict[str, Any]:
 def describe_base(task: CogVideoX) -> dict[str, str]:
     """For the header of a stage's adapters. Of a folder of weights its last name is told: where it lay is nobody's business."""
     mark = task.assets().get(tuning.ASSET)
-    known = json.loads(mark) if mark is not None else {"digest": tuning.digest(diffusers_state(task))}
+    known = json.loads(mark) if mark is not None else {"digest": tuning.digest_weights(diffusers_state(task))}
     weights = {"digest": known["digest"]} | ({"name": Path(known["folder"]).name} if "folder" in known else {})
     return {KEY: json.dumps({"shape": describe_shape(task.network), "weights": weights}, sort_keys=True)}
 

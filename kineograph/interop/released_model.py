@@ -13,7 +13,7 @@ from kineograph.codec.causal_vae import CausalVAEConfig
 from kineograph.codec.causal_vae_weights import CLASS as VAE
 from kineograph.codec.causal_vae_weights import SCALES, config_from_diffusers
 from kineograph.core.errors import InputError
-from kineograph.family.cogvideox.weights import CLASS as TRANSFORMER
+from kineograph.family.cogvideox.diffusers_weights import CLASS as TRANSFORMER
 from kineograph.interop import sat_weights
 from kineograph.interop.diffusers_folder import DiffusersFolder, read_folder
 from kineograph.interop.lora_file import merge_lora

@@ -79,7 +79,7 @@ def test_an_imported_run_answers_as_the_folder_does(released: Path, imported: Pa
     words = ["a red 3", "", "seven"]
     with torch.no_grad():
         text = pipeline._get_t5_prompt_embeds(words, max_sequence_length=TEXT_LENGTH)
-    torch.testing.assert_close(task.texts._of_captions(words), text, **CLOSE)
+    torch.testing.assert_close(task.texts._encode_captions(words), text, **CLOSE)
 
 
 def test_an_imported_run_draws(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_a_changed_folder_is_noticed(folder: Path, tmp_path: Path) -> None:
     run = import_run(folder, "diffusers", tmp_path / "run", link=True)
     path = sorted((folder / "transformer").glob("*.safetensors"))[0]
     save_file({key: value + 1 for key, value in load_file(path).items()}, path)
-    with pytest.raises(InputError, match="other weights"):
+    with pytest.raises(InputError, match="differs from the weights"):
         ours(run)
 
 
@@ -334,8 +334,8 @@ def test_first_frames_are_scaled_as_the_pipeline_scales_them(tmp_path: Path, inv
     task = ours(import_run(tmp_path / "folder", "diffusers", tmp_path / "run"))
     assert task.config.first_frame_inverse_scale is inverse
     noise = Noise.for_rows(0, 0, 2)
-    first = task.space.image(picture[:, None], noise, training=False)
-    found = task.space.shown(first, task.space.padding(3), torch.zeros(2, 4, 4, 4, 4))
+    first = task.space.encode_first_frame(picture[:, None], noise, training=False)
+    found = task.space.build_condition(first, task.space.padding(3), torch.zeros(2, 4, 4, 4, 4))
     torch.testing.assert_close(found, wanted, **CLOSE)
     assert wanted[:, :1].std() > 0.01 and not wanted[:, 1:].any()
 
@@ -356,11 +356,11 @@ def test_a_stage_that_would_scale_first_frames_otherwise_is_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     ("theirs", "ours_", "said"),
     [
-        ({}, {"positions": "rotary"}, "positions=sincos, and the stage rotary: set stages.tuned.positions=sincos"),
-        ({}, {"space_scale": 1.0}, "space_scale=1.875, and the stage 1.0"),
-        ({"use_rotary_positional_embeddings": True}, {"positions": "sincos"}, "positions=rotary, and the stage sincos"),
+        ({}, {"positions": "rotary"}, "positions=sincos, and the stage has rotary: set stages.tuned.positions=sincos"),
+        ({}, {"space_scale": 1.0}, "space_scale=1.875, and the stage has 1.0"),
+        ({"use_rotary_positional_embeddings": True}, {"positions": "sincos"}, "positions=rotary, and the stage has sincos"),
         ({"use_rotary_positional_embeddings": True}, {"positions": "rotary", "base_size": [60, 90]}, "set stages.tuned.base_size=[4,4]"),
-        ({"use_rotary_positional_embeddings": True}, {"positions": "rotary", "grid": "slice"}, "grid=resize, and the stage slice"),
+        ({"use_rotary_positional_embeddings": True}, {"positions": "rotary", "grid": "slice"}, "grid=resize, and the stage has slice"),
     ],
 )  # fmt: skip
 def test_positions_that_the_weights_do_not_know_are_refused(
@@ -416,7 +416,7 @@ def test_clips_are_shown_through_the_folders_vae_in_tiles_where_asked(released: 
         torch.testing.assert_close(shown[-1], codec.decode(codec.encode(batch.video)))
         assert CogVideoX.cache_facts(task.config)["tile"] == (tuple(tile) if tile else None)
     assert task.reconstructs and (shown[0] - shown[1]).abs().max() > 1e-3
-    with pytest.raises(ConfigError, match="tile is read with the VAE of weights only"):
+    with pytest.raises(ConfigError, match="tile applies to the VAE of weights only"):
         parse(CogVideoXConfig, {**keys, "codec": "vae", "tile": [16, 16]})
     with pytest.raises(InputError, match=r"tile=\[12, 16\]: its sides are multiples of 8"):
         CogVideoX.build(parse(CogVideoXConfig, {**keys, "tile": [12, 16]}), BuildContext(Shape(5, 32, 32, 3, 8.0)))

@@ -93,7 +93,7 @@ def test_weights_that_are_not_there_leave_no_run(
     run = tmp_path / "run"
     made = config(tmp_path / "c.yaml", {"weights": str(folder), "tune": "lora"}, clips)
     assert kineo("train", made, "--run", str(run)) == 2
-    assert f"stages.generator.weights={folder} {message}: give a folder of diffusers' form" in capsys.readouterr().err
+    assert f"stages.generator.weights={folder} {message}: give a diffusers folder" in capsys.readouterr().err
     assert not run.exists()
 
 

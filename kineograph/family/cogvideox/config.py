@@ -1,4 +1,4 @@
-"""Config of CogVideoX: what it is, what of it is trained, and how it draws."""
+"""Config of CogVideoX: model, training and sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.config import Config, StageConfig
 from kineograph.core.errors import InputError
-from kineograph.family.cogvideox.shapes import Released, TransformerShape, filled
+from kineograph.family.cogvideox.shapes import ReleasedModel, TransformerShape, apply_released_shape
 from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.solvers import DiffusionSample
@@ -23,67 +23,67 @@ class CogVideoXSample(DiffusionSample):
     guidance: float = Field(6.0, ge=0)
     clip: Literal["none", "static", "dynamic"] = "none"
     resample: int = Field(1, ge=1)
-    """Continuing given frames: how often each step is taken, so that what is drawn agrees with them."""
+    """When continuing frames: times that each step is repeated, so that the new frames agree with them (RePaint)."""
 
 
 class LoraConfig(Config):
     rank: int = Field(64, ge=1)
     alpha: float | None = Field(None, gt=0)
-    """What an adapter adds is multiplied by alpha / rank; null: alpha = rank."""
+    """Adapter outputs are scaled by alpha / rank; null: alpha = rank."""
     targets: tuple[str, ...] = Field(("to_q", "to_k", "to_v", "to_out"), min_length=1)
-    """Layers that get an adapter, by the end of their names. The MLP's are up and down, those of time norm1.linear and norm2.linear."""
+    """Suffixes of the layers to adapt. Also: up and down (MLP), norm1.linear and norm2.linear (modulation)."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """On what an adapter reads."""
+    """Dropout on the adapters' input."""
 
     @field_validator("targets")
     @classmethod
     def _as_ours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """`to_out.0` is what diffusers calls it."""
+        """Accept diffusers' name `to_out.0`."""
         return tuple("to_out" if name == "to_out.0" else name for name in value)
 
 
 class FirstFrameConfig(Config):
-    """Image to video: what happens to the first frame in training."""
+    """Image to video: augmentation of the first frame in training."""
 
     noise: tuple[float, float] | None = (-3.0, 0.5)
-    """Mean and spread of log σ of the noise that it gets, so that the model does not take its faults for truth; null: none."""
+    """Mean and standard deviation of log σ of the noise added to it; null: no noise."""
     dropout: float = Field(0.05, ge=0, le=1)
-    """Share of training clips that are shown no first frame."""
+    """Share of training clips without a first frame."""
     clip: float = Field(0.0, ge=0, le=1)
-    """Share of training clips of which more is shown, their first 2 to all but one latent frames: so it learns to go on from clips."""
+    """Share of training clips that condition on their first 2 to all but one latent frames, to learn to continue clips."""
 
 
 class CogVideoXConfig(StageConfig, TransformerShape):
     references: ClassVar[tuple[str, ...]] = ("codec",)
-    shape: Released | None = None
-    """A released model: sets the keys below, text.length and diffusion.shift as it has them, where they are not given."""
+    shape: ReleasedModel | None = None
+    """A released model: default for the keys below, text.length and diffusion.shift."""
     weights: str | None = None
-    """A folder of diffusers' form (transformer, vae, text_encoder, tokenizer): where weights to start from, and what is not given, come from."""
+    """A diffusers folder (transformer, vae, text_encoder, tokenizer) with the pretrained weights."""
     codec: str | None = None
-    """The stage (or runs/x/stage) whose latents are diffused; null: the VAE of `weights`."""
+    """The codec stage (or runs/x/stage); null: the VAE of `weights`."""
     tile: tuple[int, int] | None = None
-    """The VAE of `weights` codes larger pictures in tiles of so many pixels, in less memory; null: whole. A stage has this key itself."""
+    """Tile size in pixels for the VAE of `weights`, to save memory; null: no tiling. A codec stage has its own key."""
     weights_in: Literal["fp32", "bf16"] = "fp32"
-    """How the transformer's weights are kept. bf16: half the memory; frozen ones lose nothing that training in bf16 would see."""
+    """Dtype of the transformer's weights. bf16 halves the memory."""
     tune: Literal["full", "lora"] | tuple[str, ...] = "full"
-    """What trains: all; adapters alone; or the parameters whose names fit one of these patterns, such as blocks.*.attention.* The rest is
-    that of `weights`, or of `init`, whose weights then stand in every checkpoint."""
+    """What trains: everything, LoRA adapters, or parameters that match these patterns, such as blocks.*.attention.* The rest
+    comes frozen from `weights`, or from `init`, and is then saved in every checkpoint."""
     lora: LoraConfig = LoraConfig()
-    """Of tune=lora."""
+    """Options of tune=lora."""
     text: TextConfig = TextConfig()
-    """The encoder of captions. With `weights`, kind t5 and no name is the folder's own."""
+    """The text encoder. With `weights`, kind=t5 without a name is the folder's."""
     caption_dropout: float = Field(0.1, ge=0, le=1)
-    """Share of training clips without caption, for classifier-free guidance."""
+    """Share of training clips with a dropped caption, for classifier-free guidance."""
     null_text: Literal["empty", "zeros", "learned"] = "empty"
-    """What stands for no caption, in training and in drawing: the encoder's answer to an empty one, zeros, or a learned token."""
+    """The null condition in training and sampling: the embedding of an empty caption, zeros, or a learned token."""
     image: FirstFrameConfig = FirstFrameConfig()
-    """Of first_frame=true."""
+    """Options of first_frame=true."""
     diffusion: DiffusionConfig = DiffusionConfig.model_validate(DIFFUSION)
-    """Noise levels, objective and loss."""
+    """Noise schedule, objective and loss."""
     validation_bins: int = Field(4, ge=1)
-    """Validation gives the loss at so many ranges of noise too, each with a forward pass of its own."""
+    """Timestep ranges for which validation reports the loss separately, one forward pass each."""
     sample: CogVideoXSample = CogVideoXSample()
-    """How clips are drawn."""
+    """Sampling options."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,10 +92,10 @@ class CogVideoXConfig(StageConfig, TransformerShape):
             return tree
         if tree.get("codec") is None and tree.get("weights") is None:
             raise ValueError(
-                "codec or weights is required: name the stage of a causal_vae, or give the folder of released weights (weights=DIR)"
+                "codec or weights is required: name a causal_vae stage (codec=STAGE), or a folder of released weights (weights=DIR)"
             )
-        tree = filled(tree)
-        if isinstance(tree.get("weights"), str):  # a run is opened from other folders than the one it was started in
+        tree = apply_released_shape(tree)
+        if isinstance(tree.get("weights"), str):  # the run may be opened from another working directory
             tree["weights"] = str(Path(tree["weights"]).expanduser().absolute())
         if isinstance(tree.get("diffusion", {}), Mapping):
             tree["diffusion"] = {**DIFFUSION, **tree.get("diffusion", {})}
@@ -107,28 +107,26 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     @model_validator(mode="after")
     def _fits(self) -> CogVideoXConfig:
         if self.null_text == "empty" and self.text.kind == "given":
-            raise ValueError("null_text=empty needs an encoder, and text.kind=given has none: use zeros or learned")
-        if self.tile is not None and self.codec is not None:
             raise ValueError(
-                "tile is read with the VAE of weights only: set it where codec is trained, or leave it out"
+                "null_text=empty needs a text encoder, and text.kind=given has none: set null_text=zeros or null_text=learned"
             )
+        if self.tile is not None and self.codec is not None:
+            raise ValueError("tile applies to the VAE of weights only: set it in the codec's stage, or remove it")
         if self.tune == ():
-            raise ValueError("tune=[] trains nothing: name patterns of parameters, or use lora or full")
+            raise ValueError("tune=[] trains nothing: give parameter patterns, lora or full")
         if self.tune != "full" and self.weights is None and self.init is None:
             raise ValueError(
-                f"tune={self.tune if self.adapts else list(self.tune)} leaves the rest of the transformer as it is, and nothing says what it is: "
-                "give the folder of released weights (weights=DIR), or a trained stage (init=runs/x/stage)"
+                f"tune={self.tune if self.uses_lora else list(self.tune)} freezes pretrained weights, and there are none: "
+                "set weights=DIR (a folder of released weights) or init=runs/x/stage"
             )
         if self.tune != "lora" and self.lora != LoraConfig():
             raise ValueError(
-                f"lora is read with tune=lora only, not with tune={self.tune if self.tune == 'full' else list(self.tune)}: leave it out of the file"
+                f"tune={self.tune if self.tune == 'full' else list(self.tune)} does not use lora: remove it, or set tune=lora"
             )
         if not self.first_frame and self.image != FirstFrameConfig():
-            raise ValueError("image is read with first_frame=true only: leave it out")
+            raise ValueError("image has no effect without first_frame=true: remove it")
         if self.diffusion.learned_variance:
-            raise ValueError(
-                "diffusion.learned_variance=true does not fit cogvideox: its network has no channels for it"
-            )
+            raise ValueError("diffusion.learned_variance=true does not fit cogvideox: remove it")
         if self.text.kind != "none":
             known = self.init is not None or self.weights is not None
             check_guidance_dropout(
@@ -137,21 +135,21 @@ class CogVideoXConfig(StageConfig, TransformerShape):
         return self
 
     @property
-    def adapts(self) -> bool:
+    def uses_lora(self) -> bool:
         return self.tune == "lora"
 
     def check_pretrained(self, given: Collection[str], hub: bool) -> None:
         if self.weights is not None:
-            check_folder(self.weights, "transformer" if self.codec else "transformer vae")
+            check_weights_folder(self.weights, "transformer" if self.codec else "transformer vae")
         super().check_pretrained(given, hub)
 
 
-def check_folder(folder: str, parts: str = "transformer") -> None:
-    """A folder of weights must have these folders (words)."""
+def check_weights_folder(folder: str, parts: str = "transformer") -> None:
+    """Refuse a weights folder that lacks one of these subfolders (space-separated)."""
     path = Path(folder).expanduser()
-    lacks = next((part for part in parts.split() if not (path / part).is_dir()), None)
-    if lacks is not None:
-        what = f"has no folder {lacks}" if path.is_dir() else "does not exist"
+    missing = next((part for part in parts.split() if not (path / part).is_dir()), None)
+    if missing is not None:
+        what = f"has no folder {missing}" if path.is_dir() else "does not exist"
         raise InputError(
-            f"weights={folder} {what}: give a folder of diffusers' form, with transformer, vae, text_encoder and tokenizer in it"
+            f"weights={folder} {what}: give a diffusers folder with transformer, vae, text_encoder and tokenizer"
         )

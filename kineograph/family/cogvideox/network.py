@@ -1,9 +1,9 @@
-"""The expert transformer: text and video as one sequence, each with its own shifts, scales and gates of time.
+"""The expert transformer: text and video in one sequence, with separate adaptive layer norms.
 
     x ← x + gate · attention(norm(x) · (1 + scale) + shift)        then the same with an MLP
 
-The sequence is never cut apart between blocks: what differs between text and video is chosen by place, an elementwise step that a compiler
-puts into its neighbours. Latents are B t c h w.
+The sequence is never split between blocks: the modulation of text or video is selected elementwise, which torch.compile
+fuses. Latents are B t c h w.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from kineograph.core.parallel_plan import ParallelPlan
-from kineograph.family.cogvideox.places import Grid, Places, places
+from kineograph.family.cogvideox.positions import Grid, PositionTables, build_positions
 from kineograph.family.cogvideox.shapes import Latents, TransformerShape
 from kineograph.nn.attention import attend
 
-OFS = 2.0  # what the released image-to-video model is always given
+OFS = 2.0  # the constant that the released image-to-video model reads
 NORM_EPS, QK_EPS = 1e-5, 1e-6
 
 
 class Modulation(nn.Module):
-    """Shift, scale and gate of video, then of text, from the time's vector; and the one norm that both share."""
+    """Adaptive layer norm: shift, scale and gate of video and of text from the time embedding; one shared norm."""
 
     def __init__(self, width: int, time_width: int) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class Modulation(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, time: Tensor, is_text: Tensor) -> tuple[Tensor, Tensor]:
-        """→ the modulated sequence B N D and its gates. `time` is silu of the time's vector, `is_text` is 1 N 1.
+        """→ the modulated sequence B N D and its gates. `time` is silu of the time embedding, `is_text` is 1 N 1.
 
-        (w x̂ + b)(1 + scale) + shift = w (1 + scale) x̂ + (b (1 + scale) + shift): vectors are multiplied first, so that in the backward pass
-        two sums over the sequence give the gradients of all four.
+        (w x̂ + b)(1 + scale) + shift = w (1 + scale) x̂ + (b (1 + scale) + shift): with vectors multiplied first, the
+        backward pass needs two sums over the sequence instead of four.
         """
         weight, bias = self.norm.weight.float(), self.norm.bias.float()
         slopes, offsets, gates = [], [], []
-        for part in self.linear(time)[:, None].chunk(2, dim=-1):  # of video, then of text; B 1 3D each
+        for part in self.linear(time)[:, None].chunk(2, dim=-1):  # video, then text; B 1 3D each
             shift, scale, gate = part.chunk(3, dim=-1)
             slope = 1 + scale.float()
             slopes.append(weight * slope)
@@ -53,7 +53,7 @@ class Modulation(nn.Module):
 
 
 class Attention(nn.Module):
-    """Full attention over text and video. Queries, keys and values come from one matrix; from three where adapters sit on them."""
+    """Full attention over text and video. With LoRA, q, k and v have separate projections."""
 
     def __init__(self, shape: TransformerShape, fused: bool) -> None:
         super().__init__()
@@ -67,25 +67,25 @@ class Attention(nn.Module):
         self.norm_k = nn.LayerNorm(shape.head_width, eps=QK_EPS)
         self.to_out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, at: Places) -> Tensor:
+    def forward(self, x: Tensor, positions: PositionTables) -> Tensor:
         if self.fused:
             q, k, v = rearrange(self.to_qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
         else:
             q, k, v = (
                 rearrange(to(x), "b n (h d) -> b h n d", h=self.heads) for to in (self.to_q, self.to_k, self.to_v)
             )
-        q, k = turn(self.norm_q(q), at), turn(self.norm_k(k), at)
+        q, k = apply_rotary(self.norm_q(q), positions), apply_rotary(self.norm_k(k), positions)
         mixed = attend(q.to(v.dtype), k.to(v.dtype), v)
         return self.to_out(rearrange(mixed, "b h n d -> b n (h d)"))
 
 
-def turn(x: Tensor, at: Places) -> Tensor:
-    """Pairs of channels (2i, 2i + 1) turned by their angles in float32: x cos + swapped x sin. B h N d."""
-    if at.cos is None or at.sin is None:
+def apply_rotary(x: Tensor, positions: PositionTables) -> Tensor:
+    """Rotate pairs of channels (2i, 2i + 1) in float32: x cos + swapped x sin. B h N d."""
+    if positions.cos is None or positions.sin is None:
         return x
     x = x.float()
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return x * at.cos + swapped * at.sin
+    return x * positions.cos + swapped * positions.sin
 
 
 class Mlp(nn.Module):
@@ -106,10 +106,10 @@ class Block(nn.Module):
         self.norm2 = Modulation(shape.width, shape.time_width)
         self.mlp = Mlp(shape.width)
 
-    def forward(self, x: Tensor, time: Tensor, is_text: Tensor, at: Places) -> Tensor:
+    def forward(self, x: Tensor, time: Tensor, is_text: Tensor, positions: PositionTables) -> Tensor:
         """x is B N D."""
         modulated, gate = self.norm1(x, time, is_text)
-        x = x + gate * self.attention(modulated, at)
+        x = x + gate * self.attention(modulated, positions)
         modulated, gate = self.norm2(x, time, is_text)
         return x + gate * self.mlp(modulated)
 
@@ -125,8 +125,8 @@ class Block(nn.Module):
         )
 
 
-class TimeVector(nn.Module):
-    """A number → sines and cosines → two layers."""
+class TimeEmbedding(nn.Module):
+    """Timestep → sines and cosines → two-layer MLP."""
 
     def __init__(self, waves: int, width: int) -> None:
         super().__init__()
@@ -142,8 +142,8 @@ class TimeVector(nn.Module):
         return self.linear_2(F.silu(self.linear_1(waves)))
 
 
-class LearnedTable(nn.Module):
-    """One vector a place, of the text too. Fewer frames take the first ones; another height or width is interpolated."""
+class LearnedPositions(nn.Module):
+    """A learned vector per position, text included. Shorter clips use the first frames; other sizes are interpolated."""
 
     def __init__(self, text: int, base: Grid, width: int) -> None:
         super().__init__()
@@ -158,14 +158,14 @@ class LearnedTable(nn.Module):
         words = F.pad(words, (0, 0, 0, max(0, text - self.text)))[:text]
         t, h, _w = self.base
         video = rearrange(video, "(t h w) d -> d t h w", t=t, h=h)
-        size = (max(grid[0], t), *grid[1:])  # frames beyond the table are stretched into, never shrunk
+        size = (max(grid[0], t), *grid[1:])  # longer clips stretch the table, shorter ones cut it
         if size != self.base:
             video = F.interpolate(video[None].float(), size, mode="trilinear", align_corners=False)[0].to(video.dtype)
         return torch.cat([words, rearrange(video[:, : grid[0]], "d t h w -> (t h w) d")])[None]
 
 
 class Transformer(nn.Module):
-    """What CogVideoX denoises with."""
+    """The denoiser of CogVideoX."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Transformer(nn.Module):
         base: Latents,
         fused: bool = True,
     ) -> None:
-        """`base` is the frames, height and width of latents that positions are laid out for, where the shape names none."""
+        """`base`: frames, height and width of latents for positions, where the shape has no base_size and base_frames."""
         super().__init__()
         width, cell = shape.width, shape.patch_time * shape.patch**2
         self.shape, self.channels = shape, channels
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
         self.patch_in = nn.Linear(self.read_channels * cell, width)
         self.text_in = nn.Linear(text_width, width)
         self.positions = (
-            LearnedTable(
+            LearnedPositions(
                 text_length,
                 (self.base_frames, self.base_size[0] // shape.patch, self.base_size[1] // shape.patch),
                 width,
@@ -194,18 +194,18 @@ class Transformer(nn.Module):
             if shape.positions == "rotary+learned"
             else None
         )
-        self.time = TimeVector(width, shape.time_width)
-        self.ofs = TimeVector(shape.time_width, shape.time_width) if shape.ofs else None
+        self.time = TimeEmbedding(width, shape.time_width)
+        self.ofs = TimeEmbedding(shape.time_width, shape.time_width) if shape.ofs else None
         self.blocks = nn.ModuleList(Block(shape, fused) for _ in range(shape.depth))
         self.norm_final = nn.LayerNorm(width, eps=NORM_EPS)
         self.out_linear = nn.Linear(shape.time_width, 2 * width)
         self.out_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.patch_out = nn.Linear(width, channels * cell)
-        self._places: dict[tuple[Grid, int, torch.device], Places] = {}
+        self._position_tables: dict[tuple[Grid, int, torch.device], PositionTables] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Starting weights: variance 1 / fan-in, gates and the last layer at zero, so that each block starts as the identity."""
+        """Initialise with variance 1 / fan-in; gates and the last layer at zero, so that each block starts as the identity."""
         for part in self.modules():
             if isinstance(part, nn.Linear):
                 nn.init.normal_(part.weight, std=part.in_features**-0.5)
@@ -216,38 +216,34 @@ class Transformer(nn.Module):
         nn.init.zeros_(self.out_linear.weight)
         nn.init.zeros_(self.patch_out.weight)
 
-    # where tokens are ----------------------------------------------------------------------------------------------
-
-    def grid_of(self, latents: Latents) -> Grid:
-        """Tokens of latents t h w, which are whole multiples of a patch."""
+    def token_grid(self, latents: Latents) -> Grid:
+        """Token grid of latents t h w, which must be multiples of the patch size."""
         return latents[0] // self.shape.patch_time, latents[1] // self.shape.patch, latents[2] // self.shape.patch
 
-    def places(self, latents: Latents, text: int, device: torch.device) -> Places:
-        """Positions for latents of this size behind `text` tokens. Made once for each, outside of what is compiled."""
-        key = (self.grid_of(latents), text, device)
-        if key not in self._places:
-            self._places[key] = places(self.shape, key[0], self.base_size, text, device)
-        return self._places[key]
+    def positions_for(self, latents: Latents, text: int, device: torch.device) -> PositionTables:
+        """Positions for latents of this size after `text` tokens. Cached, and built outside the compiled graph."""
+        key = (self.token_grid(latents), text, device)
+        if key not in self._position_tables:
+            self._position_tables[key] = build_positions(self.shape, key[0], self.base_size, text, device)
+        return self._position_tables[key]
 
-    def _added(self, grid: Grid, text: int, at: Places, like: Tensor) -> Tensor | None:
+    def _position_embedding(self, grid: Grid, text: int, positions: PositionTables, like: Tensor) -> Tensor | None:
         """1 N D (or 1 (t h w) D for sincos), or None."""
         if self.positions is not None:
             return self.positions(text, grid).to(like.dtype)
-        if at.time is None or at.height is None or at.width is None:
+        if positions.time is None or positions.height is None or positions.width is None:
             return None
         t, h, w = grid
         parts = (
-            at.time[:, None, None].expand(t, h, w, -1),
-            at.width[None, None].expand(t, h, w, -1),
-            at.height[None, :, None].expand(t, h, w, -1),
+            positions.time[:, None, None].expand(t, h, w, -1),
+            positions.width[None, None].expand(t, h, w, -1),
+            positions.height[None, :, None].expand(t, h, w, -1),
         )
         return torch.cat(parts, dim=-1).to(like.dtype).flatten(0, 2)[None]
 
-    # ---------------------------------------------------------------------------------------------------------------
-
-    def _adapted(self, x: Tensor) -> bool:
-        """Whether the first block trains on what takes no gradient. Taking one, it is as all other blocks are, and where blocks are compiled one
-        by one their graph serves it too; compiled with all else it needs no such help."""
+    def _needs_input_grad(self, x: Tensor) -> bool:
+        """Whether the first block trains on an input without gradient. With one it looks like all other blocks, and blocks
+        that are compiled one by one share a graph."""
         return (
             torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
@@ -255,14 +251,14 @@ class Transformer(nn.Module):
             and any(p.requires_grad for p in self.blocks[0].parameters())
         )
 
-    def forward(self, latents: Tensor, t: Tensor, text: Tensor, at: Places) -> Tensor:
-        """B t c h w, times B, text B L E → B t c h w; `at` is what `places` gives for this size."""
+    def forward(self, latents: Tensor, t: Tensor, text: Tensor, positions: PositionTables) -> Tensor:
+        """B t c h w, timesteps B, text B L E → B t c h w; `positions` come from `positions_for`."""
         p, pt = self.shape.patch, self.shape.patch_time
-        grid = self.grid_of((latents.shape[1], latents.shape[3], latents.shape[4]))
+        grid = self.token_grid((latents.shape[1], latents.shape[3], latents.shape[4]))
         patches = rearrange(latents, "b (t r) c (h p) (w q) -> b (t h w) (c r p q)", r=pt, p=p, q=p)
         dtype = self.patch_in.weight.dtype
         video, words = self.patch_in(patches.to(dtype)), self.text_in(text.to(dtype))
-        added = self._added(grid, text.shape[1], at, video)
+        added = self._position_embedding(grid, text.shape[1], positions, video)
         if added is not None and self.positions is None:
             video = video + added
         x = torch.cat([words, video], dim=1)  # B N D
@@ -273,10 +269,10 @@ class Transformer(nn.Module):
             vector = vector + self.ofs(torch.full_like(t, OFS, dtype=torch.float32))
         vector = F.silu(vector)
         is_text = (torch.arange(x.shape[1], device=x.device) < text.shape[1])[None, :, None]
-        if self._adapted(x):
+        if self._needs_input_grad(x):
             x = x.detach().requires_grad_()
         for block in self.blocks:
-            x = block(x, vector, is_text, at)
+            x = block(x, vector, is_text, positions)
         x = self.norm_final(x[:, text.shape[1] :])
         shift, scale = self.out_linear(vector)[:, None].chunk(2, dim=-1)
         patches = self.patch_out(self.out_norm(x) * (1 + scale) + shift)

@@ -1,5 +1,7 @@
-"""What of the transformer trains: everything, adapters, or what some patterns name. The rest is frozen and in no optimizer; it is in no
-checkpoint either where a folder has it."""
+"""Fine-tuning: which parameters train (all, LoRA adapters, or patterns), and checks against the pretrained folder.
+
+Frozen parameters are in no optimizer, and in no checkpoint if they come from a folder.
+"""
 
 from __future__ import annotations
 
@@ -16,46 +18,46 @@ from kineograph.core.config import load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze, is_fake_or_meta
 from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weights
-from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig, check_folder
+from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig, check_weights_folder
+from kineograph.family.cogvideox.diffusers_weights import read_shape, rename_weights
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import TransformerShape
-from kineograph.family.cogvideox.weights import renamed, shape_of
 from kineograph.process.diffusers_scheduler import compare_diffusion, read_scheduler, unsupported_scheduler_options
 
 ASSET = "cogvideox/base.json"
-_SAMPLED = 4096  # values of a tensor that tell it apart from another
+_SAMPLED = 4096  # values per tensor in the digest
 
 
-def choose(network: Transformer, config: CogVideoXConfig) -> None:
-    """Freeze what does not train, and put adapters in where they are asked for. Once, when the weights are there."""
+def select_trainable(network: Transformer, config: CogVideoXConfig) -> None:
+    """Add adapters and freeze what does not train. Call once, after the weights are loaded."""
     if config.tune == "full":
         return
-    if config.adapts:
+    if config.uses_lora:
         add_adapters(network, config.lora)
     else:
         assert isinstance(config.tune, tuple)
-        chosen = _matching(network, config.tune)
+        chosen = _match_parameters(network, config.tune)
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name in chosen)
     if config.weights is not None:
         _freeze_rest(network)
 
 
-def _matching(network: Transformer, patterns: tuple[str, ...]) -> set[str]:
+def _match_parameters(network: Transformer, patterns: tuple[str, ...]) -> set[str]:
     names = [name for name, _ in network.named_parameters()]
     chosen: set[str] = set()
     for pattern in patterns:
         found = fnmatch.filter(names, pattern)
         if not found:
             raise ConfigError(
-                f"tune={pattern!r} fits no parameter: they are named like {names[0]} and {next(n for n in names if n.startswith('blocks.'))}"
+                f"tune={pattern!r} matches no parameter; names look like {names[0]} and {next(n for n in names if n.startswith('blocks.'))}"
             )
         chosen |= set(found)
     return chosen
 
 
 def _freeze_rest(network: Transformer) -> None:
-    """Module by module, the outermost that hold nothing trainable."""
+    """Freeze the outermost modules without trainable parameters."""
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
@@ -72,7 +74,7 @@ def _freeze_rest(network: Transformer) -> None:
 
 
 def add_adapters(network: Transformer, config: LoraConfig) -> None:
-    """Low-rank adapters by peft, in float32 whatever the layers below are kept in; what they add is 0 at first."""
+    """Add LoRA adapters with peft, in float32; they start at zero."""
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -80,10 +82,10 @@ def add_adapters(network: Transformer, config: LoraConfig) -> None:
     for target in config.targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             ends = sorted({name.rpartition(".")[2] for name in names})
-            raise ConfigError(f"lora.targets={target!r} fits no layer: they end with {', '.join(ends)}")
+            raise ConfigError(f"lora.targets={target!r} matches no layer; suffixes are {', '.join(ends)}")
     network.requires_grad_(False)
     if is_fake_or_meta() and not torch.empty(0).is_meta:
-        return _add_sizes(network, config)
+        return _add_fake_adapters(network, config)
     chosen = PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha or config.rank,  # type: ignore[arg-type]
@@ -99,12 +101,11 @@ def add_adapters(network: Transformer, config: LoraConfig) -> None:
             parameter.data = parameter.data.float()
 
 
-_ADAPTER = "default"  # as peft calls the only one
+_ADAPTER = "default"  # peft's name
 
 
-class _Sized(nn.Module):
-    """A layer with an adapter where a run is estimated, under peft's names: peft moves what it makes, and tensors without numbers cannot be
-    moved."""
+class _FakeLoraLinear(nn.Module):
+    """A LoRA layer on fake tensors, under peft's names: peft moves tensors, which fake ones do not support."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -117,68 +118,68 @@ class _Sized(nn.Module):
         return self.base_layer(x) + up(down(x.to(next(down.parameters()).dtype)))
 
 
-def _add_sizes(network: Transformer, config: LoraConfig) -> None:
+def _add_fake_adapters(network: Transformer, config: LoraConfig) -> None:
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.Linear) and f".{name}".endswith(tuple(f".{target}" for target in config.targets)):
             holder, _, last = name.rpartition(".")
-            setattr(network.get_submodule(holder), last, _Sized(module, config.rank))
+            setattr(network.get_submodule(holder), last, _FakeLoraLinear(module, config.rank))
 
 
-# The weights below -----------------------------------------------------------------------------------------------
+# Pretrained weights -----------------------------------------------------------------------------------------------
 
 
 def remap_init(
     network: Transformer, config: CogVideoXConfig, given: dict[str, Tensor], where: str
 ) -> dict[str, Tensor]:
-    """Weights of another stage by the names here: with q, k and v in one matrix or apart, below adapters or not. Whatever does not train, and
-    is in no folder, must be among them."""
+    """Rename another stage's weights to fit this network (fused or separate q, k, v; with or without adapters). Frozen
+    parameters must be among them unless a folder has them."""
     prefix = "network."
     base = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
     adapters = [name for name in base if ".lora_" in name]
-    if adapters and not config.adapts:
+    if adapters and not config.uses_lora:
         raise InputError(
-            f"{where} has adapters, and tune={config.tune if config.tune == 'full' else list(config.tune)} has no place for them: "
-            "put them into the weights (kineo export RUN --to diffusers DIR) and set weights=DIR in place of init"
+            f"{where} has adapters, and tune={config.tune if config.tune == 'full' else list(config.tune)} has none: "
+            "merge them with `kineo export RUN --to diffusers DIR` and set weights=DIR instead of init"
         )
-    taken = {f"{prefix}{name}": value for name, value in renamed(network, base).items()}
+    taken = {f"{prefix}{name}": value for name, value in rename_weights(network, base).items()}
     frozen = {f"{prefix}{name}": p.shape for name, p in network.named_parameters() if not p.requires_grad}
     fits = {name for name, shape in frozen.items() if name in taken and taken[name].shape == shape}
     missing = [name for name in frozen if name not in fits] if config.weights is None else []
     if missing:
         raise InputError(
-            f"{where} has no {missing[0].removeprefix(prefix)} of this shape ({len(missing)} of {len(frozen)} tensors that do not train are not "
-            "there): name a stage whose checkpoint holds all of such a transformer, or give the folder that has it (weights=DIR)"
+            f"{where} lacks {len(missing)} of {len(frozen)} frozen tensors, such as {missing[0].removeprefix(prefix)}: "
+            "name a stage whose checkpoint holds the whole transformer, or set weights=DIR"
         )
     kept = {name: value for name, value in given.items() if not name.startswith(prefix) or ".lora_" in name}
     return kept | taken
 
 
-def released_weights(folder: str) -> WeightFiles:
-    """The transformer's, in a folder of diffusers' form; tensors are read when they are asked for."""
-    check_folder(folder)
+def open_transformer_weights(folder: str) -> WeightFiles:
+    """The transformer's weights in a diffusers folder, read lazily."""
+    check_weights_folder(folder)
     return open_weights(Path(folder).expanduser() / "transformer", DIFFUSERS_STEM)
 
 
 def check_first_frame(config: CogVideoXConfig, stage: str) -> None:
-    """How latents of first frames are scaled stands in the VAE's config.json, and the network was trained with it."""
+    """Refuse a scaling of first frames that differs from the folder's VAE config."""
     place = Path(str(config.weights)).expanduser() / "vae" / "config.json"
     if not config.first_frame or not place.is_file():
         return
     inverse = bool(load_file(place).get("invert_scale_latents"))
     if inverse != config.first_frame_inverse_scale:
         raise ConfigError(
-            f"{place} has invert_scale_latents={str(inverse).lower()}: set stages.{stage}.first_frame_inverse_scale={str(inverse).lower()}, or the "
-            "first frame will not be what the weights know"
+            f"{place} has invert_scale_latents={str(inverse).lower()}: "
+            f"set stages.{stage}.first_frame_inverse_scale={str(inverse).lower()}"
         )
 
 
 def check_positions(network: Transformer, folder: str, stage: str) -> None:
-    """Where a token stands is told to the network by numbers that no tensor's shape gives away: the folder's config.json has them."""
+    """Refuse position options that differ from the folder's config: no tensor shape would reveal it."""
     place = Path(folder).expanduser() / "transformer" / "config.json"
     if not place.is_file():
         return
     shape = network.shape
-    theirs = TransformerShape.model_validate(shape_of(load_file(place), str(place)))
+    theirs = TransformerShape.model_validate(read_shape(load_file(place), str(place)))
     keys = ["positions"]
     if shape.positions == "sincos":
         keys += ["space_scale", "time_scale"]
@@ -189,13 +190,11 @@ def check_positions(network: Transformer, folder: str, stage: str) -> None:
         found = network.base_size if key == "base_size" else getattr(shape, key)
         if found != wanted:
             said = f"[{wanted[0]},{wanted[1]}]" if key == "base_size" else wanted
-            raise ConfigError(
-                f"{place} has {key}={said}, and the stage {found}: set stages.{stage}.{key}={said}, or the weights will not know where tokens are"
-            )
+            raise ConfigError(f"{place} has {key}={said}, and the stage has {found}: set stages.{stage}.{key}={said}")
 
 
 def check_scheduler(config: CogVideoXConfig, stage: str, note: Callable[[str], None]) -> None:
-    """The folder's schedule is what its weights were trained with: a stage with another one is refused. What differs in drawing is told."""
+    """Refuse a noise schedule that differs from the folder's; warn about sampling options that are not supported."""
     place = Path(str(config.weights)).expanduser() / "scheduler" / "scheduler_config.json"
     if not place.is_file():
         return
@@ -204,15 +203,15 @@ def check_scheduler(config: CogVideoXConfig, stage: str, note: Callable[[str], N
     for key, (wanted, found) in compare_diffusion(theirs, config.diffusion).items():
         shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
         raise ConfigError(
-            f"{place} says diffusion.{key}={shown}, and the stage has {found}: set stages.{stage}.diffusion.{key}={shown}, or take the file out of "
-            "the folder to train with another schedule"
+            f"{place} has diffusion.{key}={shown}, and the stage has {found}: set stages.{stage}.diffusion.{key}={shown}, "
+            "or remove the file to train with another schedule"
         )
     for line in unsupported_scheduler_options(said, place):
         note(f"warning: {line}")
 
 
-def digest(state: Mapping[str, Tensor]) -> str:
-    """Tells weights apart by a few thousand values of each tensor: a second instead of minutes."""
+def digest_weights(state: Mapping[str, Tensor]) -> str:
+    """Digest of a few thousand values per tensor: a second instead of minutes."""
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(state):
         value = state[name]
@@ -223,15 +222,14 @@ def digest(state: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def base_asset(folder: str, state: Mapping[str, Tensor]) -> str:
-    return json.dumps({"folder": folder, "digest": digest(state)})
+def describe_base_weights(folder: str, state: Mapping[str, Tensor]) -> str:
+    return json.dumps({"folder": folder, "digest": digest_weights(state)})
 
 
-def check_base(asset: str, state: Mapping[str, Tensor], folder: str) -> None:
-    """Adapters belong to the weights that they were trained on."""
+def check_base_weights(asset: str, state: Mapping[str, Tensor], folder: str) -> None:
+    """Refuse base weights other than those that the stage was trained on."""
     saved = json.loads(asset)
-    if saved["digest"] != digest(state):
+    if saved["digest"] != digest_weights(state):
         raise InputError(
-            f"weights={folder} holds other weights than the ones that this stage was trained on ({saved['folder']}): "
-            "put those back; adapters and parts fit no others"
+            f"weights={folder} differs from the weights that this stage was trained on ({saved['folder']}): restore those"
         )

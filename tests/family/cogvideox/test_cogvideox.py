@@ -50,11 +50,11 @@ def test_a_released_shape_sets_what_is_not_given(shape: str) -> None:
     ("keys", "message"),
     [
         ({"codec": None}, "codec or weights is required"),
-        ({"null_text": "empty", "text": {"kind": "given", "width": 8}}, "null_text=empty needs an encoder"),
-        ({"lora": {"rank": 4}}, "tune=lora only"),
+        ({"null_text": "empty", "text": {"kind": "given", "width": 8}}, "null_text=empty needs a text encoder"),
+        ({"lora": {"rank": 4}}, "does not use lora"),
         ({"tune": []}, "trains nothing"),
-        ({"image": {"dropout": 0.5}}, "first_frame=true only"),
-        ({"grid": "slice", "positions": "sincos"}, "grid is read with other positions"),
+        ({"image": {"dropout": 0.5}}, "without first_frame=true"),
+        ({"grid": "slice", "positions": "sincos"}, "does not use grid"),
         ({"shape": "3b"}, "shape='3b'"),
     ],
 )
@@ -83,11 +83,11 @@ def test_a_cached_posterior_is_the_codecs_own(make: Make) -> None:
     kept = task.precompute(batch)["latents"]
     assert kept.shape == (4, 3, 8, 4, 4)
     cached = Batch(slots=batch.slots, captions=batch.captions, latents=kept)
-    from_pixels, from_cache = (task.space.read(b, NOISE, True).x0 for b in (batch, cached))
+    from_pixels, from_cache = (task.space.encode_batch(b, NOISE, True).x0 for b in (batch, cached))
     assert torch.equal(from_pixels, from_cache)
     mean = ToyCodec().encode(batch.video)
     assert 0.01 < (from_cache - mean).std() < 0.06  # 0.7 · e^−3
-    assert not torch.equal(from_cache, task.space.read(cached, Noise.for_rows(1, 6, 4), True).x0)
+    assert not torch.equal(from_cache, task.space.encode_batch(cached, Noise.for_rows(1, 6, 4), True).x0)
     assert torch.equal(task(batch, NOISE).error, task(cached, NOISE).error)
 
 
@@ -106,20 +106,20 @@ def test_any_resolution_trains_in_one_stage(make: Make) -> None:
 
 def test_padding_in_time_repeats_the_first_latents(make: Make) -> None:
     task = make(patch_time=2, grid="slice")
-    found = task.space.read(clips(), NOISE, True)
+    found = task.space.encode_batch(clips(), NOISE, True)
     assert found.padding == 1 and found.x0.shape[1] == 4
     assert torch.equal(found.x0[:, 0], found.x0[:, 1])
-    assert make(patch_time=2, grid="slice", frames=5).space.read(clips(frames=5), NOISE, True).padding == 0
+    assert make(patch_time=2, grid="slice", frames=5).space.encode_batch(clips(frames=5), NOISE, True).padding == 0
     assert task.tokens_per_clip() == 2 * 2 * 2 + 6
 
 
 def times(task: CogVideoX, noise: Noise) -> torch.Tensor:
     """The levels at which a training step scores."""
     seen = []
-    scored = task.scored
-    task.scored = lambda clips, text, t, eps: seen.append(t) or scored(clips, text, t, eps)  # type: ignore[method-assign]
+    scored = task.compute_errors
+    task.compute_errors = lambda clips, text, t, eps: seen.append(t) or scored(clips, text, t, eps)  # type: ignore[method-assign]
     task.train()(clips(noise.batch), noise)
-    task.scored = scored  # type: ignore[method-assign]
+    task.compute_errors = scored  # type: ignore[method-assign]
     return seen[0]
 
 
@@ -140,11 +140,11 @@ def test_a_batch_covers_all_levels_and_every_sample_all_of_them_in_time(make: Ma
 def test_the_loss_is_the_squared_error_of_v_in_float32(make: Make) -> None:
     """v-MSE is the error of x0 over 1 − ᾱ."""
     task, batch = make(caption_dropout=0.0, sample={"steps": 2, "guidance": 1.0}), clips()
-    x0 = task.space.read(batch, NOISE, True).x0
+    x0 = task.space.encode_batch(batch, NOISE, True).x0
     t, eps = times(task, NOISE), NOISE.normal("noise", *x0.shape[1:])
     kept = torch.tensor(task.diffusion.alpha_bar)[t].view(-1, 1, 1, 1, 1).float()
     x_t = kept.sqrt() * x0 + (1 - kept).sqrt() * eps
-    v = task.predict(x_t, t, task.texts.of_batch(batch))
+    v = task.predict(x_t, t, task.texts.encode_batch(batch))
     wanted = ((kept.sqrt() * x_t - (1 - kept).sqrt() * v - x0) ** 2).flatten(1).mean(1) / (1 - kept.flatten())
     found = task(batch, NOISE).error
     assert found.dtype == torch.float32
@@ -158,7 +158,7 @@ def test_shorter_clips_stand_still_at_the_end_and_are_not_scored_there(make: Mak
     mask = torch.ones(4, 9, dtype=torch.bool)
     mask[1, 5:] = False
     short = replace(whole, frame_mask=mask)
-    found = task.space.read(short, NOISE, True)
+    found = task.space.encode_batch(short, NOISE, True)
     assert found.times[:, found.padding :].tolist() == [[True] * 3, [True, True, False], [True] * 3, [True] * 3]
     shown = replace(short, pixels=torch.where(mask[:, :, None, None, None], short.pixels, 255))
     error = task(short, NOISE).error
@@ -200,7 +200,7 @@ def test_validation_gives_the_loss_of_every_range_of_noise(make: Make) -> None:
     values = torch.stack([one[name].value() for name in names])
     assert torch.allclose(one["loss"].value(), values.mean())
     assert values.std() > 0  # little noise is harder to tell from the data than much
-    levels = [task._level(NOISE, low, low + 250) for low in (0, 250, 500, 750)]
+    levels = [task._draw_timesteps(NOISE, low, low + 250) for low in (0, 250, 500, 750)]
     assert all(((low <= t) & (t < low + 250)).all() for low, t in zip((0, 250, 500, 750), levels, strict=True))
 
 
@@ -217,9 +217,9 @@ def test_learns_one_clip(make: Make) -> None:
 def test_captions_matter_and_dropped_ones_do_not(make: Make) -> None:
     task, batch = make(), clips()
     other = replace(batch, captions=CAPTIONS[::-1])
-    assert not torch.allclose(task.texts.of_batch(batch), task.texts.of_batch(other))
+    assert not torch.allclose(task.texts.encode_batch(batch), task.texts.encode_batch(other))
     dropped = torch.ones(4, dtype=torch.bool)
-    assert torch.equal(task.texts.of_batch(batch, dropped), task.texts.of_batch(other, dropped))
+    assert torch.equal(task.texts.encode_batch(batch, dropped), task.texts.encode_batch(other, dropped))
 
 
 def test_a_learning_encoder_is_asked_once_a_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +229,9 @@ def test_a_learning_encoder_is_asked_once_a_step(make: Make, monkeypatch: pytest
     encode = task.texts.reader.encode
     monkeypatch.setattr(task.texts.reader, "encode", lambda captions: asked.append(len(captions)) or encode(captions))
     dropped = torch.tensor([True, False, True, False])
-    found = task.texts.of_batch(clips(), dropped)
+    found = task.texts.encode_batch(clips(), dropped)
     assert asked == [5]
-    kept = task.texts.of_batch(clips())
+    kept = task.texts.encode_batch(clips())
     assert torch.allclose(found[~dropped], kept[~dropped])
     assert torch.allclose(found[dropped], task.texts.null(found.device).expand_as(found[dropped]))
 
@@ -239,14 +239,14 @@ def test_a_learning_encoder_is_asked_once_a_step(make: Make, monkeypatch: pytest
 @pytest.mark.parametrize("null", ["empty", "zeros", "learned"])
 def test_no_caption_is_the_same_in_training_and_drawing(make: Make, null: str) -> None:
     task = make(null_text=null)
-    trained = task.texts.of_batch(clips(), torch.ones(4, dtype=torch.bool))
-    _, away = task.texts.of_prompts(Prompts(NOISE, captions=CAPTIONS))
-    free, nothing = task.texts.of_prompts(Prompts(NOISE))
+    trained = task.texts.encode_batch(clips(), torch.ones(4, dtype=torch.bool))
+    _, away = task.texts.encode_prompts(Prompts(NOISE, captions=CAPTIONS))
+    free, nothing = task.texts.encode_prompts(Prompts(NOISE))
     assert nothing is None
     assert torch.equal(trained, away) and torch.equal(trained, free)
-    assert torch.equal(trained, task.texts.of_batch(replace(clips(), captions=[""] * 4)))
+    assert torch.equal(trained, task.texts.encode_batch(replace(clips(), captions=[""] * 4)))
     assert trained.any() == (null != "zeros")
-    _, negative = task.texts.of_prompts(Prompts(NOISE, captions=CAPTIONS, negative=["three"] * 4))
+    _, negative = task.texts.encode_prompts(Prompts(NOISE, captions=CAPTIONS, negative=["three"] * 4))
     assert not torch.equal(negative, away)
 
 
@@ -261,7 +261,7 @@ def test_given_embeddings_are_hidden_where_masked(make: Make) -> None:
     with pytest.raises(InputError, match="8"):
         task(replace(batch, text_embeds=torch.zeros(4, 5, 3)), NOISE)
     # Data may have captions too: what cannot read them draws by what was given.
-    wanted, _ = task.texts.of_prompts(Prompts(NOISE, captions=CAPTIONS, batch=batch))
+    wanted, _ = task.texts.encode_prompts(Prompts(NOISE, captions=CAPTIONS, batch=batch))
     assert torch.equal(wanted, embeds * mask[..., None])
 
 
@@ -285,34 +285,34 @@ def from_cache(batch: Batch, kept: dict[str, Tensor]) -> Batch:
 
 def test_the_first_frame_is_shown_at_the_beginning(make: Make) -> None:
     task, batch = image_to_video(make), clips()
-    found = task.space.read(batch, NOISE, True)
-    shown = task.space.shown(found.first, found.padding, found.x0)
+    found = task.space.encode_batch(batch, NOISE, True)
+    shown = task.space.build_condition(found.first, found.padding, found.x0)
     assert shown.shape == found.x0.shape and not shown[:, 1:].any()
     assert (shown[:, 0] - ToyCodec().encode(batch.video[:, :1])[:, 0]).abs().max() < 0.2
     assert task.network.patch_in.in_features == 2 * 4 * 4
     other = replace(batch, pixels=torch.cat([255 - batch.pixels[:, :1], batch.pixels[:, 1:]], dim=1))
-    assert not torch.equal(task.space.read(other, NOISE, True).first, found.first)
+    assert not torch.equal(task.space.encode_batch(other, NOISE, True).first, found.first)
     assert task.animates and not make().animates  # what stands beside a prompt is where it begins
 
 
 @pytest.mark.parametrize(("clip", "seen"), [(0.0, 1), (1e-9, 2)])
 def test_padding_shows_the_first_frame_alone_or_too_where_clips_are_shown(make: Make, clip: float, seen: int) -> None:
     task = make(first_frame=True, patch_time=2, grid="slice", image={"dropout": 0.0, "clip": clip})
-    found = task.space.read(clips(), NOISE, False)
-    shown = task.space.shown(found.first, found.padding, found.x0)
+    found = task.space.encode_batch(clips(), NOISE, False)
+    shown = task.space.build_condition(found.first, found.padding, found.x0)
     assert found.padding == 1 and shown[:, :seen].flatten(2).any(-1).all() and not shown[:, seen:].any()
     assert torch.equal(shown[:, 0], shown[:, seen - 1])
 
 
 def test_the_first_frame_is_noised_and_dropped_in_training_only(make: Make) -> None:
     batch = clips()
-    clean = image_to_video(make).space.read(batch, NOISE, True).first
+    clean = image_to_video(make).space.encode_batch(batch, NOISE, True).first
     noisy = image_to_video(make, noise=(-1.0, 0.1)).space
-    assert 0.1 < (noisy.read(batch, NOISE, True).first - clean).std() < 0.6  # 0.7 · e^−1
-    assert torch.equal(noisy.read(batch, NOISE, False).first, clean)
+    assert 0.1 < (noisy.encode_batch(batch, NOISE, True).first - clean).std() < 0.6  # 0.7 · e^−1
+    assert torch.equal(noisy.encode_batch(batch, NOISE, False).first, clean)
     gone = image_to_video(make, dropout=1.0).space
-    assert not gone.read(batch, NOISE, True).first.any()
-    assert torch.equal(gone.read(batch, NOISE, False).first, clean)
+    assert not gone.encode_batch(batch, NOISE, True).first.any()
+    assert torch.equal(gone.encode_batch(batch, NOISE, False).first, clean)
 
 
 @pytest.mark.parametrize("keys", [{}, {"noise": (-1.0, 0.5), "dropout": 0.5, "clip": 0.5}])
@@ -323,10 +323,10 @@ def test_a_cache_holds_the_first_frame_and_trains_as_pixels_do(make: Make, keys:
     assert kept["latents"].shape[1] == 3 and torch.equal(kept["first_frame"], batch.pixels[:, 0])
     cached = from_cache(batch, kept)
     for training in (True, False):
-        one, two = (task.space.read(b, NOISE, training) for b in (batch, cached))
+        one, two = (task.space.encode_batch(b, NOISE, training) for b in (batch, cached))
         assert torch.equal(one.x0, two.x0) and torch.equal(one.first, two.first)
-    with pytest.raises(InputError, match="first frame of each clip, and these latents come without"):
-        task.space.read(replace(cached, extra={}), NOISE, True)
+    with pytest.raises(InputError, match="first frame of each clip, and the cached latents have none"):
+        task.space.encode_batch(replace(cached, extra={}), NOISE, True)
 
 
 def test_the_released_image_model_divides_its_first_frame_by_the_scale(make: Make) -> None:
@@ -334,7 +334,7 @@ def test_the_released_image_model_divides_its_first_frame_by_the_scale(make: Mak
         make(first_frame=True, image={"dropout": 0.0, "noise": None}, first_frame_inverse_scale=inverse).space
         for inverse in (False, True)
     )
-    one, two = (space.read(clips(), NOISE, True) for space in (plain, inverse))
+    one, two = (space.encode_batch(clips(), NOISE, True) for space in (plain, inverse))
     assert torch.equal(one.x0, two.x0)
     assert torch.allclose(two.first, one.first / 0.49)
 
@@ -343,8 +343,8 @@ def test_some_clips_are_shown_more_than_their_first_frame(make: Make) -> None:
     batch = clips(rows=64, frames=13)
     task = image_to_video(partial(make, frames=13), clip=0.5)
     noise = Noise.for_rows(1, 5, 64)
-    found = task.space.read(batch, noise, True)
-    shown = task.space.shown(found.first, found.padding, found.x0)
+    found = task.space.encode_batch(batch, noise, True)
+    shown = task.space.build_condition(found.first, found.padding, found.x0)
     counts = shown.flatten(2).any(-1).sum(1)
     assert {1, 2, 3} == set(counts.tolist())  # all but one of four
     assert 20 <= (counts > 1).sum() <= 44
@@ -352,23 +352,23 @@ def test_some_clips_are_shown_more_than_their_first_frame(make: Make) -> None:
         assert shown[row, :count].flatten(1).any(-1).all()
         if count > 1:
             assert torch.equal(shown[row, :count], found.x0[row, :count])
-    assert task.space.read(batch, noise, False).first.shape[1] == 1
-    cached = task.space.read(from_cache(batch, task.precompute(batch)), noise, True)
+    assert task.space.encode_batch(batch, noise, False).first.shape[1] == 1
+    cached = task.space.encode_batch(from_cache(batch, task.precompute(batch)), noise, True)
     assert torch.equal(cached.first, found.first)
 
 
 def test_what_is_shown_of_a_clip_is_noised_dropped_and_padded_as_a_frame_is(make: Make) -> None:
     batch, noise = clips(rows=8, frames=13), Noise.for_rows(1, 5, 8)
-    noisy = image_to_video(partial(make, frames=13), clip=1.0, noise=(-1.0, 0.1)).space.read(batch, noise, True)
+    noisy = image_to_video(partial(make, frames=13), clip=1.0, noise=(-1.0, 0.1)).space.encode_batch(batch, noise, True)
     behind = noisy.first[:, :2] - noisy.x0[:, :2]
     assert 0.25 < behind.std() < 0.5  # e^−1
-    gone = image_to_video(partial(make, frames=13), clip=1.0, dropout=1.0).space.read(batch, noise, True)
+    gone = image_to_video(partial(make, frames=13), clip=1.0, dropout=1.0).space.encode_batch(batch, noise, True)
     assert not gone.first.any()
     padded = make(
         frames=9, patch_time=2, grid="slice", first_frame=True, image={"dropout": 0.0, "noise": None, "clip": 1.0}
     )
-    found = padded.space.read(clips(), NOISE, True)
-    shown = padded.space.shown(found.first, found.padding, found.x0)
+    found = padded.space.encode_batch(clips(), NOISE, True)
+    shown = padded.space.build_condition(found.first, found.padding, found.x0)
     assert shown.shape == found.x0.shape and torch.equal(shown[:, :3], found.x0[:, :3]) and not shown[:, 3:].any()
 
 

@@ -13,7 +13,7 @@ from kineograph.core.batch import Prompts
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.family.cogvideox import CogVideoX, CogVideoXSample
-from kineograph.family.cogvideox.sampling import draw_latents
+from kineograph.family.cogvideox.sampling import sample_latents
 
 from .conftest import CAPTIONS, Make, ToyCodec, clips
 
@@ -92,7 +92,7 @@ def test_padding_in_time_is_noise_at_first_and_dropped_at_last(make: Make) -> No
     seen: list[Tensor] = []
     predict = task.predict
     task.predict = lambda x, *rest: seen.append(x) or predict(x, *rest)  # type: ignore[method-assign]
-    found = draw_latents(task, ASKED, options(guidance=1.0))
+    found = sample_latents(task, ASKED, options(guidance=1.0))
     assert found.shape[1] == 3 and seen[0].shape[1] == 4
     assert not torch.equal(seen[0][:, 0], seen[0][:, 1])
     assert task.sample(ASKED, options()).shape[1] == 9
@@ -105,7 +105,7 @@ def test_a_clip_goes_on_from_given_frames(make: Make, patch_time: int) -> None:
     asked = replace(ASKED, prime=prime)
     found = task.sample(asked, options())
     assert torch.equal(found[:, :5], prime)
-    latents = draw_latents(task, asked, options())
+    latents = sample_latents(task, asked, options())
     assert torch.allclose(latents[:, :2], ToyCodec().encode(prime))
     other = task.sample(replace(asked, prime=1 - prime), options())
     assert not torch.allclose(found[:, 5:], other[:, 5:])  # what follows knows what was given
@@ -117,7 +117,7 @@ def test_given_frames_must_fit(make: Make) -> None:
     for frames, error, message in ((3, ConfigError, r"4k\+1"), (9, InputError, "give fewer")):
         with pytest.raises(error, match=message):
             task.sample(replace(ASKED, prime=torch.rand(2, frames, 1, 8, 8)), options())
-    with pytest.raises(InputError, match="make them alike"):
+    with pytest.raises(InputError, match="resize it|set text.width"):
         task.sample(replace(ASKED, prime=torch.rand(2, 1, 1, 4, 8)), options())
 
 

@@ -16,7 +16,7 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import load_weights, player_parameters, task_state_dict
-from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig, tuning, weights
+from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig, diffusers_weights, tuning
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import RELEASED
 from kineograph.train.config import EmaConfig, TrainConfig
@@ -41,7 +41,7 @@ def folder(make: Make, tmp_path: Path) -> Path:
     """Released weights, but for the VAE: of a tiny stage with random weights."""
     place = tmp_path / "released" / "transformer"
     place.mkdir(parents=True)
-    state = {name: value.contiguous() for name, value in weights.diffusers_state(make()).items()}
+    state = {name: value.contiguous() for name, value in diffusers_weights.diffusers_state(make()).items()}
     save_file(state, place / "diffusion_pytorch_model.safetensors")
     return place.parent
 
@@ -52,7 +52,7 @@ def test_adapters_start_silent_and_alone_train(make: Make) -> None:
     own = {name for name in names if name.startswith("network.")}
     assert len(own) == 2 * 4 * 2 and all(".lora_" in name for name in own)
     assert any(name.startswith("texts.") for name in names)  # a learned encoder goes on learning
-    weights.load_network(adapted.network, weights.network_state(plain.network))
+    diffusers_weights.load_network(adapted.network, diffusers_weights.network_state(plain.network))
     load = {name: value for name, value in task_state_dict(plain).items() if name.startswith("texts.")}
     load_weights(adapted, {**task_state_dict(adapted), **load})
     assert torch.allclose(plain(clips(), NOISE).error, adapted(clips(), NOISE).error)
@@ -103,15 +103,15 @@ def test_bf16_weights_keep_adapters_in_float32(make: Make) -> None:
 
 
 def test_targets_and_patterns_that_fit_nothing_are_refused(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"lora\.targets='query' fits no layer: .*to_q"):
+    with pytest.raises(ConfigError, match=r"lora\.targets='query' matches no layer; .*to_q"):
         make(**(LORA | {"lora": {"targets": ["query"]}}))
-    with pytest.raises(ConfigError, match=r"tune='attn\.\*' fits no parameter"):
+    with pytest.raises(ConfigError, match=r"tune='attn\.\*' matches no parameter"):
         make(tune=["attn.*"], init="base")
 
 
 @pytest.mark.parametrize("tune", ["lora", ["patch_out.*"]])
 def test_what_does_not_train_must_come_from_somewhere(make: Make, tune: Any) -> None:
-    with pytest.raises(ConfigError, match=r"nothing says what it is: .*weights=DIR.*init=runs/x/stage"):
+    with pytest.raises(ConfigError, match=r"and there are none: .*weights=DIR.*init=runs/x/stage"):
         make(tune=tune)
 
 
@@ -129,8 +129,8 @@ def test_starts_from_released_weights(make: Make, folder: Path, tune: Any) -> No
     """`codec` names a stage here: the folder of this test has no VAE."""
     source = make()
     task = make(lively=False, weights=str(folder), tune=tune)
-    found = weights.diffusers_state(task)
-    assert all(torch.equal(found[name], value) for name, value in weights.diffusers_state(source).items())
+    found = diffusers_weights.diffusers_state(task)
+    assert all(torch.equal(found[name], value) for name, value in diffusers_weights.diffusers_state(source).items())
     assert all(not p.is_meta for p in task.parameters())
     assert json.loads(task.assets()[tuning.ASSET])["folder"] == str(folder)
 
@@ -150,10 +150,10 @@ def test_adapters_refuse_another_base(make: Make, folder: Path) -> None:
     keys = {**LORA, "weights": str(folder), "lively": False}
     assets = make(**keys).assets()
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    state = {name: value.contiguous() for name, value in weights.diffusers_state(make()).items()}
+    state = {name: value.contiguous() for name, value in diffusers_weights.diffusers_state(make()).items()}
     state["proj_out.weight"] = state["proj_out.weight"] + 1
     save_file(state, file)
-    with pytest.raises(InputError, match="holds other weights than the ones"):
+    with pytest.raises(InputError, match="differs from the weights"):
         make(assets=assets, **keys)
 
 
@@ -213,7 +213,7 @@ def test_a_folder_of_another_schedule_is_refused_by_key(
 ) -> None:
     make(weights=scheduled(folder))
     with pytest.raises(
-        ConfigError, match=rf"scheduler_config\.json says diffusion\.{key}.*set stages\.generator\.diffusion"
+        ConfigError, match=rf"scheduler_config\.json has diffusion\.{key}.*set stages\.generator\.diffusion"
     ):
         make(weights=scheduled(folder, **changes))
 
@@ -278,7 +278,7 @@ def test_a_step_can_be_estimated_before_the_folder_is_there(make: Make) -> None:
         assert sorted(p.shape for p in found.values()) == sorted(wanted.values())
         task.loss("model", task(batch, NOISE)).total.sum.backward()
         assert all(p.grad is not None for p in found.values())
-    with pytest.raises(InputError, match=r"weights=.*nowhere does not exist: give a folder of diffusers' form"):
+    with pytest.raises(InputError, match=r"weights=.*nowhere does not exist: give a diffusers folder"):
         make(weights="nowhere", **keys)
 
 
@@ -299,11 +299,11 @@ def test_adapters_start_from_the_whole_weights_of_a_stage(make: Make) -> None:
 
 def test_a_start_that_lacks_what_does_not_train_is_refused(make: Make, folder: Path) -> None:
     task, over_folder = make(**LORA), make(**LORA, weights=str(folder))
-    with pytest.raises(InputError, match=r"init=x has no patch_in\.weight of this shape .*weights=DIR"):
+    with pytest.raises(InputError, match=r"init=x lacks .* such as patch_in\.weight .*weights=DIR"):
         task.remap_init(task_state_dict(over_folder), "init=x")
     with pytest.raises(InputError, match=r"init=x has no blocks\.1\.norm1\.linear\.weight of this shape"):
         task.remap_init(task_state_dict(make(depth=1)), "init=x")
-    with pytest.raises(InputError, match=r"init=x has adapters, and tune=full has no place for them: .*kineo export"):
+    with pytest.raises(InputError, match=r"init=x has adapters, and tune=full has none: .*kineo export"):
         make().remap_init(task_state_dict(task), "init=x")
     assert over_folder.remap_init(task_state_dict(over_folder), "init=x").keys() == task_state_dict(over_folder).keys()
 
@@ -314,7 +314,7 @@ def test_a_start_that_lacks_what_does_not_train_is_refused(make: Make, folder: P
 def test_adapters_go_out_under_diffusers_names(make: Make) -> None:
     task = make(**LORA)
     stepped(task, ema=EmaConfig(decay=0))
-    state = weights.lora_state(task)
+    state = diffusers_weights.lora_state(task)
     assert "transformer_blocks.1.attn1.to_out.0.lora_B.weight" in state and len(state) == 16
     layer = task.network.blocks[1].attention.to_q
     assert torch.equal(state["transformer_blocks.1.attn1.to_q.lora_A.weight"], layer.lora_A["default"].weight)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kineograph.core.config import parse
 from kineograph.core.errors import InputError
-from kineograph.family.cogvideox import weights
+from kineograph.family.cogvideox import diffusers_weights
 from kineograph.family.cogvideox.network import OFS, Transformer
 from kineograph.family.cogvideox.shapes import RELEASED, TransformerShape
 
@@ -32,7 +32,7 @@ def ours(kind: str, fused: bool = True, **keys: Any) -> Transformer:
 
 def theirs_for(network: Transformer) -> CogVideoXTransformer3DModel:
     """With random weights, norms and biases too."""
-    config = weights.diffusers_config(network, TEXT, LENGTH)
+    config = diffusers_weights.diffusers_config(network, TEXT, LENGTH)
     model = CogVideoXTransformer3DModel(**{key: value for key, value in config.items() if not key.startswith("_")})
     torch.manual_seed(1)
     for tensor in [*model.parameters(), *(b for name, b in model.named_buffers() if name in model.state_dict())]:
@@ -44,7 +44,7 @@ def theirs_for(network: Transformer) -> CogVideoXTransformer3DModel:
 
 def rotary(network: Transformer, size: tuple[int, int, int]) -> tuple[Tensor, Tensor] | None:
     """As the pipeline makes it."""
-    shape, grid = network.shape, network.grid_of(size)
+    shape, grid = network.shape, network.token_grid(size)
     if shape.positions == "sincos":
         return None
     base = (network.base_size[0] // shape.patch, network.base_size[1] // shape.patch)
@@ -61,7 +61,9 @@ def run_theirs(model: Any, network: Transformer, latents: Tensor, t: Tensor, tex
 
 
 def run_ours(network: Transformer, latents: Tensor, t: Tensor, text: Tensor) -> Tensor:
-    return network(latents, t, text, network.places((latents.shape[1], *latents.shape[3:]), text.shape[1], text.device))
+    return network(
+        latents, t, text, network.positions_for((latents.shape[1], *latents.shape[3:]), text.shape[1], text.device)
+    )
 
 
 def inputs(network: Transformer, size: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +86,7 @@ def size_for(kind: str) -> tuple[int, int, int]:
 def test_outputs_and_gradients_agree(kind: str, fused: bool) -> None:
     network = ours(kind, fused)
     model = theirs_for(network)
-    weights.load_network(network, model.state_dict())
+    diffusers_weights.load_network(network, model.state_dict())
     given = inputs(network, size_for(kind))
     wanted, found = run_theirs(model, network, *given), run_ours(network, *given)
     assert wanted.std() > 0.1
@@ -98,7 +100,7 @@ def test_outputs_and_gradients_agree(kind: str, fused: bool) -> None:
     for name, parameter in network.named_parameters():
         if name == "positions.table":
             continue  # a buffer there
-        names = weights.diffusers_names(name)
+        names = diffusers_weights.diffusers_names(name)
         for part, theirs in zip(parameter.grad.chunk(len(names)), names, strict=True):
             gradient = expected[theirs].grad.reshape(part.shape)
             assert (part - gradient).norm() <= 1e-4 * gradient.norm() + noise, name
@@ -112,7 +114,7 @@ def test_other_sizes_agree(kind: str, size: tuple[int, int, int]) -> None:
     """Portrait, narrow, longer: positions follow the size."""
     network = ours(kind)
     model = theirs_for(network)
-    weights.load_network(network, model.state_dict())
+    diffusers_weights.load_network(network, model.state_dict())
     given = inputs(network, size)
     close(run_ours(network, *given), run_theirs(model, network, *given))
 
@@ -121,8 +123,8 @@ def test_other_sizes_agree(kind: str, size: tuple[int, int, int]) -> None:
 def test_weights_come_back_as_they_went_in(kind: str) -> None:
     network = ours(kind)
     state = {name: value.float() for name, value in theirs_for(network).state_dict().items()}
-    weights.load_network(network, state)
-    found = weights.network_state(network)
+    diffusers_weights.load_network(network, state)
+    found = diffusers_weights.network_state(network)
     assert found.keys() == state.keys()
     for name, value in state.items():
         assert torch.equal(found[name], value), name
@@ -131,8 +133,8 @@ def test_weights_come_back_as_they_went_in(kind: str) -> None:
 @pytest.mark.parametrize("kind", RELEASED)
 def test_configs_come_back_as_they_went_in(kind: str) -> None:
     network = ours(kind)
-    config = weights.diffusers_config(network, TEXT, LENGTH)
-    again = parse(TransformerShape, weights.shape_of(config))
+    config = diffusers_weights.diffusers_config(network, TEXT, LENGTH)
+    again = parse(TransformerShape, diffusers_weights.read_shape(config))
     assert again == network.shape.model_copy(update={"first_frame_inverse_scale": False})  # the VAE's config says that
 
 
@@ -142,7 +144,7 @@ def test_an_exported_folder_knows_the_size_it_is_drawn_at(kind: str) -> None:
     shape = parse(TransformerShape, {k: v for k, v in RELEASED[kind].items() if k in TransformerShape.model_fields})
     with torch.device("meta"):
         network = Transformer(shape, 16, 4096, 226, base=(13, 60, 90))
-    config = weights.diffusers_config(network, 4096, 226)
+    config = diffusers_weights.diffusers_config(network, 4096, 226)
     size = (config["sample_height"], config["sample_width"], config["sample_frames"])
     assert size == ((300, 300, 81) if kind.startswith("1.5") else (60, 90, 49))
 
@@ -154,7 +156,11 @@ def test_released_parameter_counts() -> None:
         with torch.device("meta"):
             network = Transformer(shape, 16, 4096, 226, base=(13, 60, 90))
             model = CogVideoXTransformer3DModel(
-                **{k: v for k, v in weights.diffusers_config(network, 4096, 226).items() if k != "_class_name"}
+                **{
+                    k: v
+                    for k, v in diffusers_weights.diffusers_config(network, 4096, 226).items()
+                    if k != "_class_name"
+                }
             )
         found = sum(p.numel() for p in network.parameters())
         assert found == sum(p.numel() for p in model.parameters())
@@ -163,27 +169,27 @@ def test_released_parameter_counts() -> None:
 
 def test_a_missing_unknown_or_misshapen_weight_is_named() -> None:
     network = ours("5b")
-    state = dict(weights.network_state(network))
+    state = dict(diffusers_weights.network_state(network))
     key = "transformer_blocks.1.attn1.to_k.weight"
     with pytest.raises(InputError, match=f"lacks {key}"):
-        weights.load_network(network, {name: value for name, value in state.items() if name != key})
+        diffusers_weights.load_network(network, {name: value for name, value in state.items() if name != key})
     with pytest.raises(InputError, match=r"unknown ofs_embedding\.linear_1\.weight"):
-        weights.load_network(network, {**state, "ofs_embedding.linear_1.weight": torch.zeros(1)})
-    with pytest.raises(InputError, match=f"{key} is 2 × 2, and this network's is 96 × 96"):
-        weights.load_network(network, {**state, key: torch.zeros(2, 2)})
+        diffusers_weights.load_network(network, {**state, "ofs_embedding.linear_1.weight": torch.zeros(1)})
+    with pytest.raises(InputError, match=f"{key} is 2 × 2, and this network needs 96 × 96"):
+        diffusers_weights.load_network(network, {**state, key: torch.zeros(2, 2)})
 
 
 def test_a_shape_that_diffusers_has_not_is_refused() -> None:
     with pytest.raises(InputError, match="norm_eps"):
-        weights.shape_of({"norm_eps": 1e-6})
+        diffusers_weights.read_shape({"norm_eps": 1e-6})
     with pytest.raises(InputError, match="grid=slice"):
-        weights.diffusers_config(ours("5b", grid="slice"), TEXT, LENGTH)
+        diffusers_weights.diffusers_config(ours("5b", grid="slice"), TEXT, LENGTH)
 
 
 def test_a_learned_table_serves_other_sizes() -> None:
     """The first frames of the table for fewer of them; stretched in space; the trained size is exact."""
     network = ours("5b-i2v")
-    weights.load_network(network, theirs_for(network).state_dict())
+    diffusers_weights.load_network(network, theirs_for(network).state_dict())
     table = network.positions
     assert table is not None
     whole = table(LENGTH, (3, 4, 6))[0]

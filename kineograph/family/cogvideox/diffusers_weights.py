@@ -1,6 +1,6 @@
-"""The transformer's weights and shape under the names of diffusers' CogVideoXTransformer3DModel, both ways and strict.
+"""Conversion of weights and config to and from diffusers' CogVideoXTransformer3DModel.
 
-Adapters of peft may sit on our modules: a wrapped layer's own weights stand under `base_layer`, which the names here leave out.
+Layers wrapped by peft keep their weights under `base_layer`, which is dropped from the names here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core.errors import InputError
+from kineograph.core.weight_files import WeightFiles
 from kineograph.family.cogvideox.network import NORM_EPS, Transformer
 from kineograph.family.cogvideox.shapes import TransformerShape
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kineograph.family.cogvideox.task import CogVideoX
 
 CLASS = "CogVideoXTransformer3DModel"
-_MODULES = (  # ours, theirs; {} is a number or a name that stays as it is
+_MODULES = (  # ours, diffusers'; {} stays
     ("patch_in", "patch_embed.proj"),
     ("text_in", "patch_embed.text_proj"),
     ("time.linear_{}", "time_embedding.linear_{}"),
@@ -52,7 +53,7 @@ def _rules(forward: bool) -> list[tuple[re.Pattern[str], str]]:
 _OUTWARD, _INWARD = _rules(True), _rules(False)
 
 
-def _renamed(module: str, rules: list[tuple[re.Pattern[str], str]]) -> str | None:
+def _rename_module(module: str, rules: list[tuple[re.Pattern[str], str]]) -> str | None:
     for pattern, target in rules:
         match = pattern.fullmatch(module)
         if match:
@@ -61,23 +62,23 @@ def _renamed(module: str, rules: list[tuple[re.Pattern[str], str]]) -> str | Non
 
 
 def module_to_diffusers(module: str) -> str | None:
-    """`blocks.3.attention.to_q` → `transformer_blocks.3.attn1.to_q`; None for what diffusers has not."""
-    return _renamed(module, _OUTWARD)
+    """`blocks.3.attention.to_q` → `transformer_blocks.3.attn1.to_q`; None if diffusers has no such module."""
+    return _rename_module(module, _OUTWARD)
 
 
 def module_from_diffusers(module: str) -> str | None:
-    return _renamed(module, _INWARD)
+    return _rename_module(module, _INWARD)
 
 
 def diffusers_names(name: str) -> tuple[str, ...]:
-    """Of one of our parameters: its name there, or three, which ours has one below the other."""
+    """diffusers' name of one of our parameters, or the three names of a fused one."""
     names = _names(name)
     assert names, name
     return names
 
 
 def _names(name: str) -> tuple[str, ...]:
-    """The same; nothing for what is no parameter of ours."""
+    """The same; empty if diffusers has no such parameter."""
     name = name.replace(".base_layer.", ".")
     if name == _TABLE[0]:
         return (_TABLE[1],)
@@ -90,8 +91,8 @@ def _names(name: str) -> tuple[str, ...]:
 # Weights ---------------------------------------------------------------------------------------------------------
 
 
-def _own(network: Transformer) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
-    """Our parameters without adapters: name, tensor, their names."""
+def _base_parameters(network: Transformer) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
+    """Our parameters without adapters: name, tensor, diffusers' names."""
     for name, parameter in network.named_parameters():
         if ".lora_" not in name:
             yield name, parameter, diffusers_names(name)
@@ -99,36 +100,41 @@ def _own(network: Transformer) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
 
 def _their_shape(network: Transformer, name: str, value: Tensor, parts: int) -> tuple[int, ...]:
     if name.replace(".base_layer.", ".") == "patch_in.weight" and network.shape.patch_time == 1:
-        return (value.shape[0], network.read_channels, network.shape.patch, network.shape.patch)  # a convolution there
+        return (
+            value.shape[0],
+            network.read_channels,
+            network.shape.patch,
+            network.shape.patch,
+        )  # a convolution in diffusers
     return (value.shape[0] // parts, *value.shape[1:])
 
 
 def diffusers_shapes(network: Transformer) -> dict[str, tuple[int, ...]]:
-    """Every name that diffusers' state dict has for this network, with its shape."""
+    """Names and shapes of diffusers' state dict for this network."""
     return {
         theirs: _their_shape(network, name, value, len(names))
-        for name, value, names in _own(network)
+        for name, value, names in _base_parameters(network)
         for theirs in names
     }
 
 
 def check_state(network: Transformer, state: Mapping[str, Any], where: str = "the state dict") -> None:
-    """Refuse a state that lacks a name, has one too many, or another shape."""
+    """Refuse a state dict with missing or unknown names or other shapes."""
     expected = diffusers_shapes(network)
-    missing, strangers = [key for key in expected if key not in state], [key for key in state if key not in expected]
-    for problem, keys in (("lacks", missing), ("holds the unknown", strangers)):
+    missing, unknown = [key for key in expected if key not in state], [key for key in state if key not in expected]
+    for problem, keys in (("lacks", missing), ("has the unknown", unknown)):
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
             raise InputError(
-                f"{where} {problem} {', '.join(keys[:3])}{more}: not of this shape of CogVideoX; "
-                "set shape (and positions, first_frame, ofs) as the folder's transformer/config.json says"
+                f"{where} {problem} {', '.join(keys[:3])}{more}: it does not fit this shape of CogVideoX; "
+                "set shape (and positions, first_frame, ofs) as in the folder's transformer/config.json"
             )
-    shape_of: Callable[[str], Any] = getattr(state, "shape", lambda key: state[key].shape)
+    shape_of: Callable[[str], Any] = state.shape if isinstance(state, WeightFiles) else lambda key: state[key].shape
     for key, shape in expected.items():
         if tuple(shape_of(key)) != shape:
             raise InputError(
-                f"{where}: {key} is {_size(shape_of(key))}, and this network's is {_size(shape)}: set its shape as the folder's "
-                "transformer/config.json says"
+                f"{where}: {key} is {_size(shape_of(key))}, and this network needs {_size(shape)}: set its shape as in the folder's "
+                "transformer/config.json"
             )
 
 
@@ -138,9 +144,9 @@ def _size(shape: Any) -> str:
 
 @torch.no_grad()
 def load_network(network: Transformer, state: Mapping[str, Tensor], where: str = "the state dict") -> None:
-    """Copy a diffusers state dict in, tensor by tensor, so that a mapping that reads when asked never lies in memory as a whole."""
+    """Load a diffusers state dict tensor by tensor, so that a lazy mapping is never in memory as a whole."""
     check_state(network, state, where)
-    for _, parameter, names in _own(network):
+    for _, parameter, names in _base_parameters(network):
         rows = parameter.shape[0] // len(names)
         for number, theirs in enumerate(names):
             place = parameter[number * rows : (number + 1) * rows] if len(names) > 1 else parameter
@@ -149,23 +155,23 @@ def load_network(network: Transformer, state: Mapping[str, Tensor], where: str =
 
 @torch.no_grad()
 def network_state(network: Transformer) -> dict[str, Tensor]:
-    """Our weights as a diffusers state dict; parts of fused matrices are views."""
+    """Our weights as a diffusers state dict; slices of fused matrices are views."""
     found: dict[str, Tensor] = {}
-    for name, parameter, names in _own(network):
+    for name, parameter, names in _base_parameters(network):
         shape = _their_shape(network, name, parameter, len(names))
         for theirs, part in zip(names, parameter.detach().chunk(len(names)), strict=True):
             found[theirs] = part.reshape(shape)
     return found
 
 
-def renamed(network: Transformer, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of another of our networks by the names that they have in this one; what is not there is left out."""
+def rename_weights(network: Transformer, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename another network's parameters to fit this one; unknown ones are dropped."""
     theirs: dict[str, Tensor] = {}
     for name, whole in given.items():
         names = () if ".lora_" in name else _names(name)
         theirs |= dict(zip(names, whole.chunk(len(names)) if names else (), strict=True))
     found: dict[str, Tensor] = {}
-    for name, _, names in _own(network):
+    for name, _, names in _base_parameters(network):
         if name in given:
             found[name] = given[name]
         elif all(part in theirs for part in names):
@@ -174,7 +180,7 @@ def renamed(network: Transformer, given: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def diffusers_state(task: CogVideoX) -> dict[str, Tensor]:
-    """The weights below adapters, where there are any."""
+    """The base weights, without adapters."""
     return network_state(task.network)
 
 
@@ -182,7 +188,7 @@ def diffusers_state(task: CogVideoX) -> dict[str, Tensor]:
 
 
 def _adapters(network: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """`transformer_blocks.0.attn1.to_q.lora_A.weight` and the parameter that it names."""
+    """diffusers' name and parameter of every adapter, such as transformer_blocks.0.attn1.to_q.lora_A.weight."""
     for name, parameter in network.named_parameters():
         module, mark, rest = name.partition(".lora_")  # … .lora_A.default.weight
         if mark:
@@ -205,8 +211,8 @@ def diffusers_config(network: Transformer, text_width: int, text_length: int, ti
     rotary, timed = shape.positions != "sincos", shape.patch_time > 1
     if rotary and (shape.grid == "slice") != timed:
         raise InputError(
-            f"grid={shape.grid} with patch_time={shape.patch_time} has no counterpart in diffusers: its pipelines slice where patch_time > 1 "
-            "and resize elsewhere"
+            f"grid={shape.grid} with patch_time={shape.patch_time} cannot be exported: diffusers' pipelines slice if patch_time > 1 "
+            "and resize otherwise"
         )
     return {
         "_class_name": CLASS,
@@ -241,7 +247,7 @@ def diffusers_config(network: Transformer, text_width: int, text_length: int, ti
     }
 
 
-_DEFAULTS: dict[str, Any] = {  # of diffusers' class, where a config.json leaves a key out
+_DEFAULTS: dict[str, Any] = {  # defaults of diffusers' class
     "num_attention_heads": 30, "attention_head_dim": 64, "in_channels": 16, "out_channels": 16, "flip_sin_to_cos": True, "freq_shift": 0,
     "time_embed_dim": 512, "ofs_embed_dim": None, "num_layers": 30, "attention_bias": True, "sample_width": 90, "sample_height": 60,
     "sample_frames": 49, "patch_size": 2, "patch_size_t": None, "temporal_compression_ratio": 4, "activation_fn": "gelu-approximate",
@@ -253,12 +259,12 @@ _ALWAYS = (
 )  # fmt: skip
 
 
-def shape_of(config: Mapping[str, Any], where: str = "transformer/config.json") -> dict[str, Any]:
+def read_shape(config: Mapping[str, Any], where: str = "transformer/config.json") -> dict[str, Any]:
     """Our keys for a config.json of diffusers' class."""
     full = {**_DEFAULTS, **{key: value for key, value in config.items() if key in _DEFAULTS}}
     for key in _ALWAYS:
         if full[key] != _DEFAULTS[key]:
-            raise InputError(f"{where}: {key}={full[key]!r} is not what CogVideoX has here: {_DEFAULTS[key]!r}")
+            raise InputError(f"{where}: {key}={full[key]!r} is not supported: {_DEFAULTS[key]!r} is")
     if full["in_channels"] not in (full["out_channels"], 2 * full["out_channels"]):
         raise InputError(
             f"{where}: in_channels={full['in_channels']} is neither out_channels={full['out_channels']} nor twice that"
@@ -285,9 +291,9 @@ def shape_of(config: Mapping[str, Any], where: str = "transformer/config.json") 
             "space_scale": full["spatial_interpolation_scale"],
             "time_scale": full["temporal_interpolation_scale"],
         }
-    return {key: value for key, value in found.items() if value != _plain(TransformerShape, key)}
+    return {key: value for key, value in found.items() if value != _default_value(TransformerShape, key)}
 
 
-def _plain(model: type[TransformerShape], key: str) -> Any:
+def _default_value(model: type[TransformerShape], key: str) -> Any:
     default = model.model_fields[key].default
     return list(default) if isinstance(default, tuple) else default
