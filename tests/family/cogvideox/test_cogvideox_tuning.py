@@ -299,7 +299,7 @@ def test_adapters_start_from_the_whole_weights_of_a_stage(make: Make) -> None:
 
 def test_a_start_that_lacks_what_does_not_train_is_refused(make: Make, folder: Path) -> None:
     task, over_folder = make(**LORA), make(**LORA, weights=str(folder))
-    with pytest.raises(InputError, match=r"init=x lacks .* such as patch_in\.weight .*weights=DIR"):
+    with pytest.raises(InputError, match=r"init=x lacks .* such as patch_in\.weight.*weights=DIR"):
         task.remap_init(task_state_dict(over_folder), "init=x")
     with pytest.raises(InputError, match=r"init=x has no blocks\.1\.norm1\.linear\.weight of this shape"):
         task.remap_init(task_state_dict(make(depth=1)), "init=x")
