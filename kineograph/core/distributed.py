@@ -147,26 +147,20 @@ def broadcast_(value: Tensor) -> Tensor:
 
 
 def all_gather_with_grad(value: Tensor) -> Tensor:
-    """The rows of all data ranks in their order, each having equally many: B … → world · B ….
+    """Concatenate the rows of all data ranks, of which each has equally many: B … → world · B ….
 
-    Every process's loss depends on every row, so a row's gradient is the sum of what all of them send back. With gradients of
-    parameters summed over processes, the result is the gradient that one process with all rows would have.
+    Every rank's loss depends on every row, so the gradient of a row is the sum over ranks. With the gradients of parameters summed over
+    ranks too, the result is the gradient of one process with all rows.
     """
-    return _Gather.apply(value) if is_active() else value
+    if not is_active():
+        return value
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        parts = [torch.empty_like(value) for _ in range(data_world())]
-        dist.all_gather(parts, value.contiguous(), group=_group())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=_group())
-        return total.chunk(data_world())[data_rank()]
+    # The backward pass of an all-to-all of copies is the sum over ranks, with gloo too.
+    copies = value.expand(data_world(), *value.shape).flatten(0, 1).contiguous()
+    sizes = [len(value)] * data_world()
+    group = _group() or dist.distributed_c10d._get_default_group()
+    return all_to_all_single_autograd(copies, sizes, sizes, group)
 
 
 def all_gather_rows(value: Tensor) -> Tensor:
