@@ -1,4 +1,4 @@
-"""curves.png: how a run went, from its metrics.jsonl."""
+"""curves.png: the curves of a run's metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from kineograph.media.frames import replace_atomically
 
-DENSE = 2_000  # lines of a stage and split that are all read; of what follows, an even share
-POINTS = 1_500  # drawn a curve
-PARTS = 8  # curves in the panel of loss parts and scores
+DENSE = 2_000  # lines per stage and split that are all read; later ones are thinned out evenly
+MAX_POINTS = 1_500  # per curve
+MAX_TERMS = 8  # curves in the panel of loss terms and scores
 _COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")
 
-Curves = dict[str, dict[str, list[tuple[float, float]]]]  # name → stage → (x, y); null in the file is nan here, a gap
+Curves = dict[str, dict[str, list[tuple[float, float]]]]  # name → stage → (x, y); null in the file becomes nan
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Panel:
 
 
 def draw_curves(metrics: str | Path, out: str | Path) -> Path:
-    """Draw losses, learning rate, gradient norm, throughput and codebook use over the steps of all stages, one after another."""
+    """Draw losses, learning rate, gradient norm, throughput and codebook usage over the steps of all stages."""
     out = Path(out)
     records = list(read_records(Path(metrics)))
     axis = _Axis(records)
@@ -44,28 +44,28 @@ def draw_curves(metrics: str | Path, out: str | Path) -> Path:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole records in order; of a long file the beginning of each stage and an even share of the rest."""
+    """Complete records in order; of a long file, the beginning of each stage and an even share of the rest."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(65_536)
         stride = max(1, int(size / max(1, len(head)) * head.count(b"\n")) // (4 * DENSE))
         file.seek(0)
-        met: Counter[bytes] = Counter()
+        counts: Counter[bytes] = Counter()
         for line in file:
             kind = b"".join(line.split(b",", 2)[:2])  # stage and split come first
-            met[kind] += 1
-            if met[kind] > DENSE and met[kind] % stride:
+            counts[kind] += 1
+            if counts[kind] > DENSE and counts[kind] % stride:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:  # torn by a kill, or not text
+            except ValueError:  # cut off by a kill
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), (int, float)) and "stage" in record:
                 yield record
 
 
 class _Axis:
-    """Stages side by side on one x axis. Each is as wide as its share of the steps, short ones at least a fifth of the widest."""
+    """Stages side by side on one x axis, as wide as their share of the steps, at least a fifth of the widest."""
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.steps: dict[str, float] = {}
@@ -78,21 +78,21 @@ class _Axis:
         self.start = dict(zip(self.steps, ends.tolist()))
         self.end = float(ends[-1]) or 1.0
 
-    def place(self, stage: str, step: float) -> float:
+    def position(self, stage: str, step: float) -> float:
         return self.start[stage] + step / self.steps[stage] * self.width[stage]
 
     def ticks(self) -> tuple[list[float], list[str]]:
-        """Half-way and at the end of each stage, labelled with its own steps."""
-        places, labels = [0.0], ["0"]
+        """Ticks in the middle and at the end of each stage, labelled with its own steps."""
+        positions, labels = [0.0], ["0"]
         for stage, steps in self.steps.items():
             for share in (0.5, 1.0):
                 if share == 1.0 or self.width[stage] > 0.3:
-                    places.append(self.start[stage] + share * self.width[stage])
-                    labels.append(_short(steps * share))
-        return places, labels
+                    positions.append(self.start[stage] + share * self.width[stage])
+                    labels.append(_format_number(steps * share))
+        return positions, labels
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -101,18 +101,18 @@ def _short(number: float) -> str:
 
 def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
     loss = _Panel("loss", log=True)
-    parts = _Panel("parts of the loss, and scores", log=True)
+    terms = _Panel("loss terms and scores", log=True)
     rate = _Panel("learning rate")
     norm = _Panel("gradient norm", log=True)
-    speed = _Panel("samples a second")
-    codes = _Panel("codebook: share of codes in use")
+    speed = _Panel("samples per second")
+    codes = _Panel("codebook usage")
     for record in records:
         stage, split = str(record["stage"]), str(record.get("split", "train"))
-        x = axis.place(stage, record["step"])
+        x = axis.position(stage, record["step"])
         for name, value in record.items():
             if name == "step" or isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
                 continue
-            panel, label = parts, f"{name}, {split}"
+            panel, label = terms, f"{name}, {split}"
             last = name.rpartition("/")[2]
             if name == "loss":
                 panel, label = loss, split
@@ -131,13 +131,13 @@ def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
             panel.curves.setdefault(label, {}).setdefault(stage, []).append(
                 (x, math.nan if value is None else float(value))
             )
-    for panel in (panels := [loss, parts, rate, norm, speed, codes]):
-        panel.curves = {name: segments for name, segments in panel.curves.items() if _finite(segments)}
-    parts.curves = dict(sorted(parts.curves.items(), key=lambda item: -_finite(item[1]))[:PARTS])
+    for panel in (panels := [loss, terms, rate, norm, speed, codes]):
+        panel.curves = {name: segments for name, segments in panel.curves.items() if _count_finite(segments)}
+    terms.curves = dict(sorted(terms.curves.items(), key=lambda item: -_count_finite(item[1]))[:MAX_TERMS])
     return panels
 
 
-def _finite(segments: dict[str, list[tuple[float, float]]]) -> int:
+def _count_finite(segments: dict[str, list[tuple[float, float]]]) -> int:
     return sum(math.isfinite(y) for points in segments.values() for _, y in points)
 
 
@@ -155,28 +155,28 @@ def _draw(panels: list[_Panel], axis: _Axis, path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = max(1, math.ceil(len(panels) / 2))
-    high = 2.9 * rows
-    figure = Figure(figsize=(12, high), dpi=100)
+    height = 2.9 * rows
+    figure = Figure(figsize=(12, height), dpi=100)
     FigureCanvasAgg(figure)
-    # Fixed margins: a layout engine draws everything twice.
-    figure.subplots_adjust(left=0.055, right=0.985, bottom=0.3 / high, top=1 - 0.5 / high, wspace=0.13, hspace=0.4)
+    # Fixed margins: a layout engine would draw everything twice.
+    figure.subplots_adjust(left=0.055, right=0.985, bottom=0.3 / height, top=1 - 0.5 / height, wspace=0.13, hspace=0.4)
     if not panels:
-        figure.text(0.5, 0.5, "no numbers yet", ha="center", va="center", color="#777777")
+        figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color="#777777")
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, 2, index + 1)
         for number, (name, segments) in enumerate(panel.curves.items()):
             label: str | None = name
             for points in segments.values():
                 _draw_curve(axes, label, np.asarray(points, dtype=float), _COLOURS[number % len(_COLOURS)])
-                label = None  # one entry in the legend
-        _dress(axes, panel, axis)
+                label = None  # one legend entry for all stages
+        _style_axes(axes, panel, axis)
     figure.savefig(path, format="png")
 
 
 def _draw_curve(axes: Any, label: str | None, points: np.ndarray, colour: str) -> None:
-    """One stage's part of a curve: as it is where it is short, else faint with a running mean over it."""
-    if len(points) > POINTS:
-        points = points[np.linspace(0, len(points) - 1, POINTS).round().astype(int)]
+    """One stage's part of a curve; a long one faint, under its running mean."""
+    if len(points) > MAX_POINTS:
+        points = points[np.linspace(0, len(points) - 1, MAX_POINTS).round().astype(int)]
     x, y = points.T
     y = np.where(np.isfinite(y), y, np.nan)
     if len(y) < 100:
@@ -187,7 +187,7 @@ def _draw_curve(axes: Any, label: str | None, points: np.ndarray, colour: str) -
 
 
 def _smooth(y: np.ndarray, window: int) -> np.ndarray:
-    """Running mean that skips gaps, and leaves them gaps."""
+    """Running mean over finite values; gaps stay gaps."""
     known = np.isfinite(y)
     kernel = np.ones(window)
     total = np.convolve(np.where(known, y, 0.0), kernel, mode="same")
@@ -195,7 +195,7 @@ def _smooth(y: np.ndarray, window: int) -> np.ndarray:
     return np.where(known, total / np.maximum(count, 1.0), np.nan)
 
 
-def _dress(axes: Any, panel: _Panel, axis: _Axis) -> None:
+def _style_axes(axes: Any, panel: _Panel, axis: _Axis) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     values = np.asarray(
@@ -206,7 +206,7 @@ def _dress(axes: Any, panel: _Panel, axis: _Axis) -> None:
         axes.set_yscale("log")
         few = values.max() < 1000 * values.min()
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _format_number(value)))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(panel.title, fontsize=10, loc="left", pad=15)
     axes.set_xlim(0, axis.end)
@@ -219,15 +219,7 @@ def _dress(axes: Any, panel: _Panel, axis: _Axis) -> None:
         if number:
             axes.axvline(start, color="#555555", lw=0.9, ls="--")
         middle = start + axis.width[stage] / 2
-        axes.text(
-            middle,
-            1.01,
-            stage,
-            transform=axes.get_xaxis_transform(),
-            fontsize=8,
-            color="#555555",
-            ha="center",
-            va="bottom",
-        )
+        style = {"fontsize": 8, "color": "#555555", "ha": "center", "va": "bottom"}
+        axes.text(middle, 1.01, stage, transform=axes.get_xaxis_transform(), **style)
     if len(panel.curves) > 1:
         axes.legend(fontsize=7, frameon=False, ncols=2 if len(panel.curves) > 4 else 1)

@@ -1,4 +1,4 @@
-"""Pixels T C H W ⇄ Pillow images: the one place where channel counts, ranges and modes are dealt with."""
+"""Pixels T C H W ⇄ arrays and Pillow images, of 1 to 4 channels."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 
-CHANNELS = (1, 2, 3, 4)  # gray, with alpha, RGB, with alpha
-
 
 def to_uint8(pixels: Tensor) -> Tensor:
-    """T C H W, uint8 or float in [0, 1] → uint8 on the CPU. What is out of range is clamped, what is not a number is black."""
-    if pixels.ndim != 4 or pixels.shape[1] not in CHANNELS or 0 in pixels.shape:
-        raise ValueError(f"pixels are T C H W with 1 to 4 channels, not {tuple(pixels.shape)}")
+    """T C H W, uint8 or float in [0, 1] → uint8 on the CPU. Values out of range are clamped; NaN becomes black."""
+    if pixels.ndim != 4 or not 1 <= pixels.shape[1] <= 4 or 0 in pixels.shape:
+        raise ValueError(f"pixels have shape {tuple(pixels.shape)}: give T C H W with 1 to 4 channels")
     pixels = pixels.detach().cpu()
     if pixels.dtype == torch.uint8:
         return pixels
     if not pixels.is_floating_point():
-        raise ValueError(f"pixels are uint8 or float in [0, 1], not {pixels.dtype}")
+        raise ValueError(f"pixels have type {pixels.dtype}: give uint8, or float in [0, 1]")
     return pixels.float().nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
@@ -37,23 +35,23 @@ def to_arrays(pixels: Tensor) -> np.ndarray:
 
 
 def to_images(pixels: Tensor) -> list[Image.Image]:
-    """One Pillow image a frame, in the mode of its channels: L, LA, RGB, RGBA."""
-    return [_image(frame) for frame in to_arrays(pixels)]
+    """One Pillow image per frame, in the mode of its channels: L, LA, RGB, RGBA."""
+    return [to_image(frame) for frame in to_arrays(pixels)]
 
 
-def _image(frame: np.ndarray) -> Image.Image:
+def to_image(frame: np.ndarray) -> Image.Image:
+    """H W C → L, LA, RGB or RGBA."""
     return Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
 
 
 def to_pixels(images: list[Image.Image]) -> Tensor:
     """RGB images of one size → T C H W, uint8."""
-    return rearrange(
-        torch.from_numpy(np.stack([np.asarray(image) for image in images])), "t h w c -> t c h w"
-    ).contiguous()
+    frames = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+    return rearrange(frames, "t h w c -> t c h w").contiguous()
 
 
 def blend_over_black(image: Image.Image) -> Image.Image:
-    """Without alpha: blended over black, in L or RGB."""
+    """Remove alpha: LA → L, RGBA → RGB."""
     if image.mode not in ("LA", "RGBA"):
         return image
     opaque = image.mode.removesuffix("A")
@@ -62,14 +60,13 @@ def blend_over_black(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` that becomes `path` at the end, or vanishes on an error. Makes the parent folders."""
+    """Yield a temporary path that replaces `path` at the end, or is deleted on an error. Creates the parent folders."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{path.parent} cannot be made to write {path.name} in: {error.strerror}") from None
-    temporary = path.with_name(
-        f".{secrets.token_hex(4)}.part{path.suffix}"
-    )  # short: a caption's name may be near the limit
+        raise InputError(f"cannot create the folder {path.parent}: {error.strerror}; use another") from None
+    # A short name: that of a long caption may be near the limit already.
+    temporary = path.with_name(f".{secrets.token_hex(4)}.part{path.suffix}")
     try:
         yield temporary
         os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""Many pictures on one sheet: contact sheets with captions, film strips, and rows of clips to compare."""
+"""Sheets of pictures: contact sheets with captions, film strips, and rows of clips to compare."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from kineograph.media.frames import blend_over_black, to_images, to_pixels
 
-LEAST, MOST = 96, 256  # pixels of a cell's larger side: tiny pictures are enlarged, large ones reduced
+MIN_SIDE, MAX_SIDE = 96, 256  # pixels of a cell's larger side: pictures are enlarged or reduced to that
 GAP = 6
-LINES = 3  # of a caption
-STRIP = 8  # frames a row of a film strip
+MAX_LINES = 3  # of a caption
+STRIP = 8  # frames per row of a film strip
 PAGE, INK, FAINT = (255, 255, 255), (40, 40, 40), (110, 110, 110)
 
 
 def make_grid(
     cells: Sequence[Tensor], columns: int | None = None, captions: Sequence[str | None] | None = None
 ) -> Image.Image:
-    """A contact sheet: T C H W each; a picture fills its cell, a clip shows four of its frames there."""
+    """A contact sheet of pictures or clips T C H W; a clip shows four of its frames."""
     images = [_strip(_frames(cell), 4, 4) for cell in cells]
     return _Sheet(images, columns or _columns(images), captions).paint(images)
 
@@ -32,19 +32,19 @@ def make_grid(
 def make_animated_grid(
     cells: Sequence[Tensor], columns: int | None = None, captions: Sequence[str | None] | None = None
 ) -> Tensor:
-    """The same with the clips playing side by side, T 3 H W; a shorter one holds its last frame."""
+    """The clips playing side by side, T 3 H W; a shorter one holds its last frame."""
     clips = [_frames(cell) for cell in cells]
     first = [clip[0] for clip in clips]
     return _play(_Sheet(first, columns or _columns(first), captions), clips)
 
 
 def make_film_strip(clip: Tensor, most: int = 32) -> Image.Image:
-    """Frames from left to right, eight a row; of a long clip, `most` evenly spaced ones with the first and the last."""
+    """Frames in rows of eight; of a long clip, `most` evenly spaced ones with the first and the last."""
     return _strip(_frames(clip), most, STRIP)
 
 
 def make_titled_strips(rows: Sequence[tuple[str, Tensor]], most: int = STRIP) -> Image.Image:
-    """A film strip a row, each under its title: of every clip T C H W, `most` evenly spaced frames."""
+    """One film strip per row under its title: `most` evenly spaced frames of each clip T C H W."""
     images = [_strip(_frames(clip[select_evenly(len(clip), most)]), most, most) for _, clip in rows]
     wide = max(image.width for image in images)
     padded = [ImageOps.pad(image, (wide, image.height), color=PAGE, centering=(0, 0)) for image in images]
@@ -52,12 +52,12 @@ def make_titled_strips(rows: Sequence[tuple[str, Tensor]], most: int = STRIP) ->
 
 
 def select_evenly(count: int, most: int) -> list[int]:
-    """At most `most` places of 0 … count − 1, evenly spaced, with the first and the last."""
+    """At most `most` evenly spaced indices of 0 … count − 1, with the first and the last."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
 
 
 def make_comparison(rows: Sequence[tuple[str, Sequence[Tensor]]], captions: Sequence[str | None]) -> Image.Image:
-    """Rows of equally many pictures or clips, each under its title (real, generated, …), a column's caption below it; of a clip, four frames."""
+    """Rows of equally many pictures or clips under their titles (real, generated, …), with a caption below each column."""
     images = [_strip(_frames(cell), 4, 2) for _, cells in rows for cell in cells]
     columns = len(captions)
     below = [""] * (len(images) - columns) + list(captions)
@@ -65,24 +65,19 @@ def make_comparison(rows: Sequence[tuple[str, Sequence[Tensor]]], captions: Sequ
 
 
 def make_animated_comparison(rows: Sequence[tuple[str, Sequence[Tensor]]]) -> Tensor:
-    """Rows of pictures or clips, each under its title (input, reconstruction, …), T 3 H W; T = 1 for pictures."""
+    """Rows of pictures or clips playing under their titles (input, reconstruction, …), T 3 H W; T = 1 for pictures."""
     clips = [[_frames(cell) for cell in cells] for _, cells in rows]
     columns = max(len(row) for row in clips)
-    flat: list[list[Image.Image]] = []
-    for row in clips:
-        flat += [*row, *([[]] * (columns - len(row)))]
-    first = [clip[0] if clip else Image.new("RGB", (1, 1), PAGE) for clip in flat]
-    return _play(
-        _Sheet(first, columns, titles=[title for title, _ in rows]),
-        [clip or [blank] for clip, blank in zip(flat, first)],
-    )
+    blank = [Image.new("RGB", (1, 1), PAGE)]
+    flat = [clip for row in clips for clip in [*row, *[blank] * (columns - len(row))]]
+    return _play(_Sheet([clip[0] for clip in flat], columns, titles=[title for title, _ in rows]), flat)
 
 
 # Layout ----------------------------------------------------------------------------------------------------------
 
 
 class _Sheet:
-    """Where the cells go, with the words around them already drawn."""
+    """A page with captions and titles, and the corners of its cells."""
 
     def __init__(
         self,
@@ -109,7 +104,7 @@ class _Sheet:
             row, column = divmod(index, columns)
             x, y = GAP + column * (wide + GAP), tops[row]
             head = heads[row] if heads and column == 0 else []
-            for number, text in enumerate(reversed(head), 1):  # close to the pictures that it stands above
+            for number, text in enumerate(reversed(head), 1):  # right above the pictures
                 draw.text((x, y + above - 2 - number * line), text, INK, _font())
             self.corners.append((x + (wide - image.width) // 2, y + above + (high - image.height) // 2))
             for number, text in enumerate(texts[index] if index < len(texts) else []):
@@ -144,35 +139,35 @@ def _strip(frames: list[Image.Image], most: int, columns: int) -> Image.Image:
 
 
 def _columns(images: Sequence[Image.Image]) -> int:
-    """A sheet about as wide as it is high."""
+    """For a sheet about as wide as it is high."""
     wide, high = max((image.width for image in images), default=1), max((image.height for image in images), default=1)
     return max(1, math.ceil(math.sqrt(len(images) * high / wide)))
 
 
 def _frames(cell: Tensor) -> list[Image.Image]:
-    return [_scaled(blend_over_black(image).convert("RGB")) for image in to_images(cell)]
+    return [_scale(blend_over_black(image).convert("RGB")) for image in to_images(cell)]
 
 
-def _scaled(image: Image.Image) -> Image.Image:
-    """Enlarged by a whole factor, so that every pixel stays a square, or reduced smoothly."""
+def _scale(image: Image.Image) -> Image.Image:
+    """Enlarge by a whole factor, so that pixels stay square, or reduce smoothly."""
     side = max(image.size)
-    if side < LEAST:
-        factor = math.ceil(LEAST / side)
+    if side < MIN_SIDE:
+        factor = math.ceil(MIN_SIDE / side)
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-    if side > MOST:
-        size = (max(1, round(image.width * MOST / side)), max(1, round(image.height * MOST / side)))
+    if side > MAX_SIDE:
+        size = (max(1, round(image.width * MAX_SIDE / side)), max(1, round(image.height * MAX_SIDE / side)))
         return image.resize(size, Image.Resampling.LANCZOS)
     return image
 
 
-# Words -----------------------------------------------------------------------------------------------------------
+# Text ------------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """DejaVu Sans, which lies inside matplotlib and knows most alphabets; Pillow's own knows plain Latin."""
-    found = importlib.util.find_spec("matplotlib")  # located, not imported
-    for folder in (found and found.submodule_search_locations) or ():
+    """matplotlib's DejaVu Sans, which has most alphabets; Pillow's own font has Latin only."""
+    spec = importlib.util.find_spec("matplotlib")  # does not import it
+    for folder in (spec and spec.submodule_search_locations) or ():
         file = Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf"
         if file.is_file():
             return ImageFont.truetype(file, 10)
@@ -183,8 +178,8 @@ def _line_height() -> int:
     return math.ceil(_font().getbbox("Ágy")[3]) + 2
 
 
-def wrap_text(text: str, width: int, lines: int = LINES) -> list[str]:
-    """Lines that fit `width` pixels, words kept whole where they fit; what is left over ends in an ellipsis."""
+def wrap_text(text: str, width: int, lines: int = MAX_LINES) -> list[str]:
+    """Lines that fit `width` pixels, broken between words where possible; the last one ends in an ellipsis if text is left."""
     measure = _font().getlength
     wrapped: list[str] = []
     rest = " ".join(text.split())

@@ -1,4 +1,4 @@
-"""MP4, written as the frames come: H.264 in yuv420p, which every player reads."""
+"""MP4 writer, frame by frame: H.264 in yuv420p, which every player supports."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from torch import Tensor
 
 from kineograph.core.errors import InputError
-from kineograph.media.frames import blend_over_black
+from kineograph.media.frames import blend_over_black, to_images
 
 
 class Mp4Writer:
-    """Frames H W C uint8, C = 1 … 4, one after another. H.264 wants even sizes, so the last row or column is repeated."""
+    """H.264 needs even sizes, so the last row or column is repeated where needed."""
 
     def __init__(self, path: Path, fps: float) -> None:
         import av
 
-        speed = Fraction(fps).limit_denominator(1001)  # 30000/1001 is the oddest rate in use
+        rate = Fraction(fps).limit_denominator(1001)  # 30000/1001 is the largest denominator in use
         try:
             self._container: Any = av.open(str(path), "w", options={"movflags": "+faststart"})
         except av.FFmpegError as error:
-            raise InputError(f"{path} cannot be written: {error}") from None
+            raise InputError(f"cannot write {path}: {error}") from None
         try:
-            self._stream: Any = self._container.add_stream(
-                "libx264", rate=speed, options={"crf": "12", "preset": "medium"}
-            )
+            options = {"crf": "12", "preset": "medium"}
+            self._stream: Any = self._container.add_stream("libx264", rate=rate, options=options)
         except (av.FFmpegError, ValueError) as error:
-            raise InputError(
-                f"{path.suffix} needs an H.264 encoder and this PyAV has none ({error}): write .gif or .webp"
-            ) from None
+            raise InputError(f".mp4 needs an H.264 encoder and this PyAV has none ({error}): use .gif") from None
         self._empty = True
 
     def __enter__(self) -> Mp4Writer:
@@ -45,22 +42,18 @@ class Mp4Writer:
                     raise ValueError("a clip needs at least one frame")
                 self._container.mux(self._stream.encode(None))
         finally:
-            if not self._empty:  # a stream without a size cannot be closed, only dropped
+            if not self._empty:  # a stream without a size cannot be closed
                 self._container.close()
 
-    def write(self, frame: np.ndarray) -> None:
-        """H W C."""
+    def write(self, pixels: Tensor) -> None:
+        """Append frames T C H W, uint8 or float in [0, 1]."""
         import av
 
-        image = Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
-        colours = np.asarray(blend_over_black(image).convert("RGB"))  # H W 3
-        height, width = colours.shape[:2]
-        colours = np.pad(colours, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-        if self._empty:
-            self._stream.width, self._stream.height, self._stream.pix_fmt = (
-                colours.shape[1],
-                colours.shape[0],
-                "yuv420p",
-            )
-            self._empty = False
-        self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(colours, format="rgb24")))
+        for image in to_images(pixels):
+            frame = np.asarray(blend_over_black(image).convert("RGB"))  # H W 3
+            frame = np.pad(frame, ((0, image.height % 2), (0, image.width % 2), (0, 0)), mode="edge")
+            if self._empty:
+                self._stream.height, self._stream.width, _ = frame.shape
+                self._stream.pix_fmt = "yuv420p"
+                self._empty = False
+            self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))

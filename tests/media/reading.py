@@ -1,4 +1,4 @@
-"""What was written, read back: pixels and speed."""
+"""Read back what was written: pixels and frame rate."""
 
 from __future__ import annotations
 
@@ -31,17 +31,13 @@ def _speed(path: Path) -> float:
         with av.open(str(path)) as container:
             return float(container.streams.video[0].average_rate)
     with Image.open(path) as file:
-        lengths = []
-        for frame in ImageSequence.Iterator(file):
-            frame.load()  # only then does WebP tell its duration
-            lengths.append(round(frame.info.get("duration", 0)))
-    return rate([length // 10 for length in lengths]) if path.suffix == ".gif" else rate(lengths, tick=1000)
+        return rate([round(frame.info.get("duration", 0)) // 10 for frame in ImageSequence.Iterator(file)])
 
 
-def rate(ticks: list[int], tick: int = 100) -> float:
-    """Frames a second of a clip with these durations; a short number where that would give the same ones."""
-    mean = tick * len(ticks) / max(1, sum(ticks))
+def rate(ticks: list[int]) -> float:
+    """Frames per second of a GIF with these durations; a round number if it gives the same ones."""
+    mean = 100 * len(ticks) / max(1, sum(ticks))
     for simple in (round(mean), round(2 * mean) / 2, round(mean, 1), round(mean, 2)):
-        if simple > 0 and frame_durations(len(ticks), simple, tick) == ticks:
+        if simple > 0 and frame_durations(len(ticks), simple) == ticks:
             return float(simple)
     return mean

@@ -58,9 +58,9 @@ def test_what_goes_into_which_panel(tmp_path):
     assert set(panels["loss"]["train"]) == {"tokenizer", "generator", "critic"}
     assert set(panels["learning rate"]) == {"lr"}
     assert set(panels["gradient norm"]) == {"gradient_norm"}
-    assert set(panels["samples a second"]) == {"samples/s"}
-    assert set(panels["codebook: share of codes in use"]) == {"codebook/use, train"}
-    assert set(panels["parts of the loss, and scores"]) == {"psnr, validation"}
+    assert set(panels["samples per second"]) == {"samples/s"}
+    assert set(panels["codebook usage"]) == {"codebook/use, train"}
+    assert set(panels["loss terms and scores"]) == {"psnr, validation"}
     gap = [y for _, y in panels["loss"]["train"]["tokenizer"] if math.isnan(y)]
     assert len(gap) == 1  # the null
 
@@ -68,9 +68,9 @@ def test_what_goes_into_which_panel(tmp_path):
 def test_stages_follow_one_another():
     records = [{"stage": "a", "step": 100}, {"stage": "b", "step": 1000}, {"stage": "b", "step": 500}]
     axis = curves._Axis(records)
-    assert axis.place("a", 0) == 0
-    assert axis.place("a", 100) == axis.place("b", 0) == pytest.approx(0.2)  # short, but wide enough to read
-    assert axis.place("b", 500) == pytest.approx(0.7)
+    assert axis.position("a", 0) == 0
+    assert axis.position("a", 100) == axis.position("b", 0) == pytest.approx(0.2)  # short, but wide enough to read
+    assert axis.position("b", 500) == pytest.approx(0.7)
     assert axis.end == pytest.approx(1.2)
     assert axis.ticks()[1] == ["0", "100", "500", "1k"]
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kineograph.core.errors import InputError
-from kineograph.media.filenames import LONGEST, check_writable, reserve_path, slugify
+from kineograph.media.filenames import MAX_SLUG, check_writable, reserve_path, slugify
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_slug_of_pictographs_is_neither_empty_nor_shared():
 @pytest.mark.parametrize("caption", ["x" * 300, "word " * 100, "猫" * 200, "猫 " * 200, "é" * 79 + "猫"])
 def test_long_captions_are_cut_between_characters(caption):
     name = slugify(caption)
-    assert 1 < len(name.encode()) <= LONGEST
+    assert 1 < len(name.encode()) <= MAX_SLUG
     assert not name.endswith("-")
     assert set(name) <= set(slugify(caption[:5])) | set("-猫")
 
@@ -60,7 +60,7 @@ def test_concurrent_callers_never_meet(tmp_path):
 
 
 def test_a_name_that_cannot_be_written_is_an_input_error(tmp_path):
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot write"):
         reserve_path(tmp_path, "x" * 300, 0, ".gif")
 
 
@@ -69,7 +69,7 @@ def test_a_place_that_cannot_be_written_into_is_said_beforehand(tmp_path):
     check_writable(tmp_path)
     check_writable(tmp_path / "yet" / "to come")
     for place in ("file", "file/below"):
-        with pytest.raises(InputError, match=r"cannot be written into: .*file is a file"):
+        with pytest.raises(InputError, match=r"cannot write to .*file is a file"):
             check_writable(tmp_path / place)
-        with pytest.raises(InputError, match="cannot be written into"):
+        with pytest.raises(InputError, match="cannot write to"):
             reserve_path(tmp_path / place, "a", 1, ".gif")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kineograph.media.grids import (
-    LEAST,
-    MOST,
+    MAX_SIDE,
+    MIN_SIDE,
     make_animated_comparison,
     make_animated_grid,
     make_film_strip,
@@ -33,9 +33,9 @@ def area(image, red: int) -> int:
 def test_grid_shows_every_picture_enlarged():
     cells = [flat(10 + index) for index in range(7)]
     sheet = make_grid(cells, columns=3)
-    assert [area(sheet, 10 + index) for index in range(7)] == [LEAST * LEAST] * 7
-    assert sheet.width < 3 * (LEAST + 10)
-    assert sheet.height < 3 * (LEAST + 10)
+    assert [area(sheet, 10 + index) for index in range(7)] == [MIN_SIDE * MIN_SIDE] * 7
+    assert sheet.width < 3 * (MIN_SIDE + 10)
+    assert sheet.height < 3 * (MIN_SIDE + 10)
 
 
 def test_grid_order_is_reading_order():
@@ -52,7 +52,7 @@ def test_enlarging_keeps_pixels_square_and_sharp():
 
 
 def test_large_pictures_are_reduced():
-    assert max(make_grid([flat(9, size=(1000, 500))]).size) <= MOST + 20
+    assert max(make_grid([flat(9, size=(1000, 500))]).size) <= MAX_SIDE + 20
 
 
 def test_captions_take_room_below_and_leave_ink():
@@ -63,8 +63,8 @@ def test_captions_take_room_below_and_leave_ink():
     )
     assert with_text.height > plain.height
     ink = np.asarray(with_text)[plain.height - 5 :]
-    assert (ink[:, : LEAST // 2] < 200).any()
-    assert (ink[:, LEAST + 10 :] < 200).any()
+    assert (ink[:, : MIN_SIDE // 2] < 200).any()
+    assert (ink[:, MIN_SIDE + 10 :] < 200).any()
     assert make_grid(cells, 2, ["", None]).size == plain.size
 
 
@@ -83,7 +83,7 @@ def test_wrap_fits_and_ends_in_an_ellipsis():
 def test_a_clip_in_a_still_grid_shows_its_motion():
     clip = torch.cat([flat(10 + t) for t in range(9)])
     sheet = make_grid([clip])
-    assert area(sheet, 10) == area(sheet, 18) == LEAST * LEAST
+    assert area(sheet, 10) == area(sheet, 18) == MIN_SIDE * MIN_SIDE
     assert sum(area(sheet, 10 + t) > 0 for t in range(9)) == 4
 
 
@@ -92,12 +92,12 @@ def test_moving_grid_plays_and_holds_the_last_frame():
     page = make_animated_grid([long, short], 2)
     assert page.shape[:2] == (4, 3)
     frames = page.permute(0, 2, 3, 1).numpy()
-    assert area(frames[3], 13) == area(frames[3], 21) == LEAST * LEAST
+    assert area(frames[3], 13) == area(frames[3], 21) == MIN_SIDE * MIN_SIDE
 
 
 def test_film_strip_holds_all_frames_and_thins_long_clips():
     clip = torch.cat([flat(10 + t) for t in range(20)])
-    assert all(area(make_film_strip(clip), 10 + t) == LEAST * LEAST for t in range(20))
+    assert all(area(make_film_strip(clip), 10 + t) == MIN_SIDE * MIN_SIDE for t in range(20))
     long = torch.cat([flat(t) for t in range(100)])
     strip = make_film_strip(long)
     shown = [t for t in range(100) if area(strip, t)]
@@ -118,21 +118,21 @@ def test_side_by_side_rows_stand_under_one_another():
     }
     assert places[10][1] == places[20][1] == places[30][1] < places[11][1] == places[21][1]
     assert places[10][0] < places[20][0] < places[30][0]
-    assert (array[: int(places[10][0] - LEAST / 2)] < 128).any()  # a title above the first row
+    assert (array[: int(places[10][0] - MIN_SIDE / 2)] < 128).any()  # a title above the first row
 
 
 def test_side_by_side_plays_clips():
     clips = [torch.cat([flat(10 + t) for t in range(3)])]
     page = make_animated_comparison([("input", clips), ("output", clips)])
     assert page.shape[0] == 3
-    assert area(page[2].permute(1, 2, 0).numpy(), 12) == 2 * LEAST * LEAST
+    assert area(page[2].permute(1, 2, 0).numpy(), 12) == 2 * MIN_SIDE * MIN_SIDE
 
 
 def test_channels_may_differ_from_three():
     grey, alpha = torch.full((1, 1, 8, 8), 77, dtype=torch.uint8), torch.zeros(1, 4, 8, 8)
     array = np.asarray(make_grid([grey, alpha], 2))
-    assert (array == 77).all(axis=-1).sum() >= LEAST * LEAST
-    assert (array == 0).all(axis=-1).sum() >= LEAST * LEAST
+    assert (array == 77).all(axis=-1).sum() >= MIN_SIDE * MIN_SIDE
+    assert (array == 0).all(axis=-1).sum() >= MIN_SIDE * MIN_SIDE
 
 
 def test_nothing_to_show_is_an_error():
@@ -145,7 +145,7 @@ def test_strips_stand_under_their_titles_from_the_left():
     titles = ["scene 1 of 2: " + "a red 3 moves left and on " * 20, "scene 2 of 2"]
     array = np.asarray(make_titled_strips(list(zip(titles, (long, short))))).astype(int)
     places = {red: np.nonzero((array[..., 0] == red) & (array[..., 1] == 0)) for red in (10, 21, 40, 41, 42)}
-    assert all(len(y) == LEAST * LEAST for y, _ in places.values())
+    assert all(len(y) == MIN_SIDE * MIN_SIDE for y, _ in places.values())
     assert places[10][1].min() == places[40][1].min() < places[41][1].min() < places[42][1].min()
     assert places[10][0].max() < places[40][0].min()
     assert sum(area(array, 10 + t) > 0 for t in range(12)) == 8
