@@ -1,4 +1,4 @@
-"""One player's optimizer: AdamW, its schedule, its clip, and a step that needs no device synchronisation."""
+"""One player's optimizer: AdamW, learning-rate schedule, gradient clipping, and the fp16 loss scale."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kineograph.core.errors import InputError
 from kineograph.core.transfer import to_device
 from kineograph.train.config import PlayerConfig
 from kineograph.train.dtensors import local_parameter, shard_like, to_local, total_norm
-from kineograph.train.low_memory_adamw import LowMemoryState, Rule
+from kineograph.train.low_memory_adamw import LowMemoryState, UpdateRule
 
 
 def learning_rate_at(config: PlayerConfig, step: int, steps: int) -> float:
-    """Learning rate of the update that makes step `step` + 1: warm-up, then constant, cosine or linear to `final_lr`."""
+    """Learning rate of the update from `step` to `step` + 1: warm-up, then constant, cosine or linear to `final_lr`."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.schedule == "constant":
@@ -27,36 +27,36 @@ def learning_rate_at(config: PlayerConfig, step: int, steps: int) -> float:
 
 
 class Optimizer:
-    """AdamW over named parameters, by torch's fused kernel or by lean.py. Moments are kept and restored by name, never by position.
+    """AdamW over named parameters, by torch's fused kernel or by low_memory_adamw.py. Its state is saved by name.
 
-    Gradients arrive as d(sum)/dθ; `step` divides by the count, unscales and clips inside the fused kernel, and a
-    non-finite gradient turns the update into nothing there too, so the host never waits for the device.
+    Gradients arrive as d(sum)/dθ. The kernel divides by the count, unscales, clips, and skips an update whose gradient
+    is not finite, so the host never waits for the device.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: PlayerConfig) -> None:
         self.config = config
         self.parameters = dict(parameters)
         self.parts = {name: local_parameter(p) for name, p in self.parameters.items()}
-        decays = {name: self.parts[name] for name, p in self.parameters.items() if p.ndim >= 2}
-        vectors = {name: p for name, p in self.parts.items() if name not in decays}
-        self.lean: dict[str, LowMemoryState] = {}
+        self.decayed = {name for name, p in self.parameters.items() if p.ndim >= 2}
+        self.low_memory: dict[str, LowMemoryState] = {}
         if config.optimizer != "adamw":
-            self.decays = set(decays)
-            eight = config.optimizer == "adamw_8bit"
-            self.lean = {
-                name: LowMemoryState(self.parts[name], eight, p.numel()) for name, p in self.parameters.items()
+            is_8bit = config.optimizer == "adamw_8bit"
+            self.low_memory = {
+                name: LowMemoryState(self.parts[name], is_8bit, p.numel()) for name, p in self.parameters.items()
             }
             return
+        matrices = [part for name, part in self.parts.items() if name in self.decayed]
+        vectors = [part for name, part in self.parts.items() if name not in self.decayed]
         groups = [
-            {"params": list(decays.values()), "weight_decay": config.weight_decay},
-            {"params": list(vectors.values()), "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
     def step(self, rate: float, divisor: Tensor) -> tuple[Tensor, Tensor]:
-        """Update with gradients / divisor, clipped. → gradient norm, and 1.0 where the update was skipped (0-d, on device)."""
+        """Update with gradients / divisor, clipped. → gradient norm, and 1.0 if the update was skipped (0-d, on device)."""
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         for name, gradient in gradients.items():
             self.parts[name].grad = to_local(gradient)
@@ -64,12 +64,12 @@ class Optimizer:
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         if self.config.clip is not None:
             divisor = divisor * torch.clamp(norm / self.config.clip, min=1.0)
-        if self.lean:
-            self._lean_step(rate, divisor.to(torch.float32), skipped)
+        if self.low_memory:
+            self._low_memory_step(rate, divisor.to(torch.float32), skipped)
         else:
             for group in self.adamw.param_groups:
                 group["lr"] = rate
-            # The attributes that torch's GradScaler sets: the fused kernel divides by grad_scale and obeys found_inf.
+            # As torch's GradScaler does: the fused kernel divides by grad_scale and skips where found_inf is set.
             self.adamw.grad_scale = divisor.to(torch.float32)  # type: ignore[attr-defined]
             self.adamw.found_inf = skipped  # type: ignore[attr-defined]
             self.adamw.step()
@@ -77,27 +77,28 @@ class Optimizer:
             p.grad = self.parts[name].grad = None
         return norm, skipped
 
-    def _lean_step(self, rate: float, divisor: Tensor, skipped: Tensor) -> None:
+    def _low_memory_step(self, rate: float, divisor: Tensor, skipped: Tensor) -> None:
         config = self.config
         numbers = (rate, config.weight_decay, *config.betas, config.eps, 0.0)
-        rate_, decay, beta1, beta2, eps, zero = to_device(torch.tensor(numbers), divisor.device)
-        for name, lean in self.lean.items():
-            lean.update(Rule(rate_, decay if name in self.decays else zero, beta1, beta2, eps, divisor, skipped))
+        lr, decay, beta1, beta2, eps, zero = to_device(torch.tensor(numbers), divisor.device)
+        for name, state in self.low_memory.items():
+            weight_decay = decay if name in self.decayed else zero
+            state.update(UpdateRule(lr, weight_decay, beta1, beta2, eps, divisor, skipped))
 
     @property
     def moment_bytes(self) -> int:
-        """Of the state that the first step makes: two moments for each parameter, of its own type, or what a leaner optimizer keeps."""
+        """Bytes of the optimizer state on this rank, which the first step allocates."""
         return sum(self.moment_bytes_of(name) for name in self.parts)
 
     def moment_bytes_of(self, name: str) -> int:
         part = self.parts[name]
-        return self.lean[name].bytes if self.lean else 2 * part.numel() * part.element_size()
+        return self.low_memory[name].bytes if self.low_memory else 2 * part.numel() * part.element_size()
 
     def state(self) -> dict[str, Tensor]:
-        """`exp_avg.<parameter>` and so on; DTensors where the parameter is one."""
+        """`exp_avg.<parameter>` …; DTensors where the parameter is one."""
         states = (
-            {name: lean.state for name, lean in self.lean.items()}
-            if self.lean
+            {name: state.tensors for name, state in self.low_memory.items()}
+            if self.low_memory
             else {name: self.adamw.state.get(p, {}) for name, p in self.parts.items()}
         )
         return {
@@ -106,51 +107,53 @@ class Optimizer:
             for kind, value in state.items()
         }
 
-    def rooms_for(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Empty tensors for saved `exp_avg.<parameter>` and so on; DTensors where the parameter is one."""
-        rooms: dict[str, Tensor] = {}
-        for name, kinds in self._by_parameter(keys).items():
-            fresh = self.lean[name].fresh() if self.lean else self._fresh(self.parts[name])
-            if not fresh.keys() >= set(kinds):
-                raise self._kept_otherwise(name, set(kinds) - fresh.keys())
-            rooms |= {f"{kind}.{name}": shard_like(fresh[kind], self.parameters[name]) for kind in kinds}
-        return rooms
+    def empty_state(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Zero tensors to load saved `exp_avg.<parameter>` … into; DTensors where the parameter is one."""
+        state: dict[str, Tensor] = {}
+        for name, kinds in self._group_by_parameter(keys).items():
+            zeros = self.low_memory[name].zeros() if self.low_memory else self._zeros(self.parts[name])
+            if not zeros.keys() >= set(kinds):
+                raise self._wrong_optimizer(name, set(kinds) - zeros.keys())
+            state |= {f"{kind}.{name}": shard_like(zeros[kind], self.parameters[name]) for kind in kinds}
+        return state
 
     @staticmethod
-    def _fresh(part: nn.Parameter) -> dict[str, Tensor]:
-        """`step` is a float32 scalar on the parameter's device, as the fused kernel wants it."""
+    def _zeros(part: nn.Parameter) -> dict[str, Tensor]:
+        """The fused kernel needs `step` as a float32 scalar on the parameter's device."""
         moments = {kind: torch.zeros_like(part, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=part.device), **moments}
 
-    def _by_parameter(self, keys: Iterable[str]) -> dict[str, list[str]]:
-        """Which kinds there are of which parameter."""
-        found: dict[str, list[str]] = {}
+    def _group_by_parameter(self, keys: Iterable[str]) -> dict[str, list[str]]:
+        """{parameter: kinds} of keys `kind.parameter`."""
+        groups: dict[str, list[str]] = {}
         for key in keys:
             kind, _, name = key.partition(".")
-            found.setdefault(name, []).append(kind)
-        if not found.keys() <= self.parts.keys():
+            groups.setdefault(name, []).append(kind)
+        unknown = sorted(groups.keys() - self.parts.keys())
+        if unknown:
             raise InputError(
-                f"the saved optimizer has moments of {', '.join(sorted(found.keys() - self.parts.keys())[:3])}, which this task does not train"
+                f"the saved optimizer has moments of {', '.join(unknown[:3])}, which this task does not train"
             )
-        return found
+        return groups
 
-    def _kept_otherwise(self, name: str, kinds: Iterable[str]) -> InputError:
+    def _wrong_optimizer(self, name: str, kinds: Iterable[str]) -> InputError:
         return InputError(
-            f"the saved optimizer kept {name} as {', '.join(sorted(kinds))}, and optimizer={self.config.optimizer} does not: "
-            "resume with the value that the run began with"
+            f"the saved optimizer has {', '.join(sorted(kinds))} of {name}, which does not fit optimizer={self.config.optimizer}: "
+            "resume with the optimizer that the run began with"
         )
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """What `state` returned."""
-        for name, found in self._by_parameter(state).items():
-            p = self.parts[name]
-            kinds = {kind: to_local(state[f"{kind}.{name}"]) for kind in found}
-            fits = self.lean[name].load(kinds) if self.lean else kinds.keys() <= {"step", "exp_avg", "exp_avg_sq"}
-            if not fits:
-                raise self._kept_otherwise(name, kinds)
-            if self.lean:
-                continue
-            self.adamw.state[p] = {kind: value.to(p.device) for kind, value in kinds.items()}
+        """Load what `state` returned."""
+        for name, kinds in self._group_by_parameter(state).items():
+            tensors = {kind: to_local(state[f"{kind}.{name}"]) for kind in kinds}
+            if self.low_memory:
+                if not self.low_memory[name].load(tensors):
+                    raise self._wrong_optimizer(name, kinds)
+            elif tensors.keys() <= {"step", "exp_avg", "exp_avg_sq"}:
+                part = self.parts[name]
+                self.adamw.state[part] = {kind: value.to(part.device) for kind, value in tensors.items()}
+            else:
+                raise self._wrong_optimizer(name, kinds)
 
 
 class LossScale:

@@ -1,6 +1,6 @@
-"""One optimizer step of a Task: forward, each player's loss, backward, update, average. It knows no family.
+"""One optimizer step of a Task: forward, each player's loss, backward, optimizer, EMA.
 
-Nothing here waits for the device: losses, norms and skip counts stay there until the Trainer fetches them in bulk.
+Nothing here waits for the device: losses, norms and skip counts stay there until the Trainer fetches them together.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _is_on(task: Task, device: torch.device) -> bool:
 
 
 class Stepper:
-    """A Task with its players' optimizers and averages."""
+    """A Task with an optimizer and an EMA per player."""
 
     def __init__(
         self,
@@ -86,9 +86,8 @@ class Stepper:
     ) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = (
-                True  # shapes repeat step after step: let cuDNN find its fastest kernels once
-            )
+            # Shapes repeat from step to step: let cuDNN find its fastest kernels once.
+            torch.backends.cudnn.benchmark = True
         find_kernels(self.device)
         self.layout = Layout(config.parallel, self.device, config.timeout)
         # A task of fake tensors cannot be moved, and is built where it is needed.
@@ -109,9 +108,9 @@ class Stepper:
             if self.players[name].ema.decay > 0
         }
         self.timer = StepTimer(self.device)
-        self._awake = dict.fromkeys(task.players, True)  # whose parameters take gradients now
+        self._requires_grad = dict.fromkeys(task.players, True)
         self.scale = LossScale(self.device) if self.precision == "fp16" else None
-        self.skipped = torch.zeros((), device=self.device)  # updates that a non-finite gradient turned into nothing
+        self.skipped = torch.zeros((), device=self.device)  # updates skipped because the gradient was not finite
         self.skipped_in_a_row = torch.zeros((), device=self.device)
         self._set_up_reduction()
 
@@ -164,85 +163,85 @@ class Stepper:
 
     def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
-        joined = self.accumulate_gradients(step, batches)
+        losses = self.accumulate_gradients(step, batches)
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
-        for name in joined:
+        for name, loss in losses.items():
             with self.timer.part("sync"):
-                found, count = joined[name].everywhere()
+                terms, count = loss.reduce()
             divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
-            if self.layout:  # gradients of several processes are means over them
+            if self.layout:  # gradients are averaged over data ranks, not summed
                 divisor = divisor / self.layout.data_world
+            lr = learning_rate_at(self.players[name], step, self.config.steps)
             with self.timer.part("optimizer"):
-                norm, skipped = self.optimizers[name].step(
-                    learning_rate_at(self.players[name], step, self.config.steps), divisor
-                )
+                norm, skipped = self.optimizers[name].step(lr, divisor)
                 overflow = torch.maximum(overflow, skipped)
                 if name in self.emas:
                     self.emas[name].update(step + 1)
             prefix = "" if name == self.task.players[0] else f"{name}/"
-            values |= {prefix + term: value for term, value in found.items()} | {f"{prefix}gradient_norm": norm}
+            values |= {prefix + term: value for term, value in terms.items()} | {f"{prefix}gradient_norm": norm}
         if self.scale:
             self.scale.update(overflow)
         self.skipped = self.skipped + overflow
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * overflow
         return values
 
-    def accumulate_gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _Joined]:
-        """Add the gradients of these micro-batches to the parameters of every player that plays. → each one's losses."""
-        # Dropout, revival of dead codes. Each data rank has its own; those who hold one model together have the same.
-        apart = (distributed.data_rank(),) if distributed.data_rank() else ()
-        torch.manual_seed(key_of(self.seed, step, "torch", *apart) >> 1)
+    def accumulate_gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _LossSums]:
+        """Add the gradients of these micro-batches to the parameters of every active player. → its losses by player."""
+        # For dropout and revived codes: one seed per data rank; ranks that share a model have the same.
+        rank_key = (distributed.data_rank(),) if distributed.data_rank() else ()
+        torch.manual_seed(key_of(self.seed, step, "torch", *rank_key) >> 1)
         if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        playing = [name for name in self.task.players if self.task.is_active(name, step)]
-        joined: dict[str, _Joined] = {name: _Joined() for name in playing}
+        active = [name for name in self.task.players if self.task.is_active(name, step)]
+        losses: dict[str, _LossSums] = {name: _LossSums() for name in active}
         for number, batch in enumerate(batches, 1):
             batch = batch.to(self.device)
             noise = Noise(self.seed, step, batch.slots)
-            if self.wrapped is not None and playing:
+            if self.wrapped is not None and active:
                 with self.wrapped.micro_batch(is_last=number == len(batches)):
                     with self.timer.part("forward"), autocast(self.precision, self.device):
                         loss = self.wrapped.loss(batch, noise)
                     if number == len(batches):
-                        self.timer.align()  # the backward pass waits for the others
+                        self.timer.align()  # the backward pass reduces gradients
                     self._backward(loss)
-                joined[playing[0]].add(loss)
+                losses[active[0]].add(loss)
             else:
-                self._accumulate(playing, batch, noise, joined)
-        for name in playing:
+                self._accumulate_players(active, batch, noise, losses)
+        for name in active:
             for average in self.gradient_averages[name]:
                 with self.timer.part("sync"):
                     average()
-        return joined
+        return losses
 
     def _backward(self, loss: Loss, retain_graph: bool = False) -> None:
-        # Dividing by the constant batch size keeps sums over many tokens in range; `step` undoes it by the true count.
+        # The constant batch size keeps sums over many tokens in range; `step` replaces it by the true count.
         total = loss.total.sum / self.config.batch_size
         with self.timer.part("backward"):
             (total * self.scale.value if self.scale else total).backward(retain_graph=retain_graph)
 
-    def _accumulate(self, playing: list[str], batch: Batch, noise: Noise, joined: dict[str, _Joined]) -> None:
-        """Add one micro-batch's gradients to every playing player."""
-        self._wake(playing)
+    def _accumulate_players(self, active: list[str], batch: Batch, noise: Noise, losses: dict[str, _LossSums]) -> None:
+        """Add one micro-batch's gradients to the parameters of every active player."""
+        self._enable_gradients(active)
         with self.timer.part("forward"), autocast(self.precision, self.device):
             shared = self.task(batch, noise)
-        # The first player goes last: it alone walks back through what is shared, and frees it on the way.
-        for name in reversed(playing):
-            self._wake([name])
+        # The first player goes last: only it backpropagates through the shared forward pass, and frees it.
+        for name in reversed(active):
+            self._enable_gradients([name])
             with self.timer.part("forward"), autocast(self.precision, self.device):
                 loss = self.task.loss(name, shared)
-            self._backward(loss, retain_graph=name != playing[0])
-            joined[name].add(loss)
-        self._wake(playing)
+            self._backward(loss, retain_graph=name != active[0])
+            losses[name].add(loss)
+        self._enable_gradients(active)
 
-    def _wake(self, names: list[str]) -> None:
-        """Gradients for these players' parameters only."""
+    def _enable_gradients(self, names: list[str]) -> None:
+        """Let only the parameters of these players require gradients."""
         for name, parameters in self.parameters.items():
-            if self._awake.get(name) != (name in names):
-                self._awake[name] = name in names
+            requires_grad = name in names
+            if self._requires_grad[name] != requires_grad:
+                self._requires_grad[name] = requires_grad
                 for p in parameters.values():
-                    p.requires_grad_(name in names)
+                    p.requires_grad_(requires_grad)
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Learning rates of the update from `step`, for the log."""
@@ -254,7 +253,7 @@ class Stepper:
 
     @contextmanager
     def eval_mode(self, ema: bool = True) -> Iterator[Task]:
-        """The task as it is judged: averaged weights, eval mode, no gradients; afterwards as it was."""
+        """Yield the task with averaged weights, in eval mode and without gradients; restore it afterwards."""
         was_training = self.task.training
         self.task.eval()
         try:
@@ -262,7 +261,7 @@ class Stepper:
                 swap_in_averages(list(self.emas.values()) if ema else []),
                 self.sharded.unsharded() if self.sharded else nullcontext(),
                 torch.no_grad(),
-                # Judging comes in many shapes, each seldom: compiling them would take longer than it saves.
+                # Validation and sampling have many shapes, each used rarely: compiling would not pay off.
                 torch.compiler.set_stance("force_eager"),
                 autocast(self.precision, self.device),
             ):
@@ -270,7 +269,7 @@ class Stepper:
         finally:
             self.task.train(was_training)
 
-    # saved state -------------------------------------------------------------------------------------------------
+    # Checkpoints ---------------------------------------------------------------------------------------------------
 
     def full_state(self) -> dict[str, dict[str, Tensor]]:
         """Every tensor that the next step depends on, gathered; every process must call this."""
@@ -316,9 +315,9 @@ class Stepper:
     def load(self, saved: Checkpoint) -> None:
         check_weights(self.task, saved.shapes("model"))
         saved.load_into("model", task_state_dict(self.task))
+        if saved.has("optimizer"):  # not before the first step
+            self._load_optimizers(saved)
         state = saved.state()["stepper"]
-        if saved.has("optimizer"):  # before the first step there is nothing
-            self._load_moments(saved)
         for name, ema in self.emas.items():
             saved.load_into("ema", ema.state())
             ema.updates = state["ema_updates"].get(name, 0)
@@ -327,21 +326,21 @@ class Stepper:
         self.skipped.fill_(state["skipped"])
         self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
 
-    def _load_moments(self, saved: Checkpoint) -> None:
+    def _load_optimizers(self, saved: Checkpoint) -> None:
         keys: dict[str, list[str]] = {name: [] for name in self.optimizers}
         for key in saved.shapes("optimizer"):
             name, _, rest = key.partition("/")
             if name in keys:
                 keys[name].append(rest)
-        rooms = {name: optimizer.rooms_for(keys[name]) for name, optimizer in self.optimizers.items()}
-        every = {f"{name}/{key}": room for name, found in rooms.items() for key, room in found.items()}
-        saved.load_into("optimizer", every)
+        states = {name: optimizer.empty_state(keys[name]) for name, optimizer in self.optimizers.items()}
+        targets = {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}
+        saved.load_into("optimizer", targets)
         for name, optimizer in self.optimizers.items():
-            optimizer.load(rooms[name])
+            optimizer.load(states[name])
 
 
-class _Joined:
-    """Sums and counts of one player's loss over micro-batches."""
+class _LossSums:
+    """Sums and counts of one player's loss and its terms, over micro-batches."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -354,11 +353,10 @@ class _Joined:
             self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.counts[name] = self.counts[name] + count if name in self.counts else count
 
-    def everywhere(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Means over all micro-batches and ranks, and the count of the loss."""
+    def reduce(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Means over all micro-batches and data ranks, and the count of the loss."""
         names = list(self.sums)
-        both = distributed.all_reduce_(
-            torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names])
-        )
-        found = {name: both[i] / both[len(names) + i] for i, name in enumerate(names)}
-        return found, both[len(names) + names.index("loss")]
+        stacked = torch.stack([self.sums[name] for name in names] + [self.counts[name] for name in names])
+        sums, counts = distributed.all_reduce_(stacked).chunk(2)
+        means = {name: sums[i] / counts[i] for i, name in enumerate(names)}
+        return means, counts[names.index("loss")]

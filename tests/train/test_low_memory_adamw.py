@@ -13,11 +13,11 @@ from kineograph.train.low_memory_adamw import (
     FIRST,
     SECOND,
     LowMemoryState,
+    dequantize,
     dither,
-    halves,
-    joined,
-    narrowed,
-    widened,
+    join_float32,
+    quantize,
+    split_float32,
 )
 from kineograph.train.optim import Optimizer
 
@@ -62,8 +62,8 @@ def test_halves_are_the_nearest_bf16_and_join_to_the_same_bits() -> None:
     value = torch.cat([torch.randn(10_000) * 10.0 ** torch.randint(-30, 30, (10_000,)), torch.tensor([0.0, -0.0, 1.0])])
     ties = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000], dtype=torch.int32).view(torch.float32)
     value = torch.cat([value, ties])
-    upper, low = halves(value)
-    assert torch.equal(joined(upper, low).view(torch.int32), value.view(torch.int32))
+    upper, low = split_float32(value)
+    assert torch.equal(join_float32(upper, low).view(torch.int32), value.view(torch.int32))
     nearest = value.to(torch.bfloat16).float()
     assert torch.equal((upper.float() - value).abs(), (nearest - value).abs())
 
@@ -86,7 +86,7 @@ def test_split_weights_move_as_in_float32() -> None:
             optimizer.step(1e-4, torch.tensor(1.0))
     whole, split, plain = (model.weight.detach() for model in models)
     low = optimizers[1].state()["low.weight"]
-    assert torch.equal(joined(split, low), whole)
+    assert torch.equal(join_float32(split, low), whole)
     assert (whole - start.float()).abs().min() > 1e-3
     assert (plain.float() - whole).abs().mean() > 4 * (split.float() - whole).abs().mean()
 
@@ -110,9 +110,9 @@ def test_the_mean_over_steps_is_the_value(kind: tuple[int, int], shape: tuple[in
     value = value if kind == FIRST else value**2
     found = []
     for step in range(400):
-        numbers, scale = narrowed(value, dither(torch.tensor(float(step)), value.device), *kind)
+        numbers, scale = quantize(value, dither(torch.tensor(float(step)), value.device), *kind)
         assert numbers.shape == value.shape and numbers.abs().max() <= kind[0]
-        found.append(widened(numbers, scale, *kind))
+        found.append(dequantize(numbers, scale, *kind))
     mean = torch.stack(found).mean(0)
     largest = value.abs().flatten(1).amax(1)[(...,) + (None,) * (value.ndim - 1)]
     assert ((mean - value).abs() / largest).max() < 1e-3
@@ -122,9 +122,9 @@ def test_the_mean_over_steps_is_the_value(kind: tuple[int, int], shape: tuple[in
 def test_what_is_divided_by_is_never_lost() -> None:
     value = torch.ones(1, BLOCK)
     value[0, 1:] = 1e-20
-    numbers, scale = narrowed(value, dither(torch.tensor(3.0), value.device), *SECOND)
+    numbers, scale = quantize(value, dither(torch.tensor(3.0), value.device), *SECOND)
     assert (numbers[0, 1:] == 1).all() and scale == 1
-    assert not narrowed(torch.zeros(1, BLOCK), dither(torch.tensor(3.0), value.device), *SECOND)[0].any()
+    assert not quantize(torch.zeros(1, BLOCK), dither(torch.tensor(3.0), value.device), *SECOND)[0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,7 +180,7 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     for strange in {"adamw", *KINDS} - {kind}:
         other = Optimizer(named(network(torch.bfloat16)), config(strange))
-        with pytest.raises(InputError, match="resume with the value that the run began with"):
+        with pytest.raises(InputError, match="resume with the optimizer that the run began with"):
             other.load(first.state())
 
 

@@ -173,9 +173,9 @@ def test_taking_up_is_linear_in_the_number_of_parameters(kind: str, monkeypatch:
         monkeypatch.setattr(
             torch, name, lambda *given, original=original, **keys: made.append(0) or original(*given, **keys)
         )
-    rooms = optimizer.rooms_for(saved.keys())
-    assert rooms.keys() == saved.keys() and len(made) == len(saved)
-    for key, room in rooms.items():
+    zeros = optimizer.empty_state(saved.keys())
+    assert zeros.keys() == saved.keys() and len(made) == len(saved)
+    for key, room in zeros.items():
         assert room.shape == saved[key].shape and room.dtype == saved[key].dtype and not room.any()
     optimizer.load(saved)
     assert len(made) == len(saved), "nothing is made only to be compared with"
@@ -185,6 +185,6 @@ def test_taking_up_is_linear_in_the_number_of_parameters(kind: str, monkeypatch:
 def test_moments_of_what_is_not_trained_are_named() -> None:
     optimizer = Optimizer({"a": nn.Parameter(torch.ones(2, 3))}, PlayerConfig())
     with pytest.raises(InputError, match="moments of b, which this task does not train"):
-        optimizer.rooms_for(["step.a", "exp_avg.b"])
-    with pytest.raises(InputError, match="kept a as exp_avg_scale, and optimizer=adamw does not"):
-        optimizer.rooms_for(["step.a", "exp_avg_scale.a"])
+        optimizer.empty_state(["step.a", "exp_avg.b"])
+    with pytest.raises(InputError, match="has exp_avg_scale of a, which does not fit optimizer=adamw"):
+        optimizer.empty_state(["step.a", "exp_avg_scale.a"])
