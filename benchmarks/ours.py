@@ -13,8 +13,9 @@ from benchmarks.case import Work
 from benchmarks.measure import count_flops
 from benchmarks.peers import size
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.task import Task, compile_task, freeze, player_parameters
+from kineograph.core.task import Task, freeze, player_parameters
 from kineograph.sample.inference import draw, sampling_noise
+from kineograph.train.compile import compile_task
 from kineograph.train.config import TrainConfig
 from kineograph.train.precision import resolve_precision
 from kineograph.train.stepper import Stepper

@@ -29,16 +29,16 @@ EAGER, COMPILED = "bf16 weights", "bf16 weights, torch.compile"
 def _codec(sizes: Sizes) -> Task:
     """Latents are given: this one only says of which size they are."""
     from kineograph.core.config import StageConfig
-    from kineograph.core.task import Task
+    from kineograph.core.task import PosteriorCodec
 
-    class Given(Task):
+    class Given(PosteriorCodec):
         Config = StageConfig
-        vocabulary, latent_channels, scale, spatial = None, CHANNELS, 1.15258426, 8
+        latent_channels, scale, spatial = CHANNELS, 1.15258426, 8
 
         def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
             return sizes["latents"]
 
-        def posterior(self, pixels: Tensor) -> Tensor:
+        def posterior(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
             raise NotImplementedError
 
     return Given()

@@ -117,9 +117,10 @@ def ours_train(sizes: Sizes, device: torch.device) -> Work:
 
 def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -> Work:
     from kineograph.core.batch import Prompts
-    from kineograph.core.task import compile_task, freeze
+    from kineograph.core.task import freeze
     from kineograph.family.nuwa.config import NuwaSample
     from kineograph.sample.inference import draw, sampling_noise
+    from kineograph.train.compile import compile_task
     from kineograph.train.precision import resolve_precision
 
     task = _our_model(sizes).to(device)

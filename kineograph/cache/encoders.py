@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kineograph.core.batch import Batch
-from kineograph.core.task import Task, compile_task
+from kineograph.core.capabilities import SupportsCaching
+from kineograph.core.task import Task
+from kineograph.train.compile import compile_task
 
 COMPILE_AFTER = 240.0
 """Seconds of encoding left, for each clip shape, from which compiling pays: it takes one or two minutes itself."""
@@ -44,6 +46,7 @@ class Encoders:
     def _encode_rows(self, batch: Batch, indices: range, rows: int) -> dict[str, Tensor]:
         # Compiled encoders always get `rows` rows: another number would compile them again.
         padding = rows - len(indices) if self.compiled else 0
+        assert isinstance(self.task, SupportsCaching)
         fields = self.task.precompute(batch.rows([*indices, *[indices[-1]] * padding]).to(self.device))
         return {name: value[: len(indices)] for name, value in fields.items()}
 

@@ -4,7 +4,7 @@ one frame; long clips are coded in chunks and large pictures in tiles, in bounde
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -30,9 +30,10 @@ from kineograph.codec.tiling import Tiling, chunk_spans
 from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
+from kineograph.core.capabilities import SupportsBuckets, SupportsReconstruction
 from kineograph.core.config import Size, StageConfig
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Loss, Mean, PosteriorCodec
 from kineograph.nn.causal_conv import CausalResidual
 
 AT_ONCE = 2**29  # numbers in the largest map that coding without gradients makes; clips beyond it wait for their turn
@@ -59,6 +60,9 @@ class CausalVAEConfig(StageConfig, CausalVAEShape):
     adversarial: AdversarialConfig | None = None
     """The GAN, whose discriminator sees motion; null: none."""
 
+    def player_names(self) -> tuple[str, ...]:
+        return ("generator", "discriminator")
+
     @field_validator("scale")
     @classmethod
     def _positive(cls, value: float | str) -> float | str:
@@ -75,13 +79,10 @@ class CausalVAEConfig(StageConfig, CausalVAEShape):
         return self
 
 
-class CausalVAE(Task):
+class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets):
     """Codec and its training: generator (encoder, decoder) against a discriminator of clips."""
 
     Config = CausalVAEConfig
-    players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
-    vocabulary = None
-    supports_buckets = True
     spread: Tensor
 
     def __init__(self, config: CausalVAEConfig, shape: Shape, perceptual: Lpips | None = None) -> None:
@@ -97,7 +98,7 @@ class CausalVAE(Task):
             self.register_buffer("spread", torch.zeros(3, config.latent_channels))
         self.perceptual = perceptual
         self.discriminator = build_discriminator(config.adversarial, shape, VideoDiscriminator)
-        self.players = gan_players(self.discriminator)  # type: ignore[misc]
+        self.players = gan_players(self.discriminator)
 
     @classmethod
     def build(cls, config: CausalVAEConfig, context: BuildContext) -> CausalVAE:

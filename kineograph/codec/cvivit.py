@@ -3,7 +3,7 @@ and a clip can go on for any number of frames."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -26,9 +26,10 @@ from kineograph.codec.gan_losses import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core.batch import Batch, Shape
+from kineograph.core.capabilities import SupportsBuckets, SupportsReconstruction
 from kineograph.core.config import Size, StageConfig
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Codec, Loss, Mean
 from kineograph.nn.positions import Rotation, grid_positions, sincos_embedding
 from kineograph.nn.quantizers import Quantized, QuantizerConfig, VQConfig, build_quantizer
 from kineograph.nn.transformer import Block, BlockConfig, Residual, Transformer, TransformerConfig
@@ -57,6 +58,9 @@ class CViViTConfig(StageConfig, BlockConfig):
     perceptual: PerceptualConfig = PerceptualConfig()
     adversarial: AdversarialConfig | None = None
     """The GAN, whose discriminator sees motion; null: none."""
+
+    def player_names(self) -> tuple[str, ...]:
+        return ("generator", "discriminator")
 
     @field_validator("patch")
     @classmethod
@@ -190,12 +194,11 @@ def _rows(features: Tensor) -> Tensor:
     return features.flatten(0, 1).permute(0, 3, 1, 2)
 
 
-class CViViT(Task):
+class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
     """Codec and its training: generator (encoder, quantizer, decoder) against a discriminator of clips."""
 
     Config = CViViTConfig
-    supports_buckets = True
-    players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
+    vocabulary: int
 
     def __init__(self, config: CViViTConfig, shape: Shape, perceptual: Lpips | None = None) -> None:
         super().__init__()
@@ -209,7 +212,7 @@ class CViViT(Task):
         self.vocabulary = self.quantizer.codes
         self.perceptual = perceptual
         self.discriminator = build_discriminator(config.adversarial, shape, VideoDiscriminator)
-        self.players = gan_players(self.discriminator)  # type: ignore[misc]
+        self.players = gan_players(self.discriminator)
 
     @classmethod
     def build(cls, config: CViViTConfig, context: BuildContext) -> CViViT:

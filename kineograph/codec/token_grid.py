@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.task import Codec
 
 
 def grid_size(codec: str, height: int, width: int, patch: tuple[int, int]) -> tuple[int, int]:
@@ -40,21 +39,12 @@ def latent_frame_mask(frame_mask: Tensor, step: int) -> Tensor:
     return torch.cat([frame_mask[:, :1], rest.any(-1)], dim=1)
 
 
-def require_codebook(stage: Any, name: str, key: str, family: str) -> Any:
-    """The stage that `key` names, if it gives tokens."""
-    if not hasattr(stage, "encode") or getattr(stage, "vocabulary", None) is None:
-        raise ConfigError(
-            f"{key}={name} gives no tokens: {family} needs a codec with a codebook, such as vqgan or cvivit"
-        )
-    return stage
-
-
-def encode_tokens(codec: Any, batch: Batch, grid: tuple[int, int, int], family: str) -> Tensor:
+def encode_tokens(codec: Codec, batch: Batch, grid: tuple[int, int, int], family: str) -> Tensor:
     """B t h w: from a cache, or from the codec; of as many times as the grid has, or fewer."""
     tokens = batch.tokens
     if tokens is None:
         with torch.no_grad():
-            tokens = cast(Tensor, codec.encode(batch.video, batch.frame_mask))
+            tokens = codec.encode(batch.video, batch.frame_mask)
     if tokens.shape[1] > grid[0] or tuple(tokens.shape[2:]) != grid[1:]:
         raise InputError(
             f"tokens of shape {tuple(tokens.shape[1:])} do not fit {family}'s grid {grid}: "

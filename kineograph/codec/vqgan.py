@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,10 @@ from kineograph.codec.gan_losses import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size
 from kineograph.core.batch import Batch, Shape
+from kineograph.core.capabilities import SupportsBuckets, SupportsReconstruction
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Codec, Loss, Mean
 from kineograph.nn.conv import ChannelNorm, MapAttention, ResidualBlock, downsample_conv, upsample_conv
 from kineograph.nn.quantizers import QuantizerConfig, VQConfig, build_quantizer
 
@@ -53,6 +54,9 @@ class VQGANConfig(StageConfig):
     perceptual: PerceptualConfig = PerceptualConfig()
     adversarial: AdversarialConfig | None = None
     """The GAN; null: none."""
+
+    def player_names(self) -> tuple[str, ...]:
+        return ("generator", "discriminator")
 
     @field_validator("blocks", "decoder_blocks", mode="before")
     @classmethod
@@ -133,12 +137,12 @@ class ToPixels(nn.Module):
         return pictures.contiguous(memory_format=torch.channels_last)
 
 
-class VQGAN(Task):
+class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
     """Codec and its training: generator (encoder, quantizer, decoder) against discriminator."""
 
     Config = VQGANConfig
-    supports_buckets = True
-    players: ClassVar[tuple[str, ...]] = ("generator", "discriminator")  # an instance without a GAN has the first alone
+    vocabulary: int
+    latent_channels: int
 
     def __init__(self, config: VQGANConfig, shape: Shape, perceptual: Lpips | None = None) -> None:
         super().__init__()
@@ -149,10 +153,10 @@ class VQGAN(Task):
         self.quantizer = build_quantizer(config.widths[-1], config.quantizer)
         self.decoder = Decoder(config)
         self.to_pixels = ToPixels(shape.channels, config)
-        self.vocabulary = self.quantizer.codes
+        self.vocabulary, self.latent_channels = self.quantizer.codes, self.quantizer.dim
         self.perceptual = perceptual
         self.discriminator = build_discriminator(config.adversarial, shape, Discriminator)
-        self.players = gan_players(self.discriminator)  # type: ignore[misc]
+        self.players = gan_players(self.discriminator)
 
     @classmethod
     def build(cls, config: VQGANConfig, context: BuildContext) -> VQGAN:
@@ -181,13 +185,9 @@ class VQGAN(Task):
         features = self.quantizer.lookup(rearrange(tokens, "b t h w -> (b t) h w"))
         return frames_to_pixels(self.to_pixels(self.decoder(features)), tokens.shape[0])
 
-    @property
-    def latent_channels(self) -> int:
-        return self.quantizer.dim
-
     @torch.no_grad()
-    def latents(self, pixels: Tensor) -> Tensor:
-        """B T C H W in [0, 1] → B T c h w: what the quantizer rounds to codes, for a diffusion over it."""
+    def encode_latents(self, pixels: Tensor) -> Tensor:
+        """B T C H W in [0, 1] → B T c h w: the quantizer's input."""
         self.shape_for(*pixels.shape[1:2], *pixels.shape[-2:])
         found = self.quantizer.compress(self.encoder(pixels_to_frames(pixels)))
         return rearrange(found, "(b t) c h w -> b t c h w", b=pixels.shape[0])

@@ -59,6 +59,19 @@ class StageConfig(Config):
     cache_precision: Literal["fp16", "bf16", "fp32"] = "fp16"
     """How latents and embeddings are kept in a cache."""
 
+    def player_names(self) -> tuple[str, ...]:
+        """The players that `players.*` may configure; a Task has some or all of them."""
+        return ("model",)
+
+    def reads(self) -> frozenset[str]:
+        """The fields of the data that training needs: "pixels", "captions", "sketch"."""
+        return frozenset({"pixels"})
+
+    @property
+    def sample_options(self) -> Config | None:
+        """The `sample` section; None for a stage that has none."""
+        return vars(self).get("sample")
+
 
 # Parsing ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Protocols between the parts: what a codec, a text encoder and a data source promise."""
+"""What a text encoder, a CLIP and a data source promise."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from kineograph.core.batch import Sample
 
 
-class Codec(Protocol):
-    """Pixels ⇄ tokens or latents. A generator derives its vocabulary and sequence shape from its codec."""
-
-    vocabulary: int | None  # number of codes; None for continuous latents
-
-    def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
-        """B T C H W in [0, 1] → B t h w, int64 tokens (or float latents B t c h w)."""
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        """B t h w → B T C H W, clamped to [0, 1]."""
-
-    def mask_for(self, frame_mask: Tensor) -> Tensor:
-        """B T → B t: which tokens' times hold a real frame, for clips that end before the batch's longest."""
-
-    def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Tokens (t, h, w) of a clip; a ConfigError says which sizes fit when this one does not."""
-
-
-class TextEncoder(Protocol):
+class TextEncoder(nn.Module):
     """Captions → embeddings, with an explicit null for classifier-free guidance."""
 
+    # Channels of an embedding.
     width: int
+    # Tokens a caption.
     length: int
+    # Trained with the model, so that embeddings cannot be computed beforehand.
+    trained: bool
+    # False: embeddings come with the data only.
+    reads_captions: bool
 
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
         """→ embeddings B L D, mask B L (True = a real token), on the encoder's device."""
+        raise NotImplementedError
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the rows where `dropped` (B, bool) by the null text."""
+        raise NotImplementedError
+
+    def assets(self) -> dict[str, str]:
+        """Text that a rebuild needs beside the weights, such as a learned vocabulary."""
+        return {}
+
+    def compile_targets(self) -> list[nn.Module]:
+        """Modules that run in every training step and are worth compiling."""
+        return []
+
+    def release(self) -> None:
+        """Free the memory of weights that can be loaded again."""
 
 
 class Source(Protocol):

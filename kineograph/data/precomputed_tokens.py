@@ -9,7 +9,7 @@ from einops import repeat
 from torch import Tensor
 
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.protocols import Codec
+from kineograph.core.task import Codec
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Sample
+from kineograph.core.capabilities import SupportsEmbedding
 from kineograph.core.errors import InputError
 
 INDEX_WIDTH = 4
@@ -26,20 +27,10 @@ LARGEST = 10**INDEX_WIDTH  # items a shard
 _BATCH = 64  # items that are embedded at once
 
 
-class Embedder(Protocol):
-    """What gives pictures and texts a place in one space: a CLIP stage."""
-
-    def embed_images(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
-        """B T C H W in [0, 1] → B D."""
-
-    def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """→ B D, encodings B L E, mask B L."""
-
-
 class ShardWriter:
     """Items one after another, `per_shard` a tar. Complete when the block ends without an error."""
 
-    def __init__(self, folder: Path, per_shard: int = 1000, embedder: Embedder | None = None) -> None:
+    def __init__(self, folder: Path, per_shard: int = 1000, embedder: SupportsEmbedding | None = None) -> None:
         if not 1 <= per_shard <= LARGEST:
             raise InputError(
                 f"shard={per_shard}: give the number of items a tar file, 1 to {LARGEST} (a row has {INDEX_WIDTH} digits)"

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from kineograph.core import distributed
+from kineograph.core.capabilities import HasMemorySavers, SupportsCaching
 from kineograph.core.config import merge, nest, parse
 from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, KineoError
-from kineograph.core.task import Task, player_parameters
+from kineograph.core.task import Codec, Task, find_codec, player_parameters
 from kineograph.doctor.machine import free_memory, matmul_rate
 from kineograph.doctor.sharded_memory import Division, parts_of
 from kineograph.doctor.speed import PROBE_SECONDS, Speed, probe, read_two
@@ -226,13 +227,12 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
 
 def _code(task: Task, stage: StagePlan) -> str | None:
     """What the stage's codec makes of a clip."""
-    codec: Any = task.stages.get("codec", task)
-    if not hasattr(codec, "shape_for"):
+    codec = task if isinstance(task, Codec) else find_codec(task)
+    if codec is None:
         return None
     shape = stage.spec.data.shape
     sides = " × ".join(map(str, codec.shape_for(shape.frames, shape.height, shape.width)))
-    vocabulary = getattr(codec, "vocabulary", None)
-    return f"{sides} tokens of {vocabulary:,} codes" if vocabulary else f"{sides} latents"
+    return f"{sides} tokens of {codec.vocabulary:,} codes" if codec.vocabulary else f"{sides} latents"
 
 
 # Switches --------------------------------------------------------------------------------------------------------
@@ -258,12 +258,17 @@ def _switches(found: Traced, stage: StagePlan, target: Target, world: World) -> 
         and found.task.blocks()
     ):
         switches["train.parallel=shard"] = {"train.parallel": ParallelConfig(layout="shard")}
-    for key, value in stage.spec.task.memory_savers(stage.spec.config).items():
+    savers = stage.spec.task.memory_savers(stage.spec.config) if issubclass(stage.spec.task, HasMemorySavers) else {}
+    for key, value in savers.items():
         switches[f"stages.{stage.name}.{key}={value}"] = {key: value}
     if found.memory.ema:
         switches[_NO_AVERAGE] = {}
     switches[_LEAN] = {}
-    if found.memory.text and stage.spec.task.can_cache(stage.spec.config):
+    if (
+        found.memory.text
+        and issubclass(stage.spec.task, SupportsCaching)
+        and stage.spec.task.can_cache(stage.spec.config)
+    ):
         switches[_CACHED] = {}
     return switches
 

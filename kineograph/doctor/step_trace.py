@@ -19,10 +19,12 @@ from torch.utils.flop_counter import flop_registry
 from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
 from kineograph.core.distributed import World
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import Task, player_parameters
 from kineograph.doctor.sharded_memory import divide
 from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.spec import StagePlan
+from kineograph.text.clip_embedding import ClipEmbedder
 from kineograph.text.pretrained import PretrainedText
 from kineograph.train.config import TrainConfig
 from kineograph.train.low_memory_adamw import LowMemoryState
@@ -165,19 +167,18 @@ def _widened(batch: Batch, rows: int, task: Task) -> Batch:
     wide = batch.map(lambda tensor: tensor[:1].expand(rows, *tensor.shape[1:]).clone())
     captions = (batch.captions * math.ceil(rows / len(batch.captions)))[:rows] if batch.captions else None
     wide = as_encoded(replace(wide, slots=torch.arange(rows), captions=captions), task)
-    clip: Any = getattr(task, "clip", None)
-    if getattr(clip, "adapter", None) is not None:  # it would have to be loaded
+    clip = next((part for part in task.modules() if isinstance(part, ClipEmbedder)), None)
+    if clip is not None and clip.adapter is not None:  # it would have to be loaded
         stand_ins = {name: torch.zeros(rows, clip.width) for name in ("image_embed", "text_embed")}
         wide.extra = stand_ins | wide.extra
-        wide.text_embeds = torch.zeros(rows, clip.length, clip.text_width)
-        wide.text_mask = torch.ones(rows, clip.length, dtype=torch.bool)
+        wide.text_embeds = torch.zeros(rows, clip.adapter.length, clip.adapter.text_width)
+        wide.text_mask = torch.ones(rows, clip.adapter.length, dtype=torch.bool)
     return wide
 
 
 def as_encoded(batch: Batch, task: Task) -> Batch:
     """With stand-ins for what a frozen text encoder makes of captions: it is large, and runs once a caption in a cache."""
-    found = (part for part in task.modules() if getattr(part, "trained", True) is False and hasattr(part, "length"))
-    text: Any = next(found, None)
+    text = next((part for part in task.modules() if isinstance(part, TextEncoder) and not part.trained), None)
     if text is None or batch.text_embeds is not None:
         return batch
     rows = len(batch)
@@ -196,7 +197,7 @@ def encoder_bytes(task: nn.Module, wide: int = 2) -> int:
 def tensors_of(task: nn.Module) -> list[Tensor]:
     """Parameters and buffers of a task and of the stages that it refers to, each once."""
     found: dict[int, Tensor] = {id(tensor): tensor for tensor in [*task.parameters(), *task.buffers()]}
-    for stage in getattr(task, "stages", {}).values():
+    for stage in task.stages.values() if isinstance(task, Task) else ():
         found |= {id(tensor): tensor for tensor in tensors_of(stage)}
     return list(found.values())
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from kineograph.core.capabilities import SupportsReconstruction, SupportsSampling
 from kineograph.core.config import merge
 from kineograph.core.errors import InputError
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import Task
+from kineograph.core.task import Codec
 from kineograph.evaluate import results_file
 from kineograph.evaluate.metric.caption_accuracy import ATTRIBUTES
 from kineograph.stage.load import choose_sampling_stage
@@ -119,7 +120,7 @@ def _evaluation_cells(
     results = results_file.read_results(run)
     command = f"kineo evaluate {run.path}" + (f" --split {split}" if split != "validation" else "")
     source = merge(tree.get("data") or {}, tree["stages"][main].get("data") or {}).get("source", "moving_digits")
-    samples = find_task(tree["stages"][main]["task"]).sample is not Task.sample
+    samples = issubclass(find_task(tree["stages"][main]["task"]), SupportsSampling)
     newest = results_file.newest_result(results, split, main, "caption_accuracy")
     fill = command if samples and source == "moving_digits" else None
     accuracy = _result_cell(run, main, newest, "caption_accuracy", _percent, fill)
@@ -129,9 +130,10 @@ def _evaluation_cells(
     for name in ATTRIBUTES:
         cells[f"  {name} right"] = _result_cell(run, main, newest, name, _percent, None)
     codec = next(
-        (name for name in stages if find_task(tree["stages"][name]["task"]).reconstruct is not Task.reconstruct), None
+        (name for name in stages if issubclass(find_task(tree["stages"][name]["task"]), SupportsReconstruction)), None
     )
-    has_codes = codec is not None and getattr(find_task(tree["stages"][codec]["task"]), "vocabulary", 0) is not None
+    codec_task = find_task(tree["stages"][codec]["task"]) if codec is not None else None
+    has_codes = codec_task is not None and issubclass(codec_task, Codec) and codec_task.has_codebook
     for row, metric, key, text in (
         ("PSNR, dB", "reconstruction", "psnr", lambda v: f"{v:.2f}"),
         ("codebook use", "codebook", "codebook_use", _percent),

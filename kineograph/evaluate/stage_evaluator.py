@@ -10,9 +10,17 @@ import torch
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import (
+    DescribesStart,
+    SupportsReconstruction,
+    SupportsSampling,
+    can_reconstruct,
+    resize_reference,
+    sample_shape,
+)
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.protocols import Source
-from kineograph.core.task import Task, sample_shape
+from kineograph.core.task import Codec, Task
 from kineograph.data.captions import require_captions
 from kineograph.data.loader import Loader
 from kineograph.evaluate.console import ProgressBar, describe_work
@@ -50,7 +58,7 @@ class StageEvaluator:
         self.name, self.shape = spec.name, sample_shape(task, spec.data.shape)
         self.run_seed, self.seed, self.batch, self.split = run_seed, seed, batch, split
         self.extractors, self.stages, self.interactive, self.note = extractors, stages, interactive, note
-        self.generate = generate and task.can_sample
+        self.generate = generate and isinstance(task, SupportsSampling)
         self.count = min(samples, len(source))
         self.progress = ProgressBar()
         self.start: str | None = None  # what samples start from, beside their captions
@@ -58,7 +66,7 @@ class StageEvaluator:
     def run(self, chosen: dict[str, Any], reasons: Reasons) -> tuple[dict[str, Result], SampleSheets]:
         """Compute the chosen metrics that apply; append to `reasons` why others do not."""
         metrics = self.open(chosen, reasons)
-        if metrics and "captions" in self.spec.task.reads_for(self.spec.config):
+        if metrics and "captions" in self.spec.config.reads():
             require_captions(self.source, f"stage {self.name} ({self.spec.config.task})", f"{self.split} items")
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         sheets = SampleSheets()
@@ -113,9 +121,9 @@ class StageEvaluator:
             kinds.add("generated")
         if self.shape.frames > 1:
             kinds.add("clips")
-        if self.task.reconstructs:
+        if can_reconstruct(self.task):
             kinds.add("reconstruction")
-        if hasattr(self.task, "encode") and getattr(self.task, "vocabulary", None):
+        if isinstance(self.task, Codec) and self.task.vocabulary:
             kinds.add("tokens")
         return frozenset(kinds)
 
@@ -166,24 +174,24 @@ class StageEvaluator:
             heartbeat.beat()
             batch = EvalBatch(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
             if real.pixels is not None:
-                batch.real = self.task.resize_reference(real.video) if "generated" in needed else real.video
+                batch.real = resize_reference(self.task, real.video) if "generated" in needed else real.video
             if "generated" in needed:
                 self.progress.set_activity("drawing")
                 batch.generated = self._sample(real)
             with inference_mode(self.task, self.device):
                 if "reconstruction" in needed:
-                    reconstruction = self.task.reconstruct(real)
-                    assert reconstruction is not None
-                    batch.reconstruction = reconstruction.float().clamp(0, 1)
+                    assert isinstance(self.task, SupportsReconstruction)
+                    batch.reconstruction = self.task.reconstruct(real).float().clamp(0, 1)
                 if "tokens" in needed:
-                    batch.tokens = self.task.encode(real.video, real.frame_mask)  # type: ignore[operator]
+                    assert isinstance(self.task, Codec)
+                    batch.tokens = self.task.encode(real.video, real.frame_mask)
                 if "losses" in needed:
                     batch.losses = self.task.validate(real, Noise(noise_seed, 0, real.slots))
             yield batch
 
     def _sample(self, real: Batch) -> torch.Tensor:
-        options = getattr(self.spec.config, "sample", None)
+        options = self.spec.config.sample_options
         prompts = Prompts(sampling_noise(self.seed, real.slots), real.captions, batch=real)
-        if self.start is None:
+        if self.start is None and isinstance(self.task, DescribesStart):
             self.start = self.task.describe_start(prompts)
         return draw(self.task, prompts, options, self.device, self.batch).to(self.device)

@@ -120,7 +120,9 @@ def _write_folder(
     if task.config.uses_lora:
         state = merge_lora(dict(state), extract_lora(task), dtype)
     write_weights(folder / "transformer", DIFFUSERS_STEM, _cast(state, dtype))
-    write_weights(folder / "vae", DIFFUSERS_STEM, _cast(weights_to_diffusers(task.codec).items(), dtype))
+    codec = task.codec
+    assert isinstance(codec, CausalVAE)
+    write_weights(folder / "vae", DIFFUSERS_STEM, _cast(weights_to_diffusers(codec).items(), dtype))
     text = _write_text(folder, task, note)
     write_json(
         folder / INDEX,

@@ -13,11 +13,12 @@ from kineograph.cache.keys import recipe_key
 from kineograph.cache.source import Cache, CacheConfig
 from kineograph.cache.store import format_size, is_complete, list_stale, prune
 from kineograph.core import distributed
+from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import dump_yaml
 from kineograph.core.errors import ConfigError, InputError, RunInUse
-from kineograph.core.protocols import Source
+from kineograph.core.protocols import Source, TextEncoder
 from kineograph.core.run_folder import RunFolder, write_atomic
-from kineograph.core.task import Task
+from kineograph.core.task import Task, find_codec
 from kineograph.data.reader import streams
 from kineograph.run.plan import make_plan
 from kineograph.run.resolve import resolve
@@ -42,7 +43,7 @@ def check_cachable(stage: StagePlan, source: Source) -> None:
 def _cache_fault(stage: StagePlan, source: Source) -> str | None:
     """Why a stage's data cannot be cached; None where they can."""
     config = stage.spec.config
-    if not stage.spec.task.can_cache(config):
+    if not (issubclass(stage.spec.task, SupportsCaching) and stage.spec.task.can_cache(config)):
         return f"{config.task} has nothing here that could be kept instead of pixels; set it to false"
     if "pixels" not in gives(source):
         return f"the data hold {', '.join(sorted(gives(source)))} and no pixels, so nothing is left to encode; set it to false"
@@ -65,12 +66,12 @@ def describe_cache(
     facts: dict[str, Any] = {
         "encoders": {key: stages.digest(getattr(config, key)) for key in references},
         **{name: tree[name] for name in ("text", "clip", "text_encodings") if name in tree},
-        "own": stage.spec.task.cache_facts(config),
+        "own": stage.spec.task.cache_facts(config) if issubclass(stage.spec.task, SupportsCaching) else {},
         "precision": config.cache_precision,
         "train_precision": resolve_precision(stage.train.precision, device),
         "seed": data.seed,  # of crops and starts
     }
-    codec = stages.find_codec(stage.spec)
+    codec, codec_stage = stages.find_codec(stage.spec), find_codec(task)
     # Processes divide the items themselves: a batch need not divide into them.
     with distributed.single_process():
         loader = data.loader(data.source)
@@ -81,7 +82,7 @@ def describe_cache(
         shape=stage.spec.data.shape,
         recipe=recipe_key(stage.spec.data.model_dump(mode="json"), facts),
         precision=config.cache_precision,
-        vocabulary=getattr(task.stages.get("codec"), "vocabulary", None),
+        vocabulary=codec_stage.vocabulary if codec_stage is not None else None,
         codec=codec[1] if codec is not None else "",
     )
 
@@ -140,9 +141,8 @@ def open_stage_cache(
 def _release_encoders(task: Task) -> None:
     """Free the frozen text encoders: nothing asks them while the model trains."""
     for module in task.modules():
-        release: Any = getattr(module, "release", None)
-        if release is not None:
-            release()
+        if isinstance(module, TextEncoder):
+            module.release()
 
 
 def _note_stale(content: CacheContent, folder: RunFolder, note: Callable[[str], None]) -> None:

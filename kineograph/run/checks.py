@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from kineograph.core import distributed
+from kineograph.core.capabilities import ChecksPrecision, SupportsLatentSampling, SupportsSampling
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.core.registry import find_metric
@@ -73,7 +74,8 @@ def check_stages(
                 raise
             except Exception:  # a Task that looks at numbers while it is built: training will tell
                 continue
-            task.check_precision(precision)
+            if isinstance(task, ChecksPrecision):
+                task.check_precision(precision)
             if several:
                 check_layout(task, stage.train.parallel, stage.players)
             check_tokens(task, data[stage.name])
@@ -84,7 +86,12 @@ def check_stages(
 def _check_show(stage: StagePlan, task: Task) -> None:
     """Undecoded samples need a task that has such."""
     train = stage.train
-    if train.show == "latents" and train.sample_every and task.can_sample and not task.can_sample_latents:
+    if (
+        train.show == "latents"
+        and train.sample_every
+        and isinstance(task, SupportsSampling)
+        and not isinstance(task, SupportsLatentSampling)
+    ):
         raise ConfigError(
             f"stages.{stage.name}.train.show=latents: {stage.spec.config.task} draws pixels, and has nothing that is not decoded; use media"
         )
@@ -137,7 +144,7 @@ def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
 
 def _check_codec(plan: Plan, stage: StagePlan, folder: RunFolder, data: StageData) -> None:
     """Codes that were made elsewhere, where the codec will not be trained now; else the stage finds out when its codec is trained."""
-    codec = getattr(stage.spec.config, "codec", None)
+    codec = dict(stage.spec.config).get("codec")
     skipped = {other.name for other in plan.stages if other.spec.config.skip}
     if isinstance(codec, str) and ("/" in codec or codec in skipped):
         check_codec(data, StageLoader(folder).find_codec(stage.spec))

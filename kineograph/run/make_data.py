@@ -29,7 +29,7 @@ from kineograph.core.errors import InputError
 from kineograph.data.config import Split
 from kineograph.data.digit_captions import Facts
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
-from kineograph.data.shard_writer import LARGEST, Embedder, ShardWriter
+from kineograph.data.shard_writer import LARGEST, ShardWriter, SupportsEmbedding
 from kineograph.media.clips import write_clip
 from kineograph.media.frames import to_images
 
@@ -50,7 +50,7 @@ class Job:
     folder: Path
     suffix: str  # of media files
     shard: int
-    embedder: Embedder | None = None
+    embedder: SupportsEmbedding | None = None
 
     def name(self, index: int) -> str:
         return f"{index:0{max(6, len(str(self.count - 1)))}d}"
@@ -63,7 +63,7 @@ def make(
     as_: str = "gif",
     settings: Sequence[str] = (),
     split: str = "train",
-    embeddings: str | Embedder | None = None,
+    embeddings: str | SupportsEmbedding | None = None,
 ) -> Path:
     """Write `count` items into a new or empty folder. → the folder.
 
@@ -185,7 +185,7 @@ def _encoded(job: Job, pixels: Tensor, fps: float) -> bytes:
     return content
 
 
-def open_embedder(reference: str) -> Embedder:
+def open_embedder(reference: str) -> SupportsEmbedding:
     """The CLIP stage of a run (`RUN`), or the stage that is named (`RUN/STAGE`)."""
     from kineograph.core import distributed
     from kineograph.core.registry import find_task
@@ -202,12 +202,16 @@ def open_embedder(reference: str) -> Embedder:
     else:
         run = RunFolder.existing(path)
         names = list(run.config()["stages"])
-    embedding = [name for name in names if hasattr(find_task(run.config()["stages"][name]["task"]), "embed_images")]
+    embedding = [
+        name for name in names if issubclass(find_task(run.config()["stages"][name]["task"]), SupportsEmbedding)
+    ]
     if not embedding:
         raise InputError(
             f"--embeddings {reference}: none of the stages {', '.join(names)} embeds pictures and texts; name a run with a stage of task: clip"
         )
-    return StageLoader(run, distributed.resolve_device()).load(embedding[0])  # type: ignore[return-value]
+    clip = StageLoader(run, distributed.resolve_device()).load(embedding[0])
+    assert isinstance(clip, SupportsEmbedding)
+    return clip
 
 
 def _facts(facts: Facts) -> list[dict[str, Any]]:

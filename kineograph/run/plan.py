@@ -77,7 +77,7 @@ def _plan_stage(tree: Tree, name: str) -> StagePlan:
 
 def _players(spec: StageSpec) -> tuple[str, ...]:
     """Players this stage may have; a Task may build fewer (a codec without a discriminator)."""
-    return spec.task.players
+    return spec.config.player_names()
 
 
 def _check_references(stages: tuple[StagePlan, ...]) -> None:

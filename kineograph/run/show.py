@@ -18,6 +18,15 @@ from torch import Tensor
 from kineograph.cache.pack import KINDS
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import (
+    SupportsCaching,
+    SupportsLatentSampling,
+    SupportsReconstruction,
+    SupportsSampling,
+    can_animate,
+    resize_reference,
+    takes_captions,
+)
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
@@ -101,7 +110,7 @@ class Show:
         if self.stage.train.show == "latents":
             self._latents(step, stepper)
             return
-        if stepper.task.can_sample:
+        if isinstance(stepper.task, SupportsSampling):
             self._samples(step, stepper)
             for split in dict.fromkeys(self.stage.train.grids):
                 self._grid(step, stepper, split)
@@ -161,10 +170,10 @@ class Show:
         asked = self._asked(stepper.task)
         tensors: dict[str, Tensor] = {}
         with stepper.eval_mode() as task:
-            if task.can_sample_latents:
+            if isinstance(task, SupportsLatentSampling):
                 asked, tensors["samples"] = self._drawn(task, latents=True)
             real = self.data.fixed_batch(len(asked.captions))
-            if real.pixels is not None and type(task).can_cache(self.stage.spec.config):
+            if real.pixels is not None and isinstance(task, SupportsCaching) and task.can_cache(self.stage.spec.config):
                 tensors["inputs"] = self._in_parts(real, lambda part: _encoded(task, part))
         if not distributed.is_first():
             return
@@ -181,18 +190,14 @@ class Show:
         """Rows that training holds at once: as many are drawn and decoded at a time."""
         return max(1, self.stage.train.batch_size // self.stage.train.accumulate)
 
-    def _in_parts(self, batch: Batch, make: Callable[[Batch], Tensor | None]) -> Tensor:
-        """A few rows at a time, on the CPU afterwards; empty where nothing is made. They are too few to be shared out: the first process
+    def _in_parts(self, batch: Batch, make: Callable[[Batch], Tensor]) -> Tensor:
+        """A few rows at a time, on the CPU afterwards. They are too few to be shared out: the first process
         makes them, and those that hold its model with it."""
         if distributed.data_rank():
             return torch.empty(0)
         places = range(len(batch))
         parts = [make(batch.rows(places[at : at + self._micro]).to(self.device)) for at in places[:: self._micro]]
-        return (
-            torch.cat([part.float().cpu() for part in parts if part is not None])
-            if parts[0] is not None
-            else torch.empty(0)
-        )
+        return torch.cat([part.float().cpu() for part in parts])
 
     def _asked(self, task: Task) -> _Asked:
         count = self.stage.train.samples
@@ -200,7 +205,7 @@ class Show:
         told = self._is_told(task, real)
         if told and self._alone and isinstance(self.plan.prompts, list):
             own = self.plan.prompts[:count]
-            return _Asked(own, own, _strangers(self.data.fixed_batch(len(own)), own, task.animates), own=True)
+            return _Asked(own, own, _strangers(self.data.fixed_batch(len(own)), own, can_animate(task)), own=True)
         prompts = real.captions if told else None
         given = real.text_embeds is not None or IMAGE in real.extra
         return _Asked(prompts, prompts or (real.captions if given else None) or [""] * count, real)
@@ -220,8 +225,8 @@ class Show:
 
     def _is_told(self, task: Task, real: Batch) -> bool:
         """Whether the task draws after captions, and not after the text that comes with the data."""
-        declared = self.stage.spec.task.reads_for(self.stage.spec.config)
-        return "captions" in declared or (real.text_embeds is None and task.takes_captions())
+        declared = self.stage.spec.config.reads()
+        return "captions" in declared or (real.text_embeds is None and takes_captions(task))
 
     def _grid(self, step: int, stepper: Stepper, split: Split) -> None:
         """Real items of a split beside what the averaged weights draw for their captions."""
@@ -231,7 +236,7 @@ class Show:
         with stepper.eval_mode() as task:
             drawn = self._draw(task, real.captions if self._is_told(task, real) else None, real)
         if distributed.is_first():
-            rows = [("real", _real(stepper.task.resize_reference(real.video), real)), ("generated", list(drawn))]
+            rows = [("real", _real(resize_reference(stepper.task, real.video), real)), ("generated", list(drawn))]
             captions = self._logged(real.captions or [""] * len(real))
             self._left.append(partial(self._write_grid, step, split, rows, captions))
 
@@ -247,7 +252,7 @@ class Show:
         return [self.stage.train.caption_prefix + caption for caption in captions]
 
     def _draw(self, task: Task, prompts: list[str] | None, real: Batch, latents: bool = False) -> Tensor:
-        options: Any = getattr(self.stage.spec.config, "sample", None)
+        options = self.stage.spec.config.sample_options
         rows = len(prompts) if prompts is not None else len(real)
         noise = sampling_noise(key_of(self.plan.seed, "samples") >> 1, torch.arange(rows))
         asked = Prompts(noise, prompts, frames=self.stage.train.sample_frames, batch=real)
@@ -257,12 +262,13 @@ class Show:
         batch = self.data.fixed_batch(self.stage.train.samples)
         if batch.pixels is None:
             return
-        with stepper.eval_mode() as task:
-            shown = self._in_parts(batch, task.reconstruct)
-        if not distributed.broadcast_object(len(shown)):
+        task = stepper.task
+        if not isinstance(task, SupportsReconstruction) or not task.can_reconstruct():
             return
+        with stepper.eval_mode():
+            shown = self._in_parts(batch, task.reconstruct)
         if stepper.emas:
-            with stepper.eval_mode(ema=False) as task:
+            with stepper.eval_mode(ema=False):
                 online = self._in_parts(batch, task.reconstruct)
         if not distributed.is_first():
             return
@@ -329,7 +335,7 @@ def _real(pixels: Tensor, batch: Batch) -> list[Tensor]:
     return [clip[:length] for clip, length in zip(clips, batch.frame_mask.sum(1).tolist(), strict=True)]
 
 
-def _encoded(task: Task, part: Batch) -> Tensor:
+def _encoded(task: SupportsCaching, part: Batch) -> Tensor:
     made = task.precompute(part)
     return next(made[kind] for kind in KINDS if kind in made)
 

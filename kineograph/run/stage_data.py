@@ -16,6 +16,7 @@ from kineograph.data.open_source import open_source
 from kineograph.data.scan import refuse_unreadable, scan
 from kineograph.stage.data import StageData, gives, scan_file
 from kineograph.stage.spec import StagePlan
+from kineograph.text import TextConfig
 from kineograph.train.config import TrainConfig
 
 
@@ -59,7 +60,7 @@ def open_data(
     if found.buckets is not None:
         for line in found.buckets.lines(stage.train.batch_size):
             note(line)
-    reads = stage.spec.task.reads_for(stage.spec.config)
+    reads = stage.spec.config.reads()
     if "pixels" in reads:
         _require_pixels(found)
     if "sketch" in reads:
@@ -122,11 +123,11 @@ def _require_pixels(data: StageData) -> None:
 def _require_text(data: StageData) -> None:
     """Text embeddings of the right width in the data, where they are all the text that there is."""
     stage, source = data.stage, data.source
-    text: Any = getattr(stage.spec.config, "text", None)
-    if getattr(text, "kind", None) != "given" or not hasattr(source, "gives"):
+    text = dict(stage.spec.config).get("text")
+    if not isinstance(text, TextConfig) or text.kind != "given":
         return
     who = f"stage {stage.name} ({stage.spec.config.task}) with text.kind=given"
-    if "text_embeds" not in source.gives:
+    if "text_embeds" not in gives(source):
         raise InputError(
             f"{who} reads text embeddings, and the items of data.source={stage.spec.data.source} have none: give them as text_embeds in "
             f"your own Dataset or with data.text_encoding (webdataset), or set stages.{stage.name}.text.kind to learned, t5 or clip"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kineograph.core import distributed
+from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import Stopped
 from kineograph.core.run_folder import RunFolder, write_atomic
@@ -215,7 +216,7 @@ class _StageRun:
             self.plan.stage_seed(stage.name),
         )
         source = open_stage_cache(stage, task, self.stages, self.folder, self.data, self.device, self.stop, self.note)
-        if source is None or task.always_encode:
+        if source is None or (isinstance(task, SupportsCaching) and task.always_encode()):
             stepper.compile_stages()
         evaluate = Evaluate(self.plan, stage, self.data, self.stages) if stage.train.metrics else None
         if evaluate is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Prompts
+from kineograph.core.capabilities import SupportsLatentSampling, SupportsSampling
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Task
@@ -41,8 +42,10 @@ def draw(
             heartbeat.beat()
             part = _to_device(_select_rows(prompts, slice(start, start + batch)), device)
             if latents:
+                assert isinstance(task, SupportsLatentSampling)
                 parts.append(task.sample_latents(part, options).float().cpu())
                 continue
+            assert isinstance(task, SupportsSampling)
             pixels = task.sample(part, options)
             if pixels.ndim != 5 or len(pixels) != len(part):
                 raise InputError(

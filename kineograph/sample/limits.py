@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kineograph.core.batch import Shape
+from kineograph.core.capabilities import (
+    HasLatentShape,
+    SupportsContinuation,
+    SupportsUpscaling,
+    can_continue,
+    can_upscale,
+)
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Task
-
-
-@runtime_checkable
-class ChecksShape(Protocol):
-    """A codec, or a task that encodes clips itself."""
-
-    def shape_for(self, frames: int, height: int, width: int) -> Any:
-        """The grid of tokens or latents of a clip; a ConfigError names the shapes that fit."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class ClipLimits:
         """Raise the codec's error for a clip that it cannot encode; it names the shapes that fit."""
         height, width = size or (self.shape.height, self.shape.width)
         for part in (self.task, self.task.stages.get("codec")):
-            if isinstance(part, ChecksShape):
+            if isinstance(part, HasLatentShape):
                 part.shape_for(frames, height, width)
 
     def valid_lengths(self, most: int, size: tuple[int, int] | None = None) -> list[int]:
@@ -49,7 +48,7 @@ class ClipLimits:
 
     def default_overlap(self, frames: int, options: Any) -> int:
         """The stage's own `sample.overlap`; without one, as much as fits in half a clip."""
-        overlap = option_value(options, "overlap")
+        overlap = self.task.usual_overlap(options) if isinstance(self.task, SupportsContinuation) else None
         if overlap is not None:
             return overlap
         return max(self.valid_lengths(max(1, min(frames, self.shape.frames) // 2)), default=1)
@@ -71,7 +70,7 @@ class ClipLimits:
         return f"{self.name} draws {count} frame{'s' * (count > 1)} at a time, too few to continue a clip: {remedy}"
 
     def check_continues(self, feature: str) -> None:
-        if not self.task.continues:
+        if not can_continue(self.task):
             raise InputError(
                 f"{feature} needs a generator that continues clips, and {self.name} does not: use a run "
                 "(or with --stage a stage) that does, such as one of phenaki"
@@ -81,11 +80,12 @@ class ClipLimits:
     def enlarges(self) -> bool:
         """Whether `prime` is a picture to enlarge: for super-resolution, or a critic that steers it."""
         parts = (self.task, *self.task.stages.values())
-        return not self.task.continues and any(part.enlarges or "low_res" in part.stages for part in parts)
+        return not can_continue(self.task) and any(map(can_upscale, parts))
 
     def prime_size(self, options: Any) -> tuple[int, int] | None:
         """Height and width of a picture to enlarge; None: those of the result."""
-        sizes = (part.prime_size(options) for part in (self.task, *self.task.stages.values()))
+        parts = (self.task, *self.task.stages.values())
+        sizes = (part.prime_size(options) for part in parts if isinstance(part, SupportsUpscaling))
         return next((size for size in sizes if size is not None), None)
 
 

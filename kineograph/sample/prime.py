@@ -20,6 +20,7 @@ from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
+from kineograph.core.capabilities import can_inpaint
 from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.data.config import DataConfig
@@ -61,7 +62,7 @@ def read_prime(
         return _read_picture(source, data, height_width, note, "inpainted")
     if limits.enlarges:
         return _read_picture(source, data, limits.prime_size(options) or height_width, note, "enlarged")
-    if limits.task.inpaints:
+    if can_inpaint(limits.task):
         raise InputError(f"--prime: {limits.name} inpaints a part of the picture: name the part with --mask")
     limits.check_continues("--prime")
     lengths = limits.valid_lengths(limits.max_prime(frames), size)
@@ -100,7 +101,7 @@ def _read_picture(
 
 def read_mask(source: str | Path | Tensor, limits: ClipLimits, size: Size) -> Mask:
     """Read H W bool, or a picture whose light half is inpainted."""
-    if not limits.task.inpaints:
+    if not can_inpaint(limits.task):
         raise InputError(f"--mask: {limits.name} cannot inpaint; use a run (or with --stage a stage) of dalle2")
     if isinstance(source, Tensor):
         if source.dtype != torch.bool or tuple(source.shape) != size:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.core.batch import Prompts
+from kineograph.core.capabilities import SupportsSampling, can_animate, sample_shape, takes_captions
 from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import sample_shape
 from kineograph.process.solvers import DiffusionSample
 from kineograph.sample.inference import BATCH, draw, draw_across_ranks, sampling_noise
 from kineograph.sample.limits import ClipLimits, option_value
@@ -57,14 +57,14 @@ class Sampler:
         spec = read_stage(stages.run.config(), stage)
         self.run, self.stage, self.step, self.ema = stages.run, stage, step, ema
         self.task = stages.load(stage, step, ema)
-        if not self.task.can_sample:
+        if not isinstance(self.task, SupportsSampling):
             raise InputError(
                 f"stage {stage!r} of {self.run.path} cannot sample: {type(self.task).__name__} only encodes and decodes; "
                 "use the stage of a generator"
             )
         self.task_name = spec.config.task
         self.shape = sample_shape(self.task, spec.data.shape)
-        self.options = getattr(spec.config, "sample", None)
+        self.options = spec.config.sample_options
         self.device = stages.device
         self.limits = ClipLimits(self.task, self.task_name, self.shape)
         self._data, self._config, self._stages = spec.data, spec.config, stages
@@ -154,7 +154,7 @@ class Sampler:
         from kineograph.sample.story import Story
 
         self.limits.check_continues("a story")
-        if not self.task.takes_captions():
+        if not takes_captions(self.task):
             raise InputError(
                 f"a story needs captions, and {self.task_name} was trained without: draw a long clip with kineo sample --frames N"
             )
@@ -180,7 +180,7 @@ class Sampler:
 
     def _resolve(self, request: SampleRequest) -> tuple[SampleRequest, Any]:
         """Check a request against the stage. → the request with stage, step and changed options filled in; the options as used."""
-        if request.prompts is not None and not self.task.takes_captions():
+        if request.prompts is not None and not takes_captions(self.task):
             raise InputError(f"{self.task_name} was trained without captions: leave the prompts out, and use --count")
         frames = request.frames or self.shape.frames
         if request.fps is not None and frames == 1:
@@ -224,7 +224,7 @@ class Sampler:
         if request.prime is not None:
             masked = request.mask is not None
             return read_prime(request.prime, self.limits, self._data, frames, request.size, options, note, masked)
-        if self.task.animates:
+        if can_animate(self.task):
             note(f"{self.task_name} animates a picture, and --prime is not set: drawing from the caption alone")
         return None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import Task
+from kineograph.core.task import Codec, Task
 from kineograph.data.config import DataConfig
 from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE
 from kineograph.media.clips import read_frames
@@ -28,7 +28,7 @@ from kineograph.sample.prime import Size, check_clip, fit_images, fit_tensor, id
 @dataclass(frozen=True)
 class Sketch:
     frames: Tensor  # T C H W, uint8
-    codec: Any  # of the sketches
+    codec: Codec  # of the sketches
     record: dict[str, Any]  # for the sidecar
 
     def to_batch(self, rows: int, first: int = 0, count: int | None = None) -> Batch | None:
@@ -58,7 +58,7 @@ def read_sketch(
             else "use a run (or with --stage a stage) of nuwa that was trained with them"
         )
         raise InputError(f"--sketch: {name} was trained without sketches: {remedy}")
-    codec: Any = task.stages["sketch"]
+    codec = task.stage("sketch", Codec)
     data = data.model_copy(update={"channels": codec.shape.channels})
     if isinstance(source, Tensor):
         clip = _to_uint8(fit_tensor(check_clip(source, "sketch")[:frames], data, size))
@@ -102,7 +102,7 @@ def _read_first_frames(path: str | Path, fps: float | None, most: int, fit: Call
     return torch.cat([fitted[index] for index in indices])
 
 
-def _longest_length(codec: Any, frames: int, size: Size) -> int:
+def _longest_length(codec: Codec, frames: int, size: Size) -> int:
     """The largest number of frames, up to `frames`, that the codec of the sketches can encode."""
     for length in range(frames, 0, -1):
         try:

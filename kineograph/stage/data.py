@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +15,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from kineograph.cache.source import Cache
 from kineograph.core import distributed
 from kineograph.core.batch import Batch
+from kineograph.core.capabilities import HasLatentShape, HasSampleSize, SupportsBuckets
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import key_of
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import write_json
-from kineograph.core.task import Task
+from kineograph.core.task import Codec, Task, find_codec
 from kineograph.data.buckets import Bucket, Buckets
 from kineograph.data.config import Split
 from kineograph.data.dataset import DatasetSource
@@ -191,20 +191,20 @@ def find_missing_weights(stage: StagePlan, data: StageData, hub: bool) -> str | 
 
 def check_tokens(task: Task, data: StageData) -> None:
     """Refuse tokens or latents in the data that the task's codec could not have made."""
-    codec: Any = _find_codec(task)
+    codec = _find_codec(task)
     if codec is None:
         return
     config = data.stage.spec.data
-    vocabulary = getattr(codec, "vocabulary", None)
+    sample_size = task.sample_size() if isinstance(task, HasSampleSize) else None
     for source in (data.source, data.validation):
         if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
-            source.check_grid(lambda frames, *size: codec.shape_for(frames, *(task.sample_size or size)))
-        if vocabulary is None or "tokens" not in gives(source):
+            source.check_grid(lambda frames, *size: codec.shape_for(frames, *(sample_size or size)))
+        if codec.vocabulary is None or "tokens" not in gives(source):
             continue
         if isinstance(source, DatasetSource):
             source.expect(TokenGrid.of(codec, config.frames, config.size))
         elif isinstance(source, Cache):
-            source.check_vocabulary(vocabulary)
+            source.check_vocabulary(codec.vocabulary)
 
 
 def check_codec(data: StageData, codec: tuple[str, str] | None) -> None:
@@ -220,21 +220,25 @@ def check_buckets(task: Task, data: StageData) -> None:
     if buckets is None:
         return
     shapes = [shape for shape, members in zip(buckets.shapes, buckets.members, strict=True) if len(members)]
-    if not task.supports_buckets and shapes != [buckets.usual]:
+    can_bucket = isinstance(task, SupportsBuckets) and task.can_bucket()
+    if not can_bucket and shapes != [buckets.usual]:
         raise ConfigError(
             f"{stage.title} trains on clips of one shape, and data.buckets has {len(shapes)}, such as "
             f"{next(shape for shape in shapes if shape != buckets.usual)}: set stages.{stage.name}.data.buckets=null"
         )
-    codec: Any = task if hasattr(task, "shape_for") else _find_codec(task)
-    for shape in shapes if codec is not None else []:
+    network = task if isinstance(task, HasLatentShape) else _find_codec(task)
+    if network is None:
+        return
+    for shape in shapes:
         try:
-            codec.shape_for(*shape)
+            network.shape_for(*shape)
         except ConfigError as error:
             raise ConfigError(f"data.buckets has clips of {shape}: {error}") from None
 
 
-def _find_codec(task: Task) -> Task | None:
+def _find_codec(task: Task) -> Codec | None:
     """The codec whose tokens a task reads: its own, or its generator's."""
-    if "codec" in task.stages:
-        return task.stages["codec"]
+    codec = find_codec(task)
+    if codec is not None:
+        return codec
     return next((codec for codec in map(_find_codec, task.stages.values()) if codec is not None), None)

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 
+from kineograph.core.capabilities import SupportsSampling
 from kineograph.core.errors import InputError
 from kineograph.core.kernels import find_kernels
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import Task, compile_task, freeze, is_large, load_weights
+from kineograph.core.task import Task, freeze, load_weights
 from kineograph.stage.build import build_task
 from kineograph.stage.spec import StageSpec, read_stage
 from kineograph.train import checkpoint
+from kineograph.train.compile import compile_task, is_large
 
 
 def locate_stage(reference: str, run: RunFolder) -> tuple[RunFolder, str]:
@@ -126,7 +128,7 @@ def choose_sampling_stage(run: RunFolder, name: str | None = None) -> str:
         if name not in stages:
             raise InputError(f"{run.path} has no stage {name!r}: the stages are {', '.join(stages)}")
         return name
-    generators = [name for name in stages if find_task(stages[name]["task"]).sample is not Task.sample]
+    generators = [name for name in stages if issubclass(find_task(stages[name]["task"]), SupportsSampling)]
     for generator in reversed(generators):
         if checkpoint.saved_steps(run.checkpoints(generator)):
             return generator

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kineograph.core.capabilities import RemapsInit
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
-from kineograph.core.task import Task, load_weights, task_state_dict
+from kineograph.core.task import Task, find_codec, load_weights, task_state_dict
 from kineograph.core.weight_files import WeightFiles
 from kineograph.stage.build import build_task
 from kineograph.stage.data import StageData
@@ -65,11 +66,11 @@ def build_untrained(
 
 def _warn_of_longer_clips(task: Task, stage: StagePlan, note: Callable[[str], None]) -> None:
     """A video codec encodes any length, but beyond the length that it was trained on latents drift and frames smear."""
-    trained = getattr(task.stages.get("codec"), "shape", None)
+    codec = find_codec(task)
     frames = stage.spec.data.shape.frames
-    if trained is not None and 1 < trained.frames < frames:
+    if codec is not None and 1 < codec.shape.frames < frames:
         note(
-            f"warning: {stage.name}: the codec was trained on clips of {trained.frames} frames, and these have {frames}: "
+            f"warning: {stage.name}: the codec was trained on clips of {codec.shape.frames} frames, and these have {frames}: "
             "later frames may be decoded badly; train the codec on clips of this length"
         )
 
@@ -138,7 +139,7 @@ def _match_weights(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """→ the weights by their names in `task`; and the tensors of `task` that they do not fill, with the reason. Refuses if none fits."""
     where = f"stages.{stage.name}.init={stage.spec.config.init}"
-    renamed = task.remap_init(weights, where)
+    renamed = task.remap_init(weights, where) if isinstance(task, RemapsInit) else weights
     own = task_state_dict(task)
     other_words = _find_other_vocabularies(task, vocabulary)
     misfits: dict[str, str] = {}

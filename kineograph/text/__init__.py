@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kineograph.text.config import Text, TextConfig, build_text
+from kineograph.text.config import TextConfig, build_text
 
-__all__ = ["Text", "TextConfig", "build_text"]
+__all__ = ["TextConfig", "build_text"]

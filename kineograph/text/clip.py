@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
+from kineograph.core.capabilities import SupportsEmbedding
 from kineograph.core.config import StageConfig
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
@@ -39,6 +40,9 @@ class ClipConfig(StageConfig, TransformerConfig):
     """Of the softmax over a batch at the start; it is learned."""
     min_temperature: float = Field(0.01, gt=0)
     """The learned temperature does not fall below this: sharper than 1/100, one mistaken pair would outweigh a batch."""
+
+    def reads(self) -> frozenset[str]:
+        return self.text.reads()
 
     @model_validator(mode="after")
     def _fits(self) -> ClipConfig:
@@ -72,14 +76,14 @@ class ImageTower(nn.Module):
         return self.transformer(self.patches(x) + self.positions()).mean(1)  # N D
 
 
-class TrainedClip(Task):
+class TrainedClip(Task, SupportsEmbedding):
     Config = ClipConfig
-    reads = frozenset({"pixels", "captions"})
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         self.config, self.shape = config, context.shape
         self.width = config.embed_width
+        self.picture_size = (context.shape.height, context.shape.width)
         self.image = ImageTower(config, config.patch, context.shape)
         self.text = LearnedText(config.text, context)
         self.text_width, self.length = self.text.width, self.text.length

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from kineograph.core.batch import Batch, Shape
+from kineograph.core.batch import Batch
+from kineograph.core.capabilities import SupportsEmbedding
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext, Task
 from kineograph.core.transfer import to_device
 from kineograph.text.clip import unit
+from kineograph.text.clip_pretrained import PretrainedClip
 
 IMAGE, TEXT = "image_embed", "text_embed"  # in Batch.extra: B D
 
 
-class Clip(Protocol):
+@runtime_checkable
+class Clip(SupportsEmbedding, Protocol):
     """A trained clip stage, or the adapter for one of transformers."""
 
     width: int  # channels of an embedding
     text_width: int  # of a token's encoding
     length: int  # tokens a caption
-
-    def embed_images(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
-        """B C H W or B T C H W in [0, 1] → B D, of length 1."""
-
-    def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """→ B D of length 1, encodings B L E, mask B L."""
+    picture_size: tuple[int, int]  # height and width of the pictures that it embeds
 
 
 class ClipSource(Config):
@@ -90,27 +88,25 @@ class ClipEmbedder(nn.Module):
 
     def __init__(self, choice: ClipChoice, context: BuildContext, stages: dict[str, Task]) -> None:
         super().__init__()
-        self._clip: dict[str, Any] = {}  # a plain dict: a stage is no submodule
-        self.adapter: nn.Module | None = None
+        self._clip: dict[str, Clip] = {}  # a plain dict: a stage is no submodule
+        self.adapter: PretrainedClip | None = None
         if isinstance(choice, str):
-            stage: Any = context.stage(choice)
-            if not hasattr(stage, "embed_images"):
+            stage = context.stage(choice)
+            if not isinstance(stage, Clip):
                 raise ConfigError(f"clip={choice} gives no embeddings: name a stage whose task is clip")
             stages["clip"] = stage
             self._take(stage)
-            _tell_blur(choice, _sides(getattr(stage, "shape", None)), context)
+            _tell_blur(choice, stage.picture_size, context)
         elif choice.kind == "transformers":
-            from kineograph.text.clip_pretrained import PretrainedClip
-
             assert choice.name is not None
             self.adapter = PretrainedClip(choice.name, choice.length, context.note)
             self._take(self.adapter)
-            _tell_blur(choice.name, (self.adapter.picture, self.adapter.picture), context)
+            _tell_blur(choice.name, self.adapter.picture_size, context)
         else:
             assert choice.width is not None
             self.width, self.text_width, self.length = choice.width, choice.text_width, choice.length
 
-    def _take(self, clip: Any) -> None:
+    def _take(self, clip: Clip) -> None:
         self._clip["clip"] = clip
         self.width, self.text_width, self.length = clip.width, clip.text_width, clip.length
 
@@ -189,14 +185,10 @@ class ClipEmbedder(nn.Module):
         return to_device(torch.tensor([not caption.strip() for caption in captions]), like.device)
 
 
-def _sides(shape: Shape | None) -> tuple[int, int] | None:
-    return None if shape is None else (shape.height, shape.width)
-
-
-def _tell_blur(name: str, looks_at: tuple[int, int] | None, context: BuildContext) -> None:
+def _tell_blur(name: str, looks_at: tuple[int, int], context: BuildContext) -> None:
     """A picture that is enlarged is another picture to a CLIP than the sharp one that it learned from."""
     given = (context.shape.height, context.shape.width)
-    if looks_at is not None and min(given) < min(looks_at):
+    if min(given) < min(looks_at):
         context.note(
             f"clip={name} looks at pictures of {looks_at[0]}×{looks_at[1]} and is shown ones of data.size={given[0]}×{given[1]}, enlarged, which "
             "look blurred to it: raise data.size (a decoder's `size` says what it draws), or give embeddings with the data"

@@ -98,7 +98,8 @@ class PretrainedClip(nn.Module):
         self.options: dict[str, Any] = {"local_files_only": True} if self.local else {}
         config = self._fetch(lambda: CLIPConfig.from_pretrained(self.name, **self.options))
         self.width, self.text_width = int(config.projection_dim), int(config.text_config.hidden_size)
-        self.picture = int(config.vision_config.image_size)  # pixels on a side of what it looks at
+        side = int(config.vision_config.image_size)
+        self.picture_size = (side, side)
         most = int(config.text_config.max_position_embeddings)
         if length is not None and length > most:
             raise InputError(f"clip.length={length} is more than {self.name} reads: at most {most}")

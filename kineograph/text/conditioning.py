@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.transfer import to_device
-from kineograph.text.config import Text, TextConfig
 
 
 class TextEmbeddings(NamedTuple):
@@ -31,12 +31,7 @@ class TextEmbeddings(NamedTuple):
         return TextEmbeddings(*(None if part is None else part.detach() for part in self))
 
 
-def reads_for(config: TextConfig) -> frozenset[str]:
-    """What training needs of the data beside the tokens: captions only where an encoder reads them."""
-    return frozenset({"pixels", "captions"} if config.kind in ("learned", "t5", "clip") else {"pixels"})
-
-
-def encode_captions(text: Text | None, captions: list[str] | None) -> TextEmbeddings:
+def encode_captions(text: TextEncoder | None, captions: list[str] | None) -> TextEmbeddings:
     """Empty captions are the null text."""
     if text is None:
         return TextEmbeddings()
@@ -47,7 +42,7 @@ def encode_captions(text: Text | None, captions: list[str] | None) -> TextEmbedd
     return TextEmbeddings(*text.drop(embeddings, mask, empty))
 
 
-def encode_batch(text: Text | None, batch: Batch, dropped: Tensor | None = None) -> TextEmbeddings:
+def encode_batch(text: TextEncoder | None, batch: Batch, dropped: Tensor | None = None) -> TextEmbeddings:
     """The embeddings that come with a batch, or those of its captions; rows where `dropped` (B) become the null text."""
     words = get_precomputed(text, batch) or encode_captions(text, batch.captions)
     if text is None or dropped is None or words.embeddings is None or words.mask is None:
@@ -55,7 +50,7 @@ def encode_batch(text: Text | None, batch: Batch, dropped: Tensor | None = None)
     return TextEmbeddings(*text.drop(words.embeddings, words.mask, dropped))
 
 
-def get_precomputed(text: Text | None, batch: Batch) -> TextEmbeddings | None:
+def get_precomputed(text: TextEncoder | None, batch: Batch) -> TextEmbeddings | None:
     """The embeddings that come with a batch; None where it has none, or where the encoder is still learning."""
     if text is None or text.trained or batch.text_embeds is None:
         return None
@@ -73,7 +68,7 @@ def _mask(batch: Batch) -> Tensor:
     return (batch.text_embeds != 0).any(dim=-1) if batch.text_mask is None else batch.text_mask
 
 
-def encode_null(text: Text | None, rows: int, device: torch.device, length: int | None = None) -> TextEmbeddings:
+def encode_null(text: TextEncoder | None, rows: int, device: torch.device, length: int | None = None) -> TextEmbeddings:
     """The null text for every row, as long as the encoder's texts or those beside it."""
     if text is None:
         return TextEmbeddings()
@@ -83,7 +78,7 @@ def encode_null(text: Text | None, rows: int, device: torch.device, length: int 
     return TextEmbeddings(*text.drop(embeddings, mask, torch.ones(rows, dtype=torch.bool, device=device)))
 
 
-def encode_prompts(text: Text | None, prompts: Prompts) -> tuple[TextEmbeddings, TextEmbeddings | None]:
+def encode_prompts(text: TextEncoder | None, prompts: Prompts) -> tuple[TextEmbeddings, TextEmbeddings | None]:
     """What is asked for, and what to be guided away from (None: nothing was asked for)."""
     alone = prompts.captions is None or (text is not None and not text.reads_captions)
     given = get_precomputed(text, prompts.batch) if prompts.batch is not None and alone else None
@@ -95,13 +90,7 @@ def encode_prompts(text: Text | None, prompts: Prompts) -> tuple[TextEmbeddings,
     return wanted, null if prompts.negative is None else encode_captions(text, prompts.negative)
 
 
-def modules_to_compile(text: Text | None) -> list[nn.Module]:
-    """What of an encoder that learns with the network runs in every step: as many small kernels as the network, if nothing compiles it."""
-    inner = getattr(text, "transformer", None) if text is not None and text.trained else None
-    return [inner] if inner is not None else []
-
-
-def compute_cached_text(text: Text | None, batch: Batch) -> dict[str, Tensor]:
+def compute_cached_text(text: TextEncoder | None, batch: Batch) -> dict[str, Tensor]:
     """`text_embeds` and `text_mask` for a cache, where the encoder is frozen."""
     if text is None or text.trained:
         return {}

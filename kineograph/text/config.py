@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from kineograph.core.config import Config
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext
-
-
-class Text(Protocol):
-    """The text encoders below: the TextEncoder seam, and what a Task needs beside it. Each is a module that the Task's player owns."""
-
-    width: int
-    length: int
-    trained: bool  # learned with the model, so that embeddings cannot be computed beforehand
-    reads_captions: bool  # False: there are only the embeddings that come with the data
-
-    def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]: ...
-
-    def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def assets(self) -> dict[str, str]: ...
-
 
 _READ_BY = {
     "vocabulary": ("learned",),
@@ -85,6 +69,10 @@ class TextConfig(Config):
             raise ValueError(f"width={self.width or 256} must be a multiple of 2 × heads = {2 * self.heads}")
         return self
 
+    def reads(self) -> frozenset[str]:
+        """The fields of the data that a stage with this encoder needs: captions only where it reads them."""
+        return frozenset({"pixels", "captions"} if self.kind in ("learned", "t5", "clip") else {"pixels"})
+
     def check_pretrained(self, given: Collection[str], hub: bool) -> None:
         """An encoder that is never asked, where embeddings come with the data, need not be there."""
         if self.kind in ("t5", "clip") and "text_embeds" not in given:
@@ -93,7 +81,7 @@ class TextConfig(Config):
             check_encoder(self, hub)
 
 
-def build_text(config: TextConfig, context: BuildContext) -> Text | None:
+def build_text(config: TextConfig, context: BuildContext) -> TextEncoder | None:
     """The encoder as a module; None for kind=none."""
     if config.kind == "none":
         return None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
+from kineograph.core.protocols import TextEncoder
 
 
 class NullText(nn.Module):
@@ -22,7 +23,7 @@ class NullText(nn.Module):
         return torch.where(dropped[:, None, None], null, embeddings), torch.where(dropped[:, None], first, mask)
 
 
-class GivenText(nn.Module):
+class GivenText(TextEncoder):
     trained = False
     reads_captions = False
 
@@ -38,6 +39,3 @@ class GivenText(nn.Module):
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
         return self.null(embeddings, mask, dropped)
-
-    def assets(self) -> dict[str, str]:
-        return {}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext
 from kineograph.core.transfer import to_device
 from kineograph.nn.positions import LearnedPositions, Rotary
@@ -82,7 +83,7 @@ class Vocabulary:
         return torch.from_numpy(ids).view(len(captions), self.length)
 
 
-class LearnedText(nn.Module):
+class LearnedText(TextEncoder):
     trained = True
     reads_captions = True
 
@@ -120,3 +121,7 @@ class LearnedText(nn.Module):
 
     def assets(self) -> dict[str, str]:
         return {ASSET: self.vocabulary.text}
+
+    def compile_targets(self) -> list[nn.Module]:
+        # As many small kernels as the network has, if nothing compiles them.
+        return [self.transformer] if self.transformer is not None else []

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from kineograph.core.errors import InputError
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import freeze, is_fake_or_meta
 from kineograph.core.transfer import to_device
 from kineograph.core.weight_files import TRANSFORMERS_STEM, open_weights
@@ -36,7 +37,7 @@ _T5 = {size[0]: _t5(*size) for size in ((512, 8, 6, 1024), (768, 12, 12, 2048), 
 """By width: small, base, large, xl, xxl."""
 
 
-class PretrainedText(nn.Module):
+class PretrainedText(TextEncoder):
     """The encoder itself is no submodule: it is neither trained, saved nor averaged, and with embeddings from a cache it is never loaded."""
 
     trained = False
@@ -110,9 +111,6 @@ class PretrainedText(nn.Module):
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
         return self.null(embeddings, mask, dropped)
-
-    def assets(self) -> dict[str, str]:
-        return {}
 
 
 def check_encoder(config: TextConfig, hub: bool) -> None:

@@ -15,13 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from kineograph.core import distributed
 from kineograph.core.batch import Batch
+from kineograph.core.capabilities import ChecksPrecision
 from kineograph.core.errors import ConfigError
 from kineograph.core.kernels import find_kernels
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import Loss, Task, check_weights, compile_task, is_large, player_parameters, task_state_dict
+from kineograph.core.task import Loss, Task, check_weights, player_parameters, task_state_dict
 from kineograph.core.transfer import fetch_floats
 from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.checkpoint import Checkpoint
+from kineograph.train.compile import compile_task, is_large
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ddp import GradientAverage, ReplicatedTask
 from kineograph.train.dtensors import full_tensor, to_local
@@ -95,7 +97,8 @@ class Stepper:
         self.config = config
         self.seed = seed
         self.precision = resolve_precision(config.precision, self.device)
-        task.check_precision(self.precision)
+        if isinstance(task, ChecksPrecision):
+            task.check_precision(self.precision)
         task.precision = config.precision
         self.players = {name: (players or {}).get(name, config) for name in task.players}
         self.sharded: ShardedTask | None = None

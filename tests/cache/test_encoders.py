@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from kineograph.cache import encoders
 from kineograph.cache.encoders import Encoders
 from kineograph.core.batch import Batch
+from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import StageConfig
 from kineograph.core.task import Task
 
@@ -20,7 +21,7 @@ class Codec(Task):
         return []
 
 
-class Doubles(Task):
+class Doubles(Task, SupportsCaching):
     """Its precompute doubles what it sees, and remembers how many rows that were."""
 
     Config = StageConfig

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kineograph.core.batch import Shape
+from kineograph.core.capabilities import SupportsSampling
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.registry import find_source, find_task
 from kineograph.core.task import (
@@ -14,7 +15,7 @@ from kineograph.core.task import (
     Mean,
     Task,
     freeze,
-    frozen_names,
+    frozen_parts,
     is_frozen,
     load_weights,
     player_parameters,
@@ -34,25 +35,28 @@ def test_players_share_no_parameter_and_leave_none_out() -> None:
 
 def test_frozen_parts_are_in_no_optimizer_and_no_checkpoint() -> None:
     task = Toy(6, CONFIG)
-    assert list(frozen_names(task)) == ["helper"]
+    assert list(frozen_parts(task)) == ["helper"]
     assert not any(name.startswith("helper") for name in player_parameters(task, "model"))
     assert not any(name.startswith("helper") for name in task_state_dict(task))
     assert {"first.weight", "body.0.weight", "seen"} <= task_state_dict(task).keys()
 
 
 def test_a_frozen_module_stays_asleep() -> None:
-    holder = nn.ModuleDict(
-        {"frozen": freeze(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))), "awake": nn.Dropout(0.5)}
-    )
-    holder.train()
-    assert holder["awake"].training
-    assert not any(part.training for part in holder["frozen"].modules())
-    holder["frozen"].train()
-    holder["frozen"][0].train()
-    assert not any(part.training for part in holder["frozen"].modules())
-    assert not any(p.requires_grad for p in holder["frozen"].parameters())
-    assert is_frozen(holder["frozen"])
-    assert not is_frozen(holder["awake"])
+    task = Toy(6, CONFIG)
+    helper = freeze(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5)))
+    task.deep = nn.ModuleDict({"frozen": helper, "awake": nn.Dropout(0.5)})
+    task.train()
+    assert task.deep["awake"].training
+    assert not any(part.training for part in helper.modules())
+    assert not any(p.requires_grad for p in helper.parameters())
+    assert is_frozen(helper) and not is_frozen(task.deep["awake"])
+    assert not any(name.startswith("deep.frozen") for name in task_state_dict(task))
+
+
+def test_a_frozen_task_stays_in_eval_mode() -> None:
+    task = freeze(Toy(6, CONFIG))
+    task.train()
+    assert not any(part.training for part in task.modules())
 
 
 def test_earlier_stages_are_neither_parameters_nor_saved() -> None:
@@ -80,13 +84,13 @@ def test_means_join_by_sum_and_count() -> None:
     assert Mean(sum(p.sum for p in parts), sum(p.count for p in parts)).value() == 2.0
 
 
-def test_sampling_is_known_from_the_class() -> None:
-    class Drawer(Toy):
+def test_a_capability_is_known_from_the_class() -> None:
+    class Drawer(Toy, SupportsSampling):
         def sample(self, prompts, options):
             return torch.zeros(1)
 
-    assert Drawer(6, CONFIG).can_sample
-    assert not Toy(6, CONFIG).can_sample
+    assert isinstance(Drawer(6, CONFIG), SupportsSampling) and issubclass(Drawer, SupportsSampling)
+    assert not isinstance(Toy(6, CONFIG), SupportsSampling) and not issubclass(Toy, SupportsSampling)
 
 
 def test_a_context_without_stages_says_so() -> None:

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from kineograph.cli import main
+from kineograph.core.capabilities import HasMemorySavers
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Loss, Mean
 from kineograph.doctor import estimate, machine, report, speed
@@ -309,7 +310,7 @@ def test_numbers_for_people() -> None:
 # Devices that are not here, and what would fit there ---------------------------------------------------------------
 
 
-class Heavy(Toy):
+class Heavy(Toy, HasMemorySavers):
     """A stage that says what would make it lighter."""
 
     @classmethod

@@ -11,10 +11,17 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import (
+    SupportsBuckets,
+    SupportsCaching,
+    SupportsLatentSampling,
+    SupportsReconstruction,
+    SupportsSampling,
+)
 from kineograph.core.config import Config, StageConfig, merge, nest
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Codec, Loss, Mean, Task
 from kineograph.text import TextConfig, build_text
 
 SEEN: list[
@@ -61,11 +68,10 @@ class ClipCodecConfig(StageConfig):
     pass
 
 
-class ClipCodec(Task):
+class ClipCodec(Codec, SupportsReconstruction, SupportsBuckets):
     """Brightness of 8 × 8 blocks in 16 levels: of the first frame, then of each second frame."""
 
     Config = ClipCodecConfig
-    supports_buckets = True
     vocabulary: int | None = 16
 
     def __init__(self, config: ClipCodecConfig, context: BuildContext) -> None:
@@ -118,34 +124,25 @@ class ClipConfig(StageConfig):
     text: TextConfig = TextConfig(width=8, depth=0, positions="learned", length=24)
     sample: ClipSampling = ClipSampling()
 
+    def reads(self) -> frozenset[str]:
+        return self.text.reads()
 
-class ClipGenerator(Task):
+
+class ClipGenerator(Task, SupportsSampling, SupportsCaching, SupportsBuckets):
     """Guesses each token from the caption, whatever its time; padded times are not scored."""
 
     Config = ClipConfig
-    supports_buckets = True
-    reads = frozenset({"pixels", "captions"})
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         self.shape = context.shape
         self.stages["codec"] = context.stage(config.codec)
         self.text = cast(Any, build_text(config.text, context))
         self.head = nn.Linear(8, cast(Any, self.stages["codec"]).vocabulary)
-        if self.text is None:
-            self.reads = frozenset({"pixels"})  # type: ignore[misc]
 
     @classmethod
     def build(cls, config: ClipConfig, context: BuildContext) -> ClipGenerator:
         return cls(config, context)
-
-    @classmethod
-    def reads_for(cls, config: ClipConfig) -> frozenset[str]:
-        return cls.reads if config.text.kind == "learned" else frozenset({"pixels"})
-
-    @classmethod
-    def can_cache(cls, config: ClipConfig) -> bool:
-        return True
 
     def tokens(self, batch: Batch) -> Tensor:
         codec = cast(Any, self.stages["codec"])
@@ -195,6 +192,7 @@ class BlockCodec(ClipCodec):
     """The same in numbers instead of levels."""
 
     vocabulary = None
+    has_codebook = False
 
     def posterior(self, pixels: Tensor) -> Tensor:
         """Mean and logarithm of the variance of each block, B t 2 h w."""
@@ -203,15 +201,15 @@ class BlockCodec(ClipCodec):
         return torch.stack([blocks.mean(-1), blocks.var(-1).add(1e-3).log()], dim=2)
 
 
-class LatentGenerator(Task):
+class LatentGenerator(
+    Task, SupportsSampling, SupportsLatentSampling, SupportsReconstruction, SupportsCaching, SupportsBuckets
+):
     """Guesses the brightness of a clip from noise; what it reads can be kept as a posterior."""
 
     Config = ClipConfig
-    supports_buckets = True
-    reads = frozenset({"pixels", "captions"})
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         self.shape = context.shape
         self.stages["codec"] = context.stage(config.codec)
         self.level = nn.Parameter(torch.zeros(()))
@@ -219,10 +217,6 @@ class LatentGenerator(Task):
     @classmethod
     def build(cls, config: ClipConfig, context: BuildContext) -> LatentGenerator:
         return cls(config, context)
-
-    @classmethod
-    def can_cache(cls, config: ClipConfig) -> bool:
-        return True
 
     def posterior(self, batch: Batch) -> Tensor:
         return batch.latents if batch.latents is not None else cast(Any, self.stages["codec"]).posterior(batch.video)

@@ -137,7 +137,7 @@ def test_a_vqgan_trains_on_buckets(tmp_path: Path, clips: Path) -> None:
 
 
 def test_what_trains_on_one_shape_says_so(tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clip_tasks.LatentGenerator, "supports_buckets", False)
+    monkeypatch.setattr(clip_tasks.LatentGenerator, "can_bucket", lambda task: False)
     with pytest.raises(ConfigError, match=r"generator .*one shape.*stages\.generator\.data\.buckets=null"):
         bucketed(tmp_path, clips)
     assert not (tmp_path / "run").exists()

@@ -85,7 +85,7 @@ def test_codecs_are_compiled_only_where_every_step_asks_them(tmp_path: Path, mon
     assert asked == ["ClipCodec", "ClipGenerator"]
     train(tmp_path, "direct", train__compile=True)
     assert asked[2:] == ["ClipCodec", "ClipGenerator", "ClipCodec"]
-    monkeypatch.setattr("tests.run.clip_tasks.ClipGenerator.always_encode", True)
+    monkeypatch.setattr("tests.run.clip_tasks.ClipGenerator.always_encode", lambda task: True)
     train(tmp_path, "always", train__compile=True, stages__generator__cache=True)
     assert asked[5:] == ["ClipCodec", "ClipGenerator", "ClipCodec"]
 

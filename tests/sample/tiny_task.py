@@ -12,11 +12,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import SupportsContinuation, SupportsReconstruction, SupportsSampling
 from kineograph.core.config import Config, StageConfig, Tree, dump_yaml
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.task import BuildContext, Loss, Mean, Task, task_state_dict
+from kineograph.core.task import BuildContext, Codec, Loss, Mean, Task, task_state_dict
 from kineograph.stage.build import build_task
 from kineograph.stage.spec import read_stage
 from kineograph.train import checkpoint
@@ -26,7 +27,7 @@ class TinyCodecConfig(StageConfig):
     levels: int = 4
 
 
-class TinyCodec(Task):
+class TinyCodec(Codec, SupportsReconstruction):
     """Brightness of 8 × 8 blocks, in a few levels."""
 
     Config = TinyCodecConfig
@@ -76,16 +77,17 @@ class TinyConfig(StageConfig):
     codec: str | None = None
     sample: TinySampling = TinySampling()
 
+    def reads(self) -> frozenset[str]:
+        return frozenset({"pixels", "captions"})
 
-class TinyGenerator(Task):
+
+class TinyGenerator(Task, SupportsSampling, SupportsContinuation):
     """Noise, plus the length of the caption as brightness; with dropout, so that a wrong mode shows."""
 
     Config = TinyConfig
-    reads = frozenset({"pixels", "captions"})
-    continues = True
 
     def __init__(self, config: TinyConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         self.shape = context.shape
         self.stages = {"codec": context.stage(config.codec)} if config.codec else {}
         self.scale = nn.Parameter(torch.tensor(0.1))
@@ -126,14 +128,17 @@ class TinyGenerator(Task):
 
 
 class Silent(StageConfig):
-    pass
+    def reads(self) -> frozenset[str]:
+        return frozenset({"pixels", "captions"})
 
 
 class OptionlessGenerator(TinyGenerator):
     """Has nothing to set when it samples, and continues nothing."""
 
     Config = Silent  # type: ignore[assignment]
-    continues = False
+
+    def can_continue(self) -> bool:
+        return False
 
     def __init__(self, config: Silent, context: BuildContext) -> None:
         super().__init__(TinyConfig(task=config.task), context)
@@ -164,6 +169,9 @@ class Counting(TinyGenerator):
 
     Config = CountingConfig
     STEP = 1 / 255
+
+    def usual_overlap(self, options: CountingSampling) -> int:
+        return options.overlap
 
     def sample(self, prompts: Prompts, options: CountingSampling) -> Tensor:
         frames, prime = prompts.frames or self.shape.frames, prompts.prime

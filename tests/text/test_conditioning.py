@@ -16,7 +16,6 @@ from kineograph.text.conditioning import (
     encode_null,
     encode_prompts,
     get_precomputed,
-    reads_for,
 )
 
 CAPTIONS = ["a red one", "two blue ones", "   "]
@@ -113,6 +112,6 @@ def test_what_a_cache_may_hold(learned, given):
 
 
 def test_captions_are_read_where_an_encoder_reads_them():
-    assert "captions" in reads_for(TextConfig())
-    assert "captions" not in reads_for(TextConfig(kind="none"))
-    assert "captions" not in reads_for(TextConfig(kind="given", width=8))
+    assert "captions" in TextConfig().reads()
+    assert "captions" not in TextConfig(kind="none").reads()
+    assert "captions" not in TextConfig(kind="given", width=8).reads()

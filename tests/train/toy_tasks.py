@@ -69,14 +69,18 @@ class Toy(Task):
         return 12
 
 
+class DuelConfig(ToyConfig):
+    def player_names(self) -> tuple[str, ...]:
+        return ("generator", "critic")
+
+
 class Duel(Task):
     """A generator that copies its input through a bottleneck, and a critic that tells copies from inputs."""
 
-    Config = ToyConfig
-    players = ("generator", "critic")
+    Config = DuelConfig
 
     def __init__(self, inputs: int, config: ToyConfig, critic_start: int = 0) -> None:
-        super().__init__()
+        super().__init__(players=("generator", "critic"))
         self.generator = nn.Sequential(nn.Linear(inputs, config.width), nn.Tanh(), nn.Linear(config.width, inputs))
         self.critic = nn.Sequential(nn.Linear(inputs, config.width), nn.Tanh(), nn.Linear(config.width, 1))
         self.critic_start = critic_start

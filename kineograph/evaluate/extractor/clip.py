@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
 
-from torch import Tensor
-
+from kineograph.core.capabilities import SupportsEmbedding
 from kineograph.core.registry import find_task
 from kineograph.core.safe_unpickle import sha256_of
 from kineograph.evaluate.metric_api import EvalContext, MetricSkipped, WeightsMissing
@@ -14,24 +12,14 @@ from kineograph.stage.load import StageLoader
 from kineograph.train import checkpoint
 
 
-class ClipModel(Protocol):
-    """Embeds images and captions in one space, as unit vectors."""
-
-    def embed_images(self, pixels: Tensor) -> Tensor:
-        """N C H W in [0, 1] → N D"""
-
-    def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """→ N D, encodings of the tokens, their mask"""
-
-
-def open_clip(context: EvalContext) -> tuple[ClipModel, str]:
+def open_clip(context: EvalContext) -> tuple[SupportsEmbedding, str]:
     """→ the CLIP and its label"""
     value, stages = context.extractors.chosen.get("clip_score"), context.stages
     if value is None:
         if stages is not None:
             for name, stage in stages.run.config()["stages"].items():
                 trained = checkpoint.saved_steps(stages.run.checkpoints(name))
-                if trained and hasattr(find_task(stage["task"]), "embed_images"):
+                if trained and issubclass(find_task(stage["task"]), SupportsEmbedding):
                     return _load_stage(stages, name)
         raise WeightsMissing(
             "the run has no trained clip stage: name one of another run (--extractor clip_score=runs/x/clip), or a folder of "
@@ -45,14 +33,14 @@ def open_clip(context: EvalContext) -> tuple[ClipModel, str]:
     return _load_stage(stages, value)
 
 
-def _load_stage(stages: StageLoader, reference: str) -> tuple[ClipModel, str]:
-    task: Any = stages.load(reference)
-    if not hasattr(task, "embed_images"):
+def _load_stage(stages: StageLoader, reference: str) -> tuple[SupportsEmbedding, str]:
+    task = stages.load(reference)
+    if not isinstance(task, SupportsEmbedding):
         raise MetricSkipped(f"stage {reference} gives no embeddings: name one whose task is clip")
     return task, f"clip stage {reference} {stages.digest(reference)[:12]}"
 
 
-def _load_transformers(folder: Path, context: EvalContext) -> tuple[ClipModel, str]:
+def _load_transformers(folder: Path, context: EvalContext) -> tuple[SupportsEmbedding, str]:
     from kineograph.text.clip_pretrained import PretrainedClip
 
     weights = sorted(folder.glob("*.safetensors"))

@@ -9,7 +9,8 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from kineograph.core import distributed
-from kineograph.evaluate.extractor.clip import ClipModel, open_clip
+from kineograph.core.capabilities import SupportsEmbedding
+from kineograph.evaluate.extractor.clip import open_clip
 from kineograph.evaluate.extractor.registry import quantize_to_8bit
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
 
@@ -20,7 +21,7 @@ class ClipScore:
     name: ClassVar[str] = "clip_score"
     needs: ClassVar[frozenset[Kind]] = frozenset({"captions", "generated", "real"})
 
-    def __init__(self, clip: ClipModel, label: str, context: EvalContext) -> None:
+    def __init__(self, clip: SupportsEmbedding, label: str, context: EvalContext) -> None:
         self.clip, self.label, self.frames = clip, label, context.shape.frames
         # (generated, real) × (Σ cosine, frames)
         self.sums = torch.zeros(2, 2, dtype=torch.float64, device=context.device)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from kineograph.core import distributed
+from kineograph.core.task import Codec
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Result
 from kineograph.nn.codebook_use import codebook_histogram, codebook_usage
 
@@ -20,7 +21,8 @@ class Codebook:
 
     @classmethod
     def open(cls, context: EvalContext) -> Codebook:
-        return cls(int(context.task.vocabulary), context.device)  # type: ignore[arg-type]
+        assert isinstance(context.task, Codec) and context.task.vocabulary is not None
+        return cls(context.task.vocabulary, context.device)
 
     def update(self, batch: EvalBatch) -> None:
         assert batch.tokens is not None

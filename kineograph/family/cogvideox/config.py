@@ -85,6 +85,9 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     sample: CogVideoXSample = CogVideoXSample()
     """Sampling options."""
 
+    def reads(self) -> frozenset[str]:
+        return self.text.reads()
+
     @model_validator(mode="before")
     @classmethod
     def _as_released(cls, tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from kineograph.codec.gan_losses import repeat_last_real
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
+from kineograph.core.task import PosteriorCodec, Task
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.family.cogvideox.shapes import Latents
 
@@ -37,14 +38,14 @@ class LatentClips(NamedTuple):
 class LatentSpace:
     """Encodes clips with a codec of continuous latents, and decodes them."""
 
-    def __init__(self, codec: Any, name: str, config: CogVideoXConfig) -> None:
-        if getattr(codec, "vocabulary", 0) is not None or not hasattr(codec, "posterior"):
+    def __init__(self, codec: Task, name: str, config: CogVideoXConfig) -> None:
+        if not isinstance(codec, PosteriorCodec) or codec.latent_channels is None:
             raise ConfigError(f"codec={name} has no continuous latents: name a causal_vae stage")
         self.codec, self.config = codec, config
-        self.channels = int(codec.latent_channels)
+        self.channels = codec.latent_channels
 
     @property
-    def scale(self) -> Any:
+    def scale(self) -> Tensor | float:
         """Scale of the latents: a number, or a tensor where the codec measured it."""
         return self.codec.scale
 

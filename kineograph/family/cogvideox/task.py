@@ -9,9 +9,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from kineograph.codec.causal_vae import CausalVAE
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import (
+    HasLatentShape,
+    HasMemorySavers,
+    RemapsInit,
+    SupportsAnimation,
+    SupportsBuckets,
+    SupportsCaching,
+    SupportsContinuation,
+    SupportsLatentSampling,
+    SupportsReconstruction,
+    SupportsSampling,
+)
 from kineograph.core.config import load_file
 from kineograph.core.noise import Noise
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, is_fake_or_meta
 from kineograph.core.weight_files import files_digest
 from kineograph.family.cogvideox import sampling, tuning
@@ -22,7 +36,6 @@ from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.shapes import Latents
 from kineograph.family.cogvideox.text_conditioning import TextConditioning
 from kineograph.process.diffusion import Diffusion
-from kineograph.text.conditioning import modules_to_compile, reads_for
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -31,30 +44,31 @@ class SampleErrors(NamedTuple):
     error: Tensor  # B
 
 
-class CogVideoX(Task):
+class CogVideoX(
+    Task,
+    SupportsSampling,
+    SupportsLatentSampling,
+    SupportsContinuation,
+    SupportsAnimation,
+    SupportsReconstruction,
+    SupportsCaching,
+    SupportsBuckets,
+    HasLatentShape,
+    HasMemorySavers,
+    RemapsInit,
+):
     Config = CogVideoXConfig
-    continues = True
-
-    @classmethod
-    def reads_for(cls, config: CogVideoXConfig) -> frozenset[str]:
-        return reads_for(config.text)
-
-    @classmethod
-    def can_cache(cls, config: CogVideoXConfig) -> bool:
-        return True
 
     def __init__(self, config: CogVideoXConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         self.config, self.shape = config, context.shape
-        self.animates = config.first_frame
-        self.always_encode = config.first_frame  # the first frame is noised before the codec in every step
         if config.codec is not None:
             codec = context.stage(config.codec)
         else:
-            codec = cast(Task, freeze(released_codec(cast(str, config.weights), context, config.tile, config.patch)))
+            codec = freeze(released_codec(cast(str, config.weights), context, config.tile, config.patch))
         self.stages["codec"] = codec
-        self.codec: Any = codec  # a frozen submodule, excluded from checkpoints
-        self.space = LatentSpace(self.codec, config.codec or f"{config.weights}/vae", config)
+        self.space = LatentSpace(codec, config.codec or f"{config.weights}/vae", config)
+        self.codec = self.space.codec  # a frozen submodule, so that checkpoints leave it out by this name
         self.latents = self.space.shape_for(self.shape.frames, self.shape.height, self.shape.width)
         self.texts = TextConditioning(config, context)
         self.diffusion = Diffusion(config.diffusion)
@@ -65,8 +79,6 @@ class CogVideoX(Task):
             if config.codec is None:
                 tuning.check_first_frame(config, context.name)
             tuning.check_scheduler(config, context.name, context.note)
-        self.reads = self.reads_for(config)  # type: ignore[misc]
-        self.supports_buckets = config.positions != "rotary+learned"  # a learned table has one shape
 
     @classmethod
     def build(cls, config: CogVideoXConfig, context: BuildContext) -> CogVideoX:
@@ -105,11 +117,13 @@ class CogVideoX(Task):
         return network
 
     @property
-    def text(self) -> Any:
-        """The encoder of captions."""
+    def text(self) -> TextEncoder | None:
         return self.texts.encoder
 
     # training ------------------------------------------------------------------------------------------------------
+
+    def can_bucket(self) -> bool:
+        return self.config.positions != "rotary+learned"  # the table has rows for one shape
 
     def trainable(self, player: str) -> list[nn.Module]:
         return [self.network, self.texts] if self.texts.trained else [self.network]
@@ -173,14 +187,16 @@ class CogVideoX(Task):
 
     # seeing --------------------------------------------------------------------------------------------------------
 
-    @property
-    def reconstructs(self) -> bool:
-        """Whether the VAE is not a stage, which would show its own reconstructions."""
+    def can_reconstruct(self) -> bool:
+        """A codec that is a stage of its own shows its reconstructions there."""
         return self.config.codec is None
 
-    def reconstruct(self, batch: Batch) -> Tensor | None:
-        """Reconstructions by the released VAE: the upper bound of the samples' quality."""
-        return self.space.decode(self.space.encode(batch.video)) if self.reconstructs else None
+    def reconstruct(self, batch: Batch) -> Tensor:
+        """Clips through the released VAE: the upper bound of what the transformer can draw."""
+        return self.space.decode(self.space.encode(batch.video))
+
+    def can_animate(self) -> bool:
+        return self.config.first_frame
 
     def sample(self, prompts: Prompts, options: CogVideoXSample) -> Tensor:
         return sampling.sample_clips(self, prompts, options)
@@ -201,6 +217,10 @@ class CogVideoX(Task):
             facts["text_encoder"] = files_digest(Path(config.text.name).expanduser())
         return facts
 
+    def always_encode(self) -> bool:
+        """The first frame gets its noise before the codec, in every step."""
+        return self.config.first_frame
+
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """The posterior, the first frame for image to video, and text embeddings if the encoder is frozen."""
@@ -209,7 +229,7 @@ class CogVideoX(Task):
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [self.network, *modules_to_compile(self.texts.reader)]
+        return [self.network, *(self.text.compile_targets() if self.text is not None else [])]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.blocks)
@@ -235,7 +255,7 @@ class CogVideoX(Task):
         return t * h * w + self.texts.length
 
 
-def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | None, patch: int) -> Task:
+def released_codec(folder: str, context: BuildContext, tile: tuple[int, int] | None, patch: int) -> CausalVAE:
     """The VAE of a diffusers folder. On fake tensors the folder may not exist yet: then the released VAE's shape is used."""
     from kineograph.codec.causal_vae import CausalVAE
     from kineograph.codec.causal_vae_weights import config_from_diffusers, load_diffusers_vae

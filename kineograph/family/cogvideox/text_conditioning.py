@@ -5,8 +5,6 @@ There is no mask: padding is zero, or with text.padding=read the encoder's outpu
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.task import BuildContext, freeze, is_fake_or_meta
 from kineograph.core.transfer import to_device
 from kineograph.family.cogvideox.config import CogVideoXConfig
-from kineograph.text import Text, build_text
+from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text
 
 
@@ -23,27 +21,23 @@ class TextConditioning(nn.Module):
     def __init__(self, config: CogVideoXConfig, context: BuildContext) -> None:
         super().__init__()
         self.null_text = config.null_text
-        self.encoder = cast("nn.Module | None", build_text(config.text, context))
-        reader = self.reader
-        self.width, self.length = (reader.width, reader.length) if reader is not None else (2, 1)
-        self.trained = reader is not None and (reader.trained or config.null_text == "learned")
-        if self.encoder is not None and not self.trained:
-            freeze(self.encoder)
+        self.encoder = build_text(config.text, context)
+        encoder = self.encoder
+        self.width, self.length = (encoder.width, encoder.length) if encoder is not None else (2, 1)
+        self.trained = encoder is not None and (encoder.trained or config.null_text == "learned")
+        if encoder is not None and not self.trained:
+            freeze(encoder)
         self._empty: dict[torch.device, Tensor] = {}  # a frozen encoder's embedding of the empty caption
         self._cached = False  # training reads cached embeddings: the encoder is rarely needed
 
-    @property
-    def reader(self) -> Text | None:
-        return cast("Text | None", self.encoder)
-
     def encode_batch(self, batch: Batch, dropped: Tensor | None = None) -> Tensor:
         """B L E, from a cache or from captions; rows where `dropped` (B) get the null condition."""
-        reader = self.reader
-        if reader is None:
+        encoder = self.encoder
+        if encoder is None:
             return torch.zeros(len(batch), 1, self.width, device=batch.slots.device)
-        if batch.text_embeds is not None and not reader.trained:
+        if batch.text_embeds is not None and not encoder.trained:
             embeddings = self._use_precomputed(batch)
-        elif batch.captions is not None and dropped is not None and reader.trained and self.null_text == "empty":
+        elif batch.captions is not None and dropped is not None and encoder.trained and self.null_text == "empty":
             # One call for both: the empty caption alone would need a second compiled graph.
             embeddings = self._encode_captions([*batch.captions, ""])
             return torch.where(dropped[:, None, None], embeddings[-1:], embeddings[:-1])
@@ -53,13 +47,13 @@ class TextConditioning(nn.Module):
 
     def encode_prompts(self, prompts: Prompts) -> tuple[Tensor, Tensor | None]:
         """Embeddings of the prompts, and of the negative or null prompts (None: unconditional)."""
-        reader, rows, device = self.reader, len(prompts), prompts.noise.device
+        encoder, rows, device = self.encoder, len(prompts), prompts.noise.device
         given = prompts.batch if prompts.batch is not None and prompts.batch.text_embeds is not None else None
-        if reader is None:
+        if encoder is None:
             return torch.zeros(rows, 1, self.width, device=device), None
-        if prompts.captions is not None and (given is None or reader.reads_captions):
+        if prompts.captions is not None and (given is None or encoder.reads_captions):
             wanted = self._encode_captions(prompts.captions)
-        elif given is not None and not reader.trained:
+        elif given is not None and not encoder.trained:
             wanted = self._use_precomputed(given)
         else:
             return self.null(device).expand(rows, -1, -1), None
@@ -76,17 +70,17 @@ class TextConditioning(nn.Module):
 
     def null(self, device: torch.device) -> Tensor:
         """1 L E"""
-        reader = self.reader
-        if reader is None or self.null_text == "zeros" or (not reader.trained and is_fake_or_meta()):
+        encoder = self.encoder
+        if encoder is None or self.null_text == "zeros" or (not encoder.trained and is_fake_or_meta()):
             return torch.zeros(1, self.length, self.width, device=device)
         if self.null_text == "learned":
             embeddings = torch.zeros(1, self.length, self.width, device=device)
             mask = torch.zeros(1, self.length, dtype=torch.bool, device=device)
-            return _zero_padding(*reader.drop(embeddings, mask, ~mask[:, 0]))
-        if reader.trained:
-            return _zero_padding(*reader.encode([""]))
+            return _zero_padding(*encoder.drop(embeddings, mask, ~mask[:, 0]))
+        if encoder.trained:
+            return _zero_padding(*encoder.encode([""]))
         if device not in self._empty:
-            self._empty[device] = _zero_padding(*reader.encode([""])).to(device)
+            self._empty[device] = _zero_padding(*encoder.encode([""])).to(device)
             self._release()
         return self._empty[device]
 
@@ -100,10 +94,10 @@ class TextConditioning(nn.Module):
         return found if batch.text_mask is None else _zero_padding(found, batch.text_mask)
 
     def _encode_captions(self, captions: list[str] | None) -> Tensor:
-        reader = self.reader
-        if captions is None or reader is None:
+        encoder = self.encoder
+        if captions is None or encoder is None:
             raise InputError("these samples have no captions: add captions, or set text.kind=none")
-        found = _zero_padding(*reader.encode(captions))
+        found = _zero_padding(*encoder.encode(captions))
         if self.null_text == "empty":
             return found
         empty = to_device(torch.tensor([not caption.strip() for caption in captions]), found.device)
@@ -117,15 +111,15 @@ class TextConditioning(nn.Module):
 
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Embeddings for a cache, if the encoder is frozen."""
-        return compute_cached_text(self.reader, batch)
+        return compute_cached_text(self.encoder, batch)
 
     def _release(self) -> None:
         """Free the memory of an encoder that training does not use."""
-        if self._cached and hasattr(self.encoder, "release"):
-            self.encoder.release()  # type: ignore[union-attr,operator]
+        if self._cached and self.encoder is not None:
+            self.encoder.release()
 
     def assets(self) -> dict[str, str]:
-        return self.reader.assets() if self.reader is not None else {}
+        return self.encoder.assets() if self.encoder is not None else {}
 
 
 def _zero_padding(embeddings: Tensor, mask: Tensor) -> Tensor:

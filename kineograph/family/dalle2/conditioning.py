@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.errors import InputError, NotTrained
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext, Task
 from kineograph.family.dalle2.config import DecoderConfig
 from kineograph.family.dalle2.network import Condition
-from kineograph.text import Text, build_text
+from kineograph.text import build_text
 from kineograph.text.clip_embedding import IMAGE, ClipEmbedder
 from kineograph.text.conditioning import TextEmbeddings, encode_batch, encode_null, encode_prompts
 from kineograph.text.encoder import NullText
@@ -32,7 +33,7 @@ ImageSource = Literal["prior", "embedding", "caption", "picture", "nothing"]
 """Made of the caption by the prior; given with the data; the CLIP's embedding of the caption, or of the real picture; none."""
 
 
-class ClipText(nn.Module):
+class ClipText(TextEncoder):
     """A CLIP's encodings of the caption's tokens, as a text encoder that is not trained."""
 
     trained = False
@@ -57,9 +58,6 @@ class ClipText(nn.Module):
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
         return self.null(embeddings, mask, dropped)
 
-    def assets(self) -> dict[str, str]:
-        return {}
-
 
 class Conditioner(nn.Module):
     """Reads conditions as training and sampling give them. A part that the config does not ask for is None."""
@@ -69,12 +67,11 @@ class Conditioner(nn.Module):
         self.config = config
         wanted = config.reads_images or config.clip_text
         self.clip = ClipEmbedder(config.clip, context, stages) if config.clip is not None and wanted else None
-        text = ClipText(self.clip) if config.clip_text and self.clip is not None else build_text(config.text, context)
-        self.text = cast("nn.Module | None", text)
-
-    @property
-    def reader(self) -> Text | None:
-        return cast("Text | None", self.text)
+        self.text: TextEncoder | None
+        if config.clip_text and self.clip is not None:
+            self.text = ClipText(self.clip)
+        else:
+            self.text = build_text(config.text, context)
 
     @property
     def clip_reads_captions(self) -> bool:
@@ -87,7 +84,7 @@ class Conditioner(nn.Module):
 
     @property
     def text_width(self) -> int | None:
-        return self.reader.width if self.reader is not None else None
+        return self.text.width if self.text is not None else None
 
     def of_batch(self, batch: Batch, no_image: Tensor | None = None, no_text: Tensor | None = None) -> Condition:
         """Rows where `no_image` (`no_text`) is True have no image embedding (no text)."""
@@ -96,15 +93,15 @@ class Conditioner(nn.Module):
             image = self.clip.images(batch)
             missing = no_image if no_image is not None else torch.zeros_like(image[:, 0], dtype=torch.bool)
             missing = missing | (image == 0).all(dim=1)
-        return Condition(image, missing, *encode_batch(self.reader, batch, no_text))
+        return Condition(image, missing, *encode_batch(self.text, batch, no_text))
 
     def of_prompts(self, prompts: Prompts, prior: FindPrior) -> tuple[Condition, Condition | None]:
         """What is asked for, and what to be guided away from (None: nothing was asked for)."""
-        words, other_words = encode_prompts(self.reader, prompts)
+        words, other_words = encode_prompts(self.text, prompts)
         image, other_image = self._images(prompts, prior)
         if other_words is None and other_image is None:
             return self._condition(image, words, prompts), None
-        null = encode_null(self.reader, len(prompts), prompts.noise.device, _length(words))
+        null = encode_null(self.text, len(prompts), prompts.noise.device, _length(words))
         other = self._condition(other_image if prompts.negative is not None else None, other_words or null, prompts)
         return self._condition(image, words, prompts), other
 
@@ -136,7 +133,7 @@ class Conditioner(nn.Module):
                 return "prior", prior
         if given or pictured:
             return ("embedding" if given else "picture"), None
-        told = self.reader is not None and self.reader.reads_captions
+        told = self.text is not None and self.text.reads_captions
         if prompts.captions is None or (told and not self.clip.reads_captions):
             return "nothing", None  # captions may still be read as text
         return "caption", None

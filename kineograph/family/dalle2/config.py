@@ -13,7 +13,7 @@ from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text import TextConfig
-from kineograph.text.clip_embedding import ClipChoice
+from kineograph.text.clip_embedding import ClipChoice, ClipSource
 
 
 class DecoderSample(DiffusionSample):
@@ -64,6 +64,12 @@ class DecoderConfig(StageConfig, UnetConfig):
     """Noise levels, objective and loss."""
     sample: DecoderSample = DecoderSample()
     """How pictures are drawn."""
+
+    def reads(self) -> frozenset[str]:
+        if not self.clip_text:
+            return self.text.reads()
+        given = isinstance(self.clip, ClipSource) and self.clip.kind == "given"  # encodings come with the data
+        return frozenset({"pixels"} if given else {"pixels", "captions"})
 
     @model_validator(mode="after")
     def _fits(self) -> DecoderConfig:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.task import Codec
 from kineograph.family.dalle2.low_res import shrink
 
 Grid = tuple[int, int]
@@ -35,17 +34,13 @@ class Pixels:
 class Latents:
     """A codec's latents: continuous ones as it gives them, those of a codebook before they are rounded to codes."""
 
-    def __init__(self, codec: Any, name: str, scale: float, shape: Shape) -> None:
+    def __init__(self, codec: Codec, name: str, scale: float, shape: Shape) -> None:
+        if codec.latent_channels is None:
+            raise ConfigError(f"codec={name} gives no latents of pictures: name a stage such as one of vqgan")
         self.codec = codec
         self.scale = scale
-        self.coded = getattr(codec, "vocabulary", None) is not None
-        wanted = (
-            ("latents", "decode_latents", "latent_channels") if self.coded else ("encode", "decode", "latent_channels")
-        )
-        if not all(hasattr(codec, part) for part in wanted):
-            raise ConfigError(f"codec={name} gives no latents of pictures: name a stage such as one of vqgan")
         self.size: Grid = (shape.height, shape.width)  # of the pictures
-        self.channels = int(self.codec.latent_channels)
+        self.channels = codec.latent_channels
         _, height, width = self.codec.shape_for(1, shape.height, shape.width)
         self.grid: Grid = (height, width)
 
@@ -63,13 +58,11 @@ class Latents:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        found = self.codec.latents(pixels[:, None]) if self.coded else self.codec.encode(pixels[:, None])
-        return found[:, 0].float() * self.scale
+        return self.codec.encode_latents(pixels[:, None])[:, 0].float() * self.scale
 
     @torch.no_grad()
     def decode(self, x0: Tensor) -> Tensor:
-        latents = (x0 / self.scale)[:, None]
-        return (self.codec.decode_latents(latents) if self.coded else self.codec.decode(latents))[:, 0]
+        return self.codec.decode_latents((x0 / self.scale)[:, None])[:, 0]
 
 
 def inward(pixels: Tensor) -> Tensor:

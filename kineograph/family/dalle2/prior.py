@@ -8,6 +8,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
@@ -16,25 +17,20 @@ from kineograph.family.dalle2.prior_network import PriorNetwork
 from kineograph.process.diffusion import Diffusion
 from kineograph.process.solvers import solve
 from kineograph.text.clip import unit
-from kineograph.text.clip_embedding import TEXT, CaptionEmbeddings, ClipEmbedder, ClipSource
+from kineograph.text.clip_embedding import TEXT, CaptionEmbeddings, ClipEmbedder
 
 
-class Prior(Task):
+class Prior(Task, SupportsCaching):
     """Embeddings of length 1 are diffused as √D times themselves, so that their values are about 1, as the noise is."""
 
     Config = PriorConfig
-    reads = frozenset({"pixels", "captions"})
 
     @classmethod
     def can_cache(cls, config: PriorConfig) -> bool:
-        return not _given(config)
-
-    @classmethod
-    def reads_for(cls, config: PriorConfig) -> frozenset[str]:
-        return frozenset() if _given(config) else cls.reads
+        return not config.clip_is_given
 
     def __init__(self, config: PriorConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         self.config = config
         self.clip = ClipEmbedder(config.clip, context, self.stages)
         if config.text_encodings and self.clip.text_width is None:
@@ -179,10 +175,6 @@ def most_alike(candidates: Tensor, texts: CaptionEmbeddings) -> Tensor:
     likeness = F.cosine_similarity(candidates, texts.embed[None], dim=-1)  # n B
     best = likeness.argmax(0).masked_fill(texts.empty, 0)
     return candidates.gather(0, repeat(best, "b -> 1 b d", d=candidates.shape[2]))[0]
-
-
-def _given(config: PriorConfig) -> bool:
-    return isinstance(config.clip, ClipSource) and config.clip.kind == "given"
 
 
 def _repeated(texts: CaptionEmbeddings, count: int) -> CaptionEmbeddings:

@@ -12,7 +12,7 @@ from kineograph.nn.transformer import TransformerConfig
 from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.solvers import DiffusionSample, check_steps
-from kineograph.text.clip_embedding import ClipChoice
+from kineograph.text.clip_embedding import ClipChoice, ClipSource
 
 
 class PriorSample(Config):
@@ -53,6 +53,14 @@ class PriorConfig(StageConfig, TransformerConfig):
     """Noise levels, objective (x0 unless it says otherwise) and loss."""
     sample: PriorSample = PriorSample()
     """How embeddings are drawn."""
+
+    def reads(self) -> frozenset[str]:
+        return frozenset() if self.clip_is_given else frozenset({"pixels", "captions"})
+
+    @property
+    def clip_is_given(self) -> bool:
+        """Whether embeddings come with the data."""
+        return isinstance(self.clip, ClipSource) and self.clip.kind == "given"
 
     @field_validator("diffusion", mode="before")
     @classmethod

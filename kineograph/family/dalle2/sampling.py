@@ -87,7 +87,7 @@ def _check(task: Decoder, prompts: Prompts, options: DecoderSample) -> None:
         raise InputError(
             "a mask says which part of a picture is drawn anew, and there is no picture: give one with --prime"
         )
-    if prompts.prime is not None and prompts.mask is None and not task.enlarges:
+    if prompts.prime is not None and prompts.mask is None and not task.can_upscale():
         raise InputError(
             "this decoder draws from noise: a given picture needs a mask of what is drawn anew (--mask), or a super-resolution stage"
         )
@@ -122,7 +122,7 @@ def describe_start(task: Decoder, prompts: Prompts) -> str | None:
             "nothing": None,
         }[source]
     ]
-    if task.enlarges and prompts.prime is None:
+    if task.can_upscale() and prompts.prime is None:
         below = _below(task, prompts)
         size = " × ".join(map(str, task.config.low_res_size or ()))
         told.insert(0, f"real pictures made smaller, {size}" if below is None else below.describe_start(prompts))
@@ -134,7 +134,7 @@ def describe_start(task: Decoder, prompts: Prompts) -> str | None:
 
 def _low_res(task: Decoder, prompts: Prompts, options: DecoderSample) -> tuple[Tensor | None, Tensor | None]:
     """Laid over the grid, B C h w in [−1, 1], and the noise in it, B."""
-    if not task.enlarges:
+    if not task.can_upscale():
         return None, None
     small = inward(_small_picture(task, prompts, options))
     level = torch.full((len(small),), options.low_res_noise, device=small.device)
@@ -202,7 +202,7 @@ def _drawn_below(task: Decoder, below: Any, prompts: Prompts, options: DecoderSa
 
 def prime_size(task: Decoder, options: DecoderSample) -> tuple[int, int] | None:
     """A given picture comes in the size of what the U-Net that enlarges it first reads: more pixels would be made up, and lost again."""
-    if options.start is None or not task.enlarges:
+    if options.start is None or not task.can_upscale():
         return task.config.low_res_size
     below: Any = task.drawing_stage("low_res")
     if below is None:
@@ -212,7 +212,7 @@ def prime_size(task: Decoder, options: DecoderSample) -> tuple[int, int] | None:
 
 def _start_below(task: Decoder, below: Any, options: DecoderSample) -> str | None:
     """`sample.start` as the stage below is told it."""
-    if not below.enlarges:
+    if not below.can_upscale():
         raise _no_start(options)
     return None if options.start == task.config.low_res else options.start
 

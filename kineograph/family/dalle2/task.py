@@ -9,8 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts, Shape
+from kineograph.core.capabilities import (
+    ChecksPrecision,
+    DescribesStart,
+    HasSampleSize,
+    RoutesCaptions,
+    SupportsCaching,
+    SupportsInpainting,
+    SupportsSampling,
+    SupportsUpscaling,
+    takes_captions,
+)
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.family.dalle2 import sampling
 from kineograph.family.dalle2.conditioning import Conditioner, Prior
@@ -19,8 +31,8 @@ from kineograph.family.dalle2.latents import Latents, Pixels, inward
 from kineograph.family.dalle2.low_res import cut, enlarge, shrink, spoil
 from kineograph.family.dalle2.network import Condition, DecoderNetwork
 from kineograph.process.diffusion import Diffusion
-from kineograph.text.clip_embedding import ClipEmbedder, ClipSource
-from kineograph.text.conditioning import compute_cached_text, modules_to_compile, reads_for
+from kineograph.text.clip_embedding import ClipEmbedder
+from kineograph.text.conditioning import compute_cached_text
 
 
 @dataclass
@@ -57,16 +69,18 @@ def _drawn(config: DecoderConfig, data: Shape) -> Shape:
     return replace(data, height=height, width=width)
 
 
-class Decoder(Task):
+class Decoder(
+    Task,
+    SupportsSampling,
+    SupportsUpscaling,
+    SupportsInpainting,
+    SupportsCaching,
+    HasSampleSize,
+    DescribesStart,
+    RoutesCaptions,
+    ChecksPrecision,
+):
     Config = DecoderConfig
-    inpaints = True
-
-    @classmethod
-    def reads_for(cls, config: DecoderConfig) -> frozenset[str]:
-        if not config.clip_text:
-            return reads_for(config.text)
-        given = isinstance(config.clip, ClipSource) and config.clip.kind == "given"  # encodings come with the data
-        return frozenset({"pixels"} if given else {"pixels", "captions"})
 
     @classmethod
     def can_cache(cls, config: DecoderConfig) -> bool:
@@ -77,22 +91,20 @@ class Decoder(Task):
         return {} if config.size is None else {"size": list(config.size)}
 
     def __init__(self, config: DecoderConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         shape = context.shape
         if shape.frames != 1:
             raise ConfigError(f"data.frames={shape.frames} does not fit dalle2, which draws images: set data.frames=1")
         self.config, self.name = config, context.name
         self.shape = shape = _drawn(config, shape)
-        self.sample_size = (shape.height, shape.width)
         self._stage = context.stage  # for stages that only drawing needs
         if config.codec is not None:
-            codec = self.stages["codec"] = context.stage(config.codec)
+            codec = self.stages["codec"] = context.codec(config.codec)
             self.space: Pixels | Latents = Latents(codec, config.codec, config.latent_scale, shape)
         else:
             self.space = Pixels(shape)
         config.check_size(*self.space.grid, key=self._size_key if config.codec is None else "the latents' size")
         self._check_low_res(config)
-        self.enlarges = config.low_res_size is not None
         self.conditioner = Conditioner(config, context, self.stages)
         self.diffusion = Diffusion(config.diffusion)
         self.scores = Scores(self.diffusion)
@@ -102,10 +114,10 @@ class Decoder(Task):
             self.diffusion.output_channels(self.space.channels),
             self.conditioner.image_width,
             self.conditioner.text_width,
-            shape.channels if self.enlarges else None,
+            shape.channels if self.can_upscale() else None,
         )
-        asked = config.prior is not None or (config.reads_images and self.conditioner.clip_reads_captions)
-        self.reads = self.reads_for(config) | ({"captions"} if asked else set())  # type: ignore[misc]
+        if config.prior is not None or (config.reads_images and self.conditioner.clip_reads_captions):
+            self.reads |= {"captions"}
 
     @classmethod
     def build(cls, config: DecoderConfig, context: BuildContext) -> Decoder:
@@ -139,7 +151,7 @@ class Decoder(Task):
         return self.conditioner.clip
 
     @property
-    def text(self) -> nn.Module | None:
+    def text(self) -> TextEncoder | None:
         return self.conditioner.text
 
     # training ------------------------------------------------------------------------------------------------------
@@ -214,7 +226,7 @@ class Decoder(Task):
     def forward(self, batch: Batch, noise: Noise) -> Scored:
         x0 = self.space.read(batch)
         low_res = level = None
-        if self.enlarges:
+        if self.can_upscale():
             if batch.pixels is None:
                 raise InputError(
                     "super-resolution reads pixels to make them smaller: train from pixels, not from a cache"
@@ -250,11 +262,20 @@ class Decoder(Task):
             self.stages[key] = self._stage(name)
         return self.stages.get(key)
 
+    def sample_size(self) -> tuple[int, int]:
+        return self.shape.height, self.shape.width
+
     def resize_reference(self, pixels: Tensor) -> Tensor:
         return shrink(pixels[:, 0], (self.shape.height, self.shape.width))[:, None]
 
     def describe_start(self, prompts: Prompts) -> str | None:
         return sampling.describe_start(self, prompts)
+
+    def can_upscale(self) -> bool:
+        return self.config.low_res_size is not None
+
+    def can_inpaint(self) -> bool:
+        return True
 
     def prime_size(self, options: DecoderSample) -> tuple[int, int] | None:
         return sampling.prime_size(self, options)
@@ -267,7 +288,7 @@ class Decoder(Task):
             below = self.drawing_stage("low_res")
         except InputError:  # not trained: it enlarges given pictures only
             return False
-        return below is not None and below.takes_captions()
+        return below is not None and takes_captions(below)
 
     def prior(self) -> Prior | None:
         return cast("Prior | None", self.drawing_stage("prior"))
@@ -279,15 +300,15 @@ class Decoder(Task):
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Latents, and the text where its encoder is frozen."""
         latents = self.space.read(batch)[:, None] / self.config.latent_scale
-        return {"latents": latents, **compute_cached_text(self.conditioner.reader, batch)}
+        return {"latents": latents, **compute_cached_text(self.text, batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [self.network, self.scores, *modules_to_compile(self.conditioner.reader)]
+        return [self.network, self.scores, *(self.text.compile_targets() if self.text is not None else [])]
 
     def blocks(self) -> list[nn.Module]:
         return self.network.unet.checkpoint_units()
 
     def assets(self) -> dict[str, str]:
-        return self.conditioner.reader.assets() if self.conditioner.reader is not None else {}
+        return self.text.assets() if self.text is not None else {}

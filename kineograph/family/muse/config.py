@@ -44,6 +44,9 @@ class MuseConfig(StageConfig, TransformerConfig):
     sample: MuseSample = MuseSample()
     """How images are drawn."""
 
+    def reads(self) -> frozenset[str]:
+        return self.text.reads()
+
     @model_validator(mode="after")
     def _ranks_by_what_is_there(self) -> MuseConfig:
         if self.critic == "none":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import SupportsSampling
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Task
@@ -18,19 +17,17 @@ from kineograph.process.guidance import check_generator_dropout
 from kineograph.process.masking import Critic, CriticLoss, score_critic
 
 
-class MuseCritic(Task):
+class MuseCritic(Task, SupportsSampling):
     Config = CriticConfig
-    reads = frozenset({"pixels"})  # captions where the generator reads them, and it has asked for them already
 
     def __init__(self, config: CriticConfig, context: BuildContext) -> None:
-        super().__init__()
         generator = context.stage(config.generator)
         if not isinstance(generator, Muse):
             raise ConfigError(f"generator={config.generator} is no muse stage: name the stage whose task is muse")
+        super().__init__(reads=generator.reads)
         self.config = config
         self.stages["generator"] = generator
         self._check_guidance(config.sample)
-        self.reads = generator.reads  # type: ignore[misc]
         inner = generator.network
         text_width = inner.text.in_features if inner.text is not None else None
         self.network = MuseNetwork(config, generator.vocabulary, generator.grid, text_width, generator.low_res)
@@ -42,7 +39,7 @@ class MuseCritic(Task):
 
     @property
     def generator(self) -> Muse:
-        return cast(Muse, self.stages["generator"])
+        return self.stage("generator", Muse)
 
     def _check_guidance(self, options: MuseSample) -> None:
         drawn = self.generator.config

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from kineograph.codec.token_grid import encode_tokens, require_codebook
+from kineograph.codec.token_grid import encode_tokens
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import DescribesStart, SupportsCaching, SupportsSampling, SupportsUpscaling
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import BuildContext, Loss, Task
+from kineograph.core.task import BuildContext, Codec, Loss, Task
 from kineograph.family.muse.config import MuseConfig, MuseSample
 from kineograph.family.muse.network import Condition, MuseNetwork
 from kineograph.nn.head import Head
@@ -27,45 +28,31 @@ from kineograph.process.masking import (
     sample_tokens_guided,
     sum_critic_loss,
 )
-from kineograph.text import Text, build_text
+from kineograph.text import build_text
 from kineograph.text.conditioning import (
     compute_cached_text,
     encode_batch,
     encode_prompts,
-    modules_to_compile,
-    reads_for,
 )
 
 
-class Muse(Task):
+class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, DescribesStart):
     Config = MuseConfig
-    reads = frozenset({"pixels", "captions"})
-
-    @classmethod
-    def can_cache(cls, config: MuseConfig) -> bool:
-        return config.low_res is None  # super-resolution reads pixels, to make them smaller
-
-    @classmethod
-    def reads_for(cls, config: MuseConfig) -> frozenset[str]:
-        return reads_for(config.text)
 
     def __init__(self, config: MuseConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         shape = context.shape
         if shape.frames != 1:
             raise ConfigError(f"data.frames={shape.frames} does not fit muse, which draws images: set data.frames=1")
         self.config, self.shape = config, shape
-        codec = require_codebook(context.stage(config.codec), config.codec, "codec", "muse")
+        codec, self.vocabulary = context.token_codec(config.codec)
+        self.mask_id = self.vocabulary
         _, height, width = codec.shape_for(1, shape.height, shape.width)
         self.grid = (height, width)
-        self.vocabulary = self.mask_id = int(codec.vocabulary)
         self.stages["codec"] = codec
         self.low_res = self._find_low_res(config, context) if config.low_res else None
-        text = build_text(config.text, context)
-        self.text = cast(nn.Module, text)
-        if text is None:
-            self.reads = frozenset({"pixels"})  # type: ignore[misc]
-        text_width = text.width if text is not None else None
+        self.text = build_text(config.text, context)
+        text_width = self.text.width if self.text is not None else None
         self.network = MuseNetwork(
             config, self.vocabulary, self.grid, text_width, self.low_res, config.self_conditioning
         )
@@ -82,28 +69,28 @@ class Muse(Task):
         stage = context.stage(config.low_res)
         if isinstance(stage, Muse):
             self.stages["base"] = stage
-            codec, size = stage.stages["codec"], (stage.shape.height, stage.shape.width)
+            codec, vocabulary = stage.codec, stage.vocabulary
+            size = (stage.shape.height, stage.shape.width)
             if config.low_res_size not in (None, size):
                 raise ConfigError(
                     f"low_res_size={config.low_res_size} does not fit low_res={config.low_res}, which draws {size}: leave it out"
                 )
         else:
-            codec = require_codebook(stage, config.low_res, "low_res", "muse")
+            codec, vocabulary = context.token_codec(config.low_res, "low_res")
             size = config.low_res_size or (self.shape.height // 2, self.shape.width // 2)
         self.stages["low_res"], self.low_res_size = codec, size
-        _, height, width = cast(Any, codec).shape_for(1, *size)
-        return int(cast(Any, codec).vocabulary), (height, width)
+        _, height, width = codec.shape_for(1, *size)
+        return vocabulary, (height, width)
 
     # conditions ----------------------------------------------------------------------------------------------------
 
     def tokens(self, batch: Batch) -> Tensor:
         """B N: from a cache, or from the codec."""
-        return rearrange(encode_tokens(self.stages["codec"], batch, (1, *self.grid), "muse"), "b 1 h w -> b (h w)")
+        return rearrange(encode_tokens(self.codec, batch, (1, *self.grid), "muse"), "b 1 h w -> b (h w)")
 
     @property
-    def reader(self) -> Text | None:
-        """The text encoder; None: no text."""
-        return cast("Text | None", self.text)
+    def codec(self) -> Codec:
+        return self.stage("codec", Codec)
 
     def read_low_res(self, batch: Batch) -> Tensor | None:
         """Tokens of the same images made smaller, B M."""
@@ -123,10 +110,10 @@ class Muse(Task):
         if tuple(pixels.shape[-2:]) != self.low_res_size:
             small = F.interpolate(pixels[:, 0], self.low_res_size, mode="bicubic", antialias=True).clamp(0, 1)
             pixels = small[:, None]
-        return cast(Any, self.stages["low_res"]).encode(pixels).flatten(1)
+        return self.stage("low_res", Codec).encode(pixels).flatten(1)
 
     def condition(self, batch: Batch, dropped: Tensor | None = None) -> Condition:
-        return Condition(*encode_batch(self.reader, batch, dropped), self.read_low_res(batch))
+        return Condition(*encode_batch(self.text, batch, dropped), self.read_low_res(batch))
 
     # training ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +170,7 @@ class Muse(Task):
                 f"frames × height × width = {asked} cannot be drawn: this muse was trained for {(1, shape.height, shape.width)}"
             )
         low_res = self.prompted_low_res(prompts)
-        wanted, other = encode_prompts(self.reader, prompts)
+        wanted, other = encode_prompts(self.text, prompts)
         return Condition(*wanted, low_res), None if other is None else Condition(*other, low_res)
 
     def prompted_low_res(self, prompts: Prompts) -> Tensor | None:
@@ -195,7 +182,7 @@ class Muse(Task):
         if prompts.prime is not None:
             return self.shrink(prompts.prime[:, :1])
         if "base" in self.stages:
-            base = cast(Muse, self.stages["base"])
+            base = self.stage("base", Muse)
             inner = Prompts(prompts.noise, prompts.captions, prompts.negative, batch=prompts.batch)
             return base.draw(inner, base.config.sample).flatten(1)
         if prompts.batch is None:
@@ -208,6 +195,9 @@ class Muse(Task):
         if "low_res" not in self.stages or "base" in self.stages or prompts.prime is not None:
             return None
         return f"real pictures made smaller, {self.low_res_size[0]} × {self.low_res_size[1]}"
+
+    def can_upscale(self) -> bool:
+        return "low_res" in self.stages
 
     def prime_size(self, options: Any) -> tuple[int, int] | None:
         return self.low_res_size if "low_res" in self.stages else None
@@ -258,24 +248,28 @@ class Muse(Task):
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
-        return cast(Any, self.stages["codec"]).decode(tokens)
+        return self.codec.decode(tokens)
+
+    @classmethod
+    def can_cache(cls, config: MuseConfig) -> bool:
+        return config.low_res is None  # super-resolution reads pixels, to make them smaller
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens, and the text where its encoder is frozen."""
         tokens = self.tokens(batch).view(len(batch), 1, *self.grid)
-        return {"tokens": tokens, **compute_cached_text(self.reader, batch)}
+        return {"tokens": tokens, **compute_cached_text(self.text, batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [self.network, self.head.softmax, *modules_to_compile(self.reader)]
+        return [self.network, self.head.softmax, *(self.text.compile_targets() if self.text is not None else [])]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.transformer.blocks)
 
     def assets(self) -> dict[str, str]:
-        return self.reader.assets() if self.reader is not None else {}
+        return self.text.assets() if self.text is not None else {}
 
     def tokens_per_clip(self) -> int:
         return self.grid[0] * self.grid[1]

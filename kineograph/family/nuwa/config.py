@@ -59,6 +59,9 @@ class NuwaConfig(StageConfig, TransformerConfig):
     sample: NuwaSample = NuwaSample()
     """How clips are drawn."""
 
+    def reads(self) -> frozenset[str]:
+        return self.text.reads() | ({"sketch"} if self.sketch is not None else set())
+
     @field_validator("dilations", mode="before")
     @classmethod
     def _one_for_all(cls, value: object) -> object:

@@ -85,7 +85,7 @@ def _draw_window(
 
 def _words(task: Nuwa, prompts: Prompts, options: NuwaSample) -> tuple[TextEmbeddings, bool]:
     """The texts of all rows that run: those asked for, and after them those to be guided away from, where there is guidance."""
-    wanted, other = encode_prompts(task.words, prompts)
+    wanted, other = encode_prompts(task.text, prompts)
     if options.guidance == 1 or other is None:
         return wanted, False
     return wanted.join(other), True

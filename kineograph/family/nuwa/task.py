@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from kineograph.codec.token_grid import encode_tokens, require_codebook
+from kineograph.codec.token_grid import encode_tokens
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import SupportsCaching, SupportsContinuation, SupportsSampling
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Codec, Loss, Mean, Task
 from kineograph.family.nuwa.canvas import Easel
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.nuwa.generation import draw
 from kineograph.family.nuwa.network import Condition, NuwaNetwork, OneStep
 from kineograph.nn.head import Head
-from kineograph.text import Text, build_text
-from kineograph.text.conditioning import compute_cached_text, encode_batch, modules_to_compile, reads_for
+from kineograph.text import build_text
+from kineograph.text.conditioning import compute_cached_text, encode_batch
 
 
 @dataclass
@@ -32,39 +32,24 @@ class Scored:
     count: Tensor
 
 
-class Nuwa(Task):
+class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
     Config = NuwaConfig
-    reads = frozenset({"pixels", "captions"})
-    continues = True
-
-    @classmethod
-    def can_cache(cls, config: NuwaConfig) -> bool:
-        return config.sketch is None  # sketches come as pixels
-
-    @classmethod
-    def reads_for(cls, config: NuwaConfig) -> frozenset[str]:
-        return reads_for(config.text) | ({"sketch"} if config.sketch is not None else set())
 
     def __init__(self, config: NuwaConfig, context: BuildContext) -> None:
-        super().__init__()
+        super().__init__(reads=config.reads())
         self.config, self.shape = config, context.shape
         size = (context.shape.frames, context.shape.height, context.shape.width)
-        codec = require_codebook(context.stage(config.codec), config.codec, "codec", "nuwa")
+        codec, self.vocabulary = context.token_codec(config.codec)
         self.stages["codec"] = codec
-        self.grid: tuple[int, int, int] = codec.shape_for(*size)
-        self.vocabulary = int(codec.vocabulary)
+        self.grid = codec.shape_for(*size)
         sketch = None
         if config.sketch is not None:
-            drawn = self.stages["sketch"] = require_codebook(
-                context.stage(config.sketch), config.sketch, "sketch", "nuwa"
-            )
-            sketch = int(drawn.vocabulary), drawn.shape_for(*size)
-        text = build_text(config.text, context)
-        self.text = cast(nn.Module, text)
-        self.reads = self.reads_for(config)  # type: ignore[misc]
-        self._network = partial(
-            NuwaNetwork, config, self.vocabulary, self.grid, text.width if text is not None else None, sketch
-        )
+            sketch_codec, sketch_vocabulary = context.token_codec(config.sketch, "sketch")
+            self.stages["sketch"] = sketch_codec
+            sketch = sketch_vocabulary, sketch_codec.shape_for(*size)
+        self.text = build_text(config.text, context)
+        text_width = self.text.width if self.text is not None else None
+        self._network = partial(NuwaNetwork, config, self.vocabulary, self.grid, text_width, sketch)
         self._head = partial(Head, config.width, self.vocabulary, config.label_smoothing)
         self.network, self.head = self._network(), self._head()
         self.one_step = OneStep()
@@ -75,12 +60,8 @@ class Nuwa(Task):
         return cls(config, context)
 
     @property
-    def codec(self) -> Any:
-        return self.stages["codec"]
-
-    @property
-    def words(self) -> Text | None:
-        return cast(Text | None, self.text)
+    def codec(self) -> Codec:
+        return self.stage("codec", Codec)
 
     def blank(self) -> tuple[NuwaNetwork, Head]:
         """Another network and head, of the meta device: without numbers."""
@@ -97,7 +78,7 @@ class Nuwa(Task):
         """Tokens of the sketches that come with a batch, B t h w, the id for nothing where frames are padding. None: there are no sketches."""
         if "sketch" not in batch.extra or self.network.sketch is None:
             return None
-        codec: Any = self.stages["sketch"]
+        codec = self.stage("sketch", Codec)
         with torch.no_grad():
             tokens = codec.encode(batch.extra["sketch"].float() / 255, batch.frame_mask)
         if batch.frame_mask is not None:
@@ -134,7 +115,7 @@ class Nuwa(Task):
         teach = noise if self.training else None
         dropped = teach.happens("caption dropout", self.config.caption_dropout) if teach is not None else None
         blank = teach.happens("sketch dropout", self.config.sketch_dropout) if teach is not None else None
-        return Condition(*encode_batch(self.words, batch, dropped), self.read_sketch(batch, blank))
+        return Condition(*encode_batch(self.text, batch, dropped), self.read_sketch(batch, blank))
 
     # training ------------------------------------------------------------------------------------------------------
 
@@ -161,25 +142,37 @@ class Nuwa(Task):
 
     # sampling ------------------------------------------------------------------------------------------------------
 
+    def usual_overlap(self, options: NuwaSample) -> int | None:
+        return options.overlap
+
     @torch.no_grad()
     def sample(self, prompts: Prompts, options: NuwaSample) -> Tensor:
         return draw(self, prompts, options)
 
+    @classmethod
+    def can_cache(cls, config: NuwaConfig) -> bool:
+        return config.sketch is None  # sketches come as pixels
+
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens, and the text where its encoder is frozen."""
-        return {"tokens": self.tokens(batch), **compute_cached_text(self.words, batch)}
+        return {"tokens": self.tokens(batch), **compute_cached_text(self.text, batch)}
 
     # how the outside treats it -------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [self.network, self.one_step, self.head.softmax, *modules_to_compile(self.words)]
+        return [
+            self.network,
+            self.one_step,
+            self.head.softmax,
+            *(self.text.compile_targets() if self.text is not None else []),
+        ]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.blocks)
 
     def assets(self) -> dict[str, str]:
-        return self.words.assets() if self.words is not None else {}
+        return self.text.assets() if self.text is not None else {}
 
     def tokens_per_clip(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]

@@ -51,6 +51,12 @@ class PhenakiConfig(StageConfig, TransformerConfig):
     sample: PhenakiSample = PhenakiSample()
     """How clips are drawn."""
 
+    def player_names(self) -> tuple[str, ...]:
+        return ("generator", "critic")
+
+    def reads(self) -> frozenset[str]:
+        return self.text.reads()
+
     @model_validator(mode="after")
     def _critic_fits(self) -> PhenakiConfig:
         unread = {"critic_weight": "self", **dict.fromkeys(("critic_width", "critic_depth", "critic_heads"), "network")}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import SupportsContinuation, SupportsSampling
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Task
@@ -19,20 +18,17 @@ from kineograph.process.guidance import check_generator_dropout
 from kineograph.process.masking import CriticLoss, score_critic
 
 
-class PhenakiCritic(Task):
+class PhenakiCritic(Task, SupportsSampling, SupportsContinuation):
     Config = CriticConfig
-    reads = frozenset({"pixels"})  # captions where the generator reads them, and it has asked for them already
-    continues = True
 
     def __init__(self, config: CriticConfig, context: BuildContext) -> None:
-        super().__init__()
         generator = context.stage(config.generator)
         if not isinstance(generator, Phenaki):
             raise ConfigError(f"generator={config.generator} is no phenaki stage: name the stage whose task is phenaki")
+        super().__init__(reads=generator.reads)
         self.config = config
         self.stages |= {"generator": generator, "codec": generator.codec}
         self._check_guidance(config.sample)
-        self.reads = generator.reads  # type: ignore[misc]
         self.critic = TokenCritic(config, config.rotary, generator.vocabulary, generator.grid, generator.text_width)
 
     @classmethod
@@ -41,7 +37,7 @@ class PhenakiCritic(Task):
 
     @property
     def generator(self) -> Phenaki:
-        return cast(Phenaki, self.stages["generator"])
+        return self.stage("generator", Phenaki)
 
     def _check_guidance(self, options: PhenakiSample) -> None:
         drawn = self.generator.config
@@ -67,6 +63,9 @@ class PhenakiCritic(Task):
     def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:
         self._check_guidance(options)
         return draw(self.generator, prompts, options, self.critic)
+
+    def usual_overlap(self, options: PhenakiSample) -> int | None:
+        return options.overlap
 
     def compile_targets(self) -> list[nn.Module]:
         return [self.critic.network]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kineograph.core.batch import Prompts, Shape
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
+from kineograph.core.task import Codec
 from kineograph.family.phenaki.config import PhenakiSample
 from kineograph.family.phenaki.network import Clips, Grid, TokenCritic, full, rows_of
 from kineograph.process.masking import Critic, sample_tokens_guided
@@ -58,7 +59,7 @@ def later(noise: Noise, window: int) -> Noise:
     return Noise(key_of(noise.seed, "window", window), noise.step, noise.slots)
 
 
-def fits(codec: Any, frames: int, shape: Shape) -> bool:
+def fits(codec: Codec, frames: int, shape: Shape) -> bool:
     try:
         codec.shape_for(frames, shape.height, shape.width)
     except ConfigError:
@@ -66,7 +67,7 @@ def fits(codec: Any, frames: int, shape: Shape) -> bool:
     return True
 
 
-def overlap_of(codec: Any, shape: Shape, options: PhenakiSample) -> int:
+def overlap_of(codec: Codec, shape: Shape, options: PhenakiSample) -> int:
     """Frames that a window begins with, checked against the codec and the trained length."""
     fitting = [frames for frames in range(1, shape.frames) if fits(codec, frames, shape)]
     if not fitting:
@@ -84,7 +85,7 @@ def overlap_of(codec: Any, shape: Shape, options: PhenakiSample) -> int:
     return options.overlap
 
 
-def checked(codec: Any, prompts: Prompts, window: int, height: int, width: int) -> Tensor | None:
+def checked(codec: Codec, prompts: Prompts, window: int, height: int, width: int) -> Tensor | None:
     """The prime, if a window can begin with it."""
     prime = prompts.prime
     if prime is None:
@@ -114,7 +115,7 @@ class Drawing:
     ) -> None:
         self.task, self.options, self.size = task, options, size
         self.rows, self.device = len(prompts), prompts.noise.device
-        self.words, other = encode_prompts(task.reader, prompts)
+        self.words, other = encode_prompts(task.text, prompts)
         self.guide = options.guidance != 1 and other is not None
         self.both = self.words.join(other) if self.guide and other is not None else self.words
         self.memory = task.network.memory(self.both)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Self
 
 import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from kineograph.codec.token_grid import encode_tokens, require_codebook
+from kineograph.codec.token_grid import encode_tokens
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import RemapsInit, SupportsCaching, SupportsContinuation, SupportsSampling
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Codec, Loss, Mean, Task
 from kineograph.family.phenaki.config import PhenakiConfig, PhenakiSample
 from kineograph.family.phenaki.network import Clips, Grid, PhenakiNetwork, TokenCritic
 from kineograph.family.phenaki.sampling import draw, overlap_of
@@ -26,13 +27,11 @@ from kineograph.process.masking import (
     score_critic,
     sum_critic_loss,
 )
-from kineograph.text import Text, build_text
+from kineograph.text import build_text
 from kineograph.text.conditioning import (
     TextEmbeddings,
     compute_cached_text,
     encode_batch,
-    modules_to_compile,
-    reads_for,
 )
 
 ASSET = "phenaki/critic"  # "none": there is none to be rebuilt, whatever the config says
@@ -56,32 +55,21 @@ class Played:
     challenge: Challenge | None
 
 
-class Phenaki(Task):
+class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, RemapsInit):
     Config = PhenakiConfig
-    players: ClassVar[tuple[str, ...]] = ("generator", "critic")  # an instance has those that train apart
-    reads = frozenset({"pixels", "captions"})
-    continues = True
-
-    @classmethod
-    def can_cache(cls, config: PhenakiConfig) -> bool:
-        return True
-
-    @classmethod
-    def reads_for(cls, config: PhenakiConfig) -> frozenset[str]:
-        return reads_for(config.text)
 
     def __init__(self, config: PhenakiConfig, context: BuildContext) -> None:
-        super().__init__()
+        together = config.critic == "network" and config.only is None
+        players = ("generator", "critic") if together else (config.only or "generator",)
+        super().__init__(players, config.reads())
         self.config, self.shape = config, context.shape
-        self.stages["codec"] = require_codebook(context.stage(config.codec), config.codec, "codec", "phenaki")
+        self.stages["codec"], self.vocabulary = context.token_codec(config.codec)
         self.grid: Grid = self.codec.shape_for(self.shape.frames, self.shape.height, self.shape.width)
         if self.shape.frames > 1:
             overlap_of(self.codec, self.shape, config.sample)
-        self.vocabulary = self.mask_id = int(self.codec.vocabulary)
-        text = build_text(config.text, context)
-        self.text = cast(nn.Module, text)
-        self.reads = reads_for(config.text)  # type: ignore[misc]
-        self.text_width = text.width if text is not None else None
+        self.mask_id = self.vocabulary
+        self.text = build_text(config.text, context)
+        self.text_width = self.text.width if self.text is not None else None
         self.network = PhenakiNetwork(config, config.rotary, self.vocabulary, self.grid, self.text_width)
         self.head = Head(config.width, self.vocabulary, config.label_smoothing)
         self.note = context.note
@@ -93,8 +81,6 @@ class Phenaki(Task):
         elif known and config.critic == "network":
             shape = config.critic_transformer()
             self.critic = TokenCritic(shape, config.rotary, self.vocabulary, self.grid, self.text_width)
-        together = config.critic == "network" and config.only is None
-        self.players = ("generator", "critic") if together else (config.only or "generator",)  # type: ignore[misc]
         for part in self._resting():
             part.requires_grad_(False)
 
@@ -103,13 +89,8 @@ class Phenaki(Task):
         return cls(config, context)
 
     @property
-    def codec(self) -> Any:
-        return self.stages["codec"]
-
-    @property
-    def reader(self) -> Text | None:
-        """The text encoder; None: no text."""
-        return cast("Text | None", self.text)
+    def codec(self) -> Codec:
+        return self.stage("codec", Codec)
 
     # who learns ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +139,7 @@ class Phenaki(Task):
     def words(self, batch: Batch, noise: Noise, drop: bool) -> TextEmbeddings:
         """The text of a batch; to train with guidance, a share of the captions is dropped."""
         dropped = noise.happens("caption dropout", self.config.caption_dropout) if drop else None
-        return encode_batch(self.reader, batch, dropped)
+        return encode_batch(self.text, batch, dropped)
 
     # training ------------------------------------------------------------------------------------------------------
 
@@ -245,13 +226,16 @@ class Phenaki(Task):
 
     # sampling ------------------------------------------------------------------------------------------------------
 
+    def usual_overlap(self, options: PhenakiSample) -> int | None:
+        return options.overlap
+
     def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:
         return draw(self, prompts, options, self.critic)
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens, which frames are real (for clips), and the text where its encoder is frozen."""
-        made = {"tokens": self.tokens(batch), **compute_cached_text(self.reader, batch)}
+        made = {"tokens": self.tokens(batch), **compute_cached_text(self.text, batch)}
         if self.shape.frames > 1:
             mask = batch.frame_mask
             whole = torch.ones(len(batch), self.shape.frames, dtype=torch.bool, device=batch.slots.device)
@@ -262,14 +246,19 @@ class Phenaki(Task):
 
     def compile_targets(self) -> list[nn.Module]:
         critic = [self.critic.network] if isinstance(self.critic, TokenCritic) else []
-        return [self.network, self.head.softmax, *critic, *modules_to_compile(self.reader)]
+        return [
+            self.network,
+            self.head.softmax,
+            *critic,
+            *(self.text.compile_targets() if self.text is not None else []),
+        ]
 
     def blocks(self) -> list[nn.Module]:
         networks = [self.network, *([self.critic.network] if isinstance(self.critic, TokenCritic) else [])]
         return [block for network in networks for block in network.transformer.blocks]
 
     def assets(self) -> dict[str, str]:
-        words = self.reader.assets() if self.reader is not None else {}
+        words = self.text.assets() if self.text is not None else {}
         return words if self.critic is not None or self.config.critic == "none" else words | {ASSET: "none"}
 
     def remap_init(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Task, freeze
+from kineograph.core.task import BuildContext, PosteriorCodec, freeze
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
 
 CAPTIONS = ["a red one", "a blue one", "two green", "three"]
@@ -31,11 +31,10 @@ TINY = {
 }
 
 
-class ToyCodec(Task):
+class ToyCodec(PosteriorCodec):
     """Four channels are the pixels of a 2 × 2 patch in [−1, 1]; the first frame is alone, then four frames share their mean."""
 
     Config = StageConfig
-    vocabulary = None
     latent_channels, scale, spatial = 4, 0.7, 2
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
@@ -46,7 +45,7 @@ class ToyCodec(Task):
     def mask_for(self, frame_mask: Tensor) -> Tensor:
         return torch.cat([frame_mask[:, :1], frame_mask[:, 1:].unflatten(1, (-1, 4)).any(-1)], dim=1)
 
-    def posterior(self, pixels: Tensor) -> Tensor:
+    def posterior(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
         rest = rearrange(pixels[:, 1:], "b (t four) c h w -> b t four c h w", four=4).mean(2)
         mean = rearrange(torch.cat([pixels[:, :1], rest], 1) * 2 - 1, "b t 1 (h p) (w q) -> b t (p q) h w", p=2, q=2)
         return torch.cat([mean, torch.full_like(mean, -6.0)], dim=2)
@@ -57,7 +56,7 @@ class ToyCodec(Task):
             mean = mean + (log_variance / 2).exp() * noise.normal(name, *mean.shape[1:])
         return mean * self.scale
 
-    def encode(self, pixels: Tensor) -> Tensor:
+    def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
         return self.latents_of(self.posterior(pixels))
 
     def decode(self, latents: Tensor) -> Tensor:

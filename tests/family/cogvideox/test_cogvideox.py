@@ -226,8 +226,8 @@ def test_a_learning_encoder_is_asked_once_a_step(make: Make, monkeypatch: pytest
     """A second call for the empty caption would be compiled by itself."""
     task = make(null_text="empty")
     asked: list[int] = []
-    encode = task.texts.reader.encode
-    monkeypatch.setattr(task.texts.reader, "encode", lambda captions: asked.append(len(captions)) or encode(captions))
+    encode = task.texts.encoder.encode
+    monkeypatch.setattr(task.texts.encoder, "encode", lambda captions: asked.append(len(captions)) or encode(captions))
     dropped = torch.tensor([True, False, True, False])
     found = task.texts.encode_batch(clips(), dropped)
     assert asked == [5]
@@ -292,7 +292,7 @@ def test_the_first_frame_is_shown_at_the_beginning(make: Make) -> None:
     assert task.network.patch_in.in_features == 2 * 4 * 4
     other = replace(batch, pixels=torch.cat([255 - batch.pixels[:, :1], batch.pixels[:, 1:]], dim=1))
     assert not torch.equal(task.space.encode_batch(other, NOISE, True).first, found.first)
-    assert task.animates and not make().animates  # what stands beside a prompt is where it begins
+    assert task.can_animate() and not make().can_animate()  # what stands beside a prompt is where it begins
 
 
 @pytest.mark.parametrize(("clip", "seen"), [(0.0, 1), (1e-9, 2)])
@@ -374,7 +374,7 @@ def test_what_is_shown_of_a_clip_is_noised_dropped_and_padded_as_a_frame_is(make
 
 def test_a_vae_that_is_a_stage_shows_its_reconstructions_itself(make: Make) -> None:
     task = make()
-    assert not task.reconstructs and task.reconstruct(clips()) is None
+    assert not task.can_reconstruct()
 
 
 # Storage ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from kineograph.core.batch import Prompts
+from kineograph.core.capabilities import SupportsLatentSampling
 from kineograph.core.config import parse
 from kineograph.core.noise import Noise
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig, CogVideoXSample
@@ -156,7 +157,7 @@ def test_a_clip_goes_on_by_the_command(
 
 def test_latents_are_what_is_decoded(make: Make) -> None:
     task = make().eval()
-    assert task.can_sample_latents
+    assert isinstance(task, SupportsLatentSampling)
     asked, options = Prompts(Noise.for_rows(1, 0, 2), captions=CAPTIONS[:2]), CogVideoXSample(steps=3)
     found = task.sample_latents(asked, options)
     assert found.shape == (2, 3, 4, 4, 4)

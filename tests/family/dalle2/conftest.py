@@ -22,7 +22,7 @@ class ToyClip(Task):
     """An image's embedding is its 2 × 2 thumbnail; a caption's is made of its letters."""
 
     Config = StageConfig
-    width, text_width, length = 12, 6, 5
+    width, text_width, length, picture_size = 12, 6, 5, (1, 1)
 
     def embed_images(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
         pictures = pixels[:, 0] if pixels.ndim == 5 else pixels

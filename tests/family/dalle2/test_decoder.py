@@ -111,7 +111,7 @@ def test_text_reaches_the_network_and_is_dropped(make, noise):
     assert value(task, a, noise) != value(task, b, noise)
     dropped = make(**PLAIN, text=TEXT, text_dropout=1.0).train()
     assert value(dropped, a, noise) == value(dropped, b, noise)
-    assert Decoder.reads_for(task.config) == {"pixels", "captions"}
+    assert task.config.reads() == {"pixels", "captions"}
     assert any(name.startswith("conditioner.text") for name in player_parameters(task, "model"))
     assert "text/tokenizer.json" in task.assets()
 

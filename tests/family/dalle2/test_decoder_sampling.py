@@ -11,7 +11,7 @@ from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError, InputError, NotTrained
 from kineograph.core.noise import Noise, key_of
-from kineograph.core.task import Task, freeze
+from kineograph.core.task import Codec, freeze
 
 from .conftest import PLAIN, ToyClip, ToyPrior, batch_of, prompts_of
 
@@ -38,7 +38,7 @@ def test_captions_go_through_the_prior_or_else_the_clip(make):
     assert prior.calls == [["a red one", "two green"]]
     b = draw(make(), prompts_of(2, captions=["a red one", "two green"]))
     assert (a - b).abs().max() > 1e-3
-    assert "captions" in with_prior.reads and with_prior.reads_for(with_prior.config) == {"pixels"}
+    assert "captions" in with_prior.reads and with_prior.config.reads() == {"pixels"}
 
 
 def test_encodings_that_come_with_the_data_serve_where_no_clip_reads_captions(make):
@@ -376,11 +376,10 @@ def test_pictures_and_masks_go_together(make):
 # Latents ---------------------------------------------------------------------------------------------------------
 
 
-class Halves(Task):
+class Halves(Codec):
     """A codec with continuous latents: 2 × 2 pixels folded into channels."""
 
     Config = StageConfig
-    vocabulary = None
     latent_channels = 12
 
     def encode(self, pixels, frame_mask=None):
@@ -412,7 +411,7 @@ def test_latents_of_a_codebook(make, noise, kind):
     config = parse(VQGANConfig, {"width": 8, "multipliers": [1, 2], "quantizer": kind, "perceptual": {"weight": 0}})
     codec = freeze(VQGAN(config, Shape(1, 16, 16, 3, 8.0)))
     pixels = batch_of().video
-    latents = codec.latents(pixels)
+    latents = codec.encode_latents(pixels)
     assert latents.shape == (4, 1, codec.latent_channels, 4, 4)
     torch.testing.assert_close(codec.decode_latents(latents), codec.decode(codec.encode(pixels)))
     task = make(stages={"tokenizer": codec}, codec="tokenizer", **PLAIN)

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from kineograph.core.batch import Shape
+from kineograph.core.capabilities import sample_shape
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import freeze, sample_shape
+from kineograph.core.task import freeze
 from kineograph.data.config import DataConfig
 from kineograph.family.dalle2 import Decoder
 from kineograph.family.dalle2.low_res import shrink

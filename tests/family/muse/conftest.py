@@ -12,7 +12,7 @@ from torch import Tensor
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Task, freeze
+from kineograph.core.task import BuildContext, Codec, Task, freeze
 from kineograph.family.muse import Muse, MuseConfig
 
 CAPTIONS = [
@@ -27,7 +27,7 @@ CAPTIONS = [
 ]
 
 
-class PatchCodec(Task):
+class PatchCodec(Codec):
     """Each patch × patch block becomes round(brightness × (vocabulary − 1))."""
 
     Config = StageConfig

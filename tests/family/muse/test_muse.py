@@ -58,8 +58,8 @@ def test_captions_condition_the_network_and_empty_ones_are_the_null_text(make, n
     both = Batch(slots=torch.arange(2), captions=["a red one", "a blue one"])
     hidden = muse.hidden(tokens, muse.condition(both))
     assert not torch.allclose(hidden[0], hidden[1], atol=1e-3)
-    text, mask = encode_captions(muse.reader, ["", "  "])
-    null, null_mask = encode_null(muse.reader, 2, torch.device("cpu"))
+    text, mask = encode_captions(muse.text, ["", "  "])
+    null, null_mask = encode_null(muse.text, 2, torch.device("cpu"))
     torch.testing.assert_close(text, null)
     assert torch.equal(mask, null_mask)
 
@@ -70,7 +70,7 @@ def test_captions_are_dropped_in_training_at_the_given_rate_and_never_in_validat
     batch = Batch(
         slots=torch.arange(rows), tokens=torch.zeros(rows, 1, 4, 4, dtype=torch.int64), captions=[CAPTIONS[0]] * rows
     )
-    null = encode_null(muse.reader, 1, torch.device("cpu"))
+    null = encode_null(muse.text, 1, torch.device("cpu"))
     counts = []
     inner = muse.network.forward
 
@@ -182,7 +182,7 @@ def test_unconditional_needs_no_captions(make, batch, noise):
     batch.captions = None
     assert muse.network.transformer.blocks[0].cross is None
     assert "captions" not in muse.reads
-    assert "captions" not in type(muse).reads_for(muse.config)
+    assert "captions" not in muse.config.reads()
     value(muse, batch, noise).backward()
     with pytest.raises(InputError, match=r"text\.kind=none"):
         make()(batch, noise)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.capabilities import SupportsSampling
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.family.muse import Condition, MuseSample
@@ -39,7 +40,7 @@ def test_pixels_are_in_range_and_no_mask_is_left(make):
     assert pixels.shape == (3, 1, 3, 16, 16)
     assert float(pixels.min()) >= 0
     assert float(pixels.max()) <= 1
-    assert muse.can_sample
+    assert isinstance(muse, SupportsSampling)
 
 
 def test_reproducible_and_independent_of_chunks(make):
@@ -54,8 +55,8 @@ def test_reproducible_and_independent_of_chunks(make):
 
 def test_guidance_in_one_batch_is_two_passes_and_may_act_on_hidden_states(make):
     muse = make().eval()
-    wanted = Condition(*encode_captions(muse.reader, CAPTIONS[:3]))
-    other = Condition(*encode_null(muse.reader, 3, torch.device("cpu")))
+    wanted = Condition(*encode_captions(muse.text, CAPTIONS[:3]))
+    other = Condition(*encode_null(muse.text, 3, torch.device("cpu")))
     tokens = torch.randint(0, 17, (3, 16), generator=torch.Generator().manual_seed(0))
     both = wanted.join(other)
     hidden = make_guided(lambda x, step: muse.hidden(x, both), lambda step: 3.0)(tokens, 0)

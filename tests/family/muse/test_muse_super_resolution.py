@@ -38,7 +38,7 @@ def test_low_res_tokens_are_those_of_the_smaller_image(large, codec):
 def test_perturbed_low_res_tokens_change_the_logits(large):
     task = large().eval()
     tokens = torch.full((1, 64), task.mask_id)
-    text, mask = encode_captions(task.reader, CAPTIONS[:1])
+    text, mask = encode_captions(task.text, CAPTIONS[:1])
     low = torch.zeros(1, 16, dtype=torch.int64)
     before = task.head.logits(task.hidden(tokens, Condition(text, mask, low)))
     for place in (0, 15):

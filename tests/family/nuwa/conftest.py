@@ -12,14 +12,14 @@ from torch import Tensor
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Task, freeze
+from kineograph.core.task import BuildContext, Codec, Task, freeze
 from kineograph.family.nuwa import Nuwa, NuwaConfig
 
 CAPTIONS = ["a red one", "a blue one", "two green", "three", "a cat at the top", "a cat below", "nothing here", "left"]
 FRAMES, SIDE, CODES = 4, 3, 16
 
 
-class PatchCodec(Task):
+class PatchCodec(Codec):
     """Each patch × patch block of a frame becomes round(brightness × (vocabulary − 1)). `pair` frames after the first share a time."""
 
     Config = StageConfig

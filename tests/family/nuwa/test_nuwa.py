@@ -208,7 +208,7 @@ def test_one_player_owns_everything_and_the_codec_is_not_in_it(make):
     assert set(nuwa.blocks()) == set(nuwa.network.blocks)
     assert nuwa.tokens_per_clip() == FRAMES * PLACES
     assert {nuwa.network, nuwa.one_step} <= set(nuwa.compile_targets())
-    assert nuwa.continues
+    assert nuwa.can_continue()
 
 
 @pytest.mark.parametrize("keys", [{}, {"window": None, "positions": "rotary"}])
@@ -290,7 +290,7 @@ def test_unconditional_needs_no_captions(make, batch, noise):
     batch.captions = None
     assert nuwa.network.blocks[0].cross is None
     assert "captions" not in nuwa.reads
-    assert "captions" not in Nuwa.reads_for(nuwa.config)
+    assert "captions" not in nuwa.config.reads()
     value(nuwa, batch, noise).backward()
     with pytest.raises(InputError, match=r"text\.kind=none"):
         make()(batch, noise)

@@ -13,7 +13,7 @@ from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Task, freeze, player_parameters
+from kineograph.core.task import BuildContext, Codec, Task, freeze, player_parameters
 from kineograph.family.phenaki import Phenaki, PhenakiConfig
 
 CAPTIONS = [
@@ -30,7 +30,7 @@ VOCABULARY = 16
 FRAMES, SIZE, PATCH = 5, 8, 4  # 3 × 2 × 2 tokens
 
 
-class ClipCodec(Task):
+class ClipCodec(Codec):
     """The first frame alone, then pairs of frames; each PATCH × PATCH block becomes round(brightness × (vocabulary − 1))."""
 
     Config = StageConfig

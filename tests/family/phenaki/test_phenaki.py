@@ -157,7 +157,7 @@ def test_typed_fields_tokens_embeddings_and_masks(make, noise, codec):
     loss = value(task, batch, noise)
     assert not codec.encoded  # nothing was encoded
     assert "captions" not in task.reads
-    assert "captions" not in Phenaki.reads_for(task.config)
+    assert "captions" not in task.config.reads()
 
     def with_(**changes):
         return value(task, Batch(**{**vars(batch), **changes}), noise)
@@ -313,7 +313,7 @@ def test_how_the_outside_treats_it(make):
     assert {task.network, task.critic.network, task.head.softmax, task.text.transformer} == set(task.compile_targets())
     assert task.tokens_per_clip() == 12
     assert task.assets().keys() == {"text/tokenizer.json"}
-    assert task.continues
+    assert task.can_continue()
 
 
 def test_validation_is_deterministic_and_tells_the_critic_apart(make, batch, noise):

@@ -177,7 +177,7 @@ def test_options_of_the_stage(generator, batch, noise):
     assert set(critic.blocks()) == set(critic.critic.network.transformer.blocks)
     assert critic.tokens_per_clip() == 12
     assert critic.stages["codec"] is generator.codec
-    assert critic.continues
+    assert critic.can_continue()
     with pytest.raises(ConfigError, match="generator=generator is no phenaki stage"):
         make_critic(ClipCodec())
 

@@ -1,0 +1,43 @@
+"""What torch.compile compiles of a task, and how."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from kineograph.core.capabilities import SupportsBuckets
+from kineograph.core.task import Task
+
+MAX_SHAPES = 128  # compilations of a module, training and sampling counted apart
+LARGE = 500_000_000  # parameters in blocks
+
+
+def is_large(task: Task) -> bool:
+    """Whether to compile block by block: dynamo compiles one block and reuses it for all that are equal.
+
+    The whole of CogVideoX-2B takes 155 s to compile, for each bucket's shape again; its steps are too long to gain from CUDA graphs.
+    """
+    return sum(p.numel() for block in task.blocks() for p in block.parameters()) >= LARGE
+
+
+def compile_task(task: Task, graphs: bool, by_block: bool = False) -> None:
+    """Compile the task's `compile_targets` in place.
+
+    `graphs` runs them as CUDA graphs: the host launches one graph instead of hundreds of kernels. `by_block` compiles the forward passes
+    of blocks instead of the modules that hold them, so that hooks around a block (sharding) stay outside.
+    """
+    if isinstance(task, SupportsBuckets) and task.can_bucket():
+        # Every bucket is a compilation of its own, and dynamo gives up after a few.
+        dynamo: Any = importlib.import_module("torch._dynamo.config")
+        dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_SHAPES)
+    blocks = {id(block) for block in task.blocks()} if by_block else set()
+    for block in task.blocks() if by_block else []:
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+    for module in task.compile_targets():
+        if any(id(part) in blocks for part in module.modules()):
+            continue
+        # A module without parameters is a kernel or two: copying its inputs into a graph costs more than it saves.
+        graphed = graphs and any(True for _ in module.parameters())
+        module.compile(dynamic=False, mode="reduce-overhead" if graphed else "default")
