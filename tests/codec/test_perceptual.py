@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from kineograph.codec.perceptual import Lpips, convert_jax_arrays, load_lpips
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import is_frozen
+from kineograph.core.task import Task, is_frozen
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
@@ -84,7 +84,9 @@ def test_any_channel_count(path):
 
 def test_it_stays_frozen(path):
     network = load_lpips(path)
-    holder = torch.nn.Sequential(network).train()
+    holder = Task()
+    holder.network = network
+    holder.train()
     assert is_frozen(network)
     assert not any(part.training for part in network.modules())
     assert not any(p.requires_grad for p in holder.parameters())

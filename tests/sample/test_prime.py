@@ -100,7 +100,7 @@ def test_without_a_speed_of_its_own_a_run_takes_frames_as_they_come_and_goes_on_
 def test_a_model_that_starts_from_a_picture_says_when_it_has_none(sampler, tmp_path, monkeypatch, capsys):
     sampler.sample("a 3")
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(Counting, "animates", True)
+    monkeypatch.setattr(sampler.task, "can_animate", lambda: True, raising=False)
     sampler.sample("a 3", prime=write_clip(tmp_path / "one.png", clip(1), 8))
     assert capsys.readouterr().err == ""
     sampler.sample("a 3")
@@ -150,11 +150,10 @@ def test_a_prime_needs_something_to_draw(sampler, tmp_path):
 
 @pytest.mark.parametrize("steered", [False, True])
 def test_what_enlarges_is_given_the_first_picture(sampler, tmp_path, given, capsys, monkeypatch, steered):
-    monkeypatch.setattr(Counting, "continues", False)
-    codec = sampler.task.stages["codec"]
-    monkeypatch.setitem(
-        codec.stages if steered else sampler.task.stages, "low_res", codec
-    )  # its own, or its generator's
+    monkeypatch.setattr(Counting, "can_continue", lambda task: False)
+    upscaler = sampler.task.stages["codec"] if steered else sampler.task  # its generator, or itself
+    monkeypatch.setattr(upscaler, "can_upscale", lambda: True, raising=False)
+    monkeypatch.setattr(upscaler, "prime_size", lambda options: None, raising=False)
     sampler.sample("a 3", prime=write_clip(tmp_path / "x.gif", clip(5) + 10, 8))
     assert given == [[2]]
     assert "the first frame is enlarged" in capsys.readouterr().err

@@ -422,5 +422,5 @@ def test_latents_of_a_codebook(make, noise, kind):
 
 
 def test_a_codec_without_latents_is_refused(make):
-    with pytest.raises(ConfigError, match="codec=clip gives no latents"):
+    with pytest.raises(ConfigError, match="codec=clip is not a codec"):
         make(codec="clip", **PLAIN)

@@ -85,7 +85,7 @@ def test_sizes_that_do_not_fit_the_data_are_refused(make):
 
 def test_a_clip_that_is_shown_enlarged_pictures_is_told_of(make):
     clip = freeze(ToyClip())
-    clip.shape = Shape(1, 32, 32, 3, 8.0)  # type: ignore[assignment]
+    clip.picture_size = (32, 32)
     notes: list[str] = []
     make(stages={"clip": clip}, size=16, notes=notes)
     assert len(notes) == 1 and "clip=clip looks at pictures of 32×32" in notes[0] and "raise data.size" in notes[0]

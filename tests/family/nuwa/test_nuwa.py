@@ -121,7 +121,7 @@ def test_captions_are_dropped_in_training_at_the_given_rate_and_never_in_validat
         tokens=torch.zeros(rows, 1, SIDE, SIDE, dtype=torch.int64),
         captions=[CAPTIONS[0]] * rows,
     )
-    null = encode_null(nuwa.words, 1, torch.device("cpu"))
+    null = encode_null(nuwa.text, 1, torch.device("cpu"))
     counts = []
     inner = nuwa.network.forward
 

@@ -36,8 +36,8 @@ def all_logits(nuwa, tokens: Tensor, condition: Condition) -> Tensor:
 @torch.no_grad()
 def greedy(nuwa, given: Tensor, times: int, captions: list[str], scale: float = 1.0) -> Tensor:
     """The obvious way: the whole prefix again for every token, conditional and unconditional apart. B times h w."""
-    wanted = Condition(*encode_captions(nuwa.words, captions))
-    null = Condition(*encode_captions(nuwa.words, [""] * len(captions)))
+    wanted = Condition(*encode_captions(nuwa.text, captions))
+    null = Condition(*encode_captions(nuwa.text, [""] * len(captions)))
     tokens = torch.zeros(len(captions), times * PLACES, dtype=torch.int64)
     tokens[:, : given[0].numel()] = given.flatten(1)
     for place in range(given[0].numel(), times * PLACES):
@@ -140,7 +140,7 @@ def test_options_of_drawing_do_something(make):
 
 def test_no_caption_means_the_null_text_and_no_guidance(make):
     nuwa = make().eval()
-    assert encode_prompts(nuwa.words, prompts(captions=None))[1] is None
+    assert encode_prompts(nuwa.text, prompts(captions=None))[1] is None
     found = nuwa.sample(prompts(captions=None), NuwaSample(guidance=5))
     assert torch.equal(found, nuwa.sample(prompts(captions=[""] * 3), NuwaSample(guidance=1)))
     plain = make(text={"kind": "none"}).eval()
