@@ -159,7 +159,7 @@ def test_prompts_of_ones_own_come_with_a_picture_only_where_one_is_animated(
         return inner(self, prompts, options)
 
     monkeypatch.setattr(clip_tasks.LatentGenerator, "sample", heard)
-    monkeypatch.setattr(clip_tasks.LatentGenerator, "animates", animates)
+    monkeypatch.setattr(clip_tasks.LatentGenerator, "can_animate", lambda task: animates, raising=False)
     shown(tmp_path, prompts=["a red 3", "a blue 7"])
     assert beside and all((batch.pixels is not None) == animates for batch in beside)
     assert all(batch.captions == ["a red 3", "a blue 7"] for batch in beside)
