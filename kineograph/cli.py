@@ -317,9 +317,9 @@ def data_check(
     ] = None,
 ) -> None:
     """List what a folder holds and every problem with it (exit 1 if there is any); with buckets, which items go where."""
-    from kineograph.data.check import bucket_config, bucket_lines, check_folder
+    from kineograph.data.check import bucket_lines, check_folder, parse_bucket_config
 
-    buckets = bucket_config(folder, setting) if setting else None  # before hours of decoding: it may have a typo
+    buckets = parse_bucket_config(folder, setting) if setting else None  # before hours of decoding: it may have a typo
     report = check_folder(folder)
     for line in [*report.lines(), *(bucket_lines(buckets) if buckets is not None else [])]:
         print(line)

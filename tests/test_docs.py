@@ -20,11 +20,11 @@ from kineograph.codec.perceptual import PerceptualConfig
 from kineograph.codec.vqgan import VQGANConfig
 from kineograph.core.config import StageConfig, flatten, read_yaml
 from kineograph.data.buckets import BucketsConfig
-from kineograph.data.config import DataConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
+from kineograph.data.source import DataConfig
 from kineograph.data.webdataset_samples import WebDatasetConfig
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, FirstFrameConfig, LoraConfig
 from kineograph.family.dalle2.config import DecoderConfig, DecoderSample
@@ -254,11 +254,11 @@ def test_the_example_dataset_is_a_source() -> None:
     exec(block, names)
     import numpy as np
 
-    source = DatasetSource.wrap(names["Squares"](12), DataConfig(size=(16, 16), validation=0.25), "train", 0)
+    source = DatasetSource(names["Squares"](12), DataConfig(size=(16, 16), validation=0.25), "train")
     sample = source.read(0, np.random.default_rng(0))
     assert sample.pixels is not None and sample.pixels.shape == (1, 3, 16, 16)
     assert sample.caption == source.caption(0)
-    assert source.missing_captions() == []
+    assert source.list_missing_captions() == []
 
 
 @pytest.mark.parametrize("path", [DATA, CONFIG], ids=lambda path: path.name)

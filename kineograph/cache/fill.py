@@ -116,7 +116,7 @@ class _Filler:
 
     def run(self) -> None:
         rows = self._find(np.arange(len(self.content.keys)))
-        self.loader.vouch(int((rows[:, 0] >= 0).sum()))
+        self.loader.count_as_read(int((rows[:, 0] >= 0).sum()))
         while True:
             missing = np.flatnonzero(rows[:, 0] < 0)
             if not any(distributed.all_gather_object(len(missing))):
@@ -136,7 +136,7 @@ class _Filler:
             header = SetHeader(
                 packs=header.packs,
                 shapes=tuple(self.buckets.shapes),
-                bucket_of=tuple(self.buckets.of[first].tolist()),
+                bucket_of=tuple(self.buckets.item_buckets[first].tolist()),
                 usual=self.content.usual,
                 buckets=self.buckets.config,
             )
@@ -155,7 +155,7 @@ class _Filler:
         """This process's packs. Batches are dealt out in turn, so they do not depend on the number of processes."""
         groups: list[tuple[Bucket | None, np.ndarray]] = [(None, missing)]
         if self.buckets is not None:
-            of = self.buckets.of[missing]
+            of = self.buckets.item_buckets[missing]
             groups = [(shape, missing[of == place]) for place, shape in enumerate(self.buckets.shapes)]
         batches = [batch for shape, items in groups for batch in _cut(shape, items, self._batch_size(shape))]
         packs: list[tuple[Bucket | None, list[np.ndarray]]] = []
@@ -174,7 +174,7 @@ class _Filler:
         writer: PackWriter | None = None
         start = 0
         try:
-            for batch in self.loader.in_order(items, self._batch_size(shape), shape):
+            for batch in self.loader.ordered_batches(items, self._batch_size(shape), shape):
                 part, start = items[start : start + len(batch)], start + len(batch)
                 with autocast(self.precision, self.device):
                     remaining = self.share - self.encoded - len(batch)
@@ -233,7 +233,7 @@ class _Filler:
         """As many rows as training takes at a time: what fits there fits here."""
         rows = self.train.batch_size
         if self.buckets is not None:
-            rows = self.buckets.rows(rows)[self.buckets.shapes.index(shape or self.content.usual)]
+            rows = self.buckets.batch_sizes(rows)[self.buckets.shapes.index(shape or self.content.usual)]
         return max(1, rows // (self.train.accumulate * distributed.data_world()))
 
     def _pixel_bytes(self, shape: Bucket | None) -> int:

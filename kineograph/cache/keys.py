@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -23,17 +23,10 @@ def recipe_key(data: dict[str, Any], facts: dict[str, Any]) -> str:
     return _digest([json.dumps({**facts, "data": data, "format": 3}, sort_keys=True).encode()], 8).hex()
 
 
-@runtime_checkable
-class HasStates(Protocol):
-    def states(self) -> list[str]:
-        """Of each item: text that changes when its file or its caption does."""
-
-
 def item_keys(source: Source, buckets: Buckets | None, usual: Bucket) -> np.ndarray:
     """The key of each item: its state (name, file, caption) and the clip shape that it is read as, without buckets `usual`."""
-    if isinstance(source, HasStates):
-        states = source.states()
-    else:  # what follows from its number, as moving digits do
+    states = source.item_states()
+    if states is None:  # items are a function of their index, as moving digits are
         states = [f"{index}\0{source.identity(index)}" for index in range(len(source))]
     keys = bytearray()
     for index, state in enumerate(states):

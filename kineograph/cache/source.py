@@ -16,9 +16,8 @@ from kineograph.cache.store import SET, SHARDS, CacheSet, SetHeader, lock_cache
 from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.arrays import find_array, lines_beside
-from kineograph.data.buckets import Bucket, Buckets, Fit
-from kineograph.data.config import DataConfig, Split
-from kineograph.data.split import Part, select
+from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
+from kineograph.data.source import DataConfig, Split, SplitItems, select_split
 
 _OPEN_PACKS = 64  # packs whose arrays stay mapped
 _EXTRA = ("image_embed", "text_embed", "first_frame")  # fields that go into Sample.extra
@@ -38,8 +37,9 @@ class CacheConfig(DataConfig):
     """Of a raw foreign file."""
 
 
-class Cache:
+class Cache(BucketedSource):
     Config = CacheConfig
+    can_reshape = False  # an item keeps the shape in which it was encoded
 
     def __init__(
         self,
@@ -47,16 +47,15 @@ class Cache:
         packs: list[Pack],
         rows: np.ndarray,
         captions: list[tuple[str, str]],
-        part: Part,
+        part: SplitItems,
         header: SetHeader,
     ) -> None:
         """`rows` (N 2) is the pack and row of each item, `captions` its identity and caption; `part` chooses the items of the split."""
         self.config, self.packs, self._rows, self._captions = config, packs, rows, captions
         self.indices, self.note = part
-        self.gives = frozenset(packs[0].arrays)
+        self.fields = frozenset(packs[0].arrays)
         self._header = header
         self.buckets = _build_buckets(header, rows[self.indices, 0])
-        self.reshapes = False  # an item keeps the shape that it was encoded in
         self._lock: IO[bytes] | None = None
         self._open: OrderedDict[int, None] = OrderedDict()  # mapped packs, the one used last at the end
 
@@ -74,11 +73,13 @@ class Cache:
         captions = [lines[pack][row] for pack, row in cache_set.rows.tolist()]
         header = cache_set.header
         if header.split is None:
-            part = select([identity for identity, _ in captions], split, config)
+            part = select_split([identity for identity, _ in captions], split, config)
         elif header.split == split:
-            part = Part(np.arange(len(captions)))
+            part = SplitItems(np.arange(len(captions)))
         elif split == "validation" and header.split == "train":
-            part = Part(np.arange(len(captions)), f"validating on training data: {folder} caches no validation split")
+            part = SplitItems(
+                np.arange(len(captions)), f"validating on training data: {folder} caches no validation split"
+            )
         else:
             raise InputError(f"the cache {folder} holds the {header.split} split, not {split}")
         source = cls(config, packs, cache_set.rows, captions, part, header)
@@ -125,7 +126,7 @@ class Cache:
         names = [f"{array.path.name}:{number}" for number in range(count)]
         captions = list(zip(names, lines or [""] * count, strict=True))
         pack = Pack(array.path.parent, header, {"tokens": array})
-        part = select(names, split, config)
+        part = select_split(names, split, config)
         return cls(config, [pack], _rows_of(0, count), captions, part, SetHeader(packs=("",), split=None))
 
     def check_vocabulary(self, vocabulary: int) -> None:
@@ -193,8 +194,8 @@ class Cache:
     def identity(self, index: int) -> str:
         return self._captions[self.indices[index]][0]
 
-    def missing_captions(self) -> list[str]:
-        if self.gives & {"text_embeds", "text_embed"}:
+    def list_missing_captions(self) -> list[str]:
+        if self.fields & {"text_embeds", "text_embed"}:
             return []
         return [self.identity(index) for index in range(len(self)) if self.caption(index) is None]
 
@@ -260,7 +261,7 @@ def _build_buckets(header: SetHeader, packs: np.ndarray) -> Buckets | None:
     """The buckets of items, given the pack of each."""
     if header.usual is None or header.buckets is None:
         return None
-    fits = [Fit(header.bucket_of[pack], 1.0, False, False) for pack in packs.tolist()]
+    fits = [BucketFit(header.bucket_of[pack], 1.0, False, False) for pack in packs.tolist()]
     return Buckets([Bucket(*shape) for shape in header.shapes], fits, header.buckets, Bucket(*header.usual))
 
 

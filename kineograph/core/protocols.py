@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
 
 from kineograph.core.batch import Sample
+from kineograph.core.config import Config as BaseConfig
 
 
 class TextEncoder(nn.Module):
@@ -43,31 +46,73 @@ class TextEncoder(nn.Module):
         """Free the memory of weights that can be loaded again."""
 
 
-class Source(Protocol):
-    """index → sample. `read` is a pure function of (index, the state of rng), so any process can read any item."""
+class Source(ABC):
+    """Maps an index to a sample. `read` is a pure function of (index, the state of rng), so any process can read any item.
 
+    A source extends this class; attributes and methods with a default are optional. To be opened by name it also has a class method
+    `open(config, split, seed)`, where `config` is of its class `Config`.
+    """
+
+    Config: ClassVar[type[BaseConfig]]
+    fields: frozenset[str] = frozenset({"pixels"})
+    """Fields that every sample has besides its caption."""
+    skipped: Mapping[str, str] = MappingProxyType({})
+    """Items that were found unusable when the source was opened: identity → reason."""
+    note: str | None = None
+    """A line for the log."""
+    resample: bool = False
+    """Draw items with replacement instead of each once per epoch."""
+    pad_to_frames: int = 0
+    """Pad every batch to at least this many frames, where items differ in length."""
+    is_user_dataset: bool = False
+    """Wraps a user's own object: forked workers inherit it, and nothing detects that its content has changed."""
+    caption_help: str = (
+        "put a .txt beside each, or list them in metadata.jsonl (file_name, text), labels/ or prompts.txt + videos.txt; "
+        "kineo data check shows what was found"
+    )
+    """How to add missing captions, for an error message."""
+
+    @abstractmethod
     def __len__(self) -> int:
-        """Items of this split. An endless source answers a large number."""
+        """Number of items in this split; large for an endless source."""
 
+    @abstractmethod
     def read(self, index: int, rng: np.random.Generator) -> Sample:
         """Decode one item; `rng` drives random crops and starts. Raises Unreadable."""
 
+    @abstractmethod
     def caption(self, index: int) -> str | None:
-        """Its caption, without decoding."""
+        """The item's caption, without decoding the item."""
 
+    @abstractmethod
     def identity(self, index: int) -> str:
-        """A stable name (path, shard:key, digits-17): what splits are hashed from and skipped.jsonl lists."""
+        """A stable name (path, shard:key, digits-17): splits hash it and skipped.jsonl lists it."""
+
+    def list_missing_captions(self) -> list[str]:
+        """Identities of the items without a caption."""
+        return []
+
+    def fingerprint(self) -> str | None:
+        """A digest that changes when the files or the way to read them change; None if nothing can tell."""
+        return None
+
+    def item_states(self) -> list[str] | None:
+        """Per item, a text that changes when its file or caption changes; None if nothing can tell."""
+        return None
 
 
-class Stream(Protocol):
-    """What a source has besides, when its items can only be read one after another: the loader then asks for records in place of
-    numbered items. It is as long as anyone wants."""
+class Stream(Source):
+    """A source whose items can only be read one after another, without end: the loader calls `records` instead of `read`."""
 
+    @abstractmethod
     def records(
-        self, seed: int, reader: int, readers: int, begun: int, skipped: dict[str, str]
+        self, seed: int, reader: int, readers: int, first_shard: int, skipped: dict[str, str]
     ) -> Iterator[tuple[int, Any]]:
-        """Reader `reader` of `readers`: (number of its shard, encoded sample), from its shard number `begun` on. What cannot be
-        read goes into `skipped`: name → reason."""
+        """Yield (shard number, encoded sample) for reader `reader` of `readers`, from its shard number `first_shard` on.
 
+        Unreadable items are added to `skipped`: identity → reason.
+        """
+
+    @abstractmethod
     def decode(self, record: Any, rng: np.random.Generator) -> Sample:
-        """Raises Unreadable."""
+        """Decode one record. Raises Unreadable."""

@@ -16,6 +16,7 @@ from unicodedata import normalize
 
 from kineograph.core.errors import InputError
 from kineograph.core.lines import lines_of
+from kineograph.core.protocols import Source
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 TEXT_KEYS = ("text", "caption", "prompt")
@@ -47,8 +48,8 @@ class Row(NamedTuple):
 class Captions(NamedTuple):
     """Found captions by media name; sidecar files are read when they are needed, since there may be millions."""
 
-    given: dict[str, str]  # media → caption
-    sidecar: dict[str, str]  # media → .txt
+    listed: dict[str, str]  # media → caption from a list
+    sidecars: dict[str, str]  # media → .txt beside it
     unused: list[str]  # .txt files that belong to no media
     problems: list[Problem]
     spans: dict[str, list[Span]]  # media → the parts that have captions; such a file is its parts
@@ -59,7 +60,7 @@ def find_captions(root: Path, media: Iterable[str], others: Iterable[str]) -> Ca
     media, others = list(media), list(others)
     known = {normalize("NFC", name): name for name in media}  # systems differ in how they spell é
     others_by_name = {normalize("NFC", name): name for name in others}
-    given: dict[str, str] = {}
+    listed: dict[str, str] = {}
     problems: list[Problem] = []
     lists: set[str] = set()
     spans: dict[str, list[Span]] = {}
@@ -80,17 +81,17 @@ def find_captions(root: Path, media: Iterable[str], others: Iterable[str]) -> Ca
             elif span is not None:
                 spans.setdefault(target, []).append(Span(*span, text))
             elif text:
-                given.setdefault(target, text)
-    sidecar: dict[str, str] = {}
+                listed.setdefault(target, text)
+    sidecars: dict[str, str] = {}
     used = set()
     for name in media:
         for candidate in _sidecar_names(normalize("NFC", name)):
             if candidate in others_by_name:
                 used.add(others_by_name[candidate])
-                if name not in given:
-                    sidecar.setdefault(name, others_by_name[candidate])
+                if name not in listed:
+                    sidecars.setdefault(name, others_by_name[candidate])
     unused = [name for name in others if name.lower().endswith(".txt") and name not in used and name not in lists]
-    return Captions(given, sidecar, unused, problems, {name: sorted(set(parts)) for name, parts in spans.items()})
+    return Captions(listed, sidecars, unused, problems, {name: sorted(set(parts)) for name, parts in spans.items()})
 
 
 def read_caption(path: Path) -> str:
@@ -210,16 +211,12 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def require_captions(source: Any, reader: str, kind: str = "items") -> None:
-    """Refuse a source that lacks captions for something that reads text. `reader` says what: "stage generator"; `kind`, of which items."""
-    missing = source.missing_captions() if hasattr(source, "missing_captions") else []
+def require_captions(source: Source, consumer: str, kind: str = "items") -> None:
+    """Refuse a source without captions. `consumer` names what reads them ("stage generator"), `kind` the items."""
+    missing = source.list_missing_captions()
     if not missing:
         return
-    shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-    remedy = getattr(source, "how_to_caption", None) or (
-        "put a .txt beside each, or list them in metadata.jsonl (file_name, text), labels/ or prompts.txt + videos.txt; "
-        "kineo data check shows what was found"
-    )
+    examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
     raise InputError(
-        f"{reader} reads captions, and {len(missing)} of {len(source)} {kind} have none ({shown}): {remedy}"
+        f"{consumer} reads captions, and {len(missing)} of {len(source)} {kind} have none ({examples}): {source.caption_help}"
     )

@@ -1,4 +1,4 @@
-"""`kineo data check DIR`: what a folder holds, and everything that is wrong with it."""
+"""`kineo data check DIR`: the contents of a folder, and everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -11,41 +11,30 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, find_captions, read_caption
-from kineograph.data.decode import VIDEOS, kind_of, measure_picture, reasons
-from kineograph.data.folder import Folder, FolderConfig, items_of, list_folder
+from kineograph.data.decode import media_kind, probe_media
+from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
 
-_ABOUT = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are about the folder
+_DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
 
-
-@dataclass(frozen=True)
-class Media:
-    """One picture or clip that could be decoded to its end."""
-
-    name: str
-    width: int
-    height: int
-    frames: int = 1
-    seconds: float = 0.0  # 0: a still
-
-    @property
-    def fps(self) -> float | None:
-        return self.frames / self.seconds if self.seconds else None
+Progress = Callable[[int, int], None]
 
 
 @dataclass
 class Report:
-    """Counts, what was measured, and problems. `kineo data check` ends with 1 where there are any."""
+    """Counts, measurements and problems. `kineo data check` exits with 1 if there are problems."""
 
     path: Path
     kinds: Counter[str] = field(default_factory=Counter)
-    media: list[Media] = field(default_factory=list)
+    media: list[MediaInfo] = field(default_factory=list)
     items: int = 0
-    """Pictures and clips, or in place of a clip its parts that are captioned one by one."""
+    """Images and clips; captioned spans count instead of their clip."""
     captions: list[str] = field(default_factory=list)
-    """Of those items that have one."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -58,16 +47,18 @@ class Report:
         lines = [f"{self.path}: {counts}", *self.notes]
         if self.media:
             lines += [
-                _spread("width", [media.width for media in self.media]),
-                _spread("height", [media.height for media in self.media]),
+                _format_range("width", [media.width for media in self.media]),
+                _format_range("height", [media.height for media in self.media]),
+                _format_range("aspect", [media.width / media.height for media in self.media], ".2f"),
             ]
-            lines.append(_spread("aspect", [media.width / media.height for media in self.media], ".2f"))
         clips = [media for media in self.media if media.seconds]
         if clips:
-            lines.append(_spread("clip frames", [clip.frames for clip in clips]))
-            lines.append(_spread("clip seconds", [clip.seconds for clip in clips], ".2f"))
-            lines.append(_spread("clip fps", [clip.fps or 0 for clip in clips], ".2f"))
-        if any(kind.startswith(("images", "clips")) for kind in self.kinds):  # notes tell about arrays and shards
+            lines += [
+                _format_range("clip frames", [clip.frames for clip in clips]),
+                _format_range("clip seconds", [clip.seconds for clip in clips], ".2f"),
+                _format_range("clip fps", [clip.frames / clip.seconds for clip in clips], ".2f"),
+            ]
+        if any(kind.startswith(("images", "clips")) for kind in self.kinds):  # notes describe arrays and shards
             lines.append(self._captions_line())
         lines.append(f"{len(self.problems)} problems" if len(self.problems) != 1 else "1 problem")
         return lines + [f"  {path}: {reason}" for path, reason in self.problems]
@@ -84,13 +75,11 @@ class Report:
         )
 
 
-def _spread(name: str, values: list[float] | list[int], form: str = "g") -> str:
+def _format_range(name: str, values: list[float] | list[int], form: str = "g") -> str:
     return f"{name}: {min(values):{form}} to {max(values):{form}}, median {statistics.median(values):{form}}"
 
 
-def check_folder(
-    path: Path | str, threads: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> Report:
+def check_folder(path: Path | str, threads: int | None = None, progress: Progress | None = None) -> Report:
     """Decode everything, to the last frame."""
     root = Path(path).expanduser()
     listing = list_folder(root, "")
@@ -101,36 +90,30 @@ def check_folder(
     arrays = [name for name in listing.others if name.endswith(".npy")]
     tars = [name for name in listing.others if name.endswith(".tar")]
     if tars:
-        from kineograph.data.check_shards import check_shards
-
-        notes, problems = check_shards(root, tars, arrays, threads, progress)
-        report.kinds["shards (tar)"] += len(tars)
-        report.notes += notes
-        report.problems += problems
+        _check_shards(report, tars, arrays, threads, progress)
     elif not listing.media:
         _check_arrays(report, arrays)
     if not report.count and not report.problems:
-        found = Counter(PurePosixPath(name).suffix or name for name in listing.others)
-        report.problems.append(
-            Problem(
-                ".",
-                f"no pictures, clips, arrays or tar shards; {', '.join(f'{n} {s}' for s, n in found.most_common(5)) or 'no files at all'}",
-            )
-        )
+        suffixes = Counter(PurePosixPath(name).suffix or name for name in listing.others)
+        found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(5)) or "no files at all"
+        report.problems.append(Problem(".", f"no images, clips, arrays or tar shards; {found}"))
     return report
 
 
-def measure(path: Path, name: str) -> Media:
-    with reasons(name):
-        if path.suffix.lower() in VIDEOS:
-            from kineograph.data.video import measure as measure_video
+def _map_threads(
+    function: Callable[[str], Any], names: Sequence[str], threads: int | None, progress: Progress | None
+) -> list[Any]:
+    results = []
+    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
+        for result in pool.map(function, names):
+            results.append(result)
+            if progress:
+                progress(len(results), len(names))
+    return results
 
-            return Media(name, *measure_video(path))
-        return Media(name, *measure_picture(path.read_bytes()))
 
-
-def bucket_config(path: Path | str, settings: Sequence[str]) -> FolderConfig:
-    """What `settings` ask of a folder: keys of data.*, with or without that prefix. Wrong ones are refused before anything is read."""
+def parse_bucket_config(path: Path | str, settings: Sequence[str]) -> FolderConfig:
+    """Parse keys of data.*, with or without that prefix, for `bucket_lines`; refuse wrong ones before anything is read."""
     tree: dict[str, Any] = {"folder": str(path), "validation": 0, "max_unreadable": 1.0}
     for text in settings:
         key, value = parse_override(text.removeprefix("data."))
@@ -138,47 +121,43 @@ def bucket_config(path: Path | str, settings: Sequence[str]) -> FolderConfig:
     config = parse(FolderConfig, tree, "data")
     if config.buckets is None:
         raise ConfigError(
-            "these keys ask for no buckets: add 'buckets={}', or the shapes as in 'buckets={sizes: [[480, 720], [720, 480]]}'"
+            "these keys set no buckets: add 'buckets={}', or the shapes as in 'buckets={sizes: [[480, 720], [720, 480]]}'"
         )
     return config
 
 
 def bucket_lines(config: FolderConfig) -> list[str]:
-    """What `data.buckets` would make of a folder."""
-    found = Folder.open(config, "train", 0)
-    assert found.buckets is not None
-    return found.buckets.lines()
+    """How `data.buckets` sorts a folder."""
+    buckets = Folder.open(config, "train", 0).buckets
+    assert buckets is not None
+    return buckets.lines()
 
 
-def _check_media(
-    report: Report, names: list[str], threads: int | None, progress: Callable[[int, int], None] | None
-) -> None:
-    def attempt(name: str) -> Media | Problem:
+def _check_media(report: Report, names: list[str], threads: int | None, progress: Progress | None) -> None:
+    def measure(name: str) -> MediaInfo | Problem:
         try:
-            return measure(report.path / name, name)
+            return probe_media(report.path / name, PurePosixPath(name).suffix, name, decode_all=True)
         except Unreadable as error:
             return Problem(name, error.reason)
 
-    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
-        for done, found in enumerate(pool.map(attempt, names), 1):
-            (report.problems if isinstance(found, Problem) else report.media).append(found)  # type: ignore[arg-type]
-            if progress:
-                progress(done, len(names))
-    report.kinds.update(f"{kind_of(name)}s ({PurePosixPath(name).suffix.lower()[1:]})" for name in names)
+    results = _map_threads(measure, names, threads, progress)
+    report.media += [result for result in results if isinstance(result, MediaInfo)]
+    report.problems += [result for result in results if isinstance(result, Problem)]
+    report.kinds.update(f"{media_kind(name)}s ({PurePosixPath(name).suffix.lower()[1:]})" for name in names)
 
 
 def _check_captions(report: Report, names: list[str], others: list[str]) -> None:
     try:
-        found = find_captions(report.path, names, others)
+        captions = find_captions(report.path, names, others)
     except InputError as error:
         report.problems.append(Problem("captions", str(error)))
         return
-    report.problems += found.problems
-    if found.spans:
-        report.notes.append(f"{sum(map(len, found.spans.values()))} captioned parts of {len(found.spans)} clips")
-    texts, unread = dict(found.given), set()
-    for name, text_file in found.sidecar.items():
-        if name in found.spans:  # its parts have texts of their own
+    report.problems += captions.problems
+    if captions.spans:
+        report.notes.append(f"{sum(map(len, captions.spans.values()))} captioned parts of {len(captions.spans)} clips")
+    texts, unreadable = dict(captions.listed), set()
+    for name, text_file in captions.sidecars.items():
+        if name in captions.spans:  # its spans have their own captions
             continue
         try:
             text = read_caption(report.path / text_file)
@@ -191,22 +170,25 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
                 texts[name] = text
                 continue
             report.problems.append(Problem(text_file, "an empty caption"))
-        unread.add(name)
-    lonely = [name for name in found.unused if PurePosixPath(name).stem.lower() not in _ABOUT]
-    report.problems += [Problem(name, "a caption without picture or clip") for name in lonely]
-    items = items_of(names, found)
-    captioned = {item: said for item in items if (said := item.span.text if item.span else texts.get(item.name))}
+        unreadable.add(name)
+    unused = [name for name in captions.unused if PurePosixPath(name).stem.lower() not in _DOCUMENTS]
+    report.problems += [Problem(name, "a caption without image or clip") for name in unused]
+    items = build_items(names, captions)
+    captioned = {item: item.span.text if item.span else texts.get(item.name, "") for item in items}
+    captioned = {item: text for item, text in captioned.items() if text}
     report.items, report.captions = len(items), list(captioned.values())
-    if captioned or unread:  # a folder without any captions is no problem: a tokenizer trains on it
+    if captioned or unreadable:  # a folder without any captions is fine: a tokenizer trains on it
         report.problems += [
-            Problem(item.identity, "no caption") for item in items if item not in captioned and item.name not in unread
+            Problem(item.identity, "no caption")
+            for item in items
+            if item not in captioned and item.name not in unreadable
         ]
 
 
 def _check_arrays(report: Report, names: list[str]) -> None:
     from kineograph.data.arrays import Array, lines_beside
 
-    counts = {}
+    shapes = {}
     for name in names:
         try:
             array = Array.npy(report.path / name)
@@ -215,20 +197,108 @@ def _check_arrays(report: Report, names: list[str]) -> None:
             continue
         report.kinds["arrays (npy)"] += 1
         report.notes.append(f"{name}: {array.dtype} {' × '.join(map(str, array.shape))}")
-        counts[name] = array.shape
-    videos = {name: shape for name, shape in counts.items() if PurePosixPath(name).stem != "labels"}
-    for name, shape in videos.items():
-        labels = counts.get(str(PurePosixPath(name).with_name("labels.npy")))
+        shapes[name] = array.shape
+    for name, shape in shapes.items():
+        if PurePosixPath(name).stem == "labels":
+            continue
+        labels = shapes.get(str(PurePosixPath(name).with_name("labels.npy")))
         try:
             captions = lines_beside(report.path / name)
         except InputError as error:
             report.problems.append(Problem(name, str(error)))
             captions = None
-        for what, count in (
-            ("labels", labels[0] if labels else None),
-            ("captions", len(captions) if captions is not None else None),
-        ):
+        counts = {"labels": labels[0] if labels else None, "captions": None if captions is None else len(captions)}
+        for kind, count in counts.items():
             if count is not None:
-                report.notes.append(f"{name}: {count} {what} beside it")
+                report.notes.append(f"{name}: {count} {kind} beside it")
             if count is not None and count not in shape[:2]:
-                report.problems.append(Problem(name, f"{count} {what} fit neither axis of {shape[:2]}"))
+                report.problems.append(Problem(name, f"{count} {kind} fit neither axis of {shape[:2]}"))
+
+
+# Tar shards -------------------------------------------------------------------------------------------------------
+
+
+def _check_shards(
+    report: Report, names: Sequence[str], arrays: Sequence[str], threads: int | None, progress: Progress | None
+) -> None:
+    """Decode every member of every tar, and find each sample's row in each folder of embeddings."""
+    from kineograph.data.embeddings import AlignedEmbeddings
+    from kineograph.data.shard_writer import INDEX_WIDTH
+    from kineograph.data.shards import Shard
+
+    report.kinds["shards (tar)"] += len(names)
+    keys: list[list[str]] = []
+    for note, problems, sample_keys in _map_threads(
+        lambda name: _check_shard(report.path, name), names, threads, progress
+    ):
+        report.notes.append(note)
+        report.problems += problems
+        keys.append(sample_keys)
+    shards = [Shard(str(report.path / name), PurePosixPath(name).name) for name in names]
+    for folder in sorted({str(PurePosixPath(name).parent) for name in arrays}):
+        try:
+            aligned = AlignedEmbeddings(str(report.path / folder), folder, shards, INDEX_WIDTH)
+        except InputError as error:
+            report.problems.append(Problem(folder, str(error)))
+            continue
+        count = 0
+        for number, shard in enumerate(shards):
+            for key in keys[number]:
+                row = aligned.row(number, key)
+                try:
+                    if row.reason:
+                        raise Unreadable("", row.reason)
+                    if not np.isfinite(aligned.read(number, row.number, "")).all():
+                        raise Unreadable("", "an embedding that is not finite")
+                    count += 1
+                except Unreadable as error:
+                    report.problems.append(Problem(f"{shard.name}:{key}", f"{folder}: {error.reason}"))
+        shape = " × ".join(map(str, aligned.shape))
+        report.notes.append(f"{folder}: embeddings of {shape} for {count} of {sum(map(len, keys))} samples")
+
+
+def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str]]:
+    """One tar → a line about it, its problems, and the keys of its samples with an image or clip."""
+    from kineograph.data.tar import TarIndex
+    from kineograph.data.webdataset_samples import WebDatasetConfig
+
+    problems: list[Problem] = []
+    try:
+        index = TarIndex.build(str(root / name))
+    except OSError as error:
+        return f"{name}: unreadable", [Problem(name, f"cannot be read: {error.strerror}")], []
+    if index.problem:
+        problems.append(Problem(name, f"not a whole tar file: {index.problem}"))
+    caption_suffixes: list[str] = WebDatasetConfig.model_fields["captions"].default
+    with_media, with_caption = set(), set()
+    with open(root / name, "rb") as file:
+        for row, kind, offset, size in index.members.T.tolist():
+            suffix = index.suffixes[kind]
+            member = f"{name}:{index.keys[row]}.{suffix}"
+            try:
+                has_media = _check_member(os.pread(file.fileno(), size, offset), suffix, member)
+            except Unreadable as error:
+                problems.append(Problem(member, error.reason))
+                has_media = suffix not in caption_suffixes
+            if has_media:
+                with_media.add(row)
+            elif suffix in caption_suffixes:
+                with_caption.add(row)
+    if with_caption:
+        problems += [Problem(f"{name}:{index.keys[row]}", "no caption") for row in sorted(with_media - with_caption)]
+    note = f"{name}: {len(with_media)} samples, {len(with_media & with_caption)} with text"
+    return note, problems, [index.keys[row] for row in sorted(with_media)]
+
+
+def _check_member(data: bytes, suffix: str, name: str) -> bool:
+    """Decode a member; → whether it is an image or clip."""
+    from kineograph.data.embeddings import read_npy
+
+    if suffix.endswith("npy"):
+        read_npy(data, name)
+    if suffix == "txt" and not data.strip():
+        raise Unreadable(name, "an empty caption")
+    if not media_kind(f"x.{suffix}"):
+        return False
+    probe_media(data, f".{suffix}", name, decode_all=True)
+    return True

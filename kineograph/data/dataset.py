@@ -1,15 +1,13 @@
-"""A user's own torch Dataset as a source: fields by name, or told apart by type.
+"""A user's own torch Dataset as a source: fields by name, or inferred by type.
 
-Per item: str = caption · uint8, or float in [0, 1], of rank 4 = clip (T C H W; C T H W where only that fits `channels`) · of
+Per item: str = caption · uint8, or float in [0, 1], of rank 4 = clip (T C H W; C T H W if only that fits `channels`) · of
 rank 3 = image (C H W) · float of rank 2 = text embeddings (L D) · int64 of rank 2 or 3 = codebook ids (h w or t h w) · bool of
-rank 1 = frame mask. Names in a dict, or `data.fields`, always win over the type. Items may hold codebook ids and no pixels at all:
-`gives` says what there is, and `expect` what the ids must be like.
+rank 1 = frame mask. Names in a dict, or `data.fields`, take precedence over the type. Items may hold codebook ids and no pixels.
 """
 
 from __future__ import annotations
 
 import difflib
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,13 +21,12 @@ from torch.utils.data import Dataset, IterableDataset
 from kineograph.core.batch import Sample
 from kineograph.core.errors import ConfigError, InputError, KineoError, Unreadable
 from kineograph.core.noise import numpy_rng
+from kineograph.core.protocols import Source
 from kineograph.core.registry import find_source
-from kineograph.data.config import DataConfig, Split
 from kineograph.data.decode import to_channels
 from kineograph.data.precomputed_tokens import TokenGrid
-from kineograph.data.split import select
-from kineograph.data.timing import window
-from kineograph.data.transforms import fit, pad
+from kineograph.data.source import DataConfig, Split, select_split
+from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
 NAMES = {
     "pixels": ("pixels", "videos", "video", "images", "image", "clip"),
@@ -44,32 +41,29 @@ NAMES = {
     "image_embed": ("image_embed",),
     "text_embed": ("text_embed",),
 }
-_EMBEDS = ("image_embed", "text_embed")  # one vector each, for Sample.extra
+_VECTORS = ("image_embed", "text_embed")  # stored in Sample.extra
 _FIELD_OF = {name: field for field, names in NAMES.items() for name in names}
 _EXPECTED = "str = caption, float or uint8 of rank 3 or 4 = pixels, int64 = codebook ids, bool = frame mask, float of rank 2 = text embeddings"
 
 
 class DatasetConfig(DataConfig):
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """What the Dataset class is called with."""
+    """Arguments of the Dataset class."""
     fields: tuple[str, ...] | dict[str, str] | None = None
-    """Names of a tuple's parts in order ([videos, texts, _]), or of a dict's keys ({clip: videos, label: _}); _ leaves one out."""
+    """Names of a tuple's parts in order ([videos, texts, _]), or of a dict's keys ({clip: videos, label: _}); _ ignores one."""
 
 
-class DatasetSource:
+class DatasetSource(Source):
     Config = DatasetConfig
-    in_memory = True  # worker processes share it by forking, since it may be large or live in a notebook
-    how_to_caption = (
+    is_user_dataset = True
+    caption_help = (
         "give one as a str in each item, in a dict under the name texts; or train without text (text.kind=none)"
     )
 
     def __init__(self, dataset: Dataset, config: DataConfig, split: Split) -> None:
-        """`config` may be any source's: `fields` is read where it is there."""
-        if (
-            isinstance(dataset, IterableDataset)
-            or not hasattr(dataset, "__len__")
-            or not hasattr(dataset, "__getitem__")
-        ):
+        """`config` may be any source's: only a DatasetConfig names fields."""
+        has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if isinstance(dataset, IterableDataset) or not has_items:
             raise InputError(
                 f"{type(dataset).__name__} has no length or no items by index: give a map-style Dataset (__len__ and __getitem__)"
             )
@@ -77,34 +71,30 @@ class DatasetSource:
         if not count:
             raise InputError(f"{type(dataset).__name__} is empty")
         self.dataset, self.config = dataset, config
-        part = select([f"item-{number}" for number in range(count)], split, config)
-        self.indices, self.note = part.indices, part.note
+        self._names = config.fields if isinstance(config, DatasetConfig) else None
+        self.indices, self.note = select_split([f"item-{number}" for number in range(count)], split, config)
         self._grid: TokenGrid | None = None
-        self._probe()
+        self._check_first_item()
+        self.fields = frozenset(self._read_fields(0))
 
     @classmethod
     def open(cls, config: DatasetConfig, split: Split, seed: int) -> DatasetSource:
-        """`data.source` is a dotted path to a Dataset class."""
+        """Open the Dataset class at the dotted path `data.source`."""
         if config.source == "dataset":
             raise InputError(
                 "this config was made for a Dataset object given from Python: pass dataset=… again, or set data.source to its dotted path"
             )
-        found = find_source(config.source)
+        dataset = find_source(config.source)
         try:
-            dataset = found(**config.arguments) if callable(found) else found
+            dataset = dataset(**config.arguments) if callable(dataset) else dataset
         except TypeError as error:
             raise ConfigError(
                 f"data.source={config.source} cannot be built with data.arguments={config.arguments}: {error}"
             ) from None
         return cls(dataset, config, split)
 
-    @classmethod
-    def wrap(cls, dataset: Dataset, config: DataConfig, split: Split, seed: int) -> DatasetSource:
-        """A Dataset object of the user's, whatever source the config names."""
-        return cls(dataset, config, split)
-
-    def _probe(self) -> None:
-        """Read one item now, so that a wrong type is an error at the start and not a worker's."""
+    def _check_first_item(self) -> None:
+        """Read one item now, so that a wrong type fails at the start and not in a worker."""
         try:
             self.read(0, numpy_rng(0, "probe"))
         except Unreadable as error:
@@ -112,70 +102,62 @@ class DatasetSource:
                 f"the first item of {type(self.dataset).__name__} cannot be read: {error.reason}"
             ) from error.__cause__
 
-    @cached_property
-    def gives(self) -> frozenset[str]:
-        """Fields of the items, as the first one has them."""
-        return frozenset(self._fields(0))
-
     def expect(self, grid: TokenGrid) -> None:
-        """From now on codebook ids are held against this grid, and those of pictures and shorter clips padded to it."""
+        """Check codebook ids against this grid from now on, and pad those of images and shorter clips to it."""
         self._grid = grid
-        self._probe()
+        self._check_first_item()
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
-        fields, name = self._fields(index), self.identity(index)
+        fields, name = self._read_fields(index), self.identity(index)
         sample = Sample(caption=fields.get("caption"), fps=fields.get("fps") or self.config.shape.fps)
         for field, value in fields.items():
-            if field in _EMBEDS:
+            if field in _VECTORS:
                 sample.extra[field] = value
             elif isinstance(value, Tensor) and field != "sketch":
                 setattr(sample, field, value)
         if "pixels" in fields:
-            clip = _as_clip(fields["pixels"], self.config.channels, name)  # T H W C
+            clip = _to_clip(fields["pixels"], self.config.channels, name)  # T H W C
             mask = sample.frame_mask
             if mask is not None and mask.shape != clip.shape[:1]:
                 raise InputError(f"{name}: a frame mask of shape {tuple(mask.shape)} beside {clip.shape[0]} frames")
             real, frames = int(mask.sum()) if mask is not None else clip.shape[0], self.config.frames
-            # Codebook ids tell of the first frames, whatever else the clip has.
-            chosen = slice(0, min(real, frames)) if sample.tokens is not None else window(real, frames, rng)
-            sample.pixels, sample.frame_mask = pad(fit(clip[chosen], self.config.size, self.config.channels), frames)
+            # Codebook ids describe the first frames of a clip.
+            window = slice(0, min(real, frames)) if sample.tokens is not None else pick_window(real, frames, rng)
+            pixels = resize_frames(clip[window], self.config.size, self.config.channels)
+            sample.pixels, sample.frame_mask = pad_frames(pixels, frames)
             if "sketch" in fields:
-                sample.extra["sketch"] = self._sketch(fields["sketch"], clip, chosen, name)
+                sample.extra["sketch"] = self._read_sketch(fields["sketch"], len(clip), window, name)
         if sample.tokens is not None and self._grid is not None:
             sample.tokens, sample.frame_mask = self._grid.fit(sample.tokens, sample.frame_mask, name)
         return sample
 
-    def _sketch(self, value: Any, clip: np.ndarray, chosen: slice | np.ndarray, name: str) -> Tensor:
-        """T C H W, of the frames that are taken of the clip; channels as they are given."""
-        sketch = _as_clip(
-            value, value.shape[1] if isinstance(value, Tensor) and value.ndim == 4 else 1, name
-        )  # T H W C
-        if len(sketch) != len(clip):
-            raise InputError(f"{name}: a sketch of {len(sketch)} frames beside a clip of {len(clip)}")
-        return pad(fit(sketch[chosen], self.config.size, sketch.shape[3]), self.config.frames)[0]
+    def _read_sketch(self, value: Any, frames: int, window: slice, name: str) -> Tensor:
+        """T C H W, of the clip's frames; channels stay as they are."""
+        channels = value.shape[1] if isinstance(value, Tensor) and value.ndim == 4 else 1
+        sketch = _to_clip(value, channels, name)  # T H W C
+        if len(sketch) != frames:
+            raise InputError(f"{name}: a sketch of {len(sketch)} frames beside a clip of {frames}")
+        return pad_frames(resize_frames(sketch[window], self.config.size, sketch.shape[3]), self.config.frames)[0]
 
     def caption(self, index: int) -> str | None:
-        own = getattr(self.dataset, "caption", None)  # a Dataset may give captions without decoding
-        if callable(own):
-            return own(int(self.indices[index]))
-        return self._fields(index).get("caption")
+        read_caption = getattr(self.dataset, "caption", None)  # a Dataset may give captions without decoding
+        if callable(read_caption):
+            return read_caption(int(self.indices[index]))
+        return self._read_fields(index).get("caption")
 
     def identity(self, index: int) -> str:
         return f"item-{self.indices[index]}"
 
-    def missing_captions(self) -> list[str]:
+    def list_missing_captions(self) -> list[str]:
         """Judged by the first item: reading all might take hours."""
-        fields = self._fields(0)
-        return (
-            []
-            if fields.keys() & {"caption", "text_embeds", "text_embed"}
-            else [self.identity(index) for index in range(len(self))]
-        )
+        if self.fields & {"caption", "text_embeds", "text_embed"}:
+            return []
+        return [self.identity(index) for index in range(len(self))]
 
-    def _fields(self, index: int) -> dict[str, Any]:
+    def _read_fields(self, index: int) -> dict[str, Any]:
         name = self.identity(index)
         try:
             item = self.dataset[int(self.indices[index])]
@@ -184,56 +166,54 @@ class DatasetSource:
         except Exception as error:  # a user's code may raise anything
             raise Unreadable(name, f"{type(error).__name__}: {error}") from error
         fields: dict[str, Any] = {}
-        for label, value in self._labelled(item, name):
+        for label, value in self._label_values(item, name):
             value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            field = _FIELD_OF[label] if label is not None else infer(value, name)
+            field = _FIELD_OF[label] if label is not None else infer_field(value, name)
             if field in fields:
                 raise InputError(
-                    f"{name} has two values for {field}: name them with data.fields ({', '.join(NAMES[field][:2])} …, _ to leave one out)"
+                    f"{name} has two values for {field}: name them with data.fields ({', '.join(NAMES[field][:2])} …, _ to ignore one)"
                 )
-            fields[field] = checked(field, value, name)
+            fields[field] = check_value(field, value, name)
         if not fields:
-            raise InputError(f"{name} holds nothing that is understood: {_EXPECTED}")
+            raise InputError(f"{name} has no known field: {_EXPECTED}")
         if "text_mask" in fields and "text_embeds" in fields and len(fields["text_mask"]) != len(fields["text_embeds"]):
             raise InputError(
                 f"{name}: a text mask of {len(fields['text_mask'])} beside {len(fields['text_embeds'])} text embeddings"
             )
         return fields
 
-    def _labelled(self, item: Any, name: str) -> list[tuple[str | None, Any]]:
-        """(field name, or None where the type must tell, value)."""
-        given = getattr(self.config, "fields", None)
+    def _label_values(self, item: Any, name: str) -> list[tuple[str | None, Any]]:
+        """(field name, or None where the type decides, value)."""
+        names = self._names
         if isinstance(item, dict):
-            renames = given if isinstance(given, dict) else {}
+            renames = names if isinstance(names, dict) else {}
             pairs = [(renames.get(key, key), value) for key, value in item.items()]
         else:
             values = list(item) if isinstance(item, (tuple, list)) else [item]
-            if not isinstance(given, tuple):
+            if not isinstance(names, tuple):
                 return [(None, value) for value in values]
-            if len(given) != len(values):
+            if len(names) != len(values):
                 raise ConfigError(
-                    f"data.fields names {len(given)} parts ({', '.join(given)}), and {name} has {len(values)}"
+                    f"data.fields names {len(names)} parts ({', '.join(names)}), but {name} has {len(values)}"
                 )
-            pairs = list(zip(given, values, strict=True))
-        kept = [(label, value) for label, value in pairs if label != "_" and value is not None]
-        unknown = [label for label, _ in kept if label not in _FIELD_OF]
-        named = given.values() if isinstance(given, dict) else given or ()
-        if unknown and unknown[0] in named:
-            close = difflib.get_close_matches(str(unknown[0]), _FIELD_OF, 1)
-            raise ConfigError(
-                f"data.fields names {unknown[0]!r}, which is no field"
-                + (f": did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(_FIELD_OF))}")
-            )
-        if unknown:
+            pairs = list(zip(names, values, strict=True))
+        pairs = [(label, value) for label, value in pairs if label != "_" and value is not None]
+        unknown = next((label for label, _ in pairs if label not in _FIELD_OF), None)
+        if unknown is not None:
+            known = ", ".join(sorted(_FIELD_OF))
+            if unknown in (names.values() if isinstance(names, dict) else names or ()):
+                close = difflib.get_close_matches(str(unknown), _FIELD_OF, 1)
+                hint = f": did you mean {close[0]}?" if close else f"; known: {known}"
+                raise ConfigError(f"data.fields names {unknown!r}, which is no field{hint}")
             raise InputError(
-                f"{name} has the field {unknown[0]!r}, which nothing reads: rename it with data.fields={{{unknown[0]}: videos}}, or leave it out "
-                f"with {{{unknown[0]}: _}}; known: {', '.join(sorted(_FIELD_OF))}"
+                f"{name} has the unknown field {unknown!r}: rename it with data.fields={{{unknown}: videos}}, or ignore it "
+                f"with {{{unknown}: _}}; known: {known}"
             )
-        return kept
+        return pairs
 
 
-def infer(value: Any, name: str) -> str:
-    """Which field a value is, by its type."""
+def infer_field(value: Any, name: str) -> str:
+    """The field of a value, by its type."""
     if isinstance(value, str):
         return "caption"
     if isinstance(value, Image.Image):
@@ -250,23 +230,20 @@ def infer(value: Any, name: str) -> str:
             return "tokens"
         if rank == 1 and kind == torch.bool:
             return "frame_mask"
-        batched = rank == 5 or (rank == 4 and kind in (torch.int64, torch.int32))
+        is_batch = rank == 5 or (rank == 4 and kind in (torch.int64, torch.int32))
         raise InputError(
-            f"{name} holds a tensor of {kind} with shape {tuple(value.shape)}, and that could be anything: {_EXPECTED}; or name it with data.fields"
-            + ("; a whole batch? an item is one clip" if batched else "")
+            f"{name} holds a tensor of {kind} with shape {tuple(value.shape)}, which is ambiguous: {_EXPECTED}; or name it with data.fields"
+            + ("; a whole batch? an item is one clip" if is_batch else "")
         )
-    hint = (
-        "; a class label? give a caption instead, or leave it out with data.fields=[pixels, _]"
-        if isinstance(value, int)
-        else ""
-    )
+    hint = "; a class label? give a caption instead, or ignore it with data.fields=[pixels, _]"
     raise InputError(
-        f"{name} holds a {type(value).__name__} ({str(value)[:40]!r}), which is not understood: {_EXPECTED}{hint}"
+        f"{name} holds a {type(value).__name__} ({str(value)[:40]!r}), which is not supported: {_EXPECTED}"
+        + (hint if isinstance(value, int) else "")
     )
 
 
-def checked(field: str, value: Any, name: str) -> Any:
-    """A value of the type that its field needs."""
+def check_value(field: str, value: Any, name: str) -> Any:
+    """Check a value's type, and convert pixels to uint8 and codebook ids to int64 of rank 3."""
     if field == "caption":
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
@@ -274,48 +251,45 @@ def checked(field: str, value: Any, name: str) -> Any:
             raise InputError(f"{name}: the caption is of type {type(value).__name__}, not str")
         return value
     if field == "fps":
-        return _checked_fps(value, name)
+        return _check_fps(value, name)
     if field in ("pixels", "sketch") and isinstance(value, Image.Image):
         return value
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: {field} is a {type(value).__name__}, not a tensor or array")
     if field in ("pixels", "sketch"):
-        return _checked_pixels(value, name)
-    floats = value.dtype.is_floating_point
-    wanted = {
-        "tokens": "int64 of rank 2 or 3 (h w or t h w)",
-        "text_embeds": "float of rank 2 (L D)",
-        "latents": "float",
-        **dict.fromkeys(_EMBEDS, "float of rank 1 (D)"),
-    }.get(field, "bool of rank 1")
-    fits = {
-        "tokens": not floats and value.dtype != torch.bool and value.ndim in (2, 3),
-        "text_embeds": floats and value.ndim == 2,
-        "latents": floats,
-        **dict.fromkeys(_EMBEDS, floats and value.ndim == 1),
-    }.get(field, value.dtype == torch.bool and value.ndim == 1)
+        return _check_pixels(value, name)
+    is_float = value.dtype.is_floating_point
+    expected, fits = {
+        "tokens": (
+            "int64 of rank 2 or 3 (h w or t h w)",
+            not is_float and value.dtype != torch.bool and value.ndim in (2, 3),
+        ),
+        "text_embeds": ("float of rank 2 (L D)", is_float and value.ndim == 2),
+        "latents": ("float", is_float),
+        **dict.fromkeys(_VECTORS, ("float of rank 1 (D)", is_float and value.ndim == 1)),
+    }.get(field, ("bool of rank 1", value.dtype == torch.bool and value.ndim == 1))
     if not fits:
-        raise InputError(f"{name}: {field} must be {wanted}, not {value.dtype} of shape {tuple(value.shape)}")
+        raise InputError(f"{name}: {field} must be {expected}, not {value.dtype} of shape {tuple(value.shape)}")
     if 0 in value.shape:
         raise InputError(f"{name}: {field} of shape {tuple(value.shape)} is empty")
     if field == "tokens":
         return rearrange(value, "... h w -> (...) h w").to(torch.int64)
     if field == "frame_mask" and not (value[0] and torch.equal(value, torch.arange(len(value)) < value.sum())):
-        raise InputError(f"{name}: in a frame mask the real frames come first, at least one, and padding after them")
+        raise InputError(f"{name}: a frame mask must have at least one real frame, and padding only at the end")
     return value
 
 
-def _checked_fps(value: Any, name: str) -> float:
+def _check_fps(value: Any, name: str) -> float:
     try:
         rate = float(value)
     except (TypeError, ValueError):
         raise InputError(f"{name}: fps is a {type(value).__name__}, not a number") from None
     if not 0 < rate < float("inf"):
-        raise InputError(f"{name}: fps={rate:g} is not a speed: give frames a second, above 0")
+        raise InputError(f"{name}: fps={rate:g} is not a frame rate: give frames per second, above 0")
     return rate
 
 
-def _checked_pixels(value: Tensor, name: str) -> Tensor:
+def _check_pixels(value: Tensor, name: str) -> Tensor:
     if value.ndim not in (3, 4):
         raise InputError(
             f"{name}: pixels must be T C H W (a clip) or C H W (an image), not of shape {tuple(value.shape)}"
@@ -326,33 +300,30 @@ def _checked_pixels(value: Tensor, name: str) -> Tensor:
         raise InputError(f"{name}: pixels must be uint8 or float in [0, 1], not {value.dtype}")
     low, high = value.aminmax() if value.numel() else (torch.tensor(0.0), torch.tensor(0.0))
     if not (low >= 0 and high <= 1):  # also refuses nan
-        remedy = (
-            "give uint8, or divide by 255"
-            if low >= 0 and high <= 255
-            else "add 1 and halve"
-            if low >= -1 and high <= 1
-            else "scale them"
-        )
-        raise InputError(f"{name}: float pixels must lie in [0, 1], these go from {low:g} to {high:g}: {remedy}")
+        remedy = "scale them"
+        if low >= 0 and high <= 255:
+            remedy = "give uint8, or divide by 255"
+        elif low >= -1 and high <= 1:
+            remedy = "add 1 and halve"
+        raise InputError(f"{name}: float pixels must be in [0, 1], these go from {low:g} to {high:g}: {remedy}")
     return value.mul(255).round_().to(torch.uint8)
 
 
-def _as_clip(value: Tensor | Image.Image, channels: int, name: str) -> np.ndarray:
+def _to_clip(value: Tensor | Image.Image, channels: int, name: str) -> np.ndarray:
     """→ T H W C, uint8. T C H W unless only C T H W has a possible number of channels (`channels` decides between two)."""
     if isinstance(value, Image.Image):
         pixels = np.asarray(to_channels(value, channels))
         return pixels.reshape(1, *pixels.shape[:2], channels)
-    if value.shape[-1] in (1, 3, 4) and value.shape[-2] > 4:
-        raise InputError(
-            f"{name}: pixels of shape {tuple(value.shape)} have their channels last: T C H W, C T H W or C H W is needed"
-        )
+    shape = tuple(value.shape)
+    if shape[-1] in (1, 3, 4) and shape[-2] > 4:
+        raise InputError(f"{name}: pixels of shape {shape} are channels-last: give T C H W, C T H W or C H W")
     clip = value if value.ndim == 4 else value[None]
     first, second = clip.shape[:2]
     if value.ndim == 4 and second != channels and (first == channels or second > 4):
         clip = rearrange(clip, "c t h w -> t c h w")
     if clip.shape[1] not in (1, 2, 3, 4) or 0 in clip.shape:
         raise InputError(
-            f"{name}: pixels of shape {tuple(value.shape)} have no axis of 1 to 4 channels where T C H W, C T H W or C H W has it"
+            f"{name}: pixels of shape {shape} have no axis of 1 to 4 channels as T C H W, C T H W or C H W"
         )
     return rearrange(clip, "t c h w -> t h w c").numpy()
 

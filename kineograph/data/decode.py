@@ -1,4 +1,4 @@
-"""Files → frames: stills and animations through Pillow, videos through PyAV; any colour mode → 1 to 4 channels of 8 bits."""
+"""Media files → frames: images and animations through Pillow, videos through PyAV; any colour mode → 1 to 4 channels of 8 bits."""
 
 from __future__ import annotations
 
@@ -19,142 +19,133 @@ from pydantic import Field, model_validator
 
 from kineograph.core.errors import Unreadable
 from kineograph.core.oversize import too_large
-from kineograph.data.buckets import Bucket, BucketsConfig
-from kineograph.data.config import DataConfig, Split
-from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE, pick
-from kineograph.data.transforms import Crop, Framing, Resize
+from kineograph.data.buckets import Bucket, BucketsConfig, MediaInfo
+from kineograph.data.source import DataConfig, Split
+from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, ResizeCrop, pick_frames
 
-# Pillow warns about metadata that nothing here reads (odd EXIF, unknown chunks); what cannot be decoded is an error, not a warning.
+# Pillow warns about metadata that is not used here (odd EXIF, unknown chunks); undecodable pixels are an error anyway.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 VIDEOS = (".mp4", ".webm", ".mov", ".avi", ".mkv", ".m4v")
 CLIPS = (".gif", *VIDEOS)
 MODES: dict[int, Literal["L", "LA", "RGB", "RGBA"]] = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+_ORIENTATION = 0x0112  # EXIF tag; 5 and above swap width and height
 
-Kind = Literal["image", "clip"]
 
-
-def kind_of(name: str) -> Kind | None:
-    """By the file's ending."""
+def media_kind(name: str) -> Literal["image", "clip"] | None:
+    """By the file's suffix."""
     suffix = Path(name).suffix.lower()
     return "image" if suffix in IMAGES else "clip" if suffix in CLIPS else None
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to take from a file."""
+class DecodeOptions:
+    """Which frames of a file to decode, and how."""
 
-    framing: Framing
+    resize_crop: ResizeCrop
     frames: int = 1
     fps: float | None = None
     channels: int = 3
     background: Literal["white", "black"] = "white"
     truncated: bool = False
-    span: tuple[float, float] | None = None  # seconds: only what is shown between them
+    span: tuple[float, float] | None = None  # only frames shown between these seconds
 
-    def shaped(self, shape: Bucket) -> Wanted:
-        """The same for clips of another shape."""
-        return replace(self, framing=replace(self.framing, size=(shape.height, shape.width)), frames=shape.frames)
+    def with_shape(self, shape: Bucket) -> DecodeOptions:
+        resize_crop = replace(self.resize_crop, size=(shape.height, shape.width))
+        return replace(self, resize_crop=resize_crop, frames=shape.frames)
 
 
 class MediaConfig(DataConfig):
-    """How sources of files read pictures and clips."""
+    """How sources of files read images and clips."""
 
     resize: Resize = "cover"
-    """cover: scale until `size` is covered, then crop; stretch: squeeze the whole picture into it; contain: whole, with bars of `background`."""
+    """cover: scale until `size` is covered, then crop; stretch: ignore the aspect; contain: the whole image, with bars of `background`."""
     crop: Crop = "center"
-    """Which part stays: center; random: anywhere; resized: a random part of random size (training; validation takes the centre)."""
+    """center; random: a random position; resized: a random part of random size (training only; validation takes the centre)."""
     crop_area: tuple[float, float] = (0.75, 1.0)
-    """With crop=resized: least and largest share of the picture's area that is taken."""
+    """With crop=resized: smallest and largest share of the image's area."""
     crop_aspect: tuple[float, float] = (1.0, 1.0)
-    """With crop=resized: least and largest aspect of what is taken, as a multiple of that of `size`; it is stretched by that much."""
+    """With crop=resized: smallest and largest aspect of the crop, relative to that of `size`; the crop is stretched accordingly."""
     flip: float = Field(0.0, ge=0, le=1)
-    """Probability of mirroring left and right (training only). Beware of captions that say left or right."""
+    """Probability of a horizontal flip (training only). Beware of captions that say left or right."""
     rotate: bool = False
-    """Turn by a random multiple of 90° (training only)."""
+    """Rotate by a random multiple of 90° (training only)."""
     background: Literal["white", "black"] = "white"
-    """What transparent pictures are laid over when `channels` has no alpha."""
+    """Colour behind transparent images when `channels` has no alpha."""
     truncated: bool = False
-    """Accept pictures that end too early; what is missing stays gray or black."""
+    """Accept images that end too early; the missing part stays gray or black."""
     buckets: BucketsConfig | None = None
-    """Train on clips of several shapes, each batch of one: `{}` for five aspects of `size`'s area; null: all are `frames` × `size`."""
+    """Train on clips of several shapes, one per batch: `{}` for five aspects of `size`'s area; null: all are `frames` × `size`."""
 
     @model_validator(mode="after")
-    def _ranges(self) -> MediaConfig:
-        for name, (low, high), most in (
+    def _check_crop(self) -> MediaConfig:
+        for name, (low, high), limit in (
             ("crop_area", self.crop_area, 1.0),
             ("crop_aspect", self.crop_aspect, math.inf),
         ):
-            if not 0 < low <= high <= most:
-                raise ValueError(
-                    f"{name}=[{low:g}, {high:g}]: least before largest, above 0" + (" and up to 1" if most == 1 else "")
-                )
+            if not 0 < low <= high <= limit:
+                upper = " and at most 1" if limit == 1 else ""
+                raise ValueError(f"{name}=[{low:g}, {high:g}]: give smallest, largest, above 0{upper}")
         if self.resize != "cover" and self.crop != "center":
             raise ValueError(
-                f"crop={self.crop} takes a part, and resize={self.resize} shows the whole picture: use resize=cover, or leave crop out"
+                f"crop={self.crop} has no effect with resize={self.resize}, which shows the whole image: use resize=cover, or remove crop"
             )
         return self
 
     @property
-    def usual(self) -> Bucket:
+    def base_shape(self) -> Bucket:
+        """data.frames × data.size."""
         return Bucket(self.frames, *self.size)
 
     @property
-    def framing(self) -> Framing:
+    def resize_crop(self) -> ResizeCrop:
         bars = 255 if self.background == "white" else 0
-        return Framing(
+        return ResizeCrop(
             self.size, self.crop, self.flip, self.rotate, self.resize, self.crop_area, self.crop_aspect, bars
         )
 
-    def wanted(self, split: Split) -> Wanted:
-        framing = self.framing
-        return Wanted(
-            framing if split == "train" else framing.still,
-            self.frames,
-            self.fps,
-            self.channels,
-            self.background,
-            self.truncated,
-        )
+    def decode_options(self, split: Split) -> DecodeOptions:
+        resize_crop = self.resize_crop if split == "train" else self.resize_crop.deterministic
+        return DecodeOptions(resize_crop, self.frames, self.fps, self.channels, self.background, self.truncated)
 
 
 class Clip(NamedTuple):
     pixels: np.ndarray  # T H W C, uint8; T ≤ frames
-    fps: float | None  # None: a still
+    fps: float | None  # None: a still image
 
 
-def read_media(path: Path, name: str, wanted: Wanted, rng: np.random.Generator) -> Clip:
-    """Decode one file, or raise Unreadable with a reason for a person. `name` is what skipped.jsonl lists."""
-    with reasons(name):
-        if path.suffix.lower() in VIDEOS:
-            from kineograph.data.video import read_video  # PyAV is imported where videos are
+def decode_media(file: Path | bytes, suffix: str, name: str, options: DecodeOptions, rng: np.random.Generator) -> Clip:
+    """Decode a file or its bytes. Raises Unreadable with a readable reason; `name` is what skipped.jsonl lists."""
+    with raise_unreadable(name):
+        if suffix.lower() in VIDEOS:
+            from kineograph.data.video import decode_video  # imports PyAV only for videos
 
-            return read_video(path, wanted, rng)
-        return read_picture(path.read_bytes(), wanted, rng)
+            return decode_video(file if isinstance(file, Path) else io.BytesIO(file), options, rng)
+        return decode_image(file.read_bytes() if isinstance(file, Path) else file, options, rng)
 
 
-def read_encoded(data: bytes, ending: str, name: str, wanted: Wanted, rng: np.random.Generator) -> Clip:
-    """The same from a file's bytes; `ending` is its suffix, as in `.jpg`."""
-    with reasons(name):
-        if ending in VIDEOS:
-            from kineograph.data.video import read_video
+def probe_media(file: Path | bytes, suffix: str, name: str, decode_all: bool = False) -> MediaInfo:
+    """Size and length of a file, from its header or by decoding all frames. Raises Unreadable."""
+    with raise_unreadable(name):
+        if suffix.lower() in VIDEOS:
+            from kineograph.data.video import probe_video
 
-            return read_video(io.BytesIO(data), wanted, rng)
-        return read_picture(data, wanted, rng)
+            return probe_video(file if isinstance(file, Path) else io.BytesIO(file), decode_all)
+        return _probe_image(file.read_bytes() if isinstance(file, Path) else file, decode_all)
 
 
 @contextmanager
-def reasons(name: str) -> Iterator[None]:
-    """Whatever a decoder raises becomes Unreadable: on broken input they raise almost anything."""
+def raise_unreadable(name: str) -> Iterator[None]:
+    """Turn any exception of a decoder into Unreadable: on broken input they raise almost anything."""
     try:
         yield
     except Unreadable as error:
         raise Unreadable(name, error.reason) from None
     except UnidentifiedImageError:
-        raise Unreadable(name, "not a picture in any format that Pillow knows") from None
+        raise Unreadable(name, "not an image in any format that Pillow knows") from None
     except FileNotFoundError:
-        raise Unreadable(name, "the file is gone") from None
+        raise Unreadable(name, "the file no longer exists") from None
     except PermissionError:
         raise Unreadable(name, "no permission to read it") from None
     except Image.DecompressionBombError as error:
@@ -168,55 +159,61 @@ def reasons(name: str) -> Iterator[None]:
         raise Unreadable(name, f"truncated: {text}" if isinstance(error, zlib.error) else text[:300]) from None
 
 
-# Stills and animations --------------------------------------------------------------------------------------------
+# Images and animations --------------------------------------------------------------------------------------------
 
 
-def read_picture(data: bytes, wanted: Wanted, rng: np.random.Generator) -> Clip:
-    """A still is one frame; of an animation (GIF, WebP, APNG) the wanted ones are taken by their durations."""
-    if not data:
-        raise Unreadable("", "empty file (0 bytes)")
-    with Image.open(io.BytesIO(data)) as image, _truncation(wanted.truncated):
-        if is_animation(image):
-            return _read_animation(image, data, wanted, rng)
+def decode_image(data: bytes, options: DecodeOptions, rng: np.random.Generator) -> Clip:
+    """A still image gives one frame; frames of an animation (GIF, WebP, APNG) are picked by their durations."""
+    with _open_image(data, options.truncated) as image:
+        if _is_animation(image):
+            return _decode_animation(image, data, options, rng)
         if image.format in ("JPEG", "MPO"):
-            _shrink_while_decoding(image, wanted)
+            _shrink_while_decoding(image, options)
         image.load()
         upright = ImageOps.exif_transpose(image) if _has_orientation(image) else image
-        place = wanted.framing.place(upright.width, upright.height, rng)
-        return Clip(place.apply(to_channels(upright, wanted.channels, wanted.background))[None], None)
+        transform = options.resize_crop.draw(upright.width, upright.height, rng)
+        return Clip(transform.apply(to_channels(upright, options.channels, options.background))[None], None)
 
 
-def is_animation(image: Any) -> bool:
-    """Not the pages of a TIFF, nor the second view that phones keep inside a JPEG (MPO)."""
+@contextmanager
+def _open_image(data: bytes, truncated: bool) -> Iterator[Image.Image]:
+    if not data:
+        raise Unreadable("", "empty file (0 bytes)")
+    with Image.open(io.BytesIO(data)) as image, _allow_truncation(truncated):
+        yield image
+
+
+def _is_animation(image: Any) -> bool:
+    """False for the pages of a TIFF and for the second view that phones store inside a JPEG (MPO)."""
     return image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False)
 
 
-def _read_animation(image: Any, data: bytes, wanted: Wanted, rng: np.random.Generator) -> Clip:
-    delays = frame_delays(image, data, wanted.truncated)
+def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.random.Generator) -> Clip:
+    delays = _frame_delays(image, data, options.truncated)
     ends = np.cumsum(delays)
-    clock = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
+    tolerance = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
     starts, first, end = ends - delays, 0, float(ends[-1])
-    if wanted.span is not None:
-        first = int(np.searchsorted(ends, wanted.span[0] + clock, side="right"))
-        end = min(end, wanted.span[1])
-        starts = starts[first : int(np.searchsorted(starts, end - clock, side="left"))]
+    if options.span is not None:
+        first = int(np.searchsorted(ends, options.span[0] + tolerance, side="right"))
+        end = min(end, options.span[1])
+        starts = starts[first : int(np.searchsorted(starts, end - tolerance, side="left"))]
         if not len(starts):
-            raise Unreadable("", f"its clip begins at {wanted.span[0]:g} s, and it has {ends[-1]:.3g} s")
-    chosen = first + pick(starts, end, wanted.frames, wanted.fps, rng, clock)
-    place = wanted.framing.place(image.width, image.height, rng)
+            raise Unreadable("", f"its clip begins at {options.span[0]:g} s, but it lasts {ends[-1]:.3g} s")
+    chosen = first + pick_frames(starts, end, options.frames, options.fps, rng, tolerance)
+    transform = options.resize_crop.draw(image.width, image.height, rng)
     decoded: dict[int, np.ndarray] = {}
     needed = set(chosen.tolist())
     for index in range(max(needed) + 1):  # frames build on earlier ones
         image.seek(index)
         if index in needed:
-            decoded[index] = place.apply(to_channels(image, wanted.channels, wanted.background))
-    return Clip(np.stack([decoded[index] for index in chosen.tolist()]), wanted.fps or len(delays) / float(ends[-1]))
+            decoded[index] = transform.apply(to_channels(image, options.channels, options.background))
+    return Clip(np.stack([decoded[index] for index in chosen.tolist()]), options.fps or len(delays) / float(ends[-1]))
 
 
-def frame_delays(image: Any, data: bytes, truncated: bool = False) -> np.ndarray:
-    """Seconds that each frame stays. Viewers show what asks for 10 ms or less for 100 ms, and so do we."""
+def _frame_delays(image: Any, data: bytes, truncated: bool = False) -> np.ndarray:
+    """Seconds per frame. Like browsers, show frames of 10 ms or less for 100 ms."""
     if image.format == "GIF":
-        delays = np.array(gif_delays(data, truncated))
+        delays = np.array(_gif_delays(data, truncated))
     else:
         delays = np.empty(image.n_frames)
         for index in range(len(delays)):
@@ -226,8 +223,8 @@ def frame_delays(image: Any, data: bytes, truncated: bool = False) -> np.ndarray
     return np.where(delays <= 0.01, 0.1, delays)
 
 
-def gif_delays(data: bytes, truncated: bool = False) -> list[float]:
-    """Each frame's delay, read from the control blocks without decoding a pixel."""
+def _gif_delays(data: bytes, truncated: bool = False) -> list[float]:
+    """Each frame's delay, read from the control blocks without decoding pixels."""
     delays: list[float] = []
     delay = 0.0
     at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)  # header, global palette
@@ -236,10 +233,10 @@ def gif_delays(data: bytes, truncated: bool = False) -> list[float]:
             if data[at] == 0x21:  # an extension; F9 is the graphic control
                 if data[at + 1] == 0xF9:
                     delay = int.from_bytes(data[at + 4 : at + 6], "little") / 100
-                at = _after_blocks(data, at + 2)
+                at = _skip_blocks(data, at + 2)
             else:  # an image: descriptor, local palette, LZW code size, blocks
                 flags = data[at + 9]
-                at = _after_blocks(data, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0))
+                at = _skip_blocks(data, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0))
                 delays.append(delay)
                 delay = 0.0
     except IndexError:
@@ -250,35 +247,33 @@ def gif_delays(data: bytes, truncated: bool = False) -> list[float]:
     return delays
 
 
-def _after_blocks(data: bytes, at: int) -> int:
+def _skip_blocks(data: bytes, at: int) -> int:
     while data[at]:
         at += data[at] + 1
     return at + 1
 
 
 def _has_orientation(image: Image.Image) -> bool:
-    if image.format == "JPEG" and not image.info.keys() & {
-        "exif",
-        "xmp",
-    }:  # asking costs as much as all else around a decode
+    # getexif costs as much as everything else around a decode, so skip it where there is no EXIF.
+    if image.format == "JPEG" and not image.info.keys() & {"exif", "xmp"}:
         return False
-    return image.getexif().get(0x0112, 1) != 1
+    return image.getexif().get(_ORIENTATION, 1) != 1
 
 
-def _shrink_while_decoding(image: Image.Image, wanted: Wanted) -> None:
-    """JPEGs decode straight to 1/2, 1/4 or 1/8: take what is still at least twice the size that is needed."""
+def _shrink_while_decoding(image: Image.Image, options: DecodeOptions) -> None:
+    """JPEGs decode directly to 1/2, 1/4 or 1/8: keep at least twice the needed size."""
     width, height = image.size
-    high, wide = wanted.framing.size
-    scale = max(max(wide, high) / width, max(wide, high) / height) * wanted.framing.finest
-    image.draft("L" if wanted.channels == 1 else "RGB", (int(width * scale * 2), int(height * scale * 2)))
+    longer = max(options.resize_crop.size)
+    scale = max(longer / width, longer / height) * options.resize_crop.max_zoom
+    image.draft("L" if options.channels == 1 else "RGB", (int(width * scale * 2), int(height * scale * 2)))
 
 
 _truncation_lock = threading.Lock()
 
 
 @contextmanager
-def _truncation(allowed: bool) -> Iterator[None]:
-    """Pillow's switch is a global: hold it for the time of one decode, and only where it stands the other way."""
+def _allow_truncation(allowed: bool) -> Iterator[None]:
+    """Set Pillow's global switch for one decode; lock only if it must change."""
     if allowed == ImageFile.LOAD_TRUNCATED_IMAGES and not _truncation_lock.locked():
         yield
         return
@@ -290,44 +285,31 @@ def _truncation(allowed: bool) -> Iterator[None]:
             ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def extent_of_picture(data: bytes) -> tuple[int, int, int, float]:
-    """The same from the header alone."""
-    if not data:
-        raise Unreadable("", "empty file (0 bytes)")
-    with Image.open(io.BytesIO(data)) as image:
-        if is_animation(image):
-            delays = frame_delays(image, data, truncated=True)
-            return *image.size, len(delays), float(delays.sum())
-        width, height = image.size
-        return (height, width, 1, 0.0) if image.getexif().get(0x0112, 1) >= 5 else (width, height, 1, 0.0)
-
-
-def measure_picture(data: bytes) -> tuple[int, int, int, float]:
-    """Width, height (upright), frames, seconds (0 for a still): by decoding everything."""
-    if not data:
-        raise Unreadable("", "empty file (0 bytes)")
-    with Image.open(io.BytesIO(data)) as image, _truncation(False):
-        if not is_animation(image):
-            image.load()
+def _probe_image(data: bytes, decode_all: bool) -> MediaInfo:
+    with _open_image(data, truncated=False) as image:
+        if not _is_animation(image):
+            if decode_all:
+                image.load()
             width, height = image.size
-            return (height, width, 1, 0.0) if image.getexif().get(0x0112, 1) >= 5 else (width, height, 1, 0.0)
-        delays = frame_delays(image, data)
-        for index in range(len(delays)):
+            swapped = image.getexif().get(_ORIENTATION, 1) >= 5
+            return MediaInfo(height, width) if swapped else MediaInfo(width, height)
+        delays = _frame_delays(image, data, truncated=not decode_all)
+        for index in range(len(delays) if decode_all else 0):
             image.seek(index)
             image.load()
-        return *image.size, len(delays), float(delays.sum())
+        return MediaInfo(*image.size, len(delays), float(delays.sum()))
 
 
 # Colour -----------------------------------------------------------------------------------------------------------
 
 
 def to_channels(image: Image.Image, channels: int, background: str = "white") -> Image.Image:
-    """Any mode → L, LA, RGB or RGBA. Where alpha has no place, the picture is laid over `background`."""
+    """Any mode → L, LA, RGB or RGBA. If alpha is dropped, the image is composited over `background`."""
     mode = MODES[channels]
     if image.mode == mode and "transparency" not in image.info:
         return image
     if image.mode.startswith(("I", "F")):
-        image = _eight_bits(image)
+        image = _to_eight_bits(image)
     elif image.mode in ("CMYK", "YCbCr", "HSV"):
         image = image.convert("RGB")
     if not image.has_transparency_data:
@@ -338,14 +320,12 @@ def to_channels(image: Image.Image, channels: int, background: str = "white") ->
     return Image.alpha_composite(Image.new("RGBA", image.size, background), layered).convert(mode)
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def _to_eight_bits(image: Image.Image) -> Image.Image:
     """16-bit gray (Pillow's I;16 and I): 0 … 65535 → 0 … 255. Float gray (F): 0 … 1 → 0 … 255."""
     values = np.asarray(image).astype(np.float64)
     low, high = float(values.min()), float(values.max())
     top = 1.0 if image.mode == "F" else 65535.0
     if not 0 <= low <= high <= top:  # also refuses nan
-        raise Unreadable(
-            "",
-            f"values from {low:g} to {high:g} in a {'float' if top == 1 else '16-bit'} picture: 0 to {top:g} is understood",
-        )
+        kind = "float" if top == 1 else "16-bit"
+        raise Unreadable("", f"values from {low:g} to {high:g} in a {kind} image: 0 to {top:g} is expected")
     return Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8))

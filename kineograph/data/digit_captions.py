@@ -1,8 +1,8 @@
-"""What moving digits show, in facts and in words: a small grammar of captions and its exact inverse.
+"""Captions of moving digits: a small grammar from facts to words, and its exact inverse.
 
-A caption is one wording applied to the facts. Some wordings are held out from training: a tenth of those that put the
-figure first (new combinations of words that training knows), and all that put the figure last. Of captions with two figures
-a tenth of those too: whoever never saw that order must read "to the left goes a 3 and to the right a 5" as a 3 that goes right.
+A caption is one wording applied to the facts. Some wordings are held out from training: a tenth of those with the figure first (new
+combinations of known words), and all with the figure last. With two figures only a tenth of the latter: a model that never saw this order
+must read "to the left goes a 3 and to the right a 5" as a 3 that goes right.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from itertools import product
 
 from kineograph.core.noise import key_of
-from kineograph.data.config import Split
+from kineograph.data.source import Split
 
 COLOURS = {  # names → RGB; far apart, all bright on black
     "red": (255, 56, 56),
@@ -49,7 +49,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Figure:
-    """One digit of a clip or picture. None: not told (colour), or not a thing that it has (direction, place)."""
+    """One digit of a clip or image. None: not named (colour) or not applicable (direction, place)."""
 
     digit: int
     colour: str | None = None
@@ -66,7 +66,7 @@ _MOVING = ("moves", "is moving", "drifts", "goes", "slides")
 _RESTING = ("is", "sits", "stands", "lies", "")
 _MOVING_JOINS = (" and ", " while ", ", and ")
 _RESTING_JOINS = (" and ", ", and ", "; ")
-_WHITHER = {
+_DIRECTION_PHRASES = {
     "left": ("left", "to the left", "leftwards"),
     "right": ("right", "to the right", "rightwards"),
     "up": ("up", "to the top", "upwards"),
@@ -76,7 +76,7 @@ _WHITHER = {
     "down left": ("down and left", "to the bottom left", "downwards and leftwards"),
     "down right": ("down and right", "to the bottom right", "downwards and rightwards"),
 }
-_WHERE = {
+_PLACE_PHRASES = {
     "top left": ("at the top left", "in the top left corner", "in the upper left"),
     "top": ("at the top", "in the top middle", "at the upper edge"),
     "top right": ("at the top right", "in the top right corner", "in the upper right"),
@@ -94,7 +94,7 @@ _WHERE = {
 
 @dataclass(frozen=True)
 class Wording:
-    """How a caption is said: indices into the word lists above, and the order of its parts."""
+    """Indices into the word lists above, and the order of the parts."""
 
     noun: int  # 0 "a red 3", 1 "the red digit 3", 2 "a 3 in red", 3 "a handwritten red 3"
     spelled: bool  # "three" for "3"
@@ -108,23 +108,23 @@ PLAIN = Wording(noun=0, spelled=False, verb=0, phrase=0, order="first")
 
 @cache
 def wordings(split: Split, moving: bool, figures: int = 1) -> tuple[Wording, ...]:
-    """Training's wordings, or for the other splits those that training never uses."""
-    everything = [
+    """The wordings of training, or for the other splits those that training never uses."""
+    candidates = [
         Wording(noun, spelled, verb, phrase, order)
         for order, noun, spelled, verb, phrase in product(
             ("first", "that", "last"), range(4), (False, True), range(5), range(3)
         )
         if _is_english(order, phrase, moving or bool(_RESTING[verb]))
     ]
-    return tuple(wording for wording in everything if _held_out(wording, figures) != (split == "train"))
+    return tuple(wording for wording in candidates if _is_held_out(wording, figures) != (split == "train"))
 
 
 def _is_english(order: str, phrase: int, has_verb: bool) -> bool:
-    """Neither "a 3 that at the top" nor "left moves a 3"; "to the left moves a 3" will do."""
+    """Refuses "a 3 that at the top" and "left moves a 3", accepts "to the left moves a 3"."""
     return {"first": True, "that": has_verb, "last": phrase == 1}[order]
 
 
-def _held_out(wording: Wording, figures: int) -> bool:
+def _is_held_out(wording: Wording, figures: int) -> bool:
     if wording.order == "last" and figures == 1:
         return True
     if wording == PLAIN:
@@ -133,23 +133,23 @@ def _held_out(wording: Wording, figures: int) -> bool:
 
 
 def joins(facts: Facts) -> tuple[str, ...]:
-    """Words between two figures; one figure needs none."""
+    """Conjunctions between two figures; empty for one."""
     if len(facts) == 1:
         return ("",)
     return _MOVING_JOINS if facts[0].direction else _RESTING_JOINS
 
 
-def caption_of(facts: Facts, wording: Wording = PLAIN, join: str = " and ") -> str:
-    """The caption that says these facts in this wording."""
+def write_caption(facts: Facts, wording: Wording = PLAIN, join: str = " and ") -> str:
+    """Write a caption for these facts in this wording."""
     return join.join(_clause(figure, wording) for figure in facts)
 
 
 def _clause(figure: Figure, wording: Wording) -> str:
     noun = _noun(figure, wording)
     if figure.direction:
-        verb, phrase = _MOVING[wording.verb], _WHITHER[figure.direction][wording.phrase]
+        verb, phrase = _MOVING[wording.verb], _DIRECTION_PHRASES[figure.direction][wording.phrase]
     elif figure.place:
-        verb, phrase = _RESTING[wording.verb], _WHERE[figure.place][wording.phrase]
+        verb, phrase = _RESTING[wording.verb], _PLACE_PHRASES[figure.place][wording.phrase]
     else:
         return noun
     order = {"first": (noun, verb, phrase), "that": (noun, "that", verb, phrase), "last": (phrase, verb, noun)}[
@@ -175,13 +175,13 @@ def _noun(figure: Figure, wording: Wording) -> str:
 
 
 def parse_caption(text: str) -> Facts | None:
-    """The facts that a caption tells: the inverse of every wording, and a little more lenient. None: not of this grammar."""
+    """The facts of a caption: the inverse of every wording, slightly more lenient. None: outside this grammar."""
     text = " ".join(text.lower().replace("center", "centre").split()).rstrip(" .")
     grammar = _grammar()
     for count in (1, 2):
-        found = grammar[count].fullmatch(text)
-        if found:
-            figures = [_figure(found.groupdict(), part) for part in range(count)]
+        match = grammar[count].fullmatch(text)
+        if match:
+            figures = [_parse_figure(match.groupdict(), part) for part in range(count)]
             return None if None in figures else tuple(figures)  # type: ignore[arg-type]
     return None
 
@@ -189,14 +189,14 @@ def parse_caption(text: str) -> Facts | None:
 @cache
 def _phrases() -> dict[str, tuple[str, str]]:
     """phrase → ("direction" or "place", its name)"""
-    whither = {phrase: ("direction", name) for name, phrases in _WHITHER.items() for phrase in phrases}
-    where = {phrase: ("place", name) for name, phrases in _WHERE.items() for phrase in phrases}
-    return whither | where
+    directions = {phrase: ("direction", name) for name, phrases in _DIRECTION_PHRASES.items() for phrase in phrases}
+    places = {phrase: ("place", name) for name, phrases in _PLACE_PHRASES.items() for phrase in phrases}
+    return directions | places
 
 
 @cache
 def _grammar() -> dict[int, re.Pattern[str]]:
-    """One expression for captions of one figure and one for two; the groups of figure i end in _i."""
+    """A pattern for captions of one figure and one for two; the groups of figure i end in _i."""
     join = r"(?: and |, and |, | while |; )"
     return {1: re.compile(_clause_pattern(0)), 2: re.compile(_clause_pattern(0) + join + _clause_pattern(1))}
 
@@ -218,24 +218,24 @@ def _clause_pattern(part: int) -> str:
     return f"(?:{first}|{last})"
 
 
-def _figure(groups: dict[str, str | None], part: int) -> Figure | None:
-    found = {
+def _parse_figure(groups: dict[str, str | None], part: int) -> Figure | None:
+    words = {
         name: groups[f"f_{name}_{part}"] or groups[f"l_{name}_{part}"] for name in ("digit", "colour", "in", "phrase")
     }
-    if found["colour"] and found["in"]:
+    if words["colour"] and words["in"]:
         return None  # "a red 3 in blue"
-    number = found["digit"]
+    number = words["digit"]
     assert number is not None  # both orders name a digit
     digit = int(number) if number.isdigit() else _NUMBERS.index(number)
-    kind, name = _phrases().get(found["phrase"] or "", ("", ""))
+    kind, name = _phrases().get(words["phrase"] or "", ("", ""))
     return Figure(
         digit,
-        found["colour"] or found["in"],
+        words["colour"] or words["in"],
         name if kind == "direction" else None,
         name if kind == "place" else None,
     )
 
 
-def values_of(moving: bool, directions: int) -> Sequence[str]:
-    """What a figure does in clips, or where it is in pictures."""
+def list_motions(moving: bool, directions: int) -> Sequence[str]:
+    """Directions of clips, or places of images."""
     return list(DIRECTIONS)[:directions] if moving else PLACES

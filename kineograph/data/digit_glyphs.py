@@ -1,4 +1,4 @@
-"""The handwritten digits that ship inside scikit-learn: which are held out, and how they are enlarged."""
+"""The handwritten digits of scikit-learn: the held-out ones, and how they are enlarged."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _HELD_OUT = 15  # per cent of the glyph images, the same for every config: the s
 @lru_cache(maxsize=1)
 def load_glyphs() -> tuple[np.ndarray, np.ndarray]:
     """Images N 8 8, float32 in [0, 1]; and their digits N."""
-    package = importlib.util.find_spec("sklearn")  # found, not imported: that takes seconds, in every data worker
+    package = importlib.util.find_spec("sklearn")  # located, not imported: that takes seconds in every worker
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz" if package and package.origin else None
     if file is None or not file.exists():
-        raise InputError("moving_digits draws with scikit-learn's handwritten digits: pip install scikit-learn")
+        raise InputError("moving_digits needs scikit-learn's handwritten digits: pip install scikit-learn")
     table = np.loadtxt(file, delimiter=",", dtype=np.float32)  # N 65: 64 intensities of 0 … 16, and the digit
     return rearrange(table[:, :64] / 16, "n (h w) -> n h w", h=8), table[:, 64].astype(np.int64)
 
 
 @cache
-def pool(held_out: bool, limit: int | None = None) -> tuple[list[int], ...]:
-    """Indices of the glyphs of each digit 0 … 9, training's or the held-out ones; the most typical first, at most `limit`."""
+def list_glyphs(held_out: bool, limit: int | None = None) -> tuple[list[int], ...]:
+    """Indices of the training or held-out glyphs of each digit 0 … 9; the most typical first, at most `limit`."""
     images, labels = load_glyphs()
-    side = np.array([(key_of("glyph", index) % 100 < _HELD_OUT) == held_out for index in range(len(labels))])
+    mask = np.array([(key_of("glyph", index) % 100 < _HELD_OUT) == held_out for index in range(len(labels))])
     pools = []
     for digit in range(10):
-        mine = np.flatnonzero(side & (labels == digit))
+        mine = np.flatnonzero(mask & (labels == digit))
         far = ((images[mine] - images[mine].mean(0)) ** 2).sum((1, 2))
         pools.append(mine[np.argsort(far, kind="stable")][:limit].tolist())
     return tuple(pools)
 
 
 @lru_cache(maxsize=1 << 15)
-def painted(index: int, side: int, colour: tuple[int, ...]) -> np.ndarray:
+def paint_glyph(index: int, side: int, colour: tuple[int, ...]) -> np.ndarray:
     """The glyph of that index, enlarged and in colour: C side side, uint8."""
     ink = enlarge(load_glyphs()[0][index], side)
     return (ink * np.array(colour, dtype=np.uint16)[:, None, None] // 255).astype(np.uint8)
@@ -54,7 +54,7 @@ def enlarge(glyph: np.ndarray, side: int) -> np.ndarray:
 
 
 def _ink_shift(glyph: np.ndarray) -> float:
-    """How far right of the middle the ink lies, in glyph pixels: a narrow 1 would else stand off its place."""
+    """Distance of the ink right of the middle, in glyph pixels, so that a narrow 1 is centred."""
     inked = np.flatnonzero(glyph.max(0) > 0.3)
     return (inked[0] + inked[-1]) / 2 - 3.5
 

@@ -1,7 +1,6 @@
-"""Batches for the trainer. Position in the data is the step: item, augmentation and slot follow from (seed, step, slot) alone,
+"""Batches for the trainer. Items, augmentation and slots follow from (seed, step, slot) alone.
 
-so that any number of workers or processes sees the same batches, and a resumed run starts where it stopped without reading
-what came before.
+So any number of workers or processes sees the same batches, and a resumed run continues without reading earlier items.
 """
 
 from __future__ import annotations
@@ -22,71 +21,40 @@ from torch.utils.data import DataLoader, Sampler
 
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError, RunFailed
-from kineograph.core.protocols import Source
-from kineograph.data.buckets import Bucket, BucketOrder, Buckets
-from kineograph.data.order import drawn, items, permute, spread
-from kineograph.data.reader import Read, Reader, Work, streams
+from kineograph.core.protocols import Source, Stream
+from kineograph.data.buckets import Bucket, BucketedSource, BucketOrder, buckets_of
+from kineograph.data.order import permute, pick_resampled, pick_shuffled, split_batches
+from kineograph.data.reader import Reader, ReadRequest, ReadResult
 
-_POLL = 2.0  # seconds between looks at whether the workers are alive
-_KEEP = 256 * 2**20  # bytes of validation batches kept in memory
+_POLL_SECONDS = 2.0  # between checks that the workers are alive
+_CACHE_BYTES = 256 * 2**20  # of validation batches kept in memory
+
+Requests = Callable[[], Iterator[ReadRequest]]
 
 
 class _Group(NamedTuple):
-    """Items of validation that share batches."""
+    """Validation items that share batches."""
 
     shape: Bucket | None
-    places: np.ndarray
+    slots: np.ndarray
     batch_size: int
 
 
-def _refuse_few(buckets: Buckets, batch_size: int, world: int, accumulate: int) -> None:
-    """Every process needs a row of every micro-batch."""
-    for shape, rows in zip(buckets.shapes, buckets.rows(batch_size), strict=True):
-        if 0 < rows < world * accumulate:
-            needed = world * accumulate * buckets.config.tokens(shape)
-            raise ConfigError(
-                f"a batch of bucket {shape} has {rows} clips, too few for {world} processes × train.accumulate={accumulate}: "
-                f"raise data.buckets.budget to {needed} or more (now {buckets.budget(batch_size)})"
-            )
+class _RequestSampler(Sampler):
+    def __init__(self, requests: Requests, count: int) -> None:
+        self.requests, self.count = requests, count
 
-
-class _Plan(Sampler):
-    def __init__(self, work: Any, count: int) -> None:
-        self.work, self.count = work, count
-
-    def __iter__(self) -> Iterator[Work]:
-        return iter(self.work())
+    def __iter__(self) -> Iterator[ReadRequest]:
+        return self.requests()
 
     def __len__(self) -> int:
         return self.count
 
 
-def _as_is(read: Any) -> Any:
-    return read
-
-
-def _prepare_worker(worker: int) -> None:
-    """The main process decides when to stop; a Ctrl-C for the whole group must not take the workers first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
-@contextmanager
-def _main_hidden() -> Iterator[None]:
-    """New processes would import the script that was started, and run it again where it lacks a main guard. Ours never need it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
 class Loader:
-    """Micro-batches of each step for one rank, read ahead by worker processes.
+    """Micro-batches of each step for one rank, prefetched by worker processes.
 
-    `batch_size` is global: over `world` processes and `accumulate` micro-batches. `skipped` gathers what could not be read.
+    `batch_size` is global: over `world` processes and `accumulate` micro-batches.
     """
 
     def __init__(
@@ -103,274 +71,293 @@ class Loader:
         prefetch: int = 4,
         max_unreadable: float = 1.0,
     ) -> None:
-        self.buckets: Buckets | None = getattr(source, "buckets", None)
+        self.buckets = buckets_of(source)
         if self.buckets is None and batch_size % (world * accumulate):
             parts = f"{world} processes × {accumulate} micro-batches" if world > 1 else f"train.accumulate={accumulate}"
-            near = -(-batch_size // (world * accumulate)) * world * accumulate
-            raise ConfigError(f"train.batch_size={batch_size} does not divide into {parts}: use {near}")
+            nearest = -(-batch_size // (world * accumulate)) * world * accumulate
+            raise ConfigError(f"train.batch_size={batch_size} does not divide into {parts}: use {nearest}")
         if not len(source):
             raise InputError("the data source has no items")
         self.source, self.seed, self.batch_size, self.accumulate = source, seed, batch_size, accumulate
         self.workers, self.rank, self.world = workers, rank, world
         self.pin, self.timeout, self.prefetch, self.max_unreadable = pin, timeout, prefetch, max_unreadable
         self.skipped: dict[str, str] = {}
+        """Items that could not be read: identity → reason."""
         self.replaced: set[int] = set()
-        """Items that could not be read, so that others stood in for them."""
-        self._met = 0  # items asked for
+        """Numbers of the items that others replaced."""
+        self.position: dict[str, int] = {"shards": 0} if isinstance(source, Stream) else {}
+        """State for a checkpoint besides the step: of a stream, the number of finished shards."""
+        self._items_read = 0
         self._fixed: dict[tuple[int, int, bool], list[Batch]] = {}
-        self.position: dict[str, int] = {"shards": 0} if streams(source) else {}
-        """What a checkpoint must hold besides the step: of a stream, the shards that are done with. Kept up to date here."""
-        self._begun: dict[int, int] = {}  # worker → shards that were begun before the one it is in
+        self._shards_begun: dict[int, int] = {}  # worker → shards begun before its current one
         self._readers = 1
 
     def check(self) -> None:
-        """Refuse batches of buckets that are too small for `steps`; showing and judging need none of those."""
-        if self.buckets is not None:
-            _refuse_few(self.buckets, self.batch_size, self.world, self.accumulate)
+        """Refuse buckets whose batches have too few clips for every process; only `steps` needs this."""
+        if self.buckets is None:
+            return
+        for shape, rows in zip(self.buckets.shapes, self.buckets.batch_sizes(self.batch_size), strict=True):
+            if 0 < rows < self.world * self.accumulate:
+                needed = self.world * self.accumulate * self.buckets.config.tokens(shape)
+                raise ConfigError(
+                    f"a batch of bucket {shape} has {rows} clips, too few for {self.world} processes × train.accumulate={self.accumulate}: "
+                    f"raise data.buckets.budget to {needed} or more (now {self.buckets.budget(self.batch_size)})"
+                )
 
-    def take_up(self, position: Mapping[str, int]) -> None:
-        """Go on where a checkpoint's `position` says."""
+    def load_position(self, position: Mapping[str, int]) -> None:
+        """Continue from a checkpoint's `position`."""
         self.position.update({name: position[name] for name in self.position if name in position})
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps start … stop − 1."""
         self.check()
-        chosen_at = self._order()
+        items_at = self._step_order()
 
-        def work() -> Iterator[Work]:
+        def requests() -> Iterator[ReadRequest]:
             for step in range(start, stop):
-                shape, chosen = chosen_at(step)
-                for part in np.array_split(np.arange(len(chosen)), self.accumulate):
+                shape, items = items_at(step)
+                for part in np.array_split(np.arange(len(items)), self.accumulate):
                     slots = np.array_split(part, self.world)[self.rank]
-                    yield Work((step,), slots, chosen[slots], shape)
+                    yield ReadRequest((step,), slots, items[slots], shape)
 
         batches: list[Batch] = []
-        for batch in self._run(work, (stop - start) * self.accumulate):
+        for batch in self._read(requests, (stop - start) * self.accumulate):
             batches.append(batch)
             if len(batches) == self.accumulate:
                 yield batches
                 batches = []
 
-    def _order(self) -> Callable[[int], tuple[Bucket | None, np.ndarray]]:
+    def _step_order(self) -> Callable[[int], tuple[Bucket | None, np.ndarray]]:
         """Step → the shape and the items of its global batch."""
-        resample = getattr(self.source, "resample", False)
         if self.buckets is not None:
-            return BucketOrder(self.buckets, self.seed, self.batch_size, resample).at
-        order = drawn if resample else items
-        places = np.arange(self.batch_size)
-        return lambda step: (None, order(self.seed, step * self.batch_size + places, len(self.source)))
+            return BucketOrder(self.buckets, self.seed, self.batch_size, self.source.resample).batch_at
+        pick = pick_resampled if self.source.resample else pick_shuffled
+        slots = np.arange(self.batch_size)
+        return lambda step: (None, pick(self.seed, step * self.batch_size + slots, len(self.source)))
 
-    def fixed(self, count: int, batch_size: int, alike: bool = False) -> Iterator[Batch]:
-        """The same `count` items (or all there are) with the same crops and starts at every call: for validation.
+    def fixed_batches(self, count: int, batch_size: int, one_shape: bool = False) -> Iterator[Batch]:
+        """The same `count` items (or all) with the same crops and starts at every call, for validation.
 
-        Over all ranks each comes once, and every rank gets equally many batches; where there are fewer items than ranks, some get a `spare`
-        one, which another rank counts. Slots are places among the `count`. With buckets, batches
-        are of one bucket each, and of `batch_size` or as many as have that many tokens; `alike` reads all items in the usual shape instead.
+        Each item comes once over all ranks, and every rank gets the same number of batches; with fewer items than ranks, some ranks get a
+        `spare` batch that another rank counts. Slots number the `count` items. With buckets, a batch has one bucket and about as many tokens
+        as `batch_size` base clips; `one_shape` reads all items in the base shape instead.
         """
         count = min(count, len(self.source))
-        key = (count, batch_size, alike)
+        key = (count, batch_size, one_shape)
         if key in self._fixed:
             yield from self._fixed[key]
             return
-        everything = np.arange(count)
-        chosen = permute(everything, len(self.source), 0) if count < len(self.source) else everything
-        groups = [_Group(None, everything, batch_size)]
-        if self.buckets is not None and alike and getattr(self.source, "reshapes", True):
-            groups = [_Group(self.buckets.usual, everything, batch_size)]
-        elif self.buckets is not None:
-            groups = self._groups(chosen, batch_size)
-            if alike:  # what is encoded has a shape: those of the fullest bucket
-                groups = [max(groups, key=lambda group: len(group.places))._replace(batch_size=batch_size)]
+        slots = np.arange(count)
+        items = permute(slots, len(self.source), 0) if count < len(self.source) else slots
+        groups = self._group_by_shape(items, batch_size, one_shape)
         parts = [
-            (group, part[self.rank])
+            (group, group.slots[part[self.rank]])
             for group in groups
-            for part in spread(len(group.places), group.batch_size, self.world)
+            for part in split_batches(len(group.slots), group.batch_size, self.world)
         ]
 
-        def work() -> Iterator[Work]:
+        def requests() -> Iterator[ReadRequest]:
             for group, part in parts:
-                slots = group.places[part]
-                yield Work(("fixed",), slots, chosen[slots], group.shape)
+                yield ReadRequest(("fixed",), part, items[part], group.shape)
 
         kept: list[Batch] | None = []
         size = 0
-        for (group, _), batch in zip(parts, self._run(work, len(parts)), strict=True):
-            batch.spare = self.rank >= len(group.places)
+        for (group, _), batch in zip(parts, self._read(requests, len(parts)), strict=True):
+            batch.spare = self.rank >= len(group.slots)
             yield batch
             if kept is not None:
                 kept.append(batch)
-                size += _bytes(batch)
-                kept = kept if size <= _KEEP else None
+                size += _byte_size(batch)
+                kept = kept if size <= _CACHE_BYTES else None
         if kept is not None:
             self._fixed[key] = kept
 
-    def _groups(self, chosen: np.ndarray, batch_size: int) -> list[_Group]:
-        """Places of the chosen items by bucket."""
-        assert self.buckets is not None
-        usual = self.buckets.config.tokens(self.buckets.usual)
+    def _group_by_shape(self, items: np.ndarray, batch_size: int, one_shape: bool) -> list[_Group]:
+        everything = np.arange(len(items))
+        if self.buckets is None:
+            return [_Group(None, everything, batch_size)]
+        assert isinstance(self.source, BucketedSource)
+        if one_shape and self.source.can_reshape:
+            return [_Group(self.buckets.base, everything, batch_size)]
+        tokens = self.buckets.config.tokens
         groups = []
         for bucket, shape in enumerate(self.buckets.shapes):
-            places = np.flatnonzero(self.buckets.of[chosen] == bucket)
-            if len(places):
-                rows = max(1, batch_size * usual // self.buckets.config.tokens(shape))
-                groups.append(_Group(shape, places, rows))
+            slots = np.flatnonzero(self.buckets.item_buckets[items] == bucket)
+            if len(slots):
+                groups.append(_Group(shape, slots, max(1, batch_size * tokens(self.buckets.base) // tokens(shape))))
+        if one_shape:  # encoded items keep their shape: take the largest bucket
+            return [max(groups, key=lambda group: len(group.slots))._replace(batch_size=batch_size)]
         return groups
 
-    def in_order(
-        self, places: Sequence[int] | np.ndarray, batch_size: int, shape: Bucket | None = None
+    def ordered_batches(
+        self, items: Sequence[int] | np.ndarray, batch_size: int, shape: Bucket | None = None
     ) -> Iterator[Batch]:
-        """These items one after another, with crops and starts that belong to the item wherever it stands, read as `shape`: for caches."""
-        places = np.asarray(places, np.int64)
-        starts = range(0, len(places), batch_size)
+        """These items in order, read as `shape`, with crops and starts that depend on the item's identity: for caches."""
+        items = np.asarray(items, np.int64)
+        starts = range(0, len(items), batch_size)
 
-        def work() -> Iterator[Work]:
+        def requests() -> Iterator[ReadRequest]:
             for first in starts:
-                part = places[first : first + batch_size]
-                slots = np.array([_slot_of(self.source.identity(int(item))) for item in part], np.int64)
-                yield Work(("in order",), slots, part, shape)
+                part = items[first : first + batch_size]
+                slots = np.array([_hash_identity(self.source.identity(int(item))) for item in part], np.int64)
+                yield ReadRequest(("in order",), slots, part, shape)
 
-        yield from self._run(work, len(starts))
+        yield from self._read(requests, len(starts))
 
-    def vouch(self, count: int) -> None:
-        """So many items were read before this loader was made: what cannot be read is a share of these too."""
-        self._met += count
+    def count_as_read(self, count: int) -> None:
+        """Count items that were read before this loader existed, for the share of unreadable items."""
+        self._items_read += count
 
-    def _run(self, work: Any, count: int) -> Iterator[Batch]:
+    def _read(self, requests: Requests, count: int) -> Iterator[Batch]:
         if not count:
             return
         reader = Reader(self.source, self.seed, self.rank, self.world, self.position.get("shards", 0))
-        self._begun, self._readers = {}, max(1, min(self.workers, count))
+        self._shards_begun, self._readers = {}, max(1, min(self.workers, count))
         if not self.workers:
-            for piece in work():
-                batch = self._accept(reader[piece])
+            for request in requests():
+                batch = self._accept(reader[request])
                 yield batch.pin_memory() if self.pin else batch
             return
-        with _main_hidden(), warnings.catch_warnings():
+        with _hide_main_module(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # train.workers is the user's choice
             loader = DataLoader(
                 reader,
                 batch_size=None,
-                sampler=_Plan(work, count),
-                collate_fn=_as_is,
+                sampler=_RequestSampler(requests, count),
+                collate_fn=_identity,
                 num_workers=self._readers,
                 pin_memory=self.pin,
                 prefetch_factor=self.prefetch,
-                worker_init_fn=_prepare_worker,
-                timeout=min(_POLL, self.timeout),
+                worker_init_fn=_init_worker,
+                timeout=min(_POLL_SECONDS, self.timeout),
                 multiprocessing_context=_start_method(self.source),
             )
-            reads = iter(loader)
+            results = iter(loader)
         try:
             for _ in range(count):
-                yield self._accept(self._next(reads))
+                yield self._accept(self._next(results))
         except RunFailed:
-            _kill(reads)  # they hang, or some are gone: there is nothing to wait for
+            for worker in results._workers:  # type: ignore[attr-defined]  # hung or dead: do not wait for them
+                worker.kill()
             raise
         finally:
-            _end(reads)
+            _stop_workers(results)
 
-    def _next(self, reads: Iterator[Read]) -> Read:
-        """Waits up to `timeout`, looking every few seconds whether the workers still live."""
+    def _next(self, results: Iterator[ReadResult]) -> ReadResult:
+        """Wait up to `timeout`; DataLoader checks every few seconds that the workers are alive."""
         began = time.monotonic()
         while True:
             try:
-                return next(reads)
+                return next(results)
             except RuntimeError as error:
                 text = str(error)
                 if "timed out" in text:
                     if time.monotonic() - began < self.timeout:
                         continue
                     raise RunFailed(
-                        f"no data for {self.timeout:g} s from {self.workers} workers: a disk that hangs, or batches that take longer; "
+                        f"no data for {self.timeout:g} s from {self.workers} workers: the disk hangs, or batches take longer; "
                         "raise train.timeout or train.workers"
                     ) from None
                 if "DataLoader worker" in text and "Traceback" not in text:
-                    raise worker_died(text) from None
+                    raise worker_error(text) from None
                 raise
-            except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while a batch was handed over
-                raise worker_died(f"its connection broke: {error or type(error).__name__}") from None
+            except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while handing over a batch
+                raise worker_error(f"its connection broke: {error or type(error).__name__}") from None
 
-    def _accept(self, read: Read) -> Batch:
-        if read.error is not None:
-            raise read.error
-        assert read.batch is not None
-        self.skipped.update(read.skipped)
-        self.replaced |= read.replaced
-        if read.begun is not None:  # the worker that is furthest behind decides: rather twice than never
-            self._begun[read.begun[0]] = read.begun[1]
-            if len(self._begun) >= self._readers:
-                self.position["shards"] = min(self._begun.values())
-        self._met += len(read.batch)
-        known = min(self._met, len(self.source))
-        if known >= 100 and len(self.skipped) > self.max_unreadable * known:
+    def _accept(self, result: ReadResult) -> Batch:
+        if result.error is not None:
+            raise result.error
+        assert result.batch is not None
+        self.skipped.update(result.skipped)
+        self.replaced |= result.replaced
+        if result.stream_position is not None:
+            worker, begun = result.stream_position
+            self._shards_begun[worker] = begun
+            # The slowest worker counts: better to read a shard twice than never.
+            if len(self._shards_begun) >= self._readers:
+                self.position["shards"] = min(self._shards_begun.values())
+        self._items_read += len(result.batch)
+        count = min(self._items_read, len(self.source))
+        if count >= 100 and len(self.skipped) > self.max_unreadable * count:
             path, reason = next(iter(self.skipped.items()))
             raise RunFailed(
-                f"{len(self.skipped)} of the first {known} items cannot be read, for instance {path}: {reason}; "
+                f"{len(self.skipped)} of the first {count} items cannot be read, for example {path}: {reason}; "
                 f"data.max_unreadable={self.max_unreadable:g} is the limit: repair them or raise it"
             )
-        return read.batch
+        return result.batch
 
 
-def _slot_of(identity: str) -> int:
-    """A number for an item that stays when others come and go."""
+def _identity(result: Any) -> Any:
+    return result
+
+
+def _hash_identity(identity: str) -> int:
+    """A slot for an item that does not depend on the other items."""
     digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def worker_died(text: str) -> RunFailed:
+def _byte_size(batch: Batch) -> int:
+    sizes: list[int] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    batch.map(add)
+    return sum(sizes)
+
+
+# Worker processes -------------------------------------------------------------------------------------------------
+
+
+def worker_error(text: str) -> RunFailed:
     return RunFailed(
         f"a data worker died ({text.splitlines()[0]}): most often out of memory, or too little shared memory (/dev/shm); "
-        "lower train.workers or train.batch_size, then run the same command to go on"
+        "lower train.workers or train.batch_size, then run the same command to continue"
     )
 
 
 def _start_method(source: Source) -> str:
-    """Workers are forked from a clean server process: a fork of the training process would inherit locks that its threads
-    hold. Only a user's own Dataset is forked directly, since it may live in memory or in a notebook."""
-    methods = torch.multiprocessing.get_all_start_methods()
-    wanted = "fork" if getattr(source, "in_memory", False) else "forkserver"
-    if wanted not in methods:
+    """Workers are forked from a clean server process: a fork of the training process would inherit locks held by its threads.
+    Only a user's own Dataset is forked directly, since it may live in memory or in a notebook."""
+    method = "fork" if source.is_user_dataset else "forkserver"
+    if method not in torch.multiprocessing.get_all_start_methods():
         return "spawn"
-    if wanted == "forkserver":  # what the workers need is imported once, in the server
-        needed = [
-            "kineograph.data.worker_server",
-            "kineograph.data.loader",
-            "kineograph.data.folder",
-            type(source).__module__,
-        ]
-        torch.multiprocessing.get_context("forkserver").set_forkserver_preload(
-            [name for name in needed if name != "__main__"]
-        )
-    return wanted
+    if method == "forkserver":
+        modules = ["forkserver_preload", "loader", "folder"]
+        preload = [*(f"kineograph.data.{name}" for name in modules), type(source).__module__]
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([name for name in preload if name != "__main__"])
+    return method
 
 
-def _end(reads: Any) -> None:
-    """Stop the workers now. They are deaf to SIGTERM, so one that is stuck is killed."""
-    workers = list(reads._workers)
+@contextmanager
+def _hide_main_module() -> Iterator[None]:
+    """Keep new processes from importing the started script, which would run again without a main guard. Workers never need it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
-        reads._shutdown_workers()
-    except (
-        RuntimeError
-    ) as error:  # torch's own watch over its workers, which speaks up while a killed one is being joined
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _init_worker(worker: int) -> None:
+    """Ignore signals to the process group: the main process decides when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _stop_workers(results: Any) -> None:
+    """Stop the workers now. They ignore SIGTERM, so a stuck one is killed."""
+    workers = list(results._workers)
+    try:
+        results._shutdown_workers()
+    except RuntimeError as error:  # torch reports a killed worker while joining it
         if "DataLoader worker" not in str(error):
             raise
     for worker in workers:
         if worker.is_alive():
             worker.kill()
-
-
-def _kill(reads: Any) -> None:
-    for worker in reads._workers:
-        worker.kill()
-
-
-def _bytes(batch: Batch) -> int:
-    total = 0
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-        return tensor
-
-    batch.map(add)
-    return total

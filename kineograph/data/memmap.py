@@ -11,11 +11,10 @@ from einops import rearrange
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
+from kineograph.core.protocols import Source
 from kineograph.data.arrays import Array, dtype_of, find_array, lines_beside
-from kineograph.data.config import DataConfig, Split
-from kineograph.data.split import select
-from kineograph.data.timing import window
-from kineograph.data.transforms import fit, pad
+from kineograph.data.source import DataConfig, Split, select_split
+from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
 _FPS = 8.0  # arrays do not say how fast they were recorded
 
@@ -64,7 +63,7 @@ def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
     )
 
 
-class Memmap:
+class Memmap(Source):
     Config = MemmapConfig
 
     def __init__(
@@ -113,7 +112,7 @@ class Memmap:
             raise InputError(
                 f"{array.path} has {count} clips in layout {layout}, and there are {len(captions)} labels or captions"
             )
-        part = select([f"{array.path.name}:{number}" for number in range(count)], split, config)
+        part = select_split([f"{array.path.name}:{number}" for number in range(count)], split, config)
         return cls(config, array, layout, captions, part.indices, part.note, config.rotate and split == "train")
 
     def __len__(self) -> int:
@@ -123,12 +122,12 @@ class Memmap:
         number = int(self.indices[index])
         values = self.array.values
         clip = values[:, number] if self.layout == "TNHW" else values[number]  # T H W or T C H W
-        clip = np.asarray(clip[window(len(clip), self.config.frames, rng)])
+        clip = np.asarray(clip[pick_window(len(clip), self.config.frames, rng)])
         clip = rearrange(clip, "t c h w -> t h w c") if self.layout == "NTCHW" else clip[..., None]
         if self._rotate:
             clip = np.rot90(clip, int(rng.integers(4)), axes=(1, 2))
-        pixels, mask = pad(
-            fit(self._eight_bits(clip, index), self.config.size, self.config.channels), self.config.frames
+        pixels, mask = pad_frames(
+            resize_frames(self._eight_bits(clip, index), self.config.size, self.config.channels), self.config.frames
         )
         return Sample(pixels=pixels, frame_mask=mask, fps=self.config.fps or _FPS, caption=self.caption(index))
 
@@ -147,10 +146,10 @@ class Memmap:
     def identity(self, index: int) -> str:
         return f"{self.array.path.name}:{self.indices[index]}"
 
-    def missing_captions(self) -> list[str]:
+    def list_missing_captions(self) -> list[str]:
         return [self.identity(index) for index in range(len(self)) if self.caption(index) is None]
 
-    def states(self) -> list[str]:
+    def item_states(self) -> list[str]:
         """Of each clip: what differs once the array or its caption is another."""
         stat = self.array.path.stat()
         array = f"{stat.st_size}\0{stat.st_mtime_ns}"

@@ -1,4 +1,4 @@
-"""Order of the data as a pure function of (seed, position): a keyed permutation, so nothing is shuffled or stored."""
+"""Epoch order as a pure function of (seed, position): a keyed permutation, so nothing is shuffled or stored."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _ROUNDS = 6
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
 
-def items(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
+def pick_shuffled(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
     """The item at each position of the endless sequence: every epoch holds each of `count` items once, in its own order."""
     positions = np.asarray(positions, np.int64)
     epochs = positions // count
     result = np.empty_like(positions)
-    for epoch in np.unique(epochs).tolist():  # a batch meets one or two
-        here = epochs == epoch
-        result[here] = permute(positions[here] - epoch * count, count, key_of(seed, "order", epoch))
+    for epoch in np.unique(epochs).tolist():  # one or two per batch
+        mask = epochs == epoch
+        result[mask] = permute(positions[mask] - epoch * count, count, key_of(seed, "order", epoch))
     return result
 
 
-def drawn(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
-    """The same with replacement: at each position any of `count` items, whatever came before."""
+def pick_resampled(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
+    """A random item of `count` at each position, with replacement."""
     base = np.uint64(key_of(seed, "drawn"))
     with np.errstate(over="ignore"):
         mixed = (np.asarray(positions, np.uint64) + base) * _MIX
@@ -32,8 +32,8 @@ def drawn(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
 
 
 def permute(values: np.ndarray, count: int, key: int) -> np.ndarray:
-    """A bijection of 0 … count − 1: a Feistel network over the next power of four; what falls outside is sent on
-    through it until it lands inside (fewer than four times on average)."""
+    """A bijection of 0 … count − 1: a Feistel network over the next power of four, with cycle walking: values outside the range are
+    permuted again until they fall inside (fewer than four times on average)."""
     half = max(((count - 1).bit_length() + 1) // 2, 1)
     keys = [np.uint64(key_of(key, "round", index)) for index in range(_ROUNDS)]
     result = _feistel(np.asarray(values, np.uint64), half, keys)
@@ -55,19 +55,19 @@ def _feistel(values: np.ndarray, half: int, keys: list[np.uint64]) -> np.ndarray
     return (left << width) | right
 
 
-def replacement(seed: int, index: int, attempt: int, count: int) -> int:
-    """What stands in for an unreadable item; `attempt` counts on when that one cannot be read either."""
+def pick_replacement(seed: int, index: int, attempt: int, count: int) -> int:
+    """The item that replaces an unreadable one; `attempt` counts up when the replacement is unreadable too."""
     return key_of(seed, "replacement", index, attempt) % count
 
 
-def spread(count: int, batch_size: int, world: int) -> list[list[np.ndarray]]:
-    """[batch][rank] → places among `count` items: each item once, batches of about `batch_size`, and every rank in every
-    batch, so that no rank waits for another in a reduction. With fewer items than ranks, some are read twice."""
+def split_batches(count: int, batch_size: int, world: int) -> list[list[np.ndarray]]:
+    """[batch][rank] → indices into `count` items: each item once, batches of about `batch_size`, and every rank in every
+    batch, so that no rank waits for another in a reduction. With fewer items than ranks, some are repeated."""
     if count < world:
         return [[np.array([rank % count]) for rank in range(world)]]
     size = max(batch_size, world)
     starts = list(range(0, count, size))
-    if count - starts[-1] < world and len(starts) > 1:  # a tail too short for every rank joins the batch before
+    if count - starts[-1] < world and len(starts) > 1:  # a tail too short for every rank joins the previous batch
         starts.pop()
     ends = [*starts[1:], count]
     return [np.array_split(np.arange(start, end), world) for start, end in zip(starts, ends, strict=True)]

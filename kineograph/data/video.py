@@ -1,4 +1,4 @@
-"""Video files → frames: seek to the keyframe before a random start, decode from there, convert only what is taken."""
+"""Video files → frames: seek to the keyframe before a random start, decode from there, convert only the frames that are used."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ import numpy as np
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
-from kineograph.data.decode import MODES, Clip, Wanted, to_channels
-from kineograph.data.timing import TOLERANCE
-from kineograph.data.transforms import Placement
+from kineograph.data.buckets import MediaInfo
+from kineograph.data.decode import MODES, Clip, DecodeOptions, to_channels
+from kineograph.data.transforms import TOLERANCE, ImageTransform
 
 if TYPE_CHECKING:
     import av
 
+_NO_FRAMES = "a video without frames"
 
-def read_video(file: Path | io.BytesIO, wanted: Wanted, rng: np.random.Generator) -> Clip:
-    """Frames on screen at s, s + 1/fps …, by timestamps; consecutive frames where no fps is asked for."""
-    with _opened(file) as container:
+
+def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random.Generator) -> Clip:
+    """Frames on screen at s, s + 1/fps …, by timestamps; consecutive frames if no fps is set."""
+    with _open_video(file) as container:
         stream = _video_stream(container)
-        rate = native_rate(stream)
-        step = 1 / (wanted.fps or rate)
-        begin, end = wanted.span or (0.0, math.inf)
-        duration = min(_stated_duration(container, stream) or _measured_duration(container, stream), end)
-        latest = duration - (wanted.frames - 1) * step - TOLERANCE
-        start = begin + float(rng.random()) * max(latest - begin, 0.0)
-        spot = rng.bit_generator.state  # a second try must crop alike
-        taken = _take(container, stream, start, wanted, rng)
-        if not taken and start > begin:  # the stated duration was wrong, or the tail is missing
-            rng.bit_generator.state = spot
-            latest = min(_measured_duration(container, stream), end) - (wanted.frames - 1) * step - TOLERANCE
-            taken = _take(container, stream, max(min(start, latest), begin), wanted, rng) or _take(
-                container, stream, begin, wanted, rng
-            )
-        if not taken and begin > 0:
-            raise Unreadable(
-                "", f"its clip begins at {begin:g} s, and it has {_measured_duration(container, stream):.3g} s"
-            )
-        if not taken:
-            raise Unreadable("", "a video without frames")
-        return Clip(np.stack(taken), wanted.fps or rate)
+        rate = frame_rate(stream)
+        length = (options.frames - 1) * (1 / (options.fps or rate))
+        begin, end = options.span or (0.0, math.inf)
+        duration = min(_stated_duration(container, stream) or _measure_duration(container, stream), end)
+        start = begin + float(rng.random()) * max(duration - length - TOLERANCE - begin, 0.0)
+        state = rng.bit_generator.state  # a second attempt must draw the same crop
+        frames = _decode_frames(container, stream, start, options, rng)
+        if not frames and start > begin:  # the stated duration was wrong, or the tail is missing
+            latest = min(_measure_duration(container, stream), end) - length - TOLERANCE
+            for retry in (max(min(start, latest), begin), begin):
+                rng.bit_generator.state = state
+                frames = frames or _decode_frames(container, stream, retry, options, rng)
+        if not frames and begin > 0:
+            seconds = _measure_duration(container, stream)
+            raise Unreadable("", f"its clip begins at {begin:g} s, but it lasts {seconds:.3g} s")
+        if not frames:
+            raise Unreadable("", _NO_FRAMES)
+        return Clip(np.stack(frames), options.fps or rate)
 
 
-def _take(container: Any, stream: Any, start: float, wanted: Wanted, rng: np.random.Generator) -> list[np.ndarray]:
-    """The wanted frames from the one on screen at `start`; fewer where the file ends."""
-    begin, end = wanted.span or (0.0, math.inf)
-    frames = _until(end, _frames_from(container, stream, start, wanted.truncated))
+def _decode_frames(
+    container: Any, stream: Any, start: float, options: DecodeOptions, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Frames from the one on screen at `start`; fewer if the file ends."""
+    begin, end = options.span or (0.0, math.inf)
+    decoded = _iterate_frames(container, stream, start, options.truncated)
+    frames = _stop_at(end, decoded)
     shown: av.VideoFrame | None = None
     shown_at = 0.0
     for at, frame in frames:  # find the frame on screen at `start`
@@ -58,53 +60,55 @@ def _take(container: Any, stream: Any, start: float, wanted: Wanted, rng: np.ran
             break
         shown, shown_at = frame, at
     else:
-        at, frame = float("inf"), None
-    if shown is None or (begin and shown_at + _time_on_screen(shown, stream) <= begin + TOLERANCE):
-        return []  # nothing at all, or only what comes before the clip
-    place = wanted.framing.place(shown.width, shown.height, rng, turned=quarter_turns(shown))
-    convert = Converter(wanted, place)
-    taken = [convert(shown)]
-    if wanted.fps is None:
-        while frame is not None and len(taken) < wanted.frames:
-            taken.append(convert(frame))
+        at, frame = math.inf, None
+    if shown is None or (begin and shown_at + _frame_duration(shown, stream) <= begin + TOLERANCE):
+        return []  # no frame, or only frames before the span
+    transform = options.resize_crop.draw(shown.width, shown.height, rng, turned=_quarter_turns(shown))
+    convert = FrameConverter(options, transform)
+    result = [convert(shown)]
+    if options.fps is None:
+        while frame is not None and len(result) < options.frames:
+            result.append(convert(frame))
             frame = next(frames, (0.0, None))[1]
-        return taken
+        return result
     first = shown_at
-    pixels = taken[0]
-    while len(taken) < wanted.frames:
-        due = first + len(taken) / wanted.fps
+    pixels: np.ndarray | None = result[0]
+    while len(result) < options.frames:
+        due = first + len(result) / options.fps
         while frame is not None and at <= due + TOLERANCE:
-            shown, shown_at, pixels = frame, at, None  # type: ignore[assignment]
-            at, frame = next(frames, (float("inf"), None))
-        if frame is None and due >= min(shown_at + _time_on_screen(shown, stream), end) - TOLERANCE:
+            shown, shown_at, pixels = frame, at, None
+            at, frame = next(frames, (math.inf, None))
+        if frame is None and due >= min(shown_at + _frame_duration(shown, stream), end) - TOLERANCE:
             break
         pixels = convert(shown) if pixels is None else pixels
-        taken.append(pixels)
-    return taken
+        result.append(pixels)
+    return result
 
 
-def _until(end: float, frames: Iterator[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
+def _stop_at(end: float, frames: Iterator[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
     for at, frame in frames:
         if at >= end - TOLERANCE:
             return
         yield at, frame
 
 
-def _frames_from(container: Any, stream: Any, start: float, truncated: bool) -> Iterator[tuple[float, av.VideoFrame]]:
-    """(seconds, frame) from the keyframe at or before `start`, in the order shown."""
+def _iterate_frames(
+    container: Any, stream: Any, start: float, truncated: bool
+) -> Iterator[tuple[float, av.VideoFrame]]:
+    """(seconds, frame) from the keyframe at or before `start`, in presentation order."""
     import av
 
     origin, clock = stream.start_time or 0, float(stream.time_base)
     container.seek(origin + int(start / clock), stream=stream, backward=True)
     first = True
-    last = -1 / native_rate(stream)
+    last = -1 / frame_rate(stream)
     try:
         for frame in container.decode(stream):
-            at = (frame.pts - origin) * clock if frame.pts is not None else last + 1 / native_rate(stream)
+            at = (frame.pts - origin) * clock if frame.pts is not None else last + 1 / frame_rate(stream)
             if (
                 first and start > 0 and at > start + TOLERANCE
-            ):  # a container whose index is off: from the beginning then
-                yield from _frames_from(container, stream, 0.0, truncated)
+            ):  # the container's index is wrong: restart at the beginning
+                yield from _iterate_frames(container, stream, 0.0, truncated)
                 return
             first, last = False, at
             yield at, frame
@@ -114,39 +118,43 @@ def _frames_from(container: Any, stream: Any, start: float, truncated: bool) -> 
             raise Unreadable("", f"damaged or cut off: {where}") from None
 
 
-class Converter:
-    """Decoded frames of one clip → H W C, uint8, all alike."""
+class FrameConverter:
+    """Decoded frames of one clip → H W C, uint8, with one transform."""
 
-    def __init__(self, wanted: Wanted, place: Placement) -> None:
+    def __init__(self, options: DecodeOptions, transform: ImageTransform) -> None:
         import av
         from av.video.reformatter import VideoReformatter
 
-        self.wanted, self.place = wanted, place
-        self._reformatter = VideoReformatter()  # kept, since setting one up costs ten times a conversion
-        self._options = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
+        self.options, self.transform = options, transform
+        self._reformatter = VideoReformatter()  # reused: creating one costs ten conversions
+        self._arguments = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 
     def __call__(self, frame: Any) -> np.ndarray:
-        channels = self.wanted.channels
+        channels = self.options.channels
         has_alpha = any(part.is_alpha for part in frame.format.components)
         layout = "rgba" if has_alpha else "gray" if channels == 1 else "rgb24"
         # FFmpeg follows the frame's own colour matrix and range
-        image = Image.fromarray(self._reformatter.reformat(frame, format=layout, **self._options).to_ndarray())
-        return self.place.apply(
-            image if image.mode == MODES[channels] else to_channels(image, channels, self.wanted.background)
-        )
+        image = Image.fromarray(self._reformatter.reformat(frame, format=layout, **self._arguments).to_ndarray())
+        if image.mode != MODES[channels]:
+            image = to_channels(image, channels, self.options.background)
+        return self.transform.apply(image)
 
 
-def quarter_turns(frame: Any) -> int:
-    """Anticlockwise turns that set a frame upright: phones store portrait clips lying down, with a note."""
+def _quarter_turns(frame: Any) -> int:
+    """Anticlockwise turns that set a frame upright: phones store portrait clips rotated, with a display matrix."""
     return round(getattr(frame, "rotation", 0) / 90) % 4
 
 
-def native_rate(stream: Any) -> float:
+def _upright_size(frame: Any) -> tuple[int, int]:
+    return (frame.width, frame.height) if _quarter_turns(frame) % 2 == 0 else (frame.height, frame.width)
+
+
+def frame_rate(stream: Any) -> float:
     return float(stream.average_rate or stream.guessed_rate or 25)
 
 
-def _time_on_screen(frame: Any, stream: Any) -> float:
-    return float(frame.duration * stream.time_base) if frame.duration else 1 / native_rate(stream)
+def _frame_duration(frame: Any, stream: Any) -> float:
+    return float(frame.duration * stream.time_base) if frame.duration else 1 / frame_rate(stream)
 
 
 def _stated_duration(container: Any, stream: Any) -> float | None:
@@ -155,21 +163,18 @@ def _stated_duration(container: Any, stream: Any) -> float | None:
     return container.duration / 1e6 if container.duration else None
 
 
-def _measured_duration(container: Any, stream: Any) -> float:
-    """From the packets, without decoding: for files that were never closed properly, such as recordings of a stream."""
+def _measure_duration(container: Any, stream: Any) -> float:
+    """From the packets, without decoding: for files that were never closed, such as recordings of a stream."""
     origin, clock = stream.start_time or 0, float(stream.time_base)
     container.seek(origin, stream=stream, backward=True)
-    ends = [
-        (packet.pts + (packet.duration or 0) - origin) * clock
-        for packet in container.demux(stream)
-        if packet.pts is not None
-    ]
+    packets = (packet for packet in container.demux(stream) if packet.pts is not None)
+    ends = [(packet.pts + (packet.duration or 0) - origin) * clock for packet in packets]
     if not ends:
-        raise Unreadable("", "a video without frames")
+        raise Unreadable("", _NO_FRAMES)
     return max(ends)
 
 
-def _opened(file: Path | io.BytesIO) -> Any:
+def _open_video(file: Path | io.BytesIO) -> Any:
     import av
 
     if not (file.stat().st_size if isinstance(file, Path) else file.getbuffer().nbytes):
@@ -177,41 +182,32 @@ def _opened(file: Path | io.BytesIO) -> Any:
     try:
         return av.open(str(file) if isinstance(file, Path) else file)
     except av.InvalidDataError:
-        raise Unreadable(
-            "", "not a video in any format that FFmpeg knows, or cut off before its index was written"
-        ) from None
+        reason = "not a video in any format that FFmpeg knows, or cut off before its index was written"
+        raise Unreadable("", reason) from None
 
 
 def _video_stream(container: Any) -> Any:
     if not container.streams.video:
-        raise Unreadable("", "no video in it (sound only?)")
+        raise Unreadable("", "no video stream in it (audio only?)")
     stream = container.streams.video[0]
     stream.codec_context.thread_count = 1  # worker processes are the parallelism
     return stream
 
 
-def extent(file: Path | io.BytesIO) -> tuple[int, int, int, float]:
-    """Width, height (upright), frames, seconds: as the container states them, with one frame decoded."""
-    with _opened(file) as container:
+def probe_video(file: Path | io.BytesIO, decode_all: bool) -> MediaInfo:
+    """As the container states it, with one frame decoded; or by decoding all frames."""
+    with _open_video(file) as container:
         stream = _video_stream(container)
-        seconds = _stated_duration(container, stream) or _measured_duration(container, stream)
-        _, first = next(_frames_from(container, stream, 0.0, truncated=False), (0.0, None))
-        if first is None:
-            raise Unreadable("", "a video without frames")
-        upright = quarter_turns(first) % 2 == 0
-        size = (first.width, first.height) if upright else (first.height, first.width)
-        return *size, stream.frames or max(1, round(seconds * native_rate(stream))), seconds
-
-
-def measure(file: Path | io.BytesIO) -> tuple[int, int, int, float]:
-    """Width, height (upright), frames, seconds: by decoding everything."""
-    with _opened(file) as container:
-        stream = _video_stream(container)
+        if not decode_all:
+            seconds = _stated_duration(container, stream) or _measure_duration(container, stream)
+            count = stream.frames or max(1, round(seconds * frame_rate(stream)))
+            for _, frame in _iterate_frames(container, stream, 0.0, truncated=False):
+                return MediaInfo(*_upright_size(frame), count, seconds)
+            raise Unreadable("", _NO_FRAMES)
         count, end, size = 0, 0.0, (0, 0)
-        for at, frame in _frames_from(container, stream, 0.0, truncated=False):
-            if not count:
-                size = (frame.width, frame.height) if quarter_turns(frame) % 2 == 0 else (frame.height, frame.width)
-            count, end = count + 1, at + _time_on_screen(frame, stream)
+        for at, frame in _iterate_frames(container, stream, 0.0, truncated=False):
+            size = size if count else _upright_size(frame)
+            count, end = count + 1, at + _frame_duration(frame, stream)
         if not count:
-            raise Unreadable("", "a video without frames")
-        return *size, count, end
+            raise Unreadable("", _NO_FRAMES)
+        return MediaInfo(*size, count, end)

@@ -1,5 +1,5 @@
-"""Tar shards, in webdataset's form. Files get an offset index, so that a sample anywhere in them is one seek away and they are
-read like any other source: global order, exact epochs, exact resume. What can only be read from its beginning is streamed."""
+"""Tar shards in webdataset's format. Files get an offset index, so that any sample is one seek away and shards are read like any other
+source: global order, exact epochs, exact resume. Pipes, URLs and compressed tars are streamed (webdataset_stream.py)."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ import numpy as np
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import ConfigError, InputError, Unreadable
-from kineograph.data.buckets import Bucket, Buckets, BucketsConfig, Extent, assign
-from kineograph.data.config import Split
-from kineograph.data.decode import reasons
-from kineograph.data.extents import extent_of, measure_all, memory_of, refuse_many
-from kineograph.data.shards import Shard, find_shards, unusable
-from kineograph.data.split import select
-from kineograph.data.tar_index import TarIndex, index_all
-from kineograph.data.webdataset_samples import EMBEDDINGS, Assembly, Part, WebDatasetConfig
+from kineograph.core.protocols import Source
+from kineograph.data.buckets import Bucket, BucketedSource, BucketsConfig, MediaInfo, assign_buckets
+from kineograph.data.decode import probe_media, raise_unreadable
+from kineograph.data.probe import list_unreadable, probe_all
+from kineograph.data.shards import Shard, find_shards, shards_error
+from kineograph.data.source import Split, select_split
+from kineograph.data.tar import TarIndex, index_shards
+from kineograph.data.webdataset_samples import EMBEDDINGS, Member, SampleDecoder, WebDatasetConfig
 
-_OPEN_FILES = 64  # a thread
-_TRIES = 100  # embeddings looked at until one can be read
+_OPEN_FILES = 64  # per thread
+_EMBEDDING_TRIES = 100  # embeddings read until one has a shape
 
 
-class _Places(NamedTuple):
-    """Where one field's members lie, a row a sample."""
+class _Ranges(NamedTuple):
+    """Byte ranges of one field's members, a row per sample."""
 
     offsets: np.ndarray
     sizes: np.ndarray
-    endings: np.ndarray  # number of the ending in the field's list; −1: the sample has none
+    suffixes: np.ndarray  # number of the suffix in the field's list; −1: the sample has none
 
-    def take(self, rows: np.ndarray) -> _Places:
-        return _Places(self.offsets[rows], self.sizes[rows], self.endings[rows])
+    def take(self, rows: np.ndarray) -> _Ranges:
+        return _Ranges(self.offsets[rows], self.sizes[rows], self.suffixes[rows])
 
 
 class _Table:
     """All samples of all shards, as columns: there may be millions."""
 
-    def __init__(self, indexes: Sequence[TarIndex], assembly: Assembly) -> None:
+    def __init__(self, indexes: Sequence[TarIndex], decoder: SampleDecoder) -> None:
         keys = [key.encode("utf-8", "surrogateescape") for index in indexes for key in index.keys]
         self.keys = np.array(keys, dtype=np.bytes_)
         self.shards = np.repeat(np.arange(len(indexes), dtype=np.int32), [len(index.keys) for index in indexes])
-        self.places: dict[str, _Places] = {}
-        for field, endings in assembly.endings.items():
-            columns = zip(*(index.find(endings) for index in indexes), strict=True)
+        self.ranges: dict[str, _Ranges] = {}
+        for field, suffixes in decoder.suffixes.items():
+            columns = zip(*(index.find(suffixes) for index in indexes), strict=True)
             offsets, sizes, kinds = (np.concatenate(column) for column in columns)
-            self.places[field] = _Places(offsets, sizes, kinds.astype(np.int16))
-        self.rows: dict[str, np.ndarray] = {}
+            self.ranges[field] = _Ranges(offsets, sizes, kinds.astype(np.int16))
+        self.embedding_rows: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -60,202 +60,198 @@ class _Table:
         return self.keys[row].decode("utf-8", "surrogateescape")
 
     def fields(self, row: int) -> list[str]:
-        return [field for field, places in self.places.items() if places.endings[row] >= 0]
+        return [field for field, ranges in self.ranges.items() if ranges.suffixes[row] >= 0]
 
     def keep(self, rows: np.ndarray) -> None:
         self.keys, self.shards = self.keys[rows], self.shards[rows]
-        self.places = {field: places.take(rows) for field, places in self.places.items()}
-        self.rows = {field: numbers[rows] for field, numbers in self.rows.items()}
+        self.ranges = {field: ranges.take(rows) for field, ranges in self.ranges.items()}
+        self.embedding_rows = {field: numbers[rows] for field, numbers in self.embedding_rows.items()}
 
 
-class WebDataset:
+class WebDataset(BucketedSource):
     Config = WebDatasetConfig
 
     def __init__(
         self,
         config: WebDatasetConfig,
         shards: Sequence[Shard],
-        assembly: Assembly,
+        decoder: SampleDecoder,
         table: _Table,
         split: Split,
         stamps: Sequence[str],
     ) -> None:
-        self.config, self.shards, self.assembly, self._table = config, list(shards), assembly, table
-        self.gives = assembly.gives
+        self.config, self.shards, self.decoder, self._table = config, list(shards), decoder, table
+        self.fields = decoder.fields
         self.resample = config.resample and split == "train"
         self.skipped: dict[str, str] = {}
-        """Samples and shards that are known to be of no use, with the reason."""
-        self.note: str | None = None
-        self.buckets: Buckets | None = None
-        """What goes where, with data.buckets."""
         self._stamps = stamps
         self._files = threading.local()
 
     @classmethod
-    def open(cls, config: WebDatasetConfig, split: Split, seed: int) -> Any:
+    def open(cls, config: WebDatasetConfig, split: Split, seed: int) -> Source:
         shards = find_shards(config.shards, config.start_shard, config.end_shard, config.shard_width)
-        if config.buckets is not None and (not config.pixels or any(shard.streamed for shard in shards)):
-            why = (
-                "a stream's samples cannot be measured before they come: download the shards"
-                if config.pixels
-                else "data.pixels=false reads none"
-            )
-            raise ConfigError(f"data.buckets sorts pictures and clips by size, and {why}; or leave data.buckets out")
-        if any(shard.streamed for shard in shards):
+        has_streams = any(shard.is_stream for shard in shards)
+        if config.buckets is not None and (not config.pixels or has_streams):
+            why = "data.pixels=false reads none"
+            if config.pixels:
+                why = "a stream's samples cannot be measured in advance: download the shards"
+            raise ConfigError(f"data.buckets sorts images and clips by size, and {why}; or remove data.buckets")
+        if has_streams:
             from kineograph.data.webdataset_stream import open_stream
 
             return open_stream(config, shards, split)
+        readable: list[Shard] = []
+        indexes: list[TarIndex] = []
         skipped: dict[str, str] = {}
-        good: list[tuple[Shard, TarIndex]] = []
-        for shard, index in zip(shards, index_all(shards), strict=True):
+        for shard, index in zip(shards, index_shards(shards), strict=True):
             if isinstance(index, OSError):
                 skipped[shard.name] = f"the shard cannot be read: {index.strerror or index}"
-            else:
-                good.append((shard, index))
-                if index.problem:
-                    skipped[shard.name] = f"the shard {index.problem}"
-        _refuse_shards(shards, len(good), skipped, config.max_unreadable)
-        shards, indexes = [shard for shard, _ in good], [index for _, index in good]
-        assembly = Assembly(config, split, shards)
-        table = _Table(indexes, assembly)
-        assembly.captioned = bool((table.places["caption"].endings >= 0).any())
-        source = cls(config, shards, assembly, table, split, [index.stamp for index in indexes])
-        source._leave_out(skipped, indexes)
+                continue
+            readable.append(shard)
+            indexes.append(index)
+            if index.problem:
+                skipped[shard.name] = f"the shard {index.problem}"
+        _check_shard_count(shards, len(indexes), skipped, config.max_unreadable)
+        return cls._open_indexed(config, split, readable, indexes, skipped)
+
+    @classmethod
+    def _open_indexed(
+        cls,
+        config: WebDatasetConfig,
+        split: Split,
+        shards: list[Shard],
+        indexes: list[TarIndex],
+        skipped: dict[str, str],
+    ) -> WebDataset:
+        decoder = SampleDecoder(config, split, shards)
+        table = _Table(indexes, decoder)
+        decoder.has_captions = bool((table.ranges["caption"].suffixes >= 0).any())
+        source = cls(config, shards, decoder, table, split, [index.stamp for index in indexes])
+        source._drop_incomplete(skipped, indexes)
         source._learn_shapes()
         if config.buckets is not None:
-            source._sort(config.buckets)
-        part = select([source.identity(row) for row in range(len(table))], split, config)
-        table.keep(part.indices)
-        source.buckets = source.buckets and source.buckets.only(part.indices)
-        source.note = "; ".join(filter(None, [source.note, part.note])) or None
+            source._assign_buckets(config.buckets)
+        selected = select_split([source.identity(row) for row in range(len(table))], split, config)
+        table.keep(selected.indices)
+        source.buckets = source.buckets and source.buckets.subset(selected.indices)
+        source.note = "; ".join(filter(None, [source.note, selected.note])) or None
         return source
 
-    def _leave_out(self, skipped: dict[str, str], indexes: Sequence[TarIndex]) -> None:
-        """Drop samples that lack something which all need, and count them."""
+    def _drop_incomplete(self, skipped: dict[str, str], indexes: Sequence[TarIndex]) -> None:
+        """Drop samples that lack a required member or embedding, and count them."""
         table, total = self._table, len(self._table)
         kept = np.ones(total, bool)
-        whole = np.ones(total, bool)
-        for places in table.places.values():
-            whole &= places.endings >= 0
-        for row in np.flatnonzero(~whole).tolist():
-            reason = self.assembly.lacking(table.fields(row))
+        complete = np.ones(total, bool)
+        for ranges in table.ranges.values():
+            complete &= ranges.suffixes >= 0
+        for row in np.flatnonzero(~complete).tolist():
+            reason = self.decoder.missing_reason(table.fields(row))
             if reason:
                 kept[row], skipped[self.identity(row)] = False, reason
-        for field in self.assembly.aligned:
-            table.rows[field] = np.full(total, -1, np.int64)
-        for row in np.flatnonzero(kept).tolist() if self.assembly.aligned else ():
-            rows, reason = self.assembly.rows(int(table.shards[row]), table.key(row))
+        for field in self.decoder.aligned:
+            table.embedding_rows[field] = np.full(total, -1, np.int64)
+        for row in np.flatnonzero(kept).tolist() if self.decoder.aligned else ():
+            rows, reason = self.decoder.find_rows(int(table.shards[row]), table.key(row))
             if reason:
                 kept[row], skipped[self.identity(row)] = False, reason
             for field, number in rows.items():
-                table.rows[field][row] = number
-        lost = total - int(kept.sum())
-        if lost > self.config.max_unreadable * total or lost == total:
-            raise InputError(_too_many(lost, total, skipped, indexes, self.config))
+                table.embedding_rows[field][row] = number
+        dropped = total - int(kept.sum())
+        if dropped > self.config.max_unreadable * total or dropped == total:
+            raise InputError(_describe_dropped(dropped, total, skipped, indexes, self.config))
         if skipped:
             common = "; ".join(f"{count} × {reason}" for reason, count in Counter(skipped.values()).most_common(3))
-            self.note = f"data.shards: {len(self.shards)} shards, {lost} of {total} samples are left out: {common}"
+            self.note = f"data.shards: {len(self.shards)} shards, {dropped} of {total} samples are left out: {common}"
         self.skipped = skipped
         table.keep(np.flatnonzero(kept))
 
-    def _sort(self, config: BucketsConfig) -> None:
-        """Every sample to a bucket; drops those whose pictures cannot be measured."""
+    def _assign_buckets(self, config: BucketsConfig) -> None:
+        """Assign every sample to a bucket; drop those that cannot be probed."""
         names = [self.identity(row) for row in range(len(self._table))]
 
-        def measure(row: int) -> Extent:
-            part = self._part("media", row, names[row])
-            return extent_of(part.data, f".{part.ending}", names[row])
+        def probe(row: int) -> MediaInfo:
+            member = self._read_member("media", row, names[row])
+            return probe_media(member.data, f".{member.suffix}", names[row])
 
-        stamps = [
-            f"{name}\0{self._stamps[shard]}" for name, shard in zip(names, self._table.shards.tolist(), strict=True)
-        ]
-        memory = memory_of("\n".join(shard.place for shard in self.shards))
-        found = measure_all(stamps, measure, memory, "data.shards")
-        bad = {name: error.reason for name, error in zip(names, found, strict=True) if isinstance(error, Unreadable)}
-        refuse_many(bad, len(names), self.config.max_unreadable)
-        self.skipped |= bad
-        self._table.keep(np.flatnonzero([isinstance(extent, Extent) for extent in found]))
-        extents = [extent for extent in found if isinstance(extent, Extent)]
-        self.buckets = assign(extents, config, self.config.usual, self.config.fps)
+        shards = self._table.shards.tolist()
+        stamps = [f"{name}\0{self._stamps[shard]}" for name, shard in zip(names, shards, strict=True)]
+        infos = probe_all(stamps, probe, "\n".join(shard.url for shard in self.shards), "data.shards")
+        self.skipped |= list_unreadable(names, infos, self.config.max_unreadable)
+        self._table.keep(np.flatnonzero([isinstance(info, MediaInfo) for info in infos]))
+        readable = [info for info in infos if isinstance(info, MediaInfo)]
+        self.buckets = assign_buckets(readable, config, self.config.base_shape, self.config.fps)
 
     def _learn_shapes(self) -> None:
-        for field in set(EMBEDDINGS) & set(self._table.places):
-            having = np.flatnonzero(self._table.places[field].sizes > 0)[:_TRIES].tolist()
-            for row in having:
+        for field in set(EMBEDDINGS) & set(self._table.ranges):
+            for row in np.flatnonzero(self._table.ranges[field].sizes > 0)[:_EMBEDDING_TRIES].tolist():
                 with suppress(Unreadable):
-                    self.assembly.learn_shapes({field: self._part(field, row, field)})
+                    self.decoder.learn_shapes({field: self._read_member(field, row, field)})
                     break
 
     def __len__(self) -> int:
         return len(self._table)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
-        return self.read_as(index, self.buckets.shape(index) if self.buckets else self.config.usual, rng)
+        return self.read_as(index, self.buckets.shape(index) if self.buckets else self.config.base_shape, rng)
 
     def read_as(self, index: int, shape: Bucket, rng: np.random.Generator) -> Sample:
-        """The sample as a clip of this shape, whichever its bucket is."""
         name, table = self.identity(index), self._table
-        parts = {field: self._part(field, index, name) for field in table.fields(index)}
-        rows = {field: int(numbers[index]) for field, numbers in table.rows.items()}
-        return self.assembly.sample(name, int(table.shards[index]), rows, parts, rng, shape)
+        members = {field: self._read_member(field, index, name) for field in table.fields(index)}
+        rows = {field: int(numbers[index]) for field, numbers in table.embedding_rows.items()}
+        return self.decoder.decode(name, int(table.shards[index]), rows, members, rng, shape)
 
     def caption(self, index: int) -> str | None:
-        if self._table.places["caption"].endings[index] < 0:
+        if self._table.ranges["caption"].suffixes[index] < 0:
             return None
         name = self.identity(index)
         try:
-            return self.assembly.caption(self._part("caption", index, name), name)
+            return self.decoder.decode_caption(self._read_member("caption", index, name), name)
         except Unreadable:  # counted when the sample is read
             return None
 
     def identity(self, index: int) -> str:
         return f"{self.shards[self._table.shards[index]].name}:{self._table.key(index)}"
 
-    def missing_captions(self) -> list[str]:
-        """By what lies in the tars; a caption that turns out to be empty is counted when its sample is read."""
-        return [self.identity(row) for row in np.flatnonzero(self._table.places["caption"].endings < 0).tolist()]
+    def list_missing_captions(self) -> list[str]:
+        """By the names of the members; an empty caption is counted when its sample is read."""
+        return [self.identity(row) for row in np.flatnonzero(self._table.ranges["caption"].suffixes < 0).tolist()]
 
-    def states(self) -> list[str]:
-        """Of each sample: what differs once its shard, or the embeddings that go with it, were written again."""
+    def item_states(self) -> list[str]:
         shards = [
-            "\0".join([shard.place, stamp, *(aligned.stamp(number) for aligned in self.assembly.aligned.values())])
+            "\0".join([shard.url, stamp, *(aligned.stamp(number) for aligned in self.decoder.aligned.values())])
             for number, (shard, stamp) in enumerate(zip(self.shards, self._stamps, strict=True))
         ]
-        # Keys may come twice in a shard, so where members lie counts too.
-        offsets = zip(*(places.offsets.tolist() for places in self._table.places.values()), strict=True)
+        # A key may occur twice in a shard, so include the members' offsets.
+        offsets = zip(*(ranges.offsets.tolist() for ranges in self._table.ranges.values()), strict=True)
         return [
             f"{shards[shard]}\0{self.identity(row)}\0{at}"
             for row, (shard, at) in enumerate(zip(self._table.shards.tolist(), offsets, strict=True))
         ]
 
     def fingerprint(self) -> str:
-        """Changes when a shard comes, goes or is written again, or when it would be read differently."""
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)
         for shard, stamp in zip(self.shards, self._stamps, strict=True):
             digest.update(f"{shard.name}\0{stamp}\n".encode("utf-8", "surrogateescape"))
-        for aligned in self.assembly.aligned.values():
+        for aligned in self.decoder.aligned.values():
             digest.update(aligned.stamp().encode())
         return digest.hexdigest()
 
-    def _part(self, field: str, index: int, name: str) -> Part:
-        """One member's bytes: exactly its range, straight into the object that the decoder reads."""
-        places = self._table.places[field]
-        size = int(places.sizes[index])
-        with reasons(name):
-            data = os.pread(self._handle(int(self._table.shards[index])), size, int(places.offsets[index]))
+    def _read_member(self, field: str, index: int, name: str) -> Member:
+        ranges = self._table.ranges[field]
+        size = int(ranges.sizes[index])
+        with raise_unreadable(name):
+            data = os.pread(self._file_descriptor(int(self._table.shards[index])), size, int(ranges.offsets[index]))
         if len(data) < size:
             raise Unreadable(name, "the shard became shorter while it was read")
-        return Part(data, self.assembly.endings[field][places.endings[index]])
+        return Member(data, self.decoder.suffixes[field][ranges.suffixes[index]])
 
-    def _handle(self, shard: int) -> int:
-        """An open file of this thread; the ones used longest ago are closed."""
-        if not hasattr(self._files, "open"):
-            self._files.open = OrderedDict()
-        files: OrderedDict[int, Any] = self._files.open
+    def _file_descriptor(self, shard: int) -> int:
+        """An open file of this thread; the least recently used are closed."""
+        files: OrderedDict[int, Any] = self._files.__dict__.setdefault("open", OrderedDict())
         if shard not in files:
             if len(files) >= _OPEN_FILES:
                 files.popitem(last=False)[1].close()
-            files[shard] = open(self.shards[shard].place, "rb", buffering=0)  # noqa: SIM115
+            files[shard] = open(self.shards[shard].url, "rb", buffering=0)  # noqa: SIM115
         files.move_to_end(shard)
         return files[shard].fileno()
 
@@ -266,27 +262,27 @@ class WebDataset:
         self.__dict__.update(state, _files=threading.local())
 
 
-def _refuse_shards(shards: Sequence[Shard], good: int, skipped: dict[str, str], limit: float) -> None:
-    bad = len(shards) - good
-    if not good or bad > limit * len(shards):
+def _check_shard_count(shards: Sequence[Shard], readable: int, skipped: dict[str, str], limit: float) -> None:
+    unreadable = len(shards) - readable
+    if not readable or unreadable > limit * len(shards):
         name, reason = next(iter(skipped.items()))
-        raise unusable(
+        raise shards_error(
             shards,
-            f"{bad} of the {len(shards)} shards of data.shards cannot be read (data.max_unreadable={limit:g}), "
-            f"for instance {name}: {reason}",
+            f"{unreadable} of the {len(shards)} shards of data.shards cannot be read (data.max_unreadable={limit:g}), "
+            f"for example {name}: {reason}",
         )
 
 
-def _too_many(
-    lost: int, total: int, skipped: dict[str, str], indexes: Sequence[TarIndex], config: WebDatasetConfig
+def _describe_dropped(
+    dropped: int, total: int, skipped: dict[str, str], indexes: Sequence[TarIndex], config: WebDatasetConfig
 ) -> str:
     if not total:
-        return f"data.shards={config.shards!r} holds no samples: members are named KEY.jpg, KEY.txt …"
+        return f"data.shards={config.shards!r} holds no samples: members must be named KEY.jpg, KEY.txt …"
     (reason, _), *_ = Counter(skipped.values()).most_common(1)
-    endings = sorted({ending for index in indexes for ending in index.endings})
+    suffixes = sorted({suffix for index in indexes for suffix in index.suffixes})
     return (
-        f"{lost} of {total} samples in data.shards cannot be used (data.max_unreadable={config.max_unreadable:g}), most often: {reason}. "
-        f"Members there end with {', '.join(endings[:12])}: data.media, data.captions and data.image_embed … name what is read"
+        f"{dropped} of {total} samples in data.shards cannot be used (data.max_unreadable={config.max_unreadable:g}), most often: {reason}. "
+        f"Their members end with {', '.join(suffixes[:12])}: set data.media, data.captions, data.image_embed … to what should be read"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a tar shard's members mean: which are the picture, the caption and the embeddings of a sample, and how they are decoded."""
+"""Samples of tar shards: the config, which members are the image, the caption and the embeddings, and how they are decoded."""
 
 from __future__ import annotations
 
@@ -15,206 +15,198 @@ from kineograph.core.batch import Sample
 from kineograph.core.errors import Unreadable
 from kineograph.data.buckets import Bucket
 from kineograph.data.captions import TEXT_KEYS
-from kineograph.data.config import Split
-from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, read_encoded
+from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media
 from kineograph.data.embeddings import AlignedEmbeddings, padded, read_npy
 from kineograph.data.shards import Shard
-from kineograph.data.transforms import pad
+from kineograph.data.source import Split
+from kineograph.data.transforms import pad_frames
 
-EMBEDDINGS = ("image_embed", "text_embed", "text_encoding")
+EMBEDDINGS = {  # field → config key of the folder of embedding files
+    "image_embed": "img_embeddings_folder",
+    "text_embed": "text_embeddings_folder",
+    "text_encoding": "text_encodings_folder",
+}
 
 
 class WebDatasetConfig(MediaConfig):
     source: str = "webdataset"
     shards: str | list[str]
-    """Tar files: a folder, `data/{00000..00099}.tar`, a pattern, pipe:COMMAND, s3://, gs:// or http(s):// addresses; or a list of these."""
+    """Tar files: a folder, `data/{00000..00099}.tar`, a pattern, pipe:COMMAND, s3://, gs:// or http(s):// URLs; or a list of these."""
     start_shard: int = Field(0, ge=0)
-    """First number that `{}` in `shards` stands for."""
+    """First number for `{}` in `shards`."""
     end_shard: int | None = Field(None, ge=0)
-    """Last number that `{}` in `shards` stands for, included."""
+    """Last number for `{}` in `shards`, included."""
     shard_width: int = Field(6, ge=1)
-    """Digits that `{}` in `shards` is written with."""
+    """Digits of the number for `{}` in `shards`."""
     media: list[str] | None = Field(None, min_length=1)
-    """Endings of pictures and clips; of several in one sample, the first in this list is taken. null: all that folders know."""
+    """Suffixes of images and clips, in order of preference; null: all that folders support."""
     pixels: bool = True
-    """Decode pictures and clips; false for a stage that reads captions and embeddings only."""
+    """Decode images and clips; false for a stage that reads only captions and embeddings."""
     captions: list[str] = Field(["txt", "caption", "json"], min_length=1)
-    """Endings of captions, the first that a sample has is taken."""
+    """Suffixes of captions, in order of preference."""
     caption_key: str | None = None
-    """Where in a .json the caption stands; null: text, caption or prompt."""
+    """Key of the caption in a .json; null: text, caption or prompt."""
     uncaptioned: Literal["skip", "keep"] = "skip"
-    """What to do with a sample that has no caption among samples that have."""
+    """Skip or keep samples without a caption, if others have one."""
     image_embed: str | None = None
-    """Ending of the image embedding in the tar, such as img_emb.npy."""
+    """Suffix of the image embedding in the tar, such as img_emb.npy."""
     text_embed: str | None = None
-    """Ending of the text embedding in the tar, such as text_emb.npy."""
+    """Suffix of the text embedding in the tar, such as text_emb.npy."""
     text_encoding: str | None = None
-    """Ending of the text encodings in the tar, such as txt_enc.npy: tokens × width, rows of zeros are padding."""
+    """Suffix of the text encodings in the tar, such as txt_enc.npy: tokens × width, rows of zeros are padding."""
     img_embeddings_folder: str | None = None
-    """Folder of image embeddings, `*_NNNN.npy`, a file for each shard."""
+    """Folder of image embeddings, `*_NNNN.npy`, one file per shard."""
     text_embeddings_folder: str | None = None
-    """The same of texts."""
+    """Folder of text embeddings."""
     text_encodings_folder: str | None = None
-    """The same of text encodings: samples × tokens × width."""
+    """Folder of text encodings: samples × tokens × width."""
     index_width: int = Field(4, ge=1)
-    """The last so many digits of a sample's key are its row in those files."""
+    """The last this many digits of a sample's key are its row in those files."""
     missing_embeddings: Literal["skip", "keep"] = "skip"
-    """What to do with a sample whose embedding is missing or zero; keep: zeros, and `has_…` says False."""
+    """Skip samples whose embedding is missing or zero, or keep them with zeros and `has_…` = False."""
     text_length: int | None = Field(None, ge=1)
-    """Tokens that text encodings are padded or cut to; null: all have the same length."""
+    """Pad or cut text encodings to this many tokens; null: all have the same length."""
     resample: bool = False
-    """Draw samples (of streams: shards) with replacement, instead of each once an epoch."""
+    """Draw samples (of streams: shards) with replacement, instead of each once per epoch."""
     shuffle_buffer: int = Field(1000, ge=1)
-    """Streams only: samples that are held and drawn from at random."""
+    """Streams only: size of the shuffle buffer, in samples."""
     kept: int = Field(256, ge=1)
     """Streams only: validation (and test) samples, taken from the first shards and held in memory."""
     pipe_timeout: float = Field(300.0, gt=0)
-    """Streams only: seconds without a byte after which a pipe is given up."""
+    """Streams only: give up a pipe after this many seconds without a byte."""
 
     @field_validator("media", "captions")
     @classmethod
-    def _plain(cls, value: list[str] | None) -> list[str] | None:
-        return value and [ending.lower().removeprefix(".") for ending in value]
+    def _strip_dots(cls, value: list[str] | None) -> list[str] | None:
+        return value and [suffix.lower().removeprefix(".") for suffix in value]
 
 
-class Part(NamedTuple):
-    """One member of a sample."""
+class Member(NamedTuple):
+    """One file of a sample."""
 
     data: bytes
-    ending: str
+    suffix: str
 
 
-class Assembly:
-    """Members → Sample, the same for tars with an index and for streams."""
+class SampleDecoder:
+    """Members → Sample, for indexed tars and for streams."""
 
     def __init__(self, config: WebDatasetConfig, split: Split, shards: Sequence[Shard]) -> None:
         self.config = config
-        self.endings: dict[str, tuple[str, ...]] = {"caption": tuple(config.captions)}
-        """Field → the endings of its members."""
+        self.suffixes: dict[str, tuple[str, ...]] = {"caption": tuple(config.captions)}
+        """Field → suffixes of its members."""
         if config.pixels:
-            self.endings["media"] = tuple(config.media or [suffix[1:] for suffix in (*IMAGES, *CLIPS)])
-        for name in EMBEDDINGS:
-            if getattr(config, name) is not None:
-                self.endings[name] = (getattr(config, name).lower().removeprefix("."),)
-        folders = {
-            "image_embed": "img_embeddings_folder",
-            "text_embed": "text_embeddings_folder",
-            "text_encoding": "text_encodings_folder",
-        }
-        self.aligned = {
-            name: AlignedEmbeddings(getattr(config, key), f"data.{key}", shards, config.index_width)
-            for name, key in folders.items()
-            if getattr(config, key) is not None
-        }
-        self.captioned = True
-        """Whether samples have captions at all."""
-        self._wanted = config.wanted(split)
-        self._shapes: dict[str, tuple[int, ...]] = {name: aligned.shape for name, aligned in self.aligned.items()}
+            self.suffixes["media"] = tuple(config.media or [suffix[1:] for suffix in (*IMAGES, *CLIPS)])
+        self.aligned: dict[str, AlignedEmbeddings] = {}
+        """Field → files of embeddings beside the shards."""
+        for field, key in EMBEDDINGS.items():
+            suffix, folder = getattr(config, field), getattr(config, key)
+            if suffix is not None:
+                self.suffixes[field] = (suffix.lower().removeprefix("."),)
+            if folder is not None:
+                self.aligned[field] = AlignedEmbeddings(folder, f"data.{key}", shards, config.index_width)
+        self.has_captions = True
+        """Any sample has a caption."""
+        self._options = config.decode_options(split)
+        self._shapes: dict[str, tuple[int, ...]] = {field: aligned.shape for field, aligned in self.aligned.items()}
 
     @property
-    def gives(self) -> frozenset[str]:
-        fields = set(self.endings) | set(self.aligned)
-        named = {"media": "pixels", "text_encoding": "text_embeds"}
-        return frozenset(named.get(name, name) for name in fields - {"caption"})
+    def fields(self) -> frozenset[str]:
+        names = {"media": "pixels", "text_encoding": "text_embeds"}
+        fields = {*self.suffixes, *self.aligned} - {"caption"}
+        return frozenset(names.get(field, field) for field in fields)
 
-    def lacking(self, there: Collection[str]) -> str | None:
-        """Why a sample with only these fields is left out."""
-        if "media" in self.endings and "media" not in there:
-            return f"no picture or clip ({', '.join(self.endings['media'][:4])} …)"
-        if self.captioned and self.config.uncaptioned == "skip" and "caption" not in there:
-            return f"no caption ({', '.join(self.endings['caption'])})"
+    def missing_reason(self, fields: Collection[str]) -> str | None:
+        """Why a sample with only these fields is skipped; None if it is not."""
+        if "media" in self.suffixes and "media" not in fields:
+            return f"no image or clip ({', '.join(self.suffixes['media'][:4])} …)"
+        if self.has_captions and self.config.uncaptioned == "skip" and "caption" not in fields:
+            return f"no caption ({', '.join(self.suffixes['caption'])})"
         if self.config.missing_embeddings == "skip":
-            for name in EMBEDDINGS:
-                if name in self.endings and name not in there and name not in self.aligned:
-                    return f"no embedding ({self.endings[name][0]})"
+            for field in EMBEDDINGS:
+                if field in self.suffixes and field not in fields and field not in self.aligned:
+                    return f"no embedding ({self.suffixes[field][0]})"
         return None
 
-    def rows(self, shard: int, key: str) -> tuple[dict[str, int], str | None]:
-        """The sample's row in each aligned file, and why it is left out where it has none."""
-        found = {}
-        for name, aligned in self.aligned.items():
+    def find_rows(self, shard: int, key: str) -> tuple[dict[str, int], str | None]:
+        """The sample's row in each aligned file, and why it is skipped if it has none."""
+        rows = {}
+        for field, aligned in self.aligned.items():
             row = aligned.row(shard, key)
             if row.reason and self.config.missing_embeddings == "skip":
                 return {}, row.reason
-            found[name] = row.number
-        return found, None
+            rows[field] = row.number
+        return rows, None
 
-    def sample(
+    def decode(
         self,
         name: str,
         shard: int,
         rows: Mapping[str, int],
-        parts: Mapping[str, Part],
+        members: Mapping[str, Member],
         rng: np.random.Generator,
         shape: Bucket | None = None,
     ) -> Sample:
-        """Decode, as a clip of `shape` (by default of data.frames × data.size); raises Unreadable. `name` is what skipped.jsonl lists."""
+        """Decode a clip of `shape` (default: data.frames × data.size). Raises Unreadable; skipped.jsonl lists `name`."""
         sample = Sample(fps=self.config.shape.fps)
-        if "caption" in parts:
-            sample.caption = self.caption(parts["caption"], name)
-        if sample.caption is None and self.captioned and self.config.uncaptioned == "skip":
+        if "caption" in members:
+            sample.caption = self.decode_caption(members["caption"], name)
+        if sample.caption is None and self.has_captions and self.config.uncaptioned == "skip":
             raise Unreadable(name, "an empty caption")
         for field in EMBEDDINGS:
-            if field in self.endings or field in self.aligned:
-                self._embed(sample, field, name, shard, rows, parts)
-        if "media" in self.endings:
-            media = parts["media"]
-            shape = shape or self.config.usual
-            clip = read_encoded(media.data, f".{media.ending}", name, self._wanted.shaped(shape), rng)
-            sample.pixels, sample.frame_mask = pad(clip.pixels, shape.frames)
+            if field in self.suffixes or field in self.aligned:
+                self._add_embedding(sample, field, name, shard, rows, members)
+        if "media" in self.suffixes:
+            media, shape = members["media"], shape or self.config.base_shape
+            clip = decode_media(media.data, f".{media.suffix}", name, self._options.with_shape(shape), rng)
+            sample.pixels, sample.frame_mask = pad_frames(clip.pixels, shape.frames)
             sample.fps = clip.fps or sample.fps
         return sample
 
-    def learn_shapes(self, parts: Mapping[str, Part]) -> None:
-        """From one sample that has them: the shapes of the zeros that stand for missing embeddings."""
-        for field in set(parts) & set(EMBEDDINGS):
-            self._shapes[field] = read_npy(parts[field].data, field).shape
+    def learn_shapes(self, members: Mapping[str, Member]) -> None:
+        """Take the shapes of embeddings from one sample: missing ones are replaced by zeros of that shape."""
+        for field in members.keys() & EMBEDDINGS.keys():
+            self._shapes[field] = read_npy(members[field].data, field).shape
 
-    def caption(self, part: Part, name: str) -> str | None:
+    def decode_caption(self, member: Member, name: str) -> str | None:
         """Raises Unreadable."""
         try:
-            text = part.data.decode("utf-8-sig")
-            if part.ending.rpartition(".")[2] == "json":
+            text = member.data.decode("utf-8-sig")
+            if member.suffix.rpartition(".")[2] == "json":
                 tree = json.loads(text)
                 keys = (self.config.caption_key,) if self.config.caption_key else TEXT_KEYS
                 text = next((tree[key] for key in keys if isinstance(tree.get(key), str)), "")
         except UnicodeDecodeError:
-            raise Unreadable(name, f"its .{part.ending} is not UTF-8 text") from None
+            raise Unreadable(name, f"its .{member.suffix} is not UTF-8 text") from None
         except (ValueError, AttributeError):
-            raise Unreadable(name, f"its .{part.ending} is not a JSON object") from None
+            raise Unreadable(name, f"its .{member.suffix} is not a JSON object") from None
         return " ".join(text.split()) or None
 
-    def _check(self, field: str, values: np.ndarray, name: str) -> None:
-        """One that cannot stand in a batch with the others must not end the run."""
-        if not np.isfinite(values).all():
-            raise Unreadable(name, "its embedding is not finite")
-        usual = self._shapes[field]
-        if field == "text_encoding" and self.config.text_length is not None:
-            fits = values.shape[-1:] == usual[-1:]  # cut or padded to one length later
-        else:
-            fits = values.shape == usual if field == "text_encoding" else values.size == math.prod(usual)
-        if not fits:
-            raise Unreadable(name, f"an embedding of shape {values.shape} among those of {usual}")
-
-    def _embed(
-        self, sample: Sample, field: str, name: str, shard: int, rows: Mapping[str, int], parts: Mapping[str, Part]
+    def _add_embedding(
+        self,
+        sample: Sample,
+        field: str,
+        name: str,
+        shard: int,
+        rows: Mapping[str, int],
+        members: Mapping[str, Member],
     ) -> None:
-        given = True
+        exists = True
         try:
             if field in self.aligned:
                 if rows[field] < 0:
                     raise Unreadable(name, "no embedding")
                 values = self.aligned[field].read(shard, rows[field], name)
-            elif field in parts:
-                values = read_npy(parts[field].data, name)
+            elif field in members:
+                values = read_npy(members[field].data, name)
                 self._shapes.setdefault(field, values.shape)
             else:
-                raise Unreadable(name, f"no embedding ({self.endings[field][0]})")
-            self._check(field, values, name)
+                raise Unreadable(name, f"no embedding ({self.suffixes[field][0]})")
+            self._check_embedding(field, values, name)
         except Unreadable:
             if self.config.missing_embeddings == "skip" or field not in self._shapes:
                 raise
-            values, given = np.zeros(self._shapes[field], np.float32), False
+            values, exists = np.zeros(self._shapes[field], np.float32), False
         if field == "text_encoding":
             try:
                 values, mask = padded(values, self.config.text_length)
@@ -222,6 +214,18 @@ class Assembly:
                 raise Unreadable(name, str(error)) from None
             sample.text_embeds, sample.text_mask = torch.from_numpy(values), torch.from_numpy(mask)
         else:
-            sample.extra[field] = torch.from_numpy(values.reshape(-1))  # some keep D numbers, some 1 × D
+            sample.extra[field] = torch.from_numpy(values.reshape(-1))  # stored as D or as 1 × D
         if self.config.missing_embeddings == "keep":
-            sample.extra[f"has_{field}"] = torch.tensor(given)
+            sample.extra[f"has_{field}"] = torch.tensor(exists)
+
+    def _check_embedding(self, field: str, values: np.ndarray, name: str) -> None:
+        """Refuse an embedding that cannot be batched with the others."""
+        if not np.isfinite(values).all():
+            raise Unreadable(name, "its embedding is not finite")
+        expected = self._shapes[field]
+        if field == "text_encoding" and self.config.text_length is not None:
+            fits = values.shape[-1:] == expected[-1:]  # cut or padded to one length later
+        else:
+            fits = values.shape == expected if field == "text_encoding" else values.size == math.prod(expected)
+        if not fits:
+            raise Unreadable(name, f"an embedding of shape {values.shape} among those of {expected}")

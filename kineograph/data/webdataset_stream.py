@@ -1,9 +1,8 @@
 """Shards that can only be read from their beginning (pipes, URLs, compressed tars).
 
-The shards of epoch 0, then those of epoch 1 … stand in one endless row, each epoch in an order of its own. Reader number r of R
-(processes × workers) takes places r, r + R, r + 2 R … of it. So every shard comes once an epoch, each goes to one reader, and
-nobody ever runs out: with fewer shards than readers, a reader's first shard is another one's of the next epoch. A reader with
-short shards is further along in the row than one with long ones; all make the same number of steps.
+The shards of epoch 0, then those of epoch 1 … form one endless sequence, each epoch in its own order. Reader r of R (processes × workers)
+takes positions r, r + R, r + 2 R … of it. So every shard comes once per epoch, each goes to one reader, and no reader runs out, even with
+fewer shards than readers. Readers of short shards advance further than others; all make the same number of steps.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import numpy as np
 from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, RunFailed, Unreadable
 from kineograph.core.noise import numpy_rng
-from kineograph.data.config import Split
-from kineograph.data.order import drawn, items
-from kineograph.data.shards import Shard, unusable
-from kineograph.data.split import place_of
-from kineograph.data.tar_stream import samples
-from kineograph.data.webdataset_samples import Assembly, Part, WebDatasetConfig
+from kineograph.core.protocols import Source, Stream
+from kineograph.data.order import pick_resampled, pick_shuffled
+from kineograph.data.shards import Shard, shards_error
+from kineograph.data.source import Split, hash_to_unit
+from kineograph.data.tar import stream_samples
+from kineograph.data.webdataset_samples import Member, SampleDecoder, WebDatasetConfig
 
 ENDLESS = 2**40
-_LEAST, _MOST = 2_000, 20_000  # samples that are looked at, for those that are kept and for captions
-_ENOUGH = 4  # shards before their share of failures is judged
+_MIN_HEAD, _MAX_HEAD = 2_000, 20_000  # samples read at the start, for the held-out splits and for captions
+_MIN_SHARDS = 4  # shards read before the share of failures is judged
 
 
 class Record(NamedTuple):
@@ -37,120 +36,127 @@ class Record(NamedTuple):
     name: str
     shard: int
     rows: dict[str, int]
-    parts: dict[str, Part]
+    members: dict[str, Member]
 
 
-def open_stream(config: WebDatasetConfig, shards: Sequence[Shard], split: Split) -> Streamed | Kept:
-    """Training streams; what validation and test need lies in memory."""
-    head = _head(config, tuple(shards))
+def open_stream(config: WebDatasetConfig, shards: Sequence[Shard], split: Split) -> Source:
+    """Training is streamed; validation and test are a few samples in memory."""
+    head = _read_head(config.model_dump_json(), tuple(shards))  # cached for the other splits
     if split == "train":
-        return Streamed(config, shards, head)
+        return WebDatasetStream(config, shards, head)
     if split == "test" and config.test == 0:
-        raise InputError("there is no test split: data.test is 0; set data.test=0.1, for one")
+        raise InputError("there is no test split: data.test is 0; set data.test=0.1, for example")
     note = None
     records = head.kept[split]
     if not records and split == "validation" and config.validation == 0:
         records, note = head.kept["train"], "validating on training data: data.validation=0"
     if not records:
+        share = config.validation if split == "validation" else config.test
         raise InputError(
-            f"none of the first {head.looked_at} samples of data.shards belongs to the {split} split: raise data.{split} (it is {config.model_dump()[split]:g})"
+            f"none of the first {head.samples} samples of data.shards belongs to the {split} split: raise data.{split} (it is {share:g})"
         )
-    return Kept(config, shards, split, records, head.captioned, note)
+    return StreamHead(config, shards, split, records, head.has_captions, note)
 
 
 class _Head(NamedTuple):
-    """What the first samples show."""
+    """The first samples of a stream."""
 
     kept: dict[Split, list[Record]]
-    captions: list[str]  # of training
-    captioned: bool
-    looked_at: int
+    captions: list[str]  # of the training split
+    has_captions: bool
+    samples: int
     skipped: dict[str, str]
 
 
 @lru_cache(maxsize=4)
-def _head_of(text: str, shards: tuple[Shard, ...]) -> _Head:
-    config = WebDatasetConfig.model_validate_json(text)
-    assembly = Assembly(config, "train", shards)
-    assembly.captioned = False  # unknown yet
+def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
+    config = WebDatasetConfig.model_validate_json(config_json)
+    decoder = SampleDecoder(config, "train", shards)
+    decoder.has_captions = False  # not known yet
     kept: dict[Split, list[Record]] = {"train": [], "validation": [], "test": []}
-    due: list[Split] = ["train", *(name for name in ("validation", "test") if config.model_dump()[name] > 0)]  # type: ignore[list-item]
     captions: list[str] = []
     skipped: dict[str, str] = {}
-    looked_at = 0
+
+    def is_enough(count: int) -> bool:
+        full = {name for name, records in kept.items() if len(records) >= config.kept}
+        shares = {"train": 1.0, "validation": config.validation, "test": config.test}
+        return count >= _MAX_HEAD or (
+            count >= _MIN_HEAD and all(not share or name in full for name, share in shares.items())
+        )
+
+    count = 0
+    for record in _iterate_head(decoder, config, shards, skipped):
+        count += 1
+        split = assign_split(record.name, config)
+        if len(kept[split]) < config.kept:
+            kept[split].append(record)
+        if split == "train" and "caption" in record.members:
+            with suppress(Unreadable):
+                captions.append(decoder.decode_caption(record.members["caption"], record.name) or "")
+        if is_enough(count):
+            break
+    if not count:
+        name, reason = next(iter(skipped.items()), (shards[0].name, "no samples in it"))
+        raise shards_error(
+            shards, f"no sample in the {len(shards)} shards of data.shards can be used, for example {name}: {reason}"
+        )
+    has_captions = any("caption" in record.members for records in kept.values() for record in records)
+    if has_captions and config.uncaptioned == "skip":
+        kept = {name: [record for record in records if "caption" in record.members] for name, records in kept.items()}
+    return _Head(kept, captions, has_captions, count, skipped)
+
+
+def _iterate_head(
+    decoder: SampleDecoder, config: WebDatasetConfig, shards: Sequence[Shard], skipped: dict[str, str]
+) -> Iterator[Record]:
     for number, shard in enumerate(shards):
         try:
-            for record in _records(assembly, config, number, shard, skipped):
-                looked_at += 1
-                split = split_of(record.name, config)
-                if len(kept[split]) < config.kept:
-                    kept[split].append(record)
-                if split == "train" and "caption" in record.parts:
-                    with suppress(Unreadable):
-                        captions.append(assembly.caption(record.parts["caption"], record.name) or "")
-                enough = looked_at >= _LEAST and all(len(kept[name]) >= config.kept for name in due)
-                if enough or looked_at >= _MOST:
-                    break
-            else:
-                continue
-            break
+            yield from _iterate_records(decoder, config, number, shard, skipped)
         except Unreadable as error:
             skipped[error.path] = error.reason
-    if not looked_at:
-        name, reason = next(iter(skipped.items()), (shards[0].name, "no samples in it"))
-        raise unusable(
-            shards, f"no sample in the {len(shards)} shards of data.shards can be used, for instance {name}: {reason}"
-        )
-    everything = [record for records in kept.values() for record in records]
-    captioned = any("caption" in record.parts for record in everything)
-    if captioned and config.uncaptioned == "skip":
-        kept = {name: [record for record in records if "caption" in record.parts] for name, records in kept.items()}
-    return _Head(kept, captions, captioned, looked_at, skipped)
 
 
-def _head(config: WebDatasetConfig, shards: tuple[Shard, ...]) -> _Head:
-    return _head_of(config.model_dump_json(), shards)  # training and validation ask for the same
+def assign_split(identity: str, config: WebDatasetConfig) -> Split:
+    """The split of one sample, as in data/source.py."""
+    position = hash_to_unit(identity)
+    if position < config.validation:
+        return "validation"
+    return "test" if position < config.validation + config.test else "train"
 
 
-def split_of(identity: str, config: WebDatasetConfig) -> Split:
-    """As data/split.py assigns them, of one sample alone."""
-    place = place_of(identity)
-    return "validation" if place < config.validation else "test" if place < config.validation + config.test else "train"
-
-
-def _records(
-    assembly: Assembly, config: WebDatasetConfig, number: int, shard: Shard, skipped: dict[str, str]
+def _iterate_records(
+    decoder: SampleDecoder, config: WebDatasetConfig, number: int, shard: Shard, skipped: dict[str, str]
 ) -> Iterator[Record]:
-    """The usable samples of one shard; raises Unreadable at the end of one that is not whole."""
-    wanted = {ending for endings in assembly.endings.values() for ending in endings}
-    for key, members in samples(shard, config.pipe_timeout, wanted.__contains__):
+    """The usable samples of one shard; raises Unreadable at the end of a damaged one."""
+    wanted = {suffix for suffixes in decoder.suffixes.values() for suffix in suffixes}
+    for key, files in stream_samples(shard, config.pipe_timeout, wanted.__contains__):
         name = f"{shard.name}:{key}"
-        parts: dict[str, Part] = {}
-        for field, endings in assembly.endings.items():
-            ending = next((ending for ending in endings if ending in members), None)
-            if ending is not None:
-                parts[field] = Part(members[ending], ending)
-        reason = assembly.lacking(parts)
-        rows, rowless = assembly.rows(number, key)
-        if reason or rowless:
-            skipped[name] = reason or str(rowless)
+        members: dict[str, Member] = {}
+        for field, suffixes in decoder.suffixes.items():
+            suffix = next((suffix for suffix in suffixes if suffix in files), None)
+            if suffix is not None:
+                members[field] = Member(files[suffix], suffix)
+        rows, no_row = decoder.find_rows(number, key)
+        reason = decoder.missing_reason(members) or no_row
+        if reason:
+            skipped[name] = reason
         else:
-            yield Record(name, number, rows, parts)
+            yield Record(name, number, rows, members)
 
 
-class Streamed:
-    """The training split of shards that are streamed. The loader asks for `records` where other sources are asked for items."""
+class WebDatasetStream(Stream):
+    """The training split of streamed shards."""
 
     Config = WebDatasetConfig
 
     def __init__(self, config: WebDatasetConfig, shards: Sequence[Shard], head: _Head) -> None:
         self.config, self.shards = config, list(shards)
-        self.assembly = _assembly(config, "train", shards, head.captioned, head.kept["train"])
-        self.gives = self.assembly.gives
+        self.decoder = _build_decoder(config, "train", shards, head.has_captions, head.kept["train"])
+        self.fields = self.decoder.fields
         self.skipped = dict(head.skipped)
         self.note = (
             f"data.shards: {len(shards)} shards are streamed: their order is shuffled, then samples in a buffer of {config.shuffle_buffer}; "
-            "what a step sees depends on train.workers, and resume goes back to the beginning of the oldest shard that was not done with"
+            "batches depend on train.workers, and resume restarts at the beginning of the oldest unfinished shard"
         )
         self._captions = head.captions
 
@@ -158,86 +164,85 @@ class Streamed:
         return ENDLESS
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
-        raise RunFailed(
-            f"sample {index} of a stream cannot be read by its number: download the shards to read them in any order"
-        )
+        raise RunFailed(f"sample {index} of a stream cannot be read by index: download the shards for random access")
 
     def caption(self, index: int) -> str | None:
-        """Of the first samples: what is known without reading it all."""
+        """Captions of the first samples, repeated."""
         return self._captions[index % len(self._captions)] or None if self._captions else None
 
     def identity(self, index: int) -> str:
         return f"stream:{index}"
 
-    def missing_captions(self) -> list[str]:
-        return [] if self.assembly.captioned else [f"{self.shards[0].name} …"]
+    def list_missing_captions(self) -> list[str]:
+        return [] if self.decoder.has_captions else [f"{self.shards[0].name} …"]
 
     def records(
-        self, seed: int, reader: int, readers: int, begun: int, skipped: dict[str, str]
+        self, seed: int, reader: int, readers: int, first_shard: int, skipped: dict[str, str]
     ) -> Iterator[tuple[int, Record]]:
-        """Without end, shuffled in a buffer: (this reader's oldest shard that is not done with, encoded sample)."""
-        # Nothing waits longer than an epoch of this reader, so that a sample does not meet its own return in the buffer.
-        patience = -(-len(self.shards) // readers)
+        """Endless, through a shuffle buffer: (this reader's oldest unfinished shard, encoded sample)."""
+        # No sample waits longer than an epoch of this reader, so that it never meets its own repetition in the buffer.
+        max_age = -(-len(self.shards) // readers)
         buffer: list[tuple[int, Record]] = []
-        waiting: Counter[int] = Counter()  # shard → its samples in the buffer
-        turn, rng, late = -1, None, False
+        buffered: Counter[int] = Counter()  # shard → its samples in the buffer
+        current, rng = -1, numpy_rng(seed, "shuffle", reader, -1)
 
-        def take(place: int) -> tuple[int, Record]:
-            buffer[place], buffer[-1] = buffer[-1], buffer[place]
-            oldest = min(waiting)
-            of, record = buffer.pop()
-            waiting[of] -= 1
-            if not waiting[of]:
-                del waiting[of]
+        def pop() -> tuple[int, Record]:
+            index = int(rng.integers(len(buffer)))
+            buffer[index], buffer[-1] = buffer[-1], buffer[index]
+            oldest = min(buffered)
+            shard, record = buffer.pop()
+            buffered[shard] -= 1
+            if not buffered[shard]:
+                del buffered[shard]
             return oldest, record
 
-        for now, record in self._in_order(seed, reader, readers, begun, skipped):
-            if now != turn or rng is None:
-                turn, rng = now, numpy_rng(seed, "shuffle", reader, now)
-                while buffer and (late or min(waiting) <= turn - patience):
-                    late = True
-                    yield take(int(rng.integers(len(buffer))))
-                late = False
-            buffer.append((turn, record))
-            waiting[turn] += 1
+        for shard, record in self._iterate_in_order(seed, reader, readers, first_shard, skipped):
+            if shard != current:
+                current, rng = shard, numpy_rng(seed, "shuffle", reader, shard)
+                if buffer and min(buffered) <= current - max_age:
+                    while buffer:
+                        yield pop()
+            buffer.append((current, record))
+            buffered[current] += 1
             if len(buffer) >= self.config.shuffle_buffer:
-                yield take(int(rng.integers(len(buffer))))
+                yield pop()
 
-    def _in_order(
-        self, seed: int, reader: int, readers: int, begun: int, skipped: dict[str, str]
+    def _iterate_in_order(
+        self, seed: int, reader: int, readers: int, first_shard: int, skipped: dict[str, str]
     ) -> Iterator[tuple[int, Record]]:
-        turn, failed, empty = begun, 0, 0
-        order = drawn if self.config.resample else items
+        turn, failed, empty = first_shard, 0, 0
+        pick = pick_resampled if self.config.resample else pick_shuffled
         while True:
-            number = int(order(seed, np.array([turn * readers + reader]), len(self.shards))[0])
-            found = False
+            number = int(pick(seed, np.array([turn * readers + reader]), len(self.shards))[0])
+            is_empty = True
             try:
-                for record in _records(self.assembly, self.config, number, self.shards[number], skipped):
-                    if split_of(record.name, self.config) == "train":
-                        found = True
+                for record in _iterate_records(self.decoder, self.config, number, self.shards[number], skipped):
+                    if assign_split(record.name, self.config) == "train":
+                        is_empty = False
                         yield turn, record
             except Unreadable as error:
                 skipped[error.path] = error.reason
                 failed += 1
             turn += 1
-            empty = 0 if found else empty + 1
-            self._refuse(failed, turn - begun, empty, skipped)
+            empty = empty + 1 if is_empty else 0
+            self._check_failures(failed, turn - first_shard, empty, skipped)
 
-    def _refuse(self, failed: int, read: int, empty: int, skipped: dict[str, str]) -> None:
+    def _check_failures(self, failed: int, count: int, empty: int, skipped: dict[str, str]) -> None:
+        """Stop if too many shards are damaged, or if all are empty."""
         limit = self.config.max_unreadable
-        if empty < max(len(self.shards), _ENOUGH) and not (read >= _ENOUGH and failed > max(limit * read, 1)):
-            return
-        name, reason = next(reversed(skipped.items()), ("data.shards", "no samples of the training split"))
-        raise RunFailed(
-            f"{failed} of the last {read} shards could not be read to their end (data.max_unreadable={limit:g}), the last one {name}: {reason}"
-        )
+        too_many = count >= _MIN_SHARDS and failed > max(limit * count, 1)
+        if too_many or empty >= max(len(self.shards), _MIN_SHARDS):
+            name, reason = next(reversed(skipped.items()), ("data.shards", "no samples of the training split"))
+            raise RunFailed(
+                f"{failed} of the last {count} shards could not be read to their end (data.max_unreadable={limit:g}), the last one {name}: {reason}"
+            )
 
     def decode(self, record: Record, rng: np.random.Generator) -> Sample:
-        return self.assembly.sample(record.name, record.shard, record.rows, record.parts, rng)
+        return self.decoder.decode(record.name, record.shard, record.rows, record.members, rng)
 
 
-class Kept:
-    """A few samples of a stream, encoded as they came, in memory."""
+class StreamHead(Source):
+    """A few encoded samples of a stream, in memory."""
 
     Config = WebDatasetConfig
 
@@ -247,40 +252,39 @@ class Kept:
         shards: Sequence[Shard],
         split: Split,
         records: list[Record],
-        captioned: bool,
+        has_captions: bool,
         note: str | None,
     ) -> None:
         self.config, self._records, self.note = config, records, note
-        self.assembly = _assembly(config, split, shards, captioned, records)
-        self.gives = self.assembly.gives
+        self.decoder = _build_decoder(config, split, shards, has_captions, records)
+        self.fields = self.decoder.fields
 
     def __len__(self) -> int:
         return len(self._records)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
         record = self._records[index]
-        return self.assembly.sample(record.name, record.shard, record.rows, record.parts, rng)
+        return self.decoder.decode(record.name, record.shard, record.rows, record.members, rng)
 
     def caption(self, index: int) -> str | None:
         record = self._records[index]
-        try:
-            return self.assembly.caption(record.parts["caption"], record.name) if "caption" in record.parts else None
-        except Unreadable:
-            return None
+        with suppress(Unreadable, KeyError):
+            return self.decoder.decode_caption(record.members["caption"], record.name)
+        return None
 
     def identity(self, index: int) -> str:
         return self._records[index].name
 
-    def missing_captions(self) -> list[str]:
-        return [record.name for record in self._records if "caption" not in record.parts]
+    def list_missing_captions(self) -> list[str]:
+        return [record.name for record in self._records if "caption" not in record.members]
 
 
-def _assembly(
-    config: WebDatasetConfig, split: Split, shards: Sequence[Shard], captioned: bool, records: list[Record]
-) -> Assembly:
-    made = Assembly(config, split, shards)
-    made.captioned = captioned
+def _build_decoder(
+    config: WebDatasetConfig, split: Split, shards: Sequence[Shard], has_captions: bool, records: list[Record]
+) -> SampleDecoder:
+    decoder = SampleDecoder(config, split, shards)
+    decoder.has_captions = has_captions
     for record in records:
         with suppress(Unreadable):
-            made.learn_shapes(record.parts)
-    return made
+            decoder.learn_shapes(record.members)
+    return decoder

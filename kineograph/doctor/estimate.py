@@ -122,7 +122,9 @@ def micro_batch(train: TrainConfig, data: StageData | None = None, world: World 
     rows = train.batch_size
     if data is not None and data.buckets is not None:
         shape, _ = data.largest_bucket()
-        rows = next(n for other, n in zip(data.buckets.shapes, data.buckets.rows(rows), strict=True) if other == shape)
+        rows = next(
+            n for other, n in zip(data.buckets.shapes, data.buckets.batch_sizes(rows), strict=True) if other == shape
+        )
     return max(1, rows // (train.accumulate * data_world(train, world)))
 
 

@@ -33,7 +33,7 @@ def read_two(data: StageData, rows: int) -> tuple[list[Batch], float]:
     loader = Loader(data.source, data.seed, data.stage.train.batch_size)
     shape, items = data.largest_bucket()
     places = [items[place % len(items)] for place in range(2 * rows)]
-    reading = loader.in_order(places, rows, shape)
+    reading = loader.ordered_batches(places, rows, shape)
     first = next(reading)  # opens files and fills caches
     started = time.perf_counter()
     second = next(reading)

@@ -11,8 +11,7 @@ from kineograph.core import distributed
 from kineograph.core.errors import InputError
 from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
-from kineograph.data.config import Split
-from kineograph.data.open_source import open_source
+from kineograph.data.source import Split, open_source
 from kineograph.evaluate import results_file
 from kineograph.evaluate.console import open_console
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices

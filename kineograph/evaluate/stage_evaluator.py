@@ -169,7 +169,7 @@ class StageEvaluator:
             world=world,
         )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # the Trainer's
-        for real in self.progress.track(loader.fixed(self.count, self.batch * world)):
+        for real in self.progress.track(loader.fixed_batches(self.count, self.batch * world)):
             real = real.to(self.device)
             heartbeat.beat()
             batch = EvalBatch(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)

@@ -53,7 +53,7 @@ def random_config(rng: np.random.Generator, moving: bool) -> MovingDigitsConfig:
     if moving and rng.random() < 0.7:
         slowest = shorter / 8 / (frames - 1)
         speed = rng.uniform(
-            slowest, min(1.6 * default.stage.speed, (shorter - default.stage.side) / 0.7 / (frames - 1))
+            slowest, min(1.6 * default.canvas.speed, (shorter - default.canvas.side) / 0.7 / (frames - 1))
         )
         speed = max(speed, slowest)
     return MovingDigitsConfig(size=size, frames=frames, digits=digits, speed=speed, coloured=bool(rng.random() < 0.75))

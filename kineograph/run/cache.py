@@ -16,14 +16,13 @@ from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import dump_yaml
 from kineograph.core.errors import ConfigError, InputError, RunInUse
-from kineograph.core.protocols import Source, TextEncoder
+from kineograph.core.protocols import Source, Stream, TextEncoder
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task, find_codec
-from kineograph.data.reader import streams
 from kineograph.run.plan import make_plan
 from kineograph.run.resolve import resolve
 from kineograph.run.stage_data import open_data
-from kineograph.stage.data import StageData, check_codec, check_tokens, gives
+from kineograph.stage.data import StageData, check_codec, check_tokens
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import build_untrained
@@ -45,13 +44,13 @@ def _cache_fault(stage: StagePlan, source: Source) -> str | None:
     config = stage.spec.config
     if not (issubclass(stage.spec.task, SupportsCaching) and stage.spec.task.can_cache(config)):
         return f"{config.task} has nothing here that could be kept instead of pixels; set it to false"
-    if "pixels" not in gives(source):
-        return f"the data hold {', '.join(sorted(gives(source)))} and no pixels, so nothing is left to encode; set it to false"
-    if streams(source):
+    if "pixels" not in source.fields:
+        return f"the data hold {', '.join(sorted(source.fields))} and no pixels, so nothing is left to encode; set it to false"
+    if isinstance(source, Stream):
         return "data.shards is a stream: download the shards, or set it to false"
     if len(source) > MAX_ITEMS:
         return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
-    if getattr(source, "in_memory", False):
+    if source.is_user_dataset:
         return "nothing tells whether a Dataset of your own has changed since; set it to false"
     return None
 

@@ -12,8 +12,7 @@ from kineograph.core.config import Tree
 from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, NoData
 from kineograph.core.run_folder import RunFolder
-from kineograph.data.blank import Blank
-from kineograph.data.config import source_name
+from kineograph.data.source import BlankSource, source_name
 from kineograph.doctor import machine
 from kineograph.doctor.report import environment, report, size
 from kineograph.run import layers
@@ -116,7 +115,7 @@ def _open(
                 raise
             out(f"{stage.name}: {error}")
             out(f"{stage.name}: estimated without data, for clips of data.frames × data.size")
-            blank = Blank(stage.spec.data.shape)
+            blank = BlankSource(stage.spec.data.shape)
             data[stage.name] = StageData(stage, plan.seed, blank, blank, {})
     building = world.processes > 1  # one alone is built for the estimate
     check_stages(plan, data, folder, building, planned=world, elsewhere=elsewhere)

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from kineograph.core.config import Tree, parse, parse_override, unknown_key
 from kineograph.core.errors import InputError
-from kineograph.data.config import Split
 from kineograph.data.digit_captions import Facts
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.data.shard_writer import LARGEST, ShardWriter, SupportsEmbedding
+from kineograph.data.source import Split
 from kineograph.media.clips import write_clip
 from kineograph.media.frames import to_images
 

@@ -10,11 +10,10 @@ from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
 from kineograph.data.captions import require_captions
-from kineograph.data.config import Split
 from kineograph.data.dataset import DatasetSource
-from kineograph.data.open_source import open_source
-from kineograph.data.scan import refuse_unreadable, scan
-from kineograph.stage.data import StageData, gives, scan_file
+from kineograph.data.scan import check_unreadable_share, scan
+from kineograph.data.source import Split, open_source
+from kineograph.stage.data import StageData, scan_file
 from kineograph.stage.spec import StagePlan
 from kineograph.text import TextConfig
 from kineograph.train.config import TrainConfig
@@ -44,8 +43,8 @@ def open_data(
                 f"data.source={config.source} has no training items: lower data.validation and data.test, or add data"
             )
         skipped = dict(scan(source, config.max_unreadable, note, _memory(folder, stage, "train")))
-        if getattr(source, "note", None):
-            note(str(source.note))  # type: ignore[attr-defined]
+        if source.note:
+            note(source.note)
         if config.validation == 0:
             note("data.validation=0: validation runs on training data")
         found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), {"train": skipped})
@@ -93,19 +92,21 @@ def _scan_held_out(data: StageData, split: Split, note: Callable[[str], None], m
     source, config = data.split(split), data.stage.spec.data
     found = scan(source, 1.0, note, memory, kind=f"{split} items")
     if len(found) == len(source):
-        lost = {**getattr(source, "skipped", {}), **dict(found)}
+        lost = {**source.skipped, **dict(found)}
         told = "".join(f", {path}: {reason}" for path, reason in list(lost.items())[:1])
         raise InputError(
             f"data.source={config.source} has no {split} item that can be read{told}. Repair or remove what is broken, "
             f"or raise data.{split}={getattr(config, split):g}, so that more items are held out"
         )
     data.skipped[split] = dict(found)
-    refuse_unreadable([*data.skipped["train"].items(), *found], len(data.source) + len(source), config.max_unreadable)
+    check_unreadable_share(
+        [*data.skipped["train"].items(), *found], len(data.source) + len(source), config.max_unreadable
+    )
 
 
 def _require_pixels(data: StageData) -> None:
     """Codebook ids (or latents, or image embeddings) stand in for pixels only where a stage has a codec (or CLIP) that could have made them."""
-    there, stage = gives(data.source), data.stage
+    there, stage = data.source.fields, data.stage
     if "pixels" in there or (stage.spec.config.references and there & {"tokens", "latents", "image_embed"}):
         return
     who = f"stage {stage.name} ({stage.spec.config.task})"
@@ -127,7 +128,7 @@ def _require_text(data: StageData) -> None:
     if not isinstance(text, TextConfig) or text.kind != "given":
         return
     who = f"stage {stage.name} ({stage.spec.config.task}) with text.kind=given"
-    if "text_embeds" not in gives(source):
+    if "text_embeds" not in source.fields:
         raise InputError(
             f"{who} reads text embeddings, and the items of data.source={stage.spec.data.source} have none: give them as text_embeds in "
             f"your own Dataset or with data.text_encoding (webdataset), or set stages.{stage.name}.text.kind to learned, t5 or clip"
@@ -143,7 +144,7 @@ def _require_text(data: StageData) -> None:
 
 def _require_sketch(data: StageData) -> None:
     stage = data.stage
-    if "sketch" not in gives(data.source):
+    if "sketch" not in data.source.fields:
         raise InputError(
             f"stage {stage.name} ({stage.spec.config.task}) draws after sketches, and the items of data.source={stage.spec.data.source} have none: "
             "set data.sketch=true (moving_digits) or data.sketches=FOLDER (folder), give them as `sketch` in your own Dataset, "

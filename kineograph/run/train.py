@@ -16,7 +16,7 @@ from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import Stopped
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
-from kineograph.data.loader import worker_died
+from kineograph.data.loader import worker_error
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_flops import work_of
 from kineograph.run.cache import open_stage_cache
@@ -242,7 +242,7 @@ class _StageRun:
         )
         loader = self.data.loader(source)
         if found is not None:
-            loader.take_up(found.state().get("data", {}))
+            loader.load_position(found.state().get("data", {}))
         hooks.extra_state["data"] = loader.position  # written with each checkpoint as it then is
         trainer = Trainer(stage.name, stepper, loader, hooks)
         start = trainer.resume()
@@ -260,7 +260,7 @@ class _StageRun:
                 and "DataLoader worker" in str(error)
                 and "killed by signal" in str(error)
             ):
-                raise worker_died(
+                raise worker_error(
                     str(error)
                 ) from None  # torch tells of a worker's death wherever the process is just then
             raise

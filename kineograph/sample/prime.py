@@ -23,10 +23,9 @@ from torch import Tensor
 from kineograph.core.capabilities import can_inpaint
 from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
-from kineograph.data.config import DataConfig
 from kineograph.data.decode import MediaConfig, to_channels
-from kineograph.data.timing import GIF_TOLERANCE, TOLERANCE
-from kineograph.data.transforms import Framing, fit
+from kineograph.data.source import DataConfig
+from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, ResizeCrop, resize_frames
 from kineograph.media.clips import Frame, read_frames
 from kineograph.sample.limits import ClipLimits, format_lengths
 
@@ -109,7 +108,7 @@ def read_mask(source: str | Path | Tensor, limits: ClipLimits, size: Size) -> Ma
         inpaint, record = source.cpu(), {}
     else:
         image = next(read_frames(source)).image.convert("L").convert("RGB")
-        grey = Framing(size).place(*image.size, numpy_rng(0)).apply(image)[..., 0]  # framed as the picture is
+        grey = ResizeCrop(size).draw(*image.size, numpy_rng(0)).apply(image)[..., 0]  # framed as the picture is
         inpaint, record = torch.from_numpy(np.ascontiguousarray(grey)) >= 128, identify(source)
     if not inpaint.any():
         name = "" if isinstance(source, Tensor) else f" {source}"
@@ -148,7 +147,7 @@ def _read_last_images(path: str | Path, fps: float | None, most: int) -> tuple[l
 def fit_images(images: list[Image.Image], data: DataConfig, size: Size) -> Tensor:
     """Resize, crop and colour as training data are. → T C H W in [0, 1]."""
     background = data.background if isinstance(data, MediaConfig) else "black"
-    place = _framing(data, size).place(*images[0].size, numpy_rng(0))  # centred: no randomness is used
+    place = _framing(data, size).draw(*images[0].size, numpy_rng(0))  # centred: no randomness is used
     frames = [place.apply(to_channels(image, data.channels, background)) for image in images]
     return rearrange(torch.from_numpy(np.stack(frames)), "t h w c -> t c h w").float() / 255
 
@@ -157,13 +156,13 @@ def fit_tensor(clip: Tensor, data: DataConfig, size: Size) -> Tensor:
     if clip.shape[1:] == (data.channels, *size):
         return clip
     frames = rearrange(clip.clamp(0, 1) * 255, "t c h w -> t h w c").round().to(torch.uint8).numpy()
-    resized = fit(frames, size, data.channels, _framing(data, size))
+    resized = resize_frames(frames, size, data.channels, _framing(data, size))
     return rearrange(torch.from_numpy(resized), "t h w c -> t c h w").float() / 255
 
 
-def _framing(data: DataConfig, size: Size) -> Framing:
+def _framing(data: DataConfig, size: Size) -> ResizeCrop:
     """As for validation items; sources that read no files have no framing of their own."""
-    return replace(data.framing.still, size=size) if isinstance(data, MediaConfig) else Framing(size)
+    return replace(data.resize_crop.deterministic, size=size) if isinstance(data, MediaConfig) else ResizeCrop(size)
 
 
 def check_clip(clip: Tensor, name: str = "prime") -> Tensor:

@@ -22,12 +22,12 @@ from kineograph.core.noise import key_of
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import write_json
 from kineograph.core.task import Codec, Task, find_codec
-from kineograph.data.buckets import Bucket, Buckets
-from kineograph.data.config import Split
+from kineograph.data.buckets import Bucket, Buckets, buckets_of
 from kineograph.data.dataset import DatasetSource
 from kineograph.data.loader import Loader
 from kineograph.data.precomputed_tokens import TokenGrid
-from kineograph.data.scan import remember, write_skipped
+from kineograph.data.scan import save_scan, write_skipped
+from kineograph.data.source import Split
 from kineograph.stage.spec import StagePlan
 from kineograph.train.config import TrainConfig
 
@@ -88,13 +88,13 @@ class StageData:
         train = self.stage.train
         count = min(train.validation_samples, len(self.validation))
         micro = max(1, train.batch_size // train.accumulate)
-        return self._validation_loader.fixed(count, min(micro, count))
+        return self._validation_loader.fixed_batches(count, min(micro, count))
 
     def fixed_batch(self, count: int, split: Split = "validation") -> Batch:
         """The same `count` items every time, to show; repeated if the split has fewer."""
         loader = self._loader_for_showing(split)
         available = min(count, len(loader.source))
-        batch = next(iter(loader.fixed(available, available, alike=True)))
+        batch = next(iter(loader.fixed_batches(available, available, one_shape=True)))
         return batch if len(batch) == count else batch.rows([row % len(batch) for row in range(count)])
 
     def _loader_for_showing(self, split: Split) -> Loader:
@@ -109,7 +109,7 @@ class StageData:
     @property
     def buckets(self) -> Buckets | None:
         """The buckets of data of several shapes."""
-        return getattr(self.source, "buckets", None)
+        return buckets_of(self.source)
 
     def largest_bucket(self) -> tuple[Bucket | None, np.ndarray]:
         """The bucket whose clips have most tokens, and its items; without buckets, None and the first items."""
@@ -129,7 +129,7 @@ class StageData:
     def write_scan(self, folder: Path) -> None:
         """Write the scan's results, and the items that cannot be read, into the run folder."""
         for split, skipped in self.skipped.items():
-            remember(scan_file(folder, self.stage, split), self.split(split), skipped.items())
+            save_scan(scan_file(folder, self.stage, split), self.split(split), skipped.items())
         self._write_skipped(folder / "skipped.jsonl", self._known_unreadable())
 
     def write_skipped(self, path: Path, loader: Loader) -> None:
@@ -145,7 +145,7 @@ class StageData:
 
     def _known_unreadable(self) -> dict[str, str]:
         """Items that the sources, or their scans, knew to be unreadable before training."""
-        known = [getattr(source, "skipped", {}) for source in (self.source, self.validation, self.test)]
+        known = [source.skipped for source in (self.source, self.validation, self.test) if source is not None]
         return {path: reason for items in (*known, *self.skipped.values()) for path, reason in items.items()}
 
     def captions(self) -> list[str]:
@@ -169,11 +169,6 @@ def count_workers(train: TrainConfig, local_world: int | None = None) -> int:
     return min(8, cores // 2 // (local_world or distributed.local_world()))
 
 
-def gives(source: Source) -> frozenset[str]:
-    """What a source's items hold: pixels, unless a cache or a user's own Dataset says otherwise."""
-    return getattr(source, "gives", frozenset({"pixels"}))
-
-
 def scan_file(folder: Path, stage: StagePlan, split: Split) -> Path:
     """Where the scan of a stage's files is kept; stages that read the same data share it."""
     key = key_of(stage.spec.data.model_dump_json())
@@ -183,7 +178,7 @@ def scan_file(folder: Path, stage: StagePlan, split: Split) -> Path:
 def find_missing_weights(stage: StagePlan, data: StageData, hub: bool) -> str | None:
     """Describe pretrained weights that the stage needs and that are missing or do not fit. `hub`: look names up on the hub too."""
     try:
-        stage.spec.config.check_pretrained(gives(data.source), hub)
+        stage.spec.config.check_pretrained(data.source.fields, hub)
     except InputError as error:
         return f"stages.{stage.name}.{error}"
     return None
@@ -197,9 +192,9 @@ def check_tokens(task: Task, data: StageData) -> None:
     config = data.stage.spec.data
     sample_size = task.sample_size() if isinstance(task, HasSampleSize) else None
     for source in (data.source, data.validation):
-        if isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
+        if isinstance(source, Cache) and source.fields & {"tokens", "latents"}:
             source.check_grid(lambda frames, *size: codec.shape_for(frames, *(sample_size or size)))
-        if codec.vocabulary is None or "tokens" not in gives(source):
+        if codec.vocabulary is None or "tokens" not in source.fields:
             continue
         if isinstance(source, DatasetSource):
             source.expect(TokenGrid.of(codec, config.frames, config.size))
@@ -210,7 +205,7 @@ def check_tokens(task: Task, data: StageData) -> None:
 def check_codec(data: StageData, codec: tuple[str, str] | None) -> None:
     """Refuse a cache whose tokens or latents other weights than `codec` (its path and digest) have made."""
     for source in (data.source, data.validation):
-        if codec is not None and isinstance(source, Cache) and source.gives & {"tokens", "latents"}:
+        if codec is not None and isinstance(source, Cache) and source.fields & {"tokens", "latents"}:
             source.check_codec(*codec)
 
 
@@ -221,10 +216,10 @@ def check_buckets(task: Task, data: StageData) -> None:
         return
     shapes = [shape for shape, members in zip(buckets.shapes, buckets.members, strict=True) if len(members)]
     can_bucket = isinstance(task, SupportsBuckets) and task.can_bucket()
-    if not can_bucket and shapes != [buckets.usual]:
+    if not can_bucket and shapes != [buckets.base]:
         raise ConfigError(
             f"{stage.title} trains on clips of one shape, and data.buckets has {len(shapes)}, such as "
-            f"{next(shape for shape in shapes if shape != buckets.usual)}: set stages.{stage.name}.data.buckets=null"
+            f"{next(shape for shape in shapes if shape != buckets.base)}: set stages.{stage.name}.data.buckets=null"
         )
     network = task if isinstance(task, HasLatentShape) else _find_codec(task)
     if network is None:

@@ -11,8 +11,7 @@ from kineograph.core.noise import key_of
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
-from kineograph.data.config import DataConfig, drop_other_source_keys
-from kineograph.data.open_source import data_config
+from kineograph.data.source import DataConfig, drop_other_source_keys, parse_data_config
 from kineograph.train.config import PlayerConfig, TrainConfig
 
 _OUTSIDE_TASK = ("data", "train", "players")  # sections of a stage that its Task does not read
@@ -105,7 +104,7 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
     config = parse(task.Config, keys, where)
     own = stage.get("data") or {}
     data_tree = merge(drop_other_source_keys(tree.get("data") or {}, own), own)
-    return StageSpec(name, task, config, data_config(data_tree, where=f"{where}.data" if own else "data"))
+    return StageSpec(name, task, config, parse_data_config(data_tree, where=f"{where}.data" if own else "data"))
 
 
 def _inherited_sample(tree: Tree, task: type[Task], stage: Tree) -> Tree:

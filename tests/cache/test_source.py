@@ -133,7 +133,7 @@ def test_latents_text_and_masks(tmp_path):
     for name in ("latents", "text_embeds", "text_mask", "frame_mask"):
         assert torch.equal(getattr(sample, name), fields[name][7].to(getattr(sample, name).dtype)), name
     assert sample.fps == 8.0
-    assert source.missing_captions() == []  # embeddings stand in for them
+    assert source.list_missing_captions() == []  # embeddings stand in for them
     assert batch.frame_mask.shape == (10, 9)
     assert batch.text_embeds.shape == (10, 5, 6)
 
@@ -229,10 +229,10 @@ def test_damaged_caches(tmp_path):
 
 
 def test_split_by_identity_as_the_source_would(tmp_path):
-    from kineograph.data.split import assign
+    from kineograph.data.source import assign_splits
 
     fill_pack(tmp_path)
-    expected = {NAMES[index] for index in assign(NAMES, 0.3, 0)["validation"]}
+    expected = {NAMES[index] for index in assign_splits(NAMES, 0.3, 0)["validation"]}
     found = opened(tmp_path, "validation", validation=0.3)
     assert {found.identity(index) for index in range(len(found))} == expected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kineograph.core.config import parse
-from kineograph.data.digit_captions import Facts, caption_of, joins, wordings
+from kineograph.data.digit_captions import Facts, joins, wordings, write_caption
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 
 
@@ -29,5 +29,5 @@ def captions_for(facts: Facts, split) -> list[str]:
     """Every caption of these facts in a split's own wordings: training's, or the ones held out from it."""
     moving = facts[0].direction is not None
     return [
-        caption_of(facts, wording, join) for wording in wordings(split, moving, len(facts)) for join in joins(facts)
+        write_caption(facts, wording, join) for wording in wordings(split, moving, len(facts)) for join in joins(facts)
     ]

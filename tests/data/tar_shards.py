@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from kineograph.data.open_source import data_config, open_source
+from kineograph.data.source import open_source, parse_data_config
 from kineograph.data.webdataset import WebDataset
 
 
@@ -56,7 +56,7 @@ def three_shards(root: Path, sizes: tuple[int, ...] = (5, 1, 4), **more: bytes) 
 
 def opened(shards: str | Path | list[str], split: str = "train", **keys) -> WebDataset:
     tree = {"source": "webdataset", "shards": shards if isinstance(shards, list) else str(shards), "size": 8}
-    return open_source(data_config(tree | {"validation": 0} | keys), split, 0)  # type: ignore[return-value,arg-type]
+    return open_source(parse_data_config(tree | {"validation": 0} | keys), split, 0)  # type: ignore[return-value,arg-type]
 
 
 def read(source: WebDataset, index: int):

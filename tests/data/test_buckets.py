@@ -17,7 +17,7 @@ from kineograph.cli import main
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data import check
-from kineograph.data.buckets import Bucket, BucketOrder, BucketsConfig, Extent, assign, choose
+from kineograph.data.buckets import Bucket, BucketOrder, BucketsConfig, MediaInfo, assign_buckets, choose_bucket
 from kineograph.data.folder import Folder
 from kineograph.data.loader import Loader
 from kineograph.data.webdataset import WebDataset
@@ -68,42 +68,48 @@ def test_shapes_of_a_resolution_have_its_area_and_all_aspects() -> None:
 @pytest.mark.parametrize(
     ("extent", "wanted"),
     [
-        (Extent(1920, 1080, 300, 10.0), Bucket(9, *WIDE)),
-        (Extent(1080, 1920, 300, 10.0), Bucket(9, *TALL)),  # a phone's clip stays upright
-        (Extent(1080, 1920), Bucket(1, *TALL)),
-        (Extent(1920, 1080, 30, 1.0), Bucket(1, *WIDE)),  # 8 frames at 8 a second are too few for 9
-        (Extent(1920, 1080, 34, 34 / 30), Bucket(9, *WIDE)),
+        (MediaInfo(1920, 1080, 300, 10.0), Bucket(9, *WIDE)),
+        (MediaInfo(1080, 1920, 300, 10.0), Bucket(9, *TALL)),  # a phone's clip stays upright
+        (MediaInfo(1080, 1920), Bucket(1, *TALL)),
+        (MediaInfo(1920, 1080, 30, 1.0), Bucket(1, *WIDE)),  # 8 frames at 8 a second are too few for 9
+        (MediaInfo(1920, 1080, 34, 34 / 30), Bucket(9, *WIDE)),
     ],
 )
-def test_an_item_goes_where_most_of_it_is_seen(extent: Extent, wanted: Bucket) -> None:
-    assert SHAPES[choose(extent, SHAPES, fps=8.0).bucket] == wanted
+def test_an_item_goes_where_most_of_it_is_seen(extent: MediaInfo, wanted: Bucket) -> None:
+    assert SHAPES[choose_bucket(extent, SHAPES, fps=8.0).bucket] == wanted
 
 
 def test_without_a_rate_frames_are_counted_as_they_are() -> None:
-    assert SHAPES[choose(Extent(96, 64, 30, 1.0), SHAPES, fps=None).bucket].frames == 9
+    assert SHAPES[choose_bucket(MediaInfo(96, 64, 30, 1.0), SHAPES, fps=None).bucket].frames == 9
 
 
 def test_of_shapes_alike_the_largest_that_needs_no_enlarging_is_taken() -> None:
     shapes = [Bucket(1, 64, 64), Bucket(1, 256, 256), Bucket(1, 512, 512)]
-    assert shapes[choose(Extent(300, 300), shapes, None).bucket].height == 256
-    assert shapes[choose(Extent(2000, 2000), shapes, None).bucket].height == 512
-    small = choose(Extent(40, 40), shapes, None)
+    assert shapes[choose_bucket(MediaInfo(300, 300), shapes, None).bucket].height == 256
+    assert shapes[choose_bucket(MediaInfo(2000, 2000), shapes, None).bucket].height == 512
+    small = choose_bucket(MediaInfo(40, 40), shapes, None)
     assert shapes[small.bucket].height == 64 and small.enlarged
 
 
 def test_what_is_too_short_is_padded_and_told(tmp_path: Path) -> None:
-    buckets = assign([Extent(96, 64, 4, 0.5)], BucketsConfig(sizes=(WIDE,), frames=(9, 17)), Bucket(9, *WIDE), 8.0)
+    buckets = assign_buckets(
+        [MediaInfo(96, 64, 4, 0.5)], BucketsConfig(sizes=(WIDE,), frames=(9, 17)), Bucket(9, *WIDE), 8.0
+    )
     assert buckets.shape(0).frames == 9 and buckets.fits[0].padded
     assert "1 too short and padded" in "\n".join(buckets.lines())
 
 
 def test_a_bucket_with_few_items_is_closed() -> None:
-    extents = [Extent(96, 64)] * 5 + [Extent(64, 96)] * 4 + [Extent(64, 64)]
+    extents = [MediaInfo(96, 64)] * 5 + [MediaInfo(64, 96)] * 4 + [MediaInfo(64, 64)]
     config = {"sizes": (WIDE, TALL, SQUARE)}
-    assert sorted(map(len, assign(extents, BucketsConfig(**config), Bucket(1, 32, 32), None).members)) == [1, 4, 5]
-    joined = assign(extents, BucketsConfig(**config, least=2), Bucket(1, 32, 32), None)
+    assert sorted(map(len, assign_buckets(extents, BucketsConfig(**config), Bucket(1, 32, 32), None).members)) == [
+        1,
+        4,
+        5,
+    ]
+    joined = assign_buckets(extents, BucketsConfig(**config, least=2), Bucket(1, 32, 32), None)
     assert sum(map(len, joined.members)) == 10 and Bucket(1, *SQUARE) not in joined.shapes
-    alone = assign(extents, BucketsConfig(**config, least=99), Bucket(1, 32, 32), None)
+    alone = assign_buckets(extents, BucketsConfig(**config, least=99), Bucket(1, 32, 32), None)
     assert [len(members) for members in alone.members if len(members)] == [10]  # the last one stays
 
 
@@ -118,13 +124,13 @@ def test_the_budget_counts_tokens() -> None:
 def test_rows_follow_from_the_budget(mixed: Path) -> None:
     buckets = opened(mixed, buckets={"budget": 2 * 32 * 48 + 100}).buckets
     assert buckets is not None
-    assert dict(zip(buckets.shapes, buckets.rows(99), strict=True)) == {
+    assert dict(zip(buckets.shapes, buckets.batch_sizes(99), strict=True)) == {
         Bucket(1, *WIDE): 2,
         Bucket(1, *TALL): 2,
         Bucket(1, *SQUARE): 3,
     }
     usual = opened(mixed).buckets
-    assert usual is not None and usual.rows(3) == [3, 2, 2]  # 3 squares of 1,024 pixels
+    assert usual is not None and usual.batch_sizes(3) == [3, 2, 2]  # 3 squares of 1,024 pixels
 
 
 def test_a_clip_beyond_the_budget_is_refused(mixed: Path) -> None:
@@ -143,7 +149,7 @@ def test_the_report_tells_counts_rows_and_crops(mixed: Path) -> None:
     assert [(row["items"], row["rows"], row["batches_an_epoch"]) for row in table] == [(8, 4, 2.0), (5, 4, 1.25)]
     text = "\n".join(source.buckets.lines(8))
     assert "13 items in 2 of 2 shapes" in text and "1 × 48 × 32" in text and "4 a batch" in text
-    assert f"{(7 + 2 / 3) / 8:.0%} of the picture kept" in text  # the square loses a third
+    assert f"{(7 + 2 / 3) / 8:.0%} of the image kept" in text  # the square loses a third
 
 
 @pytest.mark.parametrize(
@@ -151,10 +157,10 @@ def test_the_report_tells_counts_rows_and_crops(mixed: Path) -> None:
     [
         ({"aspects": ["16x9"]}, "'16x9' is not an aspect"),
         ({"aspects": ["0:1"]}, "'0:1' is not an aspect"),
-        ({"resolutions": [64]}, "so resolutions changes nothing: leave out sizes or it"),
-        ({"aspects": ["1:1"]}, "so aspects changes nothing"),
-        ({"multiple": 64}, "so multiple changes nothing"),
-        ({"aspects": ["1:1"], "multiple": 64}, "so aspects and multiple change nothing: leave out sizes or them"),
+        ({"resolutions": [64]}, "sizes cannot be combined with resolutions"),
+        ({"aspects": ["1:1"]}, "sizes cannot be combined with aspects"),
+        ({"multiple": 64}, "sizes cannot be combined with multiple"),
+        ({"aspects": ["1:1"], "multiple": 64}, "sizes cannot be combined with aspects and multiple"),
     ],
 )
 def test_odd_configs_are_refused(tmp_path: Path, buckets: dict, told: str) -> None:
@@ -181,34 +187,36 @@ def test_captions_and_pictures_stay_together(mixed: Path) -> None:
 
 
 def test_over_many_epochs_every_item_comes_equally_often() -> None:
-    extents = [Extent(96, 64)] * 7 + [Extent(64, 96)] * 5 + [Extent(64, 64)]
-    buckets = assign(extents, BucketsConfig(sizes=(WIDE, TALL, SQUARE)), Bucket(1, *SQUARE), None)
+    extents = [MediaInfo(96, 64)] * 7 + [MediaInfo(64, 96)] * 5 + [MediaInfo(64, 64)]
+    buckets = assign_buckets(extents, BucketsConfig(sizes=(WIDE, TALL, SQUARE)), Bucket(1, *SQUARE), None)
     order = BucketOrder(buckets, seed=5, batch_size=3)
     rounds = 60
-    steps = next(step for step in range(10_000) if order.epoch(step) == rounds)
-    met = Counter(item for step in range(steps) for item in order.at(step)[1].tolist())
+    steps = next(step for step in range(10_000) if order.epoch_of(step) == rounds)
+    met = Counter(item for step in range(steps) for item in order.batch_at(step)[1].tolist())
     assert set(met) == set(range(13))
     assert min(met.values()) >= rounds  # nothing is lost
     assert max(met.values()) <= rounds + 3  # and a small bucket's items are not shown out of proportion
 
 
 def test_when_an_epoch_ends_every_item_has_come() -> None:
-    extents = [Extent(96, 64)] * 7 + [Extent(64, 96)] * 2
-    order = BucketOrder(assign(extents, BucketsConfig(sizes=(WIDE, TALL)), Bucket(1, *WIDE), None), 5, batch_size=3)
+    extents = [MediaInfo(96, 64)] * 7 + [MediaInfo(64, 96)] * 2
+    order = BucketOrder(
+        assign_buckets(extents, BucketsConfig(sizes=(WIDE, TALL)), Bucket(1, *WIDE), None), 5, batch_size=3
+    )
     met: Counter[int] = Counter()
     for step in range(60):
-        met.update(order.at(step)[1].tolist())
-        if order.epoch(step + 1) > order.epoch(step):
-            assert len(met) == 9 and min(met.values()) >= order.epoch(step) + 1
+        met.update(order.batch_at(step)[1].tolist())
+        if order.epoch_of(step + 1) > order.epoch_of(step):
+            assert len(met) == 9 and min(met.values()) >= order.epoch_of(step) + 1
 
 
 def test_a_step_is_a_function_of_seed_and_step() -> None:
-    extents = [Extent(96, 64)] * 20 + [Extent(64, 96)] * 11
-    buckets = assign(extents, BucketsConfig(sizes=(WIDE, TALL)), Bucket(1, *WIDE), None)
-    first = [BucketOrder(buckets, 5, 4).at(step) for step in range(30)]
-    again = [BucketOrder(buckets, 5, 4).at(step) for step in reversed(range(30))][::-1]
+    extents = [MediaInfo(96, 64)] * 20 + [MediaInfo(64, 96)] * 11
+    buckets = assign_buckets(extents, BucketsConfig(sizes=(WIDE, TALL)), Bucket(1, *WIDE), None)
+    first = [BucketOrder(buckets, 5, 4).batch_at(step) for step in range(30)]
+    again = [BucketOrder(buckets, 5, 4).batch_at(step) for step in reversed(range(30))][::-1]
     assert all(a[0] == b[0] and (a[1] == b[1]).all() for a, b in zip(first, again, strict=True))
-    other = [BucketOrder(buckets, 6, 4).at(step) for step in range(30)]
+    other = [BucketOrder(buckets, 6, 4).batch_at(step) for step in range(30)]
     assert [shape for shape, _ in first] != [shape for shape, _ in other]
     assert len({shape for shape, _ in first[:8]}) == 2  # mixed, not one bucket after the other
 
@@ -262,7 +270,7 @@ def test_validation_batches_are_of_one_shape_and_hold_each_item_once(mixed: Path
         met: list[int] = []
         counts = set()
         for rank in range(world):
-            batches = list(Loader(opened(mixed), 0, 4, rank=rank, world=world).fixed(13, 4))
+            batches = list(Loader(opened(mixed), 0, 4, rank=rank, world=world).fixed_batches(13, 4))
             counts.add(len(batches))
             slots += [int(slot) for batch in batches for slot in batch.slots]
             met += [number for batch in batches for number in seen(batch)]
@@ -272,10 +280,10 @@ def test_validation_batches_are_of_one_shape_and_hold_each_item_once(mixed: Path
 
 
 def test_pictures_for_people_are_alike(mixed: Path) -> None:
-    (batch,) = Loader(opened(mixed), 0, 4).fixed(13, 13, alike=True)
+    (batch,) = Loader(opened(mixed), 0, 4).fixed_batches(13, 13, one_shape=True)
     assert batch.pixels.shape == (13, 1, 3, *SQUARE)
     tight = Loader(opened(mixed, buckets={"budget": 1100}), 0, 1)  # too little for a step, which nobody asks for here
-    assert len(list(tight.fixed(13, 13, alike=True))) == 1
+    assert len(list(tight.fixed_batches(13, 13, one_shape=True))) == 1
 
 
 def test_an_unreadable_item_is_replaced_in_its_batch_shape(mixed: Path) -> None:
@@ -307,7 +315,7 @@ def test_both_splits_share_the_shapes_that_are_open(mixed: Path) -> None:
 
 def test_files_are_measured_once(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = opened(mixed)
-    monkeypatch.setattr("kineograph.data.folder.extent_of", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr("kineograph.data.folder.probe_media", lambda *given: pytest.fail("measured again"))
     assert opened(mixed).buckets == first.buckets
 
 
@@ -376,7 +384,7 @@ def test_parts_of_a_clip_are_items_with_captions_of_their_own(tmp_path: Path, ma
     source = Folder.open(parse(Folder.Config, tree, "data"), "train", 0)
     assert [source.identity(item) for item in range(3)] == ["a.mp4@0-0.5", "a.mp4@1-inf", "b.mp4"]
     assert [source.caption(item) for item in range(3)] == ["first", "last", "whole"]
-    assert source.missing_captions() == []
+    assert source.list_missing_captions() == []
     for seed in range(6):
         first, last = (source.read(item, np.random.default_rng(seed)) for item in (0, 1))
         assert first.fps == last.fps == 8
@@ -425,7 +433,7 @@ def test_parts_that_are_not_there_are_told(tmp_path: Path, make_video, counting)
     source = Folder.open(parse(Folder.Config, tree, "data"), "train", 0)
     assert [problem.reason for problem in source.problems] == ["line 2: a clip from 2 to 1 s is empty"]
     assert [source.caption(item) for item in range(2)] == ["good", "beyond"]
-    with pytest.raises(Unreadable, match=r"begins at 3 s, and it has 1 s"):
+    with pytest.raises(Unreadable, match=r"begins at 3 s, but it lasts 1 s"):
         source.read(1, np.random.default_rng(0))
 
 
@@ -437,12 +445,12 @@ def test_the_folder_check_tells_what_goes_where(mixed: Path, capsys: pytest.Capt
     assert "0 problems" in told and "13 items in 2 of 2 shapes" in told and "1 × 48 × 32" in told
     with pytest.raises(SystemExit) as ended:
         main(["data", "check", str(mixed), "size=32"])
-    assert ended.value.code == 2 and "ask for no buckets" in capsys.readouterr().err
+    assert ended.value.code == 2 and "set no buckets" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [("size=32", "ask for no buckets"), ("szie=32", "did you mean data.size"), ("frames=none", "data.frames='none'")],
+    [("size=32", "set no buckets"), ("szie=32", "did you mean data.size"), ("frames=none", "data.frames='none'")],
 )
 def test_the_folder_check_refuses_wrong_keys_before_it_decodes(
     mixed: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, setting: str, message: str

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from kineograph.data.open_source import data_config, open_source
+from kineograph.data.source import open_source, parse_data_config
 from tests.data.conftest import MakeVideo
 
 FRAMES = 3
@@ -40,10 +40,10 @@ def read(kind: str, clip: np.ndarray, size: tuple[int, int], folder: Path, make_
     """The clip as a run of this size reads it from a file, an array or a Dataset: T H W 3."""
     shared = {"size": list(size), "frames": FRAMES, "validation": 0}
     if kind == "dataset":
-        source = open_source(data_config({"source": "dataset", **shared}), "train", 0, Clips(clip))
+        source = open_source(parse_data_config({"source": "dataset", **shared}), "train", 0, Clips(clip))
     elif kind == "memmap":
         np.save(folder / "videos.npy", clip.transpose(0, 3, 1, 2)[None])
-        source = open_source(data_config({"source": "memmap", "folder": str(folder), **shared}), "train", 0)
+        source = open_source(parse_data_config({"source": "memmap", "folder": str(folder), **shared}), "train", 0)
     else:
         if kind == "gif":
             first, *others = [Image.fromarray(frame) for frame in clip]
@@ -52,7 +52,7 @@ def read(kind: str, clip: np.ndarray, size: tuple[int, int], folder: Path, make_
             Image.fromarray(clip[0]).save(folder / "a.png")
         else:
             make_video(folder / f"a.{kind}", clip, fps=8)
-        source = open_source(data_config({"source": "folder", "folder": str(folder), **shared}), "train", 0)
+        source = open_source(parse_data_config({"source": "folder", "folder": str(folder), **shared}), "train", 0)
     pixels = source.read(0, np.random.default_rng(0)).pixels
     assert pixels is not None
     return pixels.permute(0, 2, 3, 1).numpy().astype(float)

@@ -9,8 +9,8 @@ from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.captions import require_captions
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.loader import Loader
-from kineograph.data.open_source import data_config, open_source
 from kineograph.data.precomputed_tokens import TokenGrid
+from kineograph.data.source import open_source, parse_data_config
 
 
 class Items(Dataset):
@@ -36,7 +36,7 @@ class Importable(Items):
 
 def source(*items, **options):
     config = parse(DatasetConfig, {"size": 8, "frames": 2, "validation": 0} | options, "data")
-    return DatasetSource.wrap(Items(*items), config, "train", 0)
+    return DatasetSource(Items(*items), config, "train")
 
 
 def first(*items, **options):
@@ -81,8 +81,8 @@ def test_ids_without_pixels():
     sample = opened.read(0, np.random.default_rng(0))
     assert sample.pixels is None
     assert sample.fps == 8
-    assert opened.gives == {"caption", "tokens"}
-    assert source((CLIP, "a")).gives == {"caption", "pixels"}
+    assert opened.fields == {"caption", "tokens"}
+    assert source((CLIP, "a")).fields == {"caption", "pixels"}
 
 
 class Tubes:
@@ -209,9 +209,9 @@ def test_masked_frames_are_never_chosen():
         ((CLIP, CLIP), "two values for pixels"),
         (("a", "b"), "two values for caption"),
         ((CLIP, 7), "class label"),
-        ((CLIP, torch.rand(5)), "could be anything"),
+        ((CLIP, torch.rand(5)), "which is ambiguous"),
         ((CLIP, ["a", "b"]), "list of 2 texts"),
-        ({"videos": CLIP, "speed": 3}, "'speed', which nothing reads"),
+        ({"videos": CLIP, "speed": 3}, "the unknown field 'speed'"),
         ({"videos": "a ball"}, "pixels is a str"),
         ({"texts": CLIP}, "caption is of type Tensor"),
         ({"videos": torch.zeros(2, 3, 8, 8, dtype=torch.int64)}, "uint8 or float"),
@@ -222,7 +222,7 @@ def test_masked_frames_are_never_chosen():
         ({"text_embeds": torch.rand(2, 3, 4)}, "float of rank 2"),
         ({"text_embeds": torch.rand(5, 4), "text_mask": torch.ones(6, dtype=torch.bool)}, "text mask of 6 beside 5"),
         ({"text_embeds": torch.zeros(5, 4, dtype=torch.int64)}, "float of rank 2"),
-        ({"videos": CLIP, "video_frame_mask": torch.tensor([False, True])}, "real frames come first"),
+        ({"videos": CLIP, "video_frame_mask": torch.tensor([False, True])}, "padding only at the end"),
         ({"videos": CLIP, "video_frame_mask": torch.tensor([False, False])}, "at least one"),
         ({"video_codebook_ids": torch.zeros(2, 0, 4, dtype=torch.int64)}, "is empty"),
         ({"video_codebook_ids": torch.zeros(8, dtype=torch.int64)}, "int64 of rank 2 or 3"),
@@ -232,11 +232,11 @@ def test_masked_frames_are_never_chosen():
         ((CLIP[None], "a"), "a whole batch"),
         ((torch.zeros(1, 2, 4, 4).long(), "a"), "a whole batch"),
         ({"videos": CLIP, "fps": "fast"}, "fps is a str"),
-        ({"videos": CLIP, "fps": 0}, "fps=0 is not a speed"),
-        (torch.rand(2, 8, 8, 3), "channels last"),
-        (torch.rand(8, 8, 3), "channels last"),
+        ({"videos": CLIP, "fps": 0}, "fps=0 is not a frame rate"),
+        (torch.rand(2, 8, 8, 3), "channels-last"),
+        (torch.rand(8, 8, 3), "channels-last"),
         (torch.rand(7, 9, 8, 8), "no axis of 1 to 4 channels"),
-        ((), "nothing that is understood"),
+        ((), "no known field"),
         (ValueError("my bug"), "first item of Items cannot be read: ValueError: my bug"),
     ],
 )
@@ -282,8 +282,8 @@ def test_later_failures_are_skipped_and_counted():
 
 def test_captions():
     assert source((CLIP, "a"), (CLIP, "b")).caption(1) == "b"
-    assert source((CLIP, "a")).missing_captions() == []
-    assert source(CLIP, CLIP).missing_captions() == ["item-0", "item-1"]
+    assert source((CLIP, "a")).list_missing_captions() == []
+    assert source(CLIP, CLIP).list_missing_captions() == ["item-0", "item-1"]
 
 
 def test_streams_and_empty_sets_are_refused():
@@ -292,14 +292,14 @@ def test_streams_and_empty_sets_are_refused():
             return iter(())
 
     with pytest.raises(InputError, match="map-style"):
-        DatasetSource.wrap(Stream(), DatasetConfig(), "train", 0)
+        DatasetSource(Stream(), DatasetConfig(), "train")
     with pytest.raises(InputError, match="empty"):
         source()
 
 
 def test_splits_share_no_item():
     config = parse(DatasetConfig, {"size": 8, "frames": 2, "validation": 0.3}, "data")
-    parts = [DatasetSource.wrap(Importable(20), config, split, 0) for split in ("train", "validation")]
+    parts = [DatasetSource(Importable(20), config, split) for split in ("train", "validation")]
     names = [{part.identity(index) for index in range(len(part))} for part in parts]
     assert not names[0] & names[1]
     assert len(names[0] | names[1]) == 20
@@ -311,7 +311,7 @@ def test_in_worker_processes_even_if_it_cannot_be_pickled():
             return (lambda: CLIP)(), f"text {index}"
 
     config = parse(DatasetConfig, {"size": 8, "frames": 2, "validation": 0}, "data")
-    loader = Loader(DatasetSource.wrap(Local(*range(6)), config, "train", 0), 0, 6, workers=1)
+    loader = Loader(DatasetSource(Local(*range(6)), config, "train"), 0, 6, workers=1)
     ((batch,),) = loader.steps(0, 1)
     assert sorted(batch.captions) == [f"text {index}" for index in range(6)]
 
@@ -324,32 +324,32 @@ def test_dotted_path(monkeypatch):
     module.Mine = Importable  # type: ignore[attr-defined]
     module.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec("my_videos", None)
     monkeypatch.setitem(sys.modules, "my_videos", module)
-    config = data_config(
+    config = parse_data_config(
         {"source": "my_videos.Mine", "arguments": {"count": 6}, "size": 8, "frames": 2, "validation": 0}
     )
     assert len(open_source(config, "train", 0)) == 6
-    bad = data_config({"source": "my_videos.Mine", "arguments": {"nonsense": 6}})
+    bad = parse_data_config({"source": "my_videos.Mine", "arguments": {"nonsense": 6}})
     with pytest.raises(ConfigError, match=r"data\.arguments"):
         open_source(bad, "train", 0)
 
 
 def test_object_in_place_of_what_the_config_names():
-    config = data_config({"size": 8, "frames": 2, "validation": 0}, dataset=Importable(3))
+    config = parse_data_config({"size": 8, "frames": 2, "validation": 0}, dataset=Importable(3))
     assert len(open_source(config, "train", 0, dataset=Importable(3))) == 3
 
 
 def test_our_sources_by_name(pictures):
-    config = data_config({"source": "folder", "folder": str(pictures), "size": 8, "validation": 0})
+    config = parse_data_config({"source": "folder", "folder": str(pictures), "size": 8, "validation": 0})
     assert len(open_source(config, "train", 0)) == 12
     with pytest.raises(ConfigError, match=r"data.foldr: did you mean data.folder"):
-        data_config({"source": "folder", "foldr": "x", "folder": "y"})
+        parse_data_config({"source": "folder", "foldr": "x", "folder": "y"})
 
 
 def test_sketches_come_with_their_frames():
     """The same frames of both, whichever are chosen; channels as they are."""
     clip = (torch.arange(6)[:, None, None, None] * 20).expand(6, 3, 8, 8).to(torch.uint8)
     opened = source({"video": clip, "caption": "a ball", "sketch": clip[:, :1]})
-    assert "sketch" in opened.gives
+    assert "sketch" in opened.fields
     starts = set()
     for seed in range(12):
         sample = opened.read(0, np.random.default_rng(seed))

@@ -6,13 +6,17 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
-from kineograph.data.decode import Wanted, gif_delays, measure_picture, read_media, to_channels
-from kineograph.data.transforms import Framing
+from kineograph.data.decode import DecodeOptions, _gif_delays, decode_media, probe_media, to_channels
+from kineograph.data.transforms import ResizeCrop
 from kineograph.media.clips import write_clip
 
 
-def wanted(size=(8, 8), **options) -> Wanted:
-    return Wanted(Framing(size), **options)
+def wanted(size=(8, 8), **options) -> DecodeOptions:
+    return DecodeOptions(ResizeCrop(size), **options)
+
+
+def decode(path, name, options, rng):
+    return decode_media(path, path.suffix, name, options, rng)
 
 
 def encoded(image: Image.Image, form: str, **options) -> bytes:
@@ -23,7 +27,7 @@ def encoded(image: Image.Image, form: str, **options) -> bytes:
 
 def read(tmp_path, image, name, rng, size=(8, 8), channels=3, save=None, **options):
     image.save(tmp_path / name, **(save or {}))
-    return read_media(tmp_path / name, name, wanted(size, channels=channels, **options), rng).pixels[0]
+    return decode(tmp_path / name, name, wanted(size, channels=channels, **options), rng).pixels[0]
 
 
 HALF = Image.new("RGBA", (8, 8), (255, 0, 0, 128))
@@ -95,7 +99,7 @@ def test_resizing_does_not_bleed_hidden_colour(tmp_path, rng):
 
 
 def test_values_outside_the_range_are_refused(tmp_path, rng):
-    with pytest.raises(Unreadable, match="0 to 1 is understood"):
+    with pytest.raises(Unreadable, match="0 to 1 is expected"):
         read(tmp_path, Image.fromarray(np.full((4, 4), 300.0, np.float32)), "a.tiff", rng)
 
 
@@ -134,10 +138,10 @@ def test_truncated_pictures_are_refused_and_accepted_by_option(tmp_path, rng, na
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[: int(len(data) * 0.75)])
     with pytest.raises(Unreadable) as caught:
-        read_media(tmp_path / name, "x/" + name, wanted((64, 64)), rng)
+        decode(tmp_path / name, "x/" + name, wanted((64, 64)), rng)
     assert caught.value.path == "x/" + name
     if name != "a.webp":  # its decoder gives all or nothing
-        pixels = read_media(tmp_path / name, name, wanted((64, 64), truncated=True), rng).pixels
+        pixels = decode(tmp_path / name, name, wanted((64, 64), truncated=True), rng).pixels
         assert np.abs(pixels[0, :20].astype(int) - np.asarray(noise)[:20]).mean() < 60  # unrelated noise: 85
 
 
@@ -147,33 +151,33 @@ def test_truncated_pictures_are_refused_and_accepted_by_option(tmp_path, rng, na
         ("a.png", b"", "0 bytes"),
         ("a.gif", b"", "0 bytes"),
         ("a.mp4", b"", "0 bytes"),
-        ("a.jpg", b"hello" * 100, "not a picture"),
-        ("a.gif", b"GIF89a", "not a picture"),
+        ("a.jpg", b"hello" * 100, "not an image"),
+        ("a.gif", b"GIF89a", "not an image"),
         ("a.mp4", b"hello" * 100, "not a video"),
     ],
 )
 def test_broken_files_say_why(tmp_path, rng, name, content, reason):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Unreadable, match=reason):
-        read_media(tmp_path / name, name, wanted(), rng)
+        decode(tmp_path / name, name, wanted(), rng)
 
 
 def test_missing_file(tmp_path, rng):
-    with pytest.raises(Unreadable, match="gone"):
-        read_media(tmp_path / "a.png", "a.png", wanted(), rng)
+    with pytest.raises(Unreadable, match="no longer exists"):
+        decode(tmp_path / "a.png", "a.png", wanted(), rng)
 
 
 def test_second_view_inside_a_phone_picture_is_no_frame(tmp_path, rng):
     first, second = Image.new("RGB", (32, 32), (200, 0, 0)), Image.new("RGB", (32, 32), (0, 0, 200))
     first.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[second])
-    clip = read_media(tmp_path / "a.jpg", "a.jpg", wanted(frames=2), rng)
+    clip = decode(tmp_path / "a.jpg", "a.jpg", wanted(frames=2), rng)
     assert len(clip.pixels) == 1
     assert clip.pixels[0, 0, 0, 0] > 180
 
 
 def test_pages_are_no_frames(tmp_path, rng):
     Image.new("L", (8, 8), 9).save(tmp_path / "a.tiff", save_all=True, append_images=[Image.new("L", (8, 8), 99)])
-    assert read_media(tmp_path / "a.tiff", "a.tiff", wanted(frames=2), rng).pixels.max() == 9
+    assert decode(tmp_path / "a.tiff", "a.tiff", wanted(frames=2), rng).pixels.max() == 9
 
 
 # Animations ---------------------------------------------------------------------------------------------------------
@@ -199,27 +203,27 @@ def shown(clip):
 @pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
 def test_variable_durations_are_followed(tmp_path, rng, name):
     animation(tmp_path / name, [100, 500, 100, 300])
-    clip = read_media(tmp_path / name, name, wanted(frames=10, fps=10), rng)
+    clip = decode(tmp_path / name, name, wanted(frames=10, fps=10), rng)
     assert shown(clip) == [0, 1, 1, 1, 1, 1, 2, 3, 3, 3]
     assert clip.fps == 10
 
 
 def test_without_fps_frames_are_consecutive(tmp_path, rng):
     animation(tmp_path / "a.gif", [100, 500, 100, 300])
-    clip = read_media(tmp_path / "a.gif", "a.gif", wanted(frames=4), rng)
+    clip = decode(tmp_path / "a.gif", "a.gif", wanted(frames=4), rng)
     assert shown(clip) == [0, 1, 2, 3]
     assert clip.fps == pytest.approx(4.0)
 
 
 def test_short_clip_gives_what_it_has(tmp_path, rng):
     animation(tmp_path / "a.gif", [100, 100, 100])
-    assert shown(read_media(tmp_path / "a.gif", "a.gif", wanted(frames=8, fps=10), rng)) == [0, 1, 2]
+    assert shown(decode(tmp_path / "a.gif", "a.gif", wanted(frames=8, fps=10), rng)) == [0, 1, 2]
 
 
 def test_random_start_reaches_every_window(tmp_path):
     animation(tmp_path / "a.gif", [100] * 6)
     starts = {
-        tuple(shown(read_media(tmp_path / "a.gif", "a", wanted(frames=4, fps=10), np.random.default_rng(seed))))
+        tuple(shown(decode(tmp_path / "a.gif", "a", wanted(frames=4, fps=10), np.random.default_rng(seed))))
         for seed in range(30)
     }
     assert starts == {(0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5)}
@@ -228,7 +232,7 @@ def test_random_start_reaches_every_window(tmp_path):
 def test_one_frame_of_a_clip(tmp_path):
     animation(tmp_path / "a.gif", [100] * 6)
     found = {
-        shown(read_media(tmp_path / "a.gif", "a", wanted(frames=1, fps=10), np.random.default_rng(seed)))[0]
+        shown(decode(tmp_path / "a.gif", "a", wanted(frames=1, fps=10), np.random.default_rng(seed)))[0]
         for seed in range(60)
     }
     assert found == set(range(6))
@@ -236,21 +240,21 @@ def test_one_frame_of_a_clip(tmp_path):
 
 def test_eight_fps_gif_whose_delays_are_rounded_keeps_its_frames(tmp_path, rng):
     animation(tmp_path / "a.gif", [120] * 6)  # 125 ms cannot be stored
-    assert shown(read_media(tmp_path / "a.gif", "a", wanted(frames=6, fps=8), rng)) == [0, 1, 2, 3, 4, 5]
+    assert shown(decode(tmp_path / "a.gif", "a", wanted(frames=6, fps=8), rng)) == [0, 1, 2, 3, 4, 5]
 
 
-def test_gif_delays_match_pillow(tmp_path):
+def test__gif_delays_match_pillow(tmp_path):
     animation(tmp_path / "a.gif", [30, 70, 250])
     data = (tmp_path / "a.gif").read_bytes()
-    assert gif_delays(data) == [0.03, 0.07, 0.25]
-    assert gif_delays(data[:-1]) == [0.03, 0.07, 0.25]  # many lack the trailer
+    assert _gif_delays(data) == [0.03, 0.07, 0.25]
+    assert _gif_delays(data[:-1]) == [0.03, 0.07, 0.25]  # many lack the trailer
     with pytest.raises(Unreadable, match="inside frame 3"):
-        gif_delays(data[:-6])
+        _gif_delays(data[:-6])
 
 
 def test_unset_delays_play_as_in_a_viewer(tmp_path):
     animation(tmp_path / "a.gif", [0, 0])
-    assert measure_picture((tmp_path / "a.gif").read_bytes()) == (8, 8, 2, pytest.approx(0.2))
+    assert probe_media(tmp_path / "a.gif", ".gif", "a", decode_all=True) == (8, 8, 2, pytest.approx(0.2))
 
 
 def test_gif_with_transparency_builds_on_earlier_frames(tmp_path, rng):
@@ -258,7 +262,7 @@ def test_gif_with_transparency_builds_on_earlier_frames(tmp_path, rng):
     second = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     second.paste((0, 0, 200, 255), (0, 0, 4, 8))
     first.save(tmp_path / "a.gif", save_all=True, append_images=[second], duration=100, disposal=1)
-    clip = read_media(tmp_path / "a.gif", "a", wanted(frames=2), rng)
+    clip = decode(tmp_path / "a.gif", "a", wanted(frames=2), rng)
     assert clip.pixels[1, 0, 0].tolist() == [0, 0, 200]
     assert clip.pixels[1, 0, 7].tolist() == [200, 0, 0]
 
@@ -269,5 +273,5 @@ def test_a_gif_at_its_own_rate_gives_every_frame_once(tmp_path):
     frames = torch.from_numpy(shades)[:, None, None, None].expand(17, 1, 8, 8).float() / 255
     write_clip(tmp_path / "clip.gif", frames, 8.0)
     asked = wanted(channels=1, frames=17, fps=8.0)
-    clip = read_media(tmp_path / "clip.gif", "clip.gif", asked, np.random.default_rng(0))
+    clip = decode(tmp_path / "clip.gif", "clip.gif", asked, np.random.default_rng(0))
     assert clip.pixels[:, 0, 0, 0].tolist() == shades.tolist()

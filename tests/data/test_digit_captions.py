@@ -26,7 +26,7 @@ def test_every_wording_of_every_single_figure_is_parsed_back():
             for caption in captions_for(facts, split):
                 assert parse_caption(caption) == facts, caption
     for facts in SINGLES:
-        assert parse_caption(words.caption_of(facts)) == facts
+        assert parse_caption(words.write_caption(facts)) == facts
 
 
 def test_every_wording_of_two_figures_is_parsed_back():

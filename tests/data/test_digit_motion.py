@@ -57,7 +57,7 @@ def test_starts_lie_on_the_grid(frames):
 
     def starts(opened):
         items = [opened.item(index) for index in range(60)]
-        return np.array([opened.stage.paths(item.facts, item.starts)[0, 0] for item in items])
+        return np.array([opened.canvas.paths(item.facts, item.starts)[0, 0] for item in items])
 
     assert (starts(gridded) % 4 == 0).all()
     assert not (starts(free) % 4 == 0).all()
@@ -74,8 +74,8 @@ def test_a_grid_without_starts_is_told_which_ones_have_some(size, frames):
         if grid in named:
             opened = source(size=size, frames=frames, grid=grid)
             for item in (opened.item(index) for index in range(40)):
-                path = opened.stage.paths(item.facts, item.starts)
-                assert (path[:, 0] % grid == 0).all() and (path >= 0).all() and (path <= opened.stage.room).all()
+                path = opened.canvas.paths(item.facts, item.starts)
+                assert (path[:, 0] % grid == 0).all() and (path >= 0).all() and (path <= opened.canvas.room).all()
         else:
             with pytest.raises(ConfigError, match=rf"data\.grid={grid} "):
                 source(size=size, frames=frames, grid=grid)
@@ -87,13 +87,13 @@ def test_without_bouncing_everything_stays_on_the_tokens_grid(size, frames):
     seen = set()
     for index in range(80):
         item = opened.item(index)
-        path = opened.stage.paths(item.facts, item.starts)[0]  # T 2
+        path = opened.canvas.paths(item.facts, item.starts)[0]  # T 2
         way = np.array(DIRECTIONS[item.facts[0].direction])
         assert (path == path[0] + 2 * np.arange(frames)[:, None] * way).all()  # straight on, to the last frame
         assert (path[::4] % 8 == 0).all()
         assert (path[::2] % 4 == 0).all()
         assert path.min() >= 0
-        assert (path <= opened.stage.room).all()
+        assert (path <= opened.canvas.room).all()
         seen.add(tuple(path[0]))
     assert len(seen) > 5
 
@@ -104,7 +104,7 @@ def test_with_bouncing_the_same_clips_do_turn_back():
         opened = source(size=32, frames=8, speed=1.75, bounce=bounce)
         for index in range(60):
             item = opened.item(index)
-            steps = np.diff(opened.stage.paths(item.facts, item.starts)[0], axis=0)
+            steps = np.diff(opened.canvas.paths(item.facts, item.starts)[0], axis=0)
             back = bool(((steps.max(0) > 0) & (steps.min(0) < 0)).any())
             assert bounce or not back
             turned += back
@@ -119,7 +119,7 @@ def test_without_bouncing_the_canvas_must_have_room():
         source(size=32, frames=9, speed=1.5, bounce=False, grid=8)
     for frames in (2, 5, 9, 17, 33):  # the usual speed always fits
         for digits in (1, 2):
-            assert source(size=32, frames=frames, digits=digits, bounce=False).stage.travel <= 20
+            assert source(size=32, frames=frames, digits=digits, bounce=False).canvas.travel <= 20
 
 
 def test_two_digits_mostly_keep_apart():
@@ -127,10 +127,10 @@ def test_two_digits_mostly_keep_apart():
     covered = []
     for index in range(100):
         item = opened.item(index)
-        paths = opened.stage.paths(item.facts, item.starts)
+        paths = opened.canvas.paths(item.facts, item.starts)
         assert paths.min() >= 0
-        assert (paths <= opened.stage.room).all()
-        common = np.clip(opened.stage.side - np.abs(paths[0] - paths[1]), 0, None).prod(-1) / opened.stage.side**2
+        assert (paths <= opened.canvas.room).all()
+        common = np.clip(opened.canvas.side - np.abs(paths[0] - paths[1]), 0, None).prod(-1) / opened.canvas.side**2
         covered.append(common)
         first, second = item.facts
         assert first.digit != second.digit
@@ -147,8 +147,8 @@ def test_pictures_show_the_digit_at_its_place(size):
         light = clip(opened, index)[0].max(0) > 60  # H W
         for axis, cell in enumerate(divmod(PLACES.index(figure.place), 3)):
             inked = np.flatnonzero(light.any(1 - axis))
-            room = light.shape[axis] - opened.stage.side
-            at = (inked[0] + inked[-1] + 1 - opened.stage.side) / 2 / room  # 0 at one wall, 1 at the other
+            room = light.shape[axis] - opened.canvas.side
+            at = (inked[0] + inked[-1] + 1 - opened.canvas.side) / 2 / room  # 0 at one wall, 1 at the other
             assert cell / 3 - 0.05 < at < (cell + 1) / 3 + 0.05, (index, figure, at)
         seen.add(figure.place)
     assert seen == set(PLACES)
@@ -158,8 +158,8 @@ def test_two_digits_of_a_picture_are_each_at_their_place():
     opened = source(size=64, digits=2)
     for index in range(60):
         item = opened.item(index)
-        paths = opened.stage.paths(item.facts, item.starts)[:, 0]  # figures × 2
-        cells = np.floor(3 * (paths + 0.5) / (opened.stage.room + 1)).astype(int)
+        paths = opened.canvas.paths(item.facts, item.starts)[:, 0]  # figures × 2
+        cells = np.floor(3 * (paths + 0.5) / (opened.canvas.room + 1)).astype(int)
         assert [PLACES[3 * row + column] for row, column in cells] == [figure.place for figure in item.facts]
         one, other = item.facts
         assert one.place != other.place

@@ -135,7 +135,7 @@ def test_captions_are_required_only_on_request(tmp_path, rng):
     (tmp_path / "c.txt").write_text("")
     source = opened(tmp_path)
     assert source.read(0, rng).caption is None
-    assert source.missing_captions() == ["a.png"]
+    assert source.list_missing_captions() == ["a.png"]
     with pytest.raises(InputError, match=r"stage generator reads captions, and 1 of 2 items have none \(a.png\)"):
         require_captions(source, "stage generator")
     (tmp_path / "a.txt").write_text("a cube")
@@ -146,7 +146,7 @@ def test_captions_are_required_only_on_request(tmp_path, rng):
 def test_empty_or_undecodable_text_is_no_caption(tmp_path, content):
     picture(tmp_path / "a.png")
     (tmp_path / "a.txt").write_bytes(content)
-    assert opened(tmp_path).missing_captions() == ["a.png"]
+    assert opened(tmp_path).list_missing_captions() == ["a.png"]
 
 
 def test_unicode_names_in_either_spelling(tmp_path, rng):
@@ -280,10 +280,10 @@ def test_resizing_reaches_the_decoder(tmp_path, rng):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"crop_area": [0.5, 0.2]}, "least before largest"),
-        ({"crop_area": [0.5, 1.5]}, "up to 1"),
+        ({"crop_area": [0.5, 0.2]}, "give smallest, largest"),
+        ({"crop_area": [0.5, 1.5]}, "at most 1"),
         ({"crop_aspect": [0, 1]}, "above 0"),
-        ({"resize": "stretch", "crop": "random"}, "shows the whole picture"),
+        ({"resize": "stretch", "crop": "random"}, "shows the whole image"),
     ],
 )
 def test_framing_that_means_nothing_is_refused(tmp_path, options, message):
@@ -311,13 +311,13 @@ def test_fingerprint_follows_files_and_config(pictures):
 
 
 def test_states_tell_which_items_changed(pictures):
-    before = opened(pictures).states()
-    assert opened(pictures, size=16).states() == before  # how they are read is told elsewhere
+    before = opened(pictures).item_states()
+    assert opened(pictures, size=16).item_states() == before  # how they are read is told elsewhere
     picture(pictures / "p00.png", 5)
     os.utime(pictures / "p00.png", ns=(1, 1))
     (pictures / "p02.txt").write_text("another caption")
     picture(pictures / "p01b.png", 7)
-    after = opened(pictures).states()
+    after = opened(pictures).item_states()
     assert len(after) == len(before) + 1
     assert len(set(after) & set(before)) == len(before) - 2
 
@@ -332,7 +332,7 @@ def test_sketches_are_cropped_turned_and_timed_with_their_clips(tmp_path, make_v
     pictures[0].save(tmp_path / "sketches/a/x.png", save_all=True, append_images=pictures[1:], duration=100)
     options = {"size": 32, "frames": 4, "crop": "random", "flip": 0.5, "rotate": True, "channels": 1}
     source = opened(tmp_path / "clips", sketches=str(tmp_path / "sketches"), **options)
-    assert source.gives == {"pixels", "sketch"}
+    assert source.fields == {"pixels", "sketch"}
     seen = set()
     for seed in range(8):
         sample = source.read(0, np.random.default_rng(seed))
@@ -349,7 +349,7 @@ def test_missing_sketches_are_named(tmp_path):
     picture(tmp_path / "photos" / "a.png")
     picture(tmp_path / "photos" / "b.jpg")
     picture(tmp_path / "outlines" / "a.png")
-    with pytest.raises(InputError, match=r"no sketch for 1 of 2 items, the first of them b\.jpg"):
+    with pytest.raises(InputError, match=r"no sketch for 1 of 2 items, for example b\.jpg"):
         opened(tmp_path / "photos", sketches=str(tmp_path / "outlines"))
     with pytest.raises(InputError, match=r"data\.sketches=.*does not exist"):
         opened(tmp_path / "photos", sketches=str(tmp_path / "nowhere"))

@@ -15,6 +15,7 @@ import torch
 from kineograph.core.batch import Batch, Sample
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, RunFailed, Unreadable
+from kineograph.core.protocols import Source
 from kineograph.data.digit_captions import parse_caption
 from kineograph.data.folder import Folder
 from kineograph.data.loader import Loader
@@ -22,7 +23,7 @@ from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.media.clips import write_clip
 
 
-class Numbers:
+class Numbers(Source):
     """Item i is a 2 × 2 picture of i, with a random number from its rng as caption; some cannot be read."""
 
     def __init__(self, count=20, broken=(), pause=0.0):
@@ -49,7 +50,7 @@ class Numbers:
 
 
 class Stuck(Numbers):
-    in_memory = True
+    is_user_dataset = True
 
     def read(self, index, rng):
         time.sleep(3600)
@@ -135,10 +136,10 @@ def test_items_that_were_read_before_count_among_those_met():
     source = Numbers(1000, broken=range(150))
     loader = Loader(source, seed=0, batch_size=10, max_unreadable=0.2)
     with pytest.raises(RunFailed, match=r"data.max_unreadable=0.2"):
-        list(loader.in_order(range(150), 10))
+        list(loader.ordered_batches(range(150), 10))
     loader = Loader(source, seed=0, batch_size=10, max_unreadable=0.2)
-    loader.vouch(850)
-    assert len(list(loader.in_order(range(150), 10))) == 15
+    loader.count_as_read(850)
+    assert len(list(loader.ordered_batches(range(150), 10))) == 15
     assert loader.replaced == set(range(150))
 
 
@@ -148,7 +149,7 @@ def test_what_is_drawn_for_an_item_in_order_belongs_to_its_name():
             return f"item-{index - 3}"
 
     def drawn(source, places):
-        (batch,) = Loader(source, seed=0, batch_size=4).in_order(places, 4)
+        (batch,) = Loader(source, seed=0, batch_size=4).ordered_batches(places, 4)
         return [caption.split()[1] for caption in batch.captions]
 
     first = drawn(Numbers(), range(4))
@@ -175,33 +176,33 @@ def test_empty_source():
 
 def test_fixed_is_the_same_every_time_and_for_any_world():
     first = Loader(Numbers(50), 1, 8)
-    expected = content(first.fixed(13, 4))
+    expected = content(first.fixed_batches(13, 4))
     assert len(expected) == 13
-    assert expected == content(first.fixed(13, 4)) == content(Loader(Numbers(50), 1, 8).fixed(13, 4))
+    assert expected == content(first.fixed_batches(13, 4)) == content(Loader(Numbers(50), 1, 8).fixed_batches(13, 4))
     for world in (2, 4):
-        parts = [list(Loader(Numbers(50), 1, 8, rank=rank, world=world).fixed(13, 4)) for rank in range(world)]
+        parts = [list(Loader(Numbers(50), 1, 8, rank=rank, world=world).fixed_batches(13, 4)) for rank in range(world)]
         assert len({len(part) for part in parts}) == 1
         assert content([batch for part in parts for batch in part]) == expected
 
 
 def test_what_several_ranks_have_is_counted_by_one():
-    parts = [list(Loader(Numbers(50), 1, 8, rank=rank, world=4).fixed(3, 4)) for rank in range(4)]
+    parts = [list(Loader(Numbers(50), 1, 8, rank=rank, world=4).fixed_batches(3, 4)) for rank in range(4)]
     assert [[batch.spare for batch in part] for part in parts] == [[False], [False], [False], [True]]
-    again = [list(Loader(Numbers(50), 1, 8, rank=rank, world=4).fixed(9, 4)) for rank in range(4)]
+    again = [list(Loader(Numbers(50), 1, 8, rank=rank, world=4).fixed_batches(9, 4)) for rank in range(4)]
     assert not any(batch.spare for part in again for batch in part)
 
 
 def test_fixed_reads_once():
     source = Numbers(50)
     loader = Loader(source, 1, 8)
-    assert content(loader.fixed(10, 4)) == content(loader.fixed(10, 4))
+    assert content(loader.fixed_batches(10, 4)) == content(loader.fixed_batches(10, 4))
     assert len(source.reads) == 10
 
 
 def test_fixed_takes_all_there_are():
-    assert sorted(int(text.split()[0]) for text in content(Loader(Numbers(7), 1, 8).fixed(100, 4)).values()) == list(
-        range(7)
-    )
+    assert sorted(
+        int(text.split()[0]) for text in content(Loader(Numbers(7), 1, 8).fixed_batches(100, 4)).values()
+    ) == list(range(7))
 
 
 # Workers ------------------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_any_number_of_workers_gives_the_same_batches(folder, workers):
         assert torch.equal(pixels(one), pixels(other))
         assert content(one) == content(other)
         assert [batch.slots.tolist() for batch in one] == [batch.slots.tolist() for batch in other]
-    assert helped.skipped == alone.skipped == {"broken.png": "not a picture in any format that Pillow knows"}
+    assert helped.skipped == alone.skipped == {"broken.png": "not an image in any format that Pillow knows"}
 
 
 def test_workers_end_when_iteration_stops_early(folder):
@@ -291,7 +292,7 @@ def test_timeout_says_which_key(folder):
 
 def test_errors_in_workers_arrive_as_they_are(tmp_path):
     class Wrong(Numbers):
-        in_memory = True
+        is_user_dataset = True
 
         def read(self, index, rng):
             raise InputError("plain words")
@@ -307,7 +308,8 @@ def test_script_without_main_guard(pictures, tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         from kineograph.data.folder import Folder
-        from kineograph.data.loader import Loader
+        from kineograph.core.protocols import Source
+from kineograph.data.loader import Loader
         print("hello")
         source = Folder.open(Folder.Config(folder={str(pictures)!r}, size=8), "train", 0)
         print(sum(len(batch) for step in Loader(source, 1, 4, workers=2).steps(0, 3) for batch in step))
@@ -354,7 +356,7 @@ class Lengths(Numbers):
 
     def __init__(self, lengths, frames):
         super().__init__(len(lengths))
-        self.lengths, self.frames = lengths, frames
+        self.lengths, self.pad_to_frames = lengths, frames
 
     def read(self, index, rng):
         clip = torch.arange(1, self.lengths[index] + 1, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, 2, 2)
@@ -363,7 +365,7 @@ class Lengths(Numbers):
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 3, 1], [1, 4, 2]])
 def test_batches_of_stills_are_as_long_as_any_other(lengths):
-    (batch,) = Loader(Lengths(lengths, 4), seed=0, batch_size=3).in_order(range(3), 3)
+    (batch,) = Loader(Lengths(lengths, 4), seed=0, batch_size=3).ordered_batches(range(3), 3)
     assert batch.pixels.shape == (3, 4, 1, 2, 2)
     for length, clip, mask in zip(lengths, batch.pixels, batch.frame_mask, strict=True):
         assert mask.tolist() == [time < length for time in range(4)]
@@ -371,9 +373,9 @@ def test_batches_of_stills_are_as_long_as_any_other(lengths):
 
 
 def test_nothing_is_masked_where_all_are_full():
-    (batch,) = Loader(Lengths([4, 4], 4), seed=0, batch_size=2).in_order(range(2), 2)
+    (batch,) = Loader(Lengths([4, 4], 4), seed=0, batch_size=2).ordered_batches(range(2), 2)
     assert batch.frame_mask is None
-    (pictures,) = Loader(Numbers(2), seed=0, batch_size=2).in_order(range(2), 2)
+    (pictures,) = Loader(Numbers(2), seed=0, batch_size=2).ordered_batches(range(2), 2)
     assert pictures.frame_mask is None and pictures.pixels.shape[1] == 1
 
 
@@ -396,7 +398,7 @@ def test_a_folder_of_pictures_and_clips_gives_mixed_batches(tmp_path):
         (root / f"{index}.txt").write_text(f"{'clip' if index % 2 else 'picture'} {index}")
     config = parse(Folder.Config, {"folder": str(root), "size": 8, "frames": 4, "validation": 0}, "data")
     source = Folder.open(config, "train", 0)
-    (batch,) = Loader(source, seed=0, batch_size=6).in_order(range(6), 6)
+    (batch,) = Loader(source, seed=0, batch_size=6).ordered_batches(range(6), 6)
     assert batch.pixels.shape == (6, 4, 3, 8, 8)
     assert [caption.split()[0] for caption in batch.captions] == ["picture", "clip"] * 3
     assert batch.frame_mask.sum(1).tolist() == [1, 4] * 3

@@ -64,7 +64,7 @@ def test_folder_with_captions_beside(tmp_path):
     (tmp_path / "captions.txt").write_text("".join(f"clip {n}\n" for n in range(6)))
     source = opened(tmp_path)
     assert source.caption(2) == "clip 2"
-    assert source.missing_captions() == []
+    assert source.list_missing_captions() == []
     assert source.identity(2) == "videos.npy:2"
 
 
@@ -82,14 +82,14 @@ def test_captions_are_part_of_the_content(tmp_path):
     np.save(tmp_path / "videos.npy", clips())
     (tmp_path / "captions.txt").write_text("".join(f"clip {n}\n" for n in range(6)))
     first = opened(tmp_path, layout="NTHW")
-    print_, states = first.fingerprint(), first.states()
+    print_, states = first.fingerprint(), first.item_states()
     (tmp_path / "captions.txt").write_text("".join(f"clip {n}\n" for n in (0, 1, 2, 3, 4, 9)))
     second = opened(tmp_path, layout="NTHW")
     assert second.fingerprint() != print_
-    later = second.states()
+    later = second.item_states()
     assert [old == new for old, new in zip(states, later, strict=True)] == [True] * 5 + [False]
     np.save(tmp_path / "videos.npy", np.concatenate([clips(), clips()[:, :1]], 1))
-    assert not set(opened(tmp_path, layout="NTHW").states()) & set(later)
+    assert not set(opened(tmp_path, layout="NTHW").item_states()) & set(later)
 
 
 @pytest.mark.parametrize("raw", [False, True])

@@ -7,7 +7,7 @@ from kineograph.core.errors import ConfigError
 from kineograph.core.registry import find_source
 from kineograph.data import digit_glyphs
 from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Figure, parse_caption
-from kineograph.data.moving_digits import ENDLESS, MovingDigits, MovingDigitsConfig, kept_out
+from kineograph.data.moving_digits import ENDLESS, MovingDigits, MovingDigitsConfig, is_kept_out
 from tests.data.opened_digits import captions_for, clip, source
 
 # the source ------------------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ def test_stills_keep_out_what_pictures_keep_out(keys):
     opened = source(frames=5, stills=0.5, **keys)
     stills = [index for index in range(500) if opened.facts(index)[0].place]
     assert len(stills) > 150
-    assert not any(kept_out(opened.facts(index)) for index in range(500))
+    assert not any(is_kept_out(opened.facts(index)) for index in range(500))
     for index in stills[:100]:
         assert opened.caption(index) in captions_for(opened.facts(index), "train")
     with_all = source(frames=5, stills=0.5, kept_out=0.0, **keys)
-    assert any(kept_out(with_all.facts(index)) for index in range(500) if with_all.facts(index)[0].place)
+    assert any(is_kept_out(with_all.facts(index)) for index in range(500) if with_all.facts(index)[0].place)
 
 
 def test_stills_show_the_digit_at_its_place():
@@ -155,11 +155,11 @@ def test_stills_show_the_digit_at_its_place():
         item = opened.item(index)
         if item.facts[0].place is None:
             continue
-        row, column = item.scenes.stage.paths(item.facts, item.starts)[0, 0]
-        cells = np.floor(3 * (np.array([row, column]) + 0.5) / (item.scenes.stage.room + 1)).astype(int)
+        row, column = item.scenes.canvas.paths(item.facts, item.starts)[0, 0]
+        cells = np.floor(3 * (np.array([row, column]) + 0.5) / (item.scenes.canvas.room + 1)).astype(int)
         assert PLACES[3 * cells[0] + cells[1]] == item.facts[0].place
         light = clip(opened, index)[0].max(0)
-        side = item.scenes.stage.side
+        side = item.scenes.canvas.side
         assert light[row : row + side, column : column + side].sum() == light.sum() > 0
 
 
@@ -173,7 +173,7 @@ def test_held_out_splits_stay_clips(split):
 def test_validation_on_training_data_stays_clips_too():
     opened = source("validation", frames=5, stills=0.9, validation=0)
     assert all(opened.facts(index)[0].direction for index in range(40))
-    assert not any(kept_out(opened.facts(index)) for index in range(200))
+    assert not any(is_kept_out(opened.facts(index)) for index in range(200))
 
 
 def test_stills_need_clips_to_stand_beside():
@@ -191,7 +191,7 @@ def test_stills_need_clips_to_stand_beside():
 
 def test_glyph_images_are_disjoint_and_real():
     images, labels = digit_glyphs.load_glyphs()
-    train, held = digit_glyphs.pool(False), digit_glyphs.pool(True)
+    train, held = digit_glyphs.list_glyphs(False), digit_glyphs.list_glyphs(True)
     for digit in range(10):
         assert not set(train[digit]) & set(held[digit])
         assert set(labels[train[digit]]) == set(labels[held[digit]]) == {digit}
@@ -208,7 +208,7 @@ def test_few_glyphs_limit_training_alone():
     held = {glyph for index in range(300) for glyph in source("validation", glyphs=3).item(index).glyphs}
     assert len(train) == 30
     assert len(held) > 100
-    assert held <= set(np.concatenate(digit_glyphs.pool(True)))
+    assert held <= set(np.concatenate(digit_glyphs.list_glyphs(True)))
 
 
 def test_kept_out_combinations_are_a_tenth_and_cover_no_pair():
@@ -216,7 +216,7 @@ def test_kept_out_combinations_are_a_tenth_and_cover_no_pair():
     figures += [
         Figure(digit, colour, None, place) for digit, colour, place in itertools.product(range(10), COLOURS, PLACES)
     ]
-    shown = [figure for figure in figures if not kept_out((figure,))]
+    shown = [figure for figure in figures if not is_kept_out((figure,))]
     assert 0.07 < 1 - len(shown) / len(figures) < 0.13
 
     def pairs(some):
@@ -234,7 +234,7 @@ def test_kept_out_combinations_are_a_tenth_and_cover_no_pair():
 @pytest.mark.parametrize("directions", [4, 8])
 def test_without_colour_every_digit_and_every_motion_is_still_shown(directions):
     figures = [Figure(digit, None, motion) for digit in range(10) for motion in list(DIRECTIONS)[:directions]]
-    shown = [figure for figure in figures if not kept_out((figure,))]
+    shown = [figure for figure in figures if not is_kept_out((figure,))]
     assert len(shown) < len(figures)
     assert {figure.digit for figure in shown} == set(range(10))
     assert len({figure.direction for figure in shown}) == directions
@@ -245,14 +245,14 @@ def test_without_colour_every_digit_and_every_motion_is_still_shown(directions):
 )
 def test_training_never_shows_what_is_kept_out_and_half_of_validation_does(keys):
     train, validation = source(**keys), source("validation", **keys)
-    assert not any(kept_out(train.facts(index)) for index in range(600))
-    share = np.mean([kept_out(validation.facts(index)) for index in range(600)])
+    assert not any(is_kept_out(train.facts(index)) for index in range(600))
+    share = np.mean([is_kept_out(validation.facts(index)) for index in range(600)])
     assert 0.4 < share < 0.6
 
 
 def test_kept_out_share_can_be_changed():
     everything = source(frames=8, kept_out=0.0)
-    assert any(kept_out(everything.facts(index)) for index in range(200))
+    assert any(is_kept_out(everything.facts(index)) for index in range(200))
 
 
 def test_keeping_out_too_much_is_refused():
@@ -273,7 +273,7 @@ def test_a_sketch_lies_under_the_digits_and_knows_no_colours():
         bright = sample.pixels.numpy().max(1, keepdims=True)
         assert bright[sketch == 255].min() > bright[sketch == 0].max() * 0.9
     assert plain.read(0).extra == {}
-    assert sketched.gives == {"pixels", "sketch"} and plain.gives == {"pixels"}
+    assert sketched.fields == {"pixels", "sketch"} and plain.fields == {"pixels"}
 
 
 def test_two_digits_are_told_apart_in_the_order_of_the_caption():
@@ -281,8 +281,8 @@ def test_two_digits_are_told_apart_in_the_order_of_the_caption():
     for index in range(6):
         item, sketch = opened.item(index), opened.read(index).extra["sketch"].numpy()[:, 0]
         assert set(np.unique(sketch)) == {0, 128, 255}
-        paths = item.scenes.stage.paths(item.facts, item.starts)
-        middle = item.scenes.stage.side / 2
+        paths = item.scenes.canvas.paths(item.facts, item.starts)
+        middle = item.scenes.canvas.side / 2
         for ink, path in zip((255, 128), paths, strict=True):
             rows, columns = np.nonzero(sketch[0] == ink)
             assert abs(rows.mean() - path[0, 0] - middle) < middle / 2
@@ -304,6 +304,6 @@ def test_sketches_of_stills_are_padded_with_them():
     from kineograph.data.loader import Loader
 
     opened = source(frames=4, stills=0.5, sketch=True)
-    for batch in Loader(opened, seed=0, batch_size=2, workers=0).in_order(range(12), 2):
+    for batch in Loader(opened, seed=0, batch_size=2, workers=0).ordered_batches(range(12), 2):
         assert batch.extra["sketch"].shape == (2, 4, 1, 32, 32)
         assert batch.pixels.shape[:2] == (2, 4)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kineograph.data.order import items, permute, replacement, spread
+from kineograph.data.order import permute, pick_replacement, pick_shuffled, split_batches
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 100, 1000, 4097])
@@ -22,20 +22,20 @@ def test_positions_are_spread_evenly():
 
 
 def test_every_epoch_holds_every_item_in_its_own_order():
-    whole = items(3, np.arange(30), 10)
+    whole = pick_shuffled(3, np.arange(30), 10)
     epochs = [whole[start : start + 10].tolist() for start in (0, 10, 20)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_any_part_equals_the_whole():
-    whole = items(3, np.arange(100), 7)
-    assert (items(3, np.arange(40, 63), 7) == whole[40:63]).all()
-    assert items(3, np.array([55]), 7)[0] == whole[55]
+    whole = pick_shuffled(3, np.arange(100), 7)
+    assert (pick_shuffled(3, np.arange(40, 63), 7) == whole[40:63]).all()
+    assert pick_shuffled(3, np.array([55]), 7)[0] == whole[55]
 
 
 def test_endless_sources():
-    large = items(0, np.arange(10**12, 10**12 + 1000), 2**40)
+    large = pick_shuffled(0, np.arange(10**12, 10**12 + 1000), 2**40)
     assert len(set(large.tolist())) == 1000
     assert large.min() >= 0
     assert large.max() < 2**40
@@ -43,16 +43,16 @@ def test_endless_sources():
 
 
 def test_replacement_is_a_pure_function():
-    assert replacement(1, 5, 0, 100) == replacement(1, 5, 0, 100)
-    assert len({replacement(1, 5, attempt, 10**6) for attempt in range(20)}) == 20
-    assert all(0 <= replacement(seed, 5, 0, 3) < 3 for seed in range(50))
+    assert pick_replacement(1, 5, 0, 100) == pick_replacement(1, 5, 0, 100)
+    assert len({pick_replacement(1, 5, attempt, 10**6) for attempt in range(20)}) == 20
+    assert all(0 <= pick_replacement(seed, 5, 0, 3) < 3 for seed in range(50))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 13, 256, 257])
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_validation_is_spread_over_ranks(count, batch_size, world):
-    parts = spread(count, batch_size, world)
+    parts = split_batches(count, batch_size, world)
     assert all(len(part) == world and all(len(share) for share in part) for part in parts)  # no rank waits in vain
     places = np.concatenate([np.concatenate(part) for part in parts])
     assert set(places.tolist()) == set(range(count))

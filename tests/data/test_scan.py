@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.protocols import Source
 from kineograph.data import scan as scan_module
 from kineograph.data.folder import Folder
 from kineograph.data.scan import Skipped, scan, write_skipped
@@ -17,7 +18,7 @@ def source(pictures):
 
 
 EXPECTED = [
-    Skipped("broken.png", "not a picture in any format that Pillow knows"),
+    Skipped("broken.png", "not an image in any format that Pillow knows"),
     Skipped("empty.jpg", "empty file (0 bytes)"),
 ]
 
@@ -32,7 +33,7 @@ def test_lists_what_cannot_be_read(source):
 def test_too_many_is_an_error_that_names_key_and_value(source):
     with pytest.raises(
         InputError,
-        match=r"(?s)2 of 14 items .*14%.*data.max_unreadable=0.1 .*broken.png: not a picture.*set data.max_unreadable=0.15",
+        match=r"(?s)2 of 14 items .*14%.*data.max_unreadable=0.1 .*broken.png: not an image.*set data.max_unreadable=0.15",
     ) as caught:
         scan(source, 0.1)
     assert scan(source, float(str(caught.value).rsplit("=", 1)[1])) == EXPECTED
@@ -40,19 +41,19 @@ def test_too_many_is_an_error_that_names_key_and_value(source):
 
 def test_unchanged_folder_is_not_decoded_again(source, tmp_path, monkeypatch):
     memory = tmp_path / "run" / "scan.json"
-    scan(source, 0.2, memory=memory)
+    scan(source, 0.2, result_file=memory)
     reads = []
     read = Folder.read
     monkeypatch.setattr(Folder, "read", lambda self, index, rng: reads.append(index) or read(self, index, rng))
-    assert scan(source, 0.2, memory=memory) == EXPECTED
+    assert scan(source, 0.2, result_file=memory) == EXPECTED
     assert reads == []
     with pytest.raises(InputError):  # the limit still holds
-        scan(source, 0.1, memory=memory)
+        scan(source, 0.1, result_file=memory)
     (source.root / "p01.png").write_bytes(b"spoilt")
-    assert len(scan(source, 0.3, memory=memory)) == 3
+    assert len(scan(source, 0.3, result_file=memory)) == 3
     assert len(reads) == 14
     memory.write_text("{torn")
-    assert len(scan(source, 0.3, memory=memory)) == 3
+    assert len(scan(source, 0.3, result_file=memory)) == 3
 
 
 def test_large_sets_are_checked_as_they_are_met(monkeypatch, source):
@@ -63,14 +64,20 @@ def test_large_sets_are_checked_as_they_are_met(monkeypatch, source):
 
 
 def test_what_has_no_files_is_checked_as_it_is_met(tmp_path):
-    class Plain:
+    class Plain(Source):
         def __len__(self):
             return 3
 
         def read(self, index, rng: np.random.Generator):
             raise Unreadable("one", "because")
 
-    assert scan(Plain(), 0.0, memory=tmp_path / "scan.json") == []
+        def caption(self, index):
+            return None
+
+        def identity(self, index):
+            return "one"
+
+    assert scan(Plain(), 0.0, result_file=tmp_path / "scan.json") == []
     assert not (tmp_path / "scan.json").exists()
 
 

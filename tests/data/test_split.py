@@ -3,14 +3,13 @@ import pytest
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.data.config import DataConfig
-from kineograph.data.split import assign, select
+from kineograph.data.source import DataConfig, assign_splits, select_split
 
 NAMES = [f"a/{index}.png" for index in range(2000)]
 
 
 def test_shares_and_disjoint():
-    parts = assign(NAMES, 0.1, 0.05)
+    parts = assign_splits(NAMES, 0.1, 0.05)
     assert abs(len(parts["validation"]) - 200) < 50
     assert abs(len(parts["test"]) - 100) < 40
     assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(2000))
@@ -18,14 +17,14 @@ def test_shares_and_disjoint():
 
 def test_depends_on_identity_alone():
     def held(names):
-        return {names[index] for index in assign(names, 0.1, 0.0)["validation"]}
+        return {names[index] for index in assign_splits(names, 0.1, 0.0)["validation"]}
 
     assert held(NAMES) == held(NAMES[::-1])
     assert held(NAMES[:1000]) == held(NAMES) & set(NAMES[:1000])
 
 
 def test_growing_shares_never_take_validation_into_training():
-    small, large = (set(assign(NAMES, share, 0.0)["validation"].tolist()) for share in (0.05, 0.2))
+    small, large = (set(assign_splits(NAMES, share, 0.0)["validation"].tolist()) for share in (0.05, 0.2))
     assert small < large
 
 
@@ -34,35 +33,35 @@ def test_growing_shares_never_take_validation_into_training():
 def test_small_sets_have_both_sides(count, share):
     for offset in range(20):
         names = [f"{offset}-{index}" for index in range(count)]
-        parts = assign(names, share, 0.0)
+        parts = assign_splits(names, share, 0.0)
         assert len(parts["train"]) >= 1
         assert len(parts["validation"]) >= 1
-        again = assign(names[::-1], share, 0.0)["validation"]
+        again = assign_splits(names[::-1], share, 0.0)["validation"]
         assert {names[index] for index in parts["validation"]} == {names[::-1][index] for index in again}
 
 
 def test_three_items_three_splits():
     for offset in range(20):
-        parts = assign([f"{offset}-{index}" for index in range(3)], 0.01, 0.01)
+        parts = assign_splits([f"{offset}-{index}" for index in range(3)], 0.01, 0.01)
         assert [len(parts[name]) for name in ("train", "validation", "test")] == [1, 1, 1]
 
 
 def test_validation_zero_is_training_data_and_says_so():
-    part = select(NAMES, "validation", DataConfig(validation=0))
+    part = select_split(NAMES, "validation", DataConfig(validation=0))
     assert len(part.indices) == 2000
     assert "training data" in part.note
 
 
 def test_one_item_validates_on_itself_and_says_so():
-    part = select(["a"], "validation", DataConfig(validation=0.5))
+    part = select_split(["a"], "validation", DataConfig(validation=0.5))
     assert part.indices.tolist() == [0]
     assert "too few" in part.note
-    assert select(["a"], "train", DataConfig(validation=0.5)).note is None
+    assert select_split(["a"], "train", DataConfig(validation=0.5)).note is None
 
 
 def test_no_test_split():
     with pytest.raises(InputError, match=r"data.test"):
-        select(NAMES, "test", DataConfig())
+        select_split(NAMES, "test", DataConfig())
 
 
 def test_shares_must_leave_something():

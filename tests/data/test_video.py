@@ -5,16 +5,20 @@ import torch
 
 from kineograph.core.errors import Unreadable
 from kineograph.data import video
-from kineograph.data.decode import Wanted, read_media
-from kineograph.data.transforms import Framing
+from kineograph.data.decode import DecodeOptions, decode_media
+from kineograph.data.transforms import ResizeCrop
 
 
-def wanted(size=(32, 48), **options) -> Wanted:
-    return Wanted(Framing(size), **options)
+def wanted(size=(32, 48), **options) -> DecodeOptions:
+    return DecodeOptions(ResizeCrop(size), **options)
+
+
+def decode(path, name, options, rng):
+    return decode_media(path, path.suffix, name, options, rng)
 
 
 def take(path, numbers, seed=0, **options):
-    clip = read_media(path, path.name, wanted(**options), np.random.default_rng(seed))
+    clip = decode(path, path.name, wanted(**options), np.random.default_rng(seed))
     return numbers(torch.from_numpy(clip.pixels)), clip.fps
 
 
@@ -62,14 +66,14 @@ def test_random_start_is_exact_and_spreads(tmp_path, make_video, counting, numbe
 def test_seeking_decodes_little(tmp_path, make_video, counting, numbers, monkeypatch):
     path = make_video(tmp_path / "a.mp4", counting(60), fps=30)
     converted = []
-    frames_from = video._frames_from
+    frames_from = video._iterate_frames
 
     def counted(*arguments):
         for at, frame in frames_from(*arguments):
             converted.append(at)
             yield at, frame
 
-    monkeypatch.setattr(video, "_frames_from", counted)
+    monkeypatch.setattr(video, "_iterate_frames", counted)
     for seed in range(5):
         converted.clear()
         take(path, numbers, seed, frames=2, fps=10.0)
@@ -93,18 +97,18 @@ def test_portrait_clips_are_set_upright(tmp_path, make_video, rotation):
     assert abs(noted) == abs(rotation)
     upright = np.rot90(frames[0], noted // 90)
     size = upright.shape[:2]
-    clip = read_media(path, "a.mp4", wanted(size, frames=2), np.random.default_rng(0))
+    clip = decode(path, "a.mp4", wanted(size, frames=2), np.random.default_rng(0))
     assert np.abs(clip.pixels[0].astype(int) - upright).mean() < 6
-    assert video.measure(path)[:2] == (size[1], size[0])
+    assert video.probe_video(path, decode_all=True)[:2] == (size[1], size[0])
 
 
 def test_colours_and_channels(tmp_path, make_video):
     frames = np.zeros((4, 32, 32, 3), np.uint8)
     frames[:] = (200, 30, 60)
     path = make_video(tmp_path / "a.mp4", frames)
-    rgb = read_media(path, "a", wanted((16, 16)), np.random.default_rng(0)).pixels[0]
-    gray = read_media(path, "a", wanted((16, 16), channels=1), np.random.default_rng(0)).pixels[0]
-    rgba = read_media(path, "a", wanted((16, 16), channels=4), np.random.default_rng(0)).pixels[0]
+    rgb = decode(path, "a", wanted((16, 16)), np.random.default_rng(0)).pixels[0]
+    gray = decode(path, "a", wanted((16, 16), channels=1), np.random.default_rng(0)).pixels[0]
+    rgba = decode(path, "a", wanted((16, 16), channels=4), np.random.default_rng(0)).pixels[0]
     assert np.abs(rgb.astype(int) - (200, 30, 60)).max() < 8  # RGB, not BGR
     assert gray.shape == (16, 16, 1)
     assert abs(int(gray[0, 0, 0]) - 84) < 6
@@ -129,7 +133,7 @@ def test_hd_colours_use_their_own_matrix(tmp_path):
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     assert next(av.open(str(path)).decode(video=0)).colorspace == 1
-    found = read_media(path, "a", wanted((16, 16)), np.random.default_rng(0)).pixels[0]
+    found = decode(path, "a", wanted((16, 16)), np.random.default_rng(0)).pixels[0]
     assert np.abs(found.astype(int) - (30, 200, 60)).max() < 8
 
 
@@ -143,10 +147,10 @@ def test_cut_video(tmp_path, make_video, counting, numbers):
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
     for seed in range(8):
-        clip = read_media(path, "a.mp4", wanted(frames=2, fps=10.0, truncated=True), np.random.default_rng(seed))
+        clip = decode(path, "a.mp4", wanted(frames=2, fps=10.0, truncated=True), np.random.default_rng(seed))
         assert 1 <= len(clip.pixels) <= 2
     with pytest.raises(Unreadable, match=r"damaged or cut off: nothing can be decoded after [\d.]+ s$"):
-        video.measure(path)
+        video.probe_video(path, decode_all=True)
 
 
 def test_sound_only(tmp_path):
@@ -157,8 +161,13 @@ def test_sound_only(tmp_path):
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
     with pytest.raises(Unreadable, match="no video"):
-        read_media(path, "a.mkv", wanted(), np.random.default_rng(0))
+        decode(path, "a.mkv", wanted(), np.random.default_rng(0))
 
 
 def test_measure(tmp_path, make_video, counting):
-    assert video.measure(make_video(tmp_path / "a.mp4", counting(15), fps=30)) == (48, 32, 15, pytest.approx(0.5))
+    assert video.probe_video(make_video(tmp_path / "a.mp4", counting(15), fps=30), decode_all=True) == (
+        48,
+        32,
+        15,
+        pytest.approx(0.5),
+    )

@@ -16,12 +16,11 @@ import webdataset
 from PIL import Image
 
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.data import tar_index
 from kineograph.data.loader import Loader
-from kineograph.data.open_source import data_config, open_source
 from kineograph.data.scan import scan
-from kineograph.data.shards import Shard, expand, find_shards
-from kineograph.data.tar_index import TarIndex, index_of, split_name
+from kineograph.data.shards import Shard, expand_braces, find_shards
+from kineograph.data.source import open_source, parse_data_config
+from kineograph.data.tar import TarIndex, load_or_build_index, split_name
 from kineograph.data.webdataset import WebDataset
 from tests.data.tar_shards import item, opened, picture, read, three_shards, write
 
@@ -70,7 +69,7 @@ def test_what_webdataset_writes_is_read(tmp_path: Path) -> None:
         assert (sample.pixels == index).all()
         assert sample.extra["image_embed"].tolist() == [index + 1.0] * 4
         assert sample.extra["image_embed"].dtype == torch.float32
-    assert source.gives == {"pixels", "image_embed"}
+    assert source.fields == {"pixels", "image_embed"}
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -88,7 +87,7 @@ def test_headers_of_every_kind(tmp_path: Path, form: int) -> None:
         expected = {member.name: (member.offset_data, member.size) for member in tar}
     index = TarIndex.build(str(path))
     found = {
-        f"{index.keys[row]}.{index.endings[kind]}": (offset, size)
+        f"{index.keys[row]}.{index.suffixes[kind]}": (offset, size)
         for row, kind, offset, size in index.members.T.tolist()
     }
     assert found == {name: place for name, place in expected.items() if name not in ("plain", ".hid.txt")}
@@ -128,15 +127,15 @@ def test_the_first_ending_wins_and_captions_stand_in_json_keys(tmp_path: Path) -
     assert (read(opened(path, media=[".JPG"]), 0).pixels > 150).all()
     assert opened(path).caption(0) == "y"
     assert opened(path, caption_key="alt").caption(0) == "x"
-    assert opened(path, captions=["txt"]).missing_captions() == ["0.tar:k"]
+    assert opened(path, captions=["txt"]).list_missing_captions() == ["0.tar:k"]
 
 
 # Where shards are -------------------------------------------------------------------------------------------------
 
 
 def test_ranges_lists_folders_and_numbers(tmp_path: Path) -> None:
-    assert expand("a{08..11}/{x,y}.tar") == [f"a{n}/{c}.tar" for n in ("08", "09", "10", "11") for c in "xy"]
-    assert expand("{0..4..2}") == ["0", "2", "4"]
+    assert expand_braces("a{08..11}/{x,y}.tar") == [f"a{n}/{c}.tar" for n in ("08", "09", "10", "11") for c in "xy"]
+    assert expand_braces("{0..4..2}") == ["0", "2", "4"]
     three_shards(tmp_path)
     folder = [shard.name for shard in find_shards(str(tmp_path))]
     assert folder == ["00000.tar", "00001.tar", "00002.tar"]
@@ -148,9 +147,9 @@ def test_ranges_lists_folders_and_numbers(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match=r"set data.end_shard"):
         opened(f"{tmp_path}/{{}}.tar")
-    with pytest.raises(ConfigError, match=r"has no \{\} for their number"):
+    with pytest.raises(ConfigError, match=r"has no \{\} for the number"):
         opened(tmp_path, end_shard=3)
-    with pytest.raises(ConfigError, match=r"lies before data.start_shard=4"):
+    with pytest.raises(ConfigError, match=r"below data.start_shard=4"):
         opened(f"{tmp_path}/{{}}.tar", start_shard=4, end_shard=3)
     with pytest.raises(InputError, match="no tar files"):
         (tmp_path / "empty").mkdir()
@@ -271,7 +270,7 @@ def test_bad_pictures_and_captions_are_replaced_and_listed(tmp_path: Path) -> No
     source = opened(write(tmp_path / "0.tar", files))
     reasons = {path.rpartition(":")[2]: reason for path, reason in scan(source, 0.5)}
     assert reasons == {
-        "000000000": "not a picture in any format that Pillow knows",
+        "000000000": "not an image in any format that Pillow knows",
         "000000001": "an empty caption",
         "000000002": "its .txt is not UTF-8 text",
     }
@@ -289,21 +288,21 @@ def test_samples_that_lack_something(tmp_path: Path) -> None:
     source = opened(path)
     assert len(source) == 8
     assert source.skipped["0.tar:000000008"].startswith("no caption")
-    assert source.skipped["0.tar:000000009"].startswith("no picture or clip")
+    assert source.skipped["0.tar:000000009"].startswith("no image or clip")
     assert "2 of 10 samples are left out" in str(source.note)
     kept = opened(path, uncaptioned="keep")
-    assert len(kept) == 9 and kept.missing_captions() == ["0.tar:000000008"]
+    assert len(kept) == 9 and kept.list_missing_captions() == ["0.tar:000000008"]
     assert read(kept, 8).caption is None
     with pytest.raises(InputError, match=r"2 of 10 samples .*max_unreadable=0.1.*png, txt"):
         opened(path, max_unreadable=0.1)
-    with pytest.raises(InputError, match=r"10 of 10 samples.*no picture or clip \(jpg"):
+    with pytest.raises(InputError, match=r"10 of 10 samples.*no image or clip \(jpg"):
         opened(path, media=["jpg"], max_unreadable=1)
 
 
 def test_a_folder_of_shards_is_named_to_who_asks_for_a_folder(tmp_path: Path) -> None:
     three_shards(tmp_path)
     with pytest.raises(InputError, match=r"data.source=webdataset"):
-        open_source(data_config({"source": "folder", "folder": str(tmp_path)}), "train", 0)
+        open_source(parse_data_config({"source": "folder", "folder": str(tmp_path)}), "train", 0)
 
 
 # The index ----------------------------------------------------------------------------------------------------------
@@ -311,14 +310,14 @@ def test_a_folder_of_shards_is_named_to_who_asks_for_a_folder(tmp_path: Path) ->
 
 def test_states_tell_which_shards_changed(tmp_path: Path) -> None:
     three_shards(tmp_path)
-    before = opened(tmp_path).states()
+    before = opened(tmp_path).item_states()
     assert len(set(before)) == 10
     write(tmp_path / "00001.tar", item(77, 1) + item(78, 1))
     write(tmp_path / "00003.tar", item(79, 3) + item(80, 3) + item(79, 3))  # one key twice
-    after = opened(tmp_path).states()
+    after = opened(tmp_path).item_states()
     assert len(set(after)) == len(after) == 5 + 2 + 4 + 3
     assert len(set(after) & set(before)) == 5 + 4
-    assert set(opened([str(tmp_path / "00000.tar")]).states()) < set(before)
+    assert set(opened([str(tmp_path / "00000.tar")]).item_states()) < set(before)
 
 
 def test_the_index_is_built_once_and_anew_when_the_file_changes(tmp_path: Path, monkeypatch) -> None:
@@ -344,13 +343,13 @@ def test_read_only_data_is_indexed_elsewhere(tmp_path: Path, monkeypatch) -> Non
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     path = three_shards(tmp_path / "data") / "00000.tar"
     (tmp_path / "data" / ".kineo-index").write_bytes(b"in the way")  # as unwritable as a read-only folder, for root too
-    assert index_of(str(path)).keys == [f"00000{row:04}" for row in range(5)]
+    assert load_or_build_index(str(path)).keys == [f"00000{row:04}" for row in range(5)]
     assert len(list((home / "kineograph" / "index").glob("*.npz"))) == 1
     monkeypatch.setattr(TarIndex, "build", None)  # from the cache now
-    assert len(index_of(str(path)).keys) == 5
+    assert len(load_or_build_index(str(path)).keys) == 5
     monkeypatch.undo()
-    monkeypatch.setattr(tar_index, "_places", lambda path: [Path("/dev/null/x"), Path("/dev/null/y")])
-    assert len(index_of(str(path)).keys) == 5  # nowhere at all: no failure
+    monkeypatch.setattr(TarIndex, "save", lambda self, path: (_ for _ in ()).throw(PermissionError()))
+    assert len(load_or_build_index(str(path)).keys) == 5  # nowhere at all: no failure
 
 
 def test_only_headers_are_read_for_an_index(tmp_path: Path, monkeypatch) -> None:

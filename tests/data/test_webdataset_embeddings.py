@@ -29,7 +29,7 @@ def test_aligned_embeddings_by_shard_number_and_key(tmp_path: Path) -> None:
     three_shards(tmp_path)
     folders = {"img_embeddings_folder": aligned(tmp_path), "text_embeddings_folder": aligned(tmp_path, "text_emb")}
     source = opened(tmp_path, **folders)
-    assert source.gives == {"pixels", "image_embed", "text_embed"}
+    assert source.fields == {"pixels", "image_embed", "text_embed"}
     assert len(source) == 10
     for index in range(10):
         shard, row = int(source.identity(index)[:5]), int(source.identity(index)[-4:])
@@ -43,9 +43,9 @@ def test_aligned_embeddings_by_shard_number_and_key(tmp_path: Path) -> None:
 def test_states_follow_the_embeddings_of_their_shard(tmp_path: Path) -> None:
     three_shards(tmp_path)
     folder = aligned(tmp_path)
-    before = opened(tmp_path, img_embeddings_folder=folder).states()
+    before = opened(tmp_path, img_embeddings_folder=folder).item_states()
     np.save(f"{folder}/img_emb_0002.npy", np.ones((7, 3), np.float16))
-    after = opened(tmp_path, img_embeddings_folder=folder).states()
+    after = opened(tmp_path, img_embeddings_folder=folder).item_states()
     assert [old == new for old, new in zip(before, after, strict=True)] == [True] * 6 + [False] * 4
 
 
@@ -138,7 +138,7 @@ def test_without_pixels_nothing_is_decoded(tmp_path: Path) -> None:
     source = opened(path, pixels=False, text_embed="e.npy")
     sample = read(source, 0)
     assert sample.pixels is None and sample.caption == "a" and sample.extra["text_embed"].tolist() == [1]
-    assert source.gives == {"text_embed"}
+    assert source.fields == {"text_embed"}
 
 
 def test_embedding_folders_that_cannot_fit(tmp_path: Path) -> None:

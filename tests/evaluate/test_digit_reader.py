@@ -120,13 +120,13 @@ def test_training_batches_are_repeatable_and_fit_one_group():
 
 def test_the_reader_trains_on_training_glyphs_in_every_combination():
     from kineograph.data import digit_glyphs
-    from kineograph.data.moving_digits import kept_out
+    from kineograph.data.moving_digits import is_kept_out
 
     source = MovingDigits(MovingDigitsConfig(frames=8), "train", unrestricted=True)
     items = [source.item(index) for index in range(300)]
-    train = {int(glyph) for glyphs in digit_glyphs.pool(False) for glyph in glyphs}
+    train = {int(glyph) for glyphs in digit_glyphs.list_glyphs(False) for glyph in glyphs}
     assert {glyph for item in items for glyph in item.glyphs} <= train
-    assert 10 < sum(kept_out(item.facts) for item in items) < 60
+    assert 10 < sum(is_kept_out(item.facts) for item in items) < 60
 
 
 def test_augmentation_keeps_labels_and_marks_still_clips():

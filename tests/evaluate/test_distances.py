@@ -69,7 +69,7 @@ def run(tmp_path_factory) -> RunFolder:
 def held_out(run: RunFolder, count: int) -> Batch:
     """What evaluation shows."""
     source = MovingDigits.open(read_stage(run.config(), "generator").data, "validation")
-    return next(iter(Loader(source, seed=key_of(3, "validation") >> 1, batch_size=count).fixed(count, count)))
+    return next(iter(Loader(source, seed=key_of(3, "validation") >> 1, batch_size=count).fixed_batches(count, count)))
 
 
 def test_all_of_them_are_found_by_name():

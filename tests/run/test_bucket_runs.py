@@ -210,7 +210,7 @@ def test_a_cache_of_buckets_is_a_source_of_its_own(tmp_path: Path, clips: Path) 
     for (batch,) in Loader(source, seed=0, batch_size=4).steps(0, 6):
         assert batch.latents is not None and batch.text_embeds is not None
         assert len({tuple(row.shape) for row in batch.latents}) == 1
-    (shown,) = Loader(source, seed=0, batch_size=4).fixed(4, 4, alike=True)
+    (shown,) = Loader(source, seed=0, batch_size=4).fixed_batches(4, 4, one_shape=True)
     assert shown.latents is not None
     again = Loader(source, seed=0, batch_size=4, workers=1).steps(0, 2)
     for (a,), (b,) in zip(Loader(source, seed=0, batch_size=4).steps(0, 2), again, strict=True):

@@ -12,8 +12,7 @@ from PIL import Image
 
 from kineograph.core.errors import InputError
 from kineograph.data import scan
-from kineograph.data.config import DataConfig
-from kineograph.data.split import assign
+from kineograph.data.source import DataConfig, assign_splits
 from kineograph.evaluate.runner import evaluate
 from tests.run import clip_tasks
 from tests.run.clip_tasks import BASE, train
@@ -22,7 +21,7 @@ NAMES = [f"p{number:02}.png" for number in range(20)]
 
 
 def held_out(split: Any, validation: float = 0.2, test: float = 0.0) -> list[str]:
-    return [NAMES[index] for index in assign(NAMES, validation, test)[split]]
+    return [NAMES[index] for index in assign_splits(NAMES, validation, test)[split]]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.capabilities import sample_shape
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze
-from kineograph.data.config import DataConfig
+from kineograph.data.source import DataConfig
 from kineograph.family.dalle2 import Decoder
 from kineograph.family.dalle2.low_res import shrink
 from kineograph.sample.limits import ClipLimits

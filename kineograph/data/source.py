@@ -1,0 +1,176 @@
+"""Data sources: the config keys that all share, their splits, and how they are opened by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch.utils.data import Dataset
+
+from kineograph.core.batch import Sample, Shape
+from kineograph.core.config import Config, Size, parse
+from kineograph.core.errors import InputError
+from kineograph.core.protocols import Source
+from kineograph.core.registry import find_source
+
+Split = Literal["train", "validation", "test"]
+
+
+class DataConfig(Config):
+    """Keys of every data source. A source's own `Config` extends this class."""
+
+    source: str = "moving_digits"
+    """moving_digits, folder, memmap, webdataset, cache, or the dotted path of your own Dataset or Source."""
+    size: Size = (32, 32)
+    """Height and width in pixels; one number means a square."""
+    frames: int = Field(1, ge=1)
+    """Frames per clip; 1 means images."""
+    fps: float | None = Field(None, gt=0)
+    """Frame rate at which clips are sampled, by their timestamps; null keeps each clip's own rate."""
+    channels: Literal[1, 2, 3, 4] = 3
+    """1 grayscale, 2 grayscale with alpha, 3 RGB, 4 RGBA; files are converted to it."""
+    validation: float = Field(0.05, ge=0, lt=1)
+    """Share of items held out for validation; 0 validates on training data (and logs it)."""
+    test: float = Field(0.0, ge=0, lt=1)
+    """Share of items held out for the test split."""
+    max_unreadable: float = Field(0.2, ge=0, le=1)
+    """Stop when more than this share of the items cannot be read."""
+
+    @field_validator("size")
+    @classmethod
+    def _check_size(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if min(value) < 1:
+            raise ValueError("height and width must be at least 1 pixel")
+        return value
+
+    @model_validator(mode="after")
+    def _check_splits(self) -> DataConfig:
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"validation={self.validation} and test={self.test} leave nothing to train on: keep their sum below 1"
+            )
+        return self
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.frames, self.size[0], self.size[1], self.channels, self.fps or 8.0)
+
+
+_DEFAULT_SOURCE: str = DataConfig.model_fields["source"].default
+
+
+def source_name(data: Mapping[str, Any], default: str = _DEFAULT_SOURCE) -> str:
+    return str(data.get("source") or default).replace("-", "_")
+
+
+def drop_other_source_keys(
+    data: dict[str, Any], override: dict[str, Any], default: str = _DEFAULT_SOURCE
+) -> dict[str, Any]:
+    """Prepare `data` for a merge with `override`: if that changes the source, only the shared keys stay.
+
+    `default` is the source of `data` when it names none.
+    """
+    if not override.get("source") or source_name(override) == source_name(data, default):
+        return data
+    return {key: value for key, value in data.items() if key in DataConfig.model_fields}
+
+
+# Opening ----------------------------------------------------------------------------------------------------------
+
+
+def parse_data_config(tree: Mapping[str, Any], dataset: Dataset | None = None, where: str = "data") -> DataConfig:
+    """Parse `tree` with the Config of the source that it names."""
+    return parse(_source_class(tree.get("source", _DEFAULT_SOURCE), dataset).Config, tree, where)
+
+
+def open_source(config: DataConfig, split: Split, seed: int, dataset: Dataset | None = None) -> Source:
+    """Open one split. A `dataset` object replaces the source that the config names."""
+    if dataset is not None:
+        from kineograph.data.dataset import DatasetSource
+
+        return DatasetSource(dataset, config, split)
+    return _source_class(config.source, None).open(config, split, seed)
+
+
+def _source_class(name: str, dataset: Dataset | None) -> Any:
+    from kineograph.data.dataset import DatasetSource
+
+    found = find_source(name) if dataset is None else None
+    return found if isinstance(found, type) and issubclass(found, Source) else DatasetSource
+
+
+class BlankSource(Source):
+    """Black clips with a caption, where only the shape of the data matters."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def __len__(self) -> int:
+        return 1024
+
+    def read(self, index: int, rng: np.random.Generator) -> Sample:
+        shape = self.shape
+        pixels = torch.zeros(shape.frames, shape.channels, shape.height, shape.width, dtype=torch.uint8)
+        return Sample(pixels=pixels, fps=shape.fps, caption=self.caption(index))
+
+    def caption(self, index: int) -> str:
+        return "a clip"
+
+    def identity(self, index: int) -> str:
+        return f"blank-{index}"
+
+
+# Splits -----------------------------------------------------------------------------------------------------------
+
+
+class SplitItems(NamedTuple):
+    """The items of one split, in the order of the whole set."""
+
+    indices: np.ndarray
+    note: str | None = None  # a line for the log, when validation falls back to training data
+
+
+def hash_to_unit(identity: str) -> float:
+    """Hash an identity to [0, 1), so that splits are stable when items are added, removed or reordered."""
+    digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def assign_splits(identities: Sequence[str], validation: float, test: float) -> dict[Split, np.ndarray]:
+    """Indices of each split. A share above 0 gets at least one item while there are enough items."""
+    hashes = np.array([hash_to_unit(identity) for identity in identities])
+    masks: dict[Split, np.ndarray] = {
+        "validation": hashes < validation,
+        "test": (hashes >= validation) & (hashes < validation + test),
+        "train": hashes >= validation + test,
+    }
+    shares: dict[Split, float] = {"train": 1.0, "validation": validation, "test": test}
+    nonempty = [name for name, share in shares.items() if share > 0]
+    for name in nonempty[: len(hashes)]:
+        if masks[name].any():
+            continue
+        # Move the item with the nearest hash from the largest split: the lowest for validation, the highest for training.
+        largest = max(nonempty, key=lambda other: int(masks[other].sum()))
+        candidates = sorted(np.flatnonzero(masks[largest]).tolist(), key=lambda item: (hashes[item], identities[item]))
+        moved = candidates[-1] if name == "train" else candidates[0]
+        masks[largest][moved], masks[name][moved] = False, True
+    return {name: np.flatnonzero(mask) for name, mask in masks.items()}
+
+
+def select_split(identities: Sequence[str], split: Split, config: DataConfig) -> SplitItems:
+    """The items of `split`. Without held-out items, validation falls back to the training data, with a note."""
+    splits = assign_splits(identities, config.validation, config.test)
+    if len(splits[split]):
+        return SplitItems(splits[split])
+    if split == "validation":
+        why = "data.validation=0" if config.validation == 0 else f"{len(identities)} item is too few to hold one out"
+        return SplitItems(splits["train"], f"validating on training data: {why}")
+    if config.test == 0:
+        raise InputError("there is no test split: data.test is 0; set data.test=0.1, for example")
+    raise InputError(
+        f"no item is left for the {split} split: {len(identities)} items, data.validation={config.validation}, data.test={config.test}"
+    )
