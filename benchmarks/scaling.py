@@ -91,7 +91,7 @@ def _training(size: int) -> Any:
     from kineograph.train.stepper import Stepper
 
     words = ["muse-tiny", f"train.batch_size={size}", "stages.generator.text={kind: given, width: 32, length: 8}"]
-    plan = make_plan(layers.read(words))
+    plan = make_plan(layers.read_config(words))
     torch.manual_seed(0)
     task = PlanBuilder(plan, {}, lambda line: None).build("generator", torch.device("cpu"))
     stepper = Stepper(task.train(), plan.stages[1].train)

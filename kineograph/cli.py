@@ -303,9 +303,9 @@ def data_make(
     ] = None,
 ) -> None:
     """Write a dataset of moving digits."""
-    from kineograph.run.make_data import make
+    from kineograph.run.dataset_writer import write_dataset
 
-    print(make(what, out, count, as_, setting or [], split, embeddings))
+    print(write_dataset(what, out, count, as_, setting or [], split, embeddings))
 
 
 @data_app.command("check")

@@ -150,7 +150,7 @@ def test_python_dash_m(tmp_path: Path) -> None:
         (["train", "toy.yaml", "train.accumulate=3"], "does not divide"),
         (["train", "toy.yaml", "data.source=folder", "data.folder=gone"], "gone"),
         (["train", "gone.yaml"], "gone.yaml does not exist"),
-        (["train", "toy.yaml", "--resume", "must"], "holds no run to go on with"),
+        (["train", "toy.yaml", "--resume", "must"], "holds no run to resume"),
         (["train", "toy.yaml", "--dry-run", "train.stepps=3"], "did you mean train.steps?"),
         (["doctor", "toy.yaml", "train.stepps=3"], "did you mean train.steps?"),
         (["data", "make", "moving-digits", "--out", "digits", "frame=3"], "did you mean frames?"),

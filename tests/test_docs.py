@@ -234,7 +234,7 @@ def test_the_yaml_examples_are_plans(tmp_path: Path) -> None:
     for block in blocks:
         path = tmp_path / "photos.yaml"
         path.write_text(block, encoding="utf-8")
-        plan = make_plan(layers.read([str(path)]))
+        plan = make_plan(layers.read_config([str(path)]))
         assert [stage.name for stage in plan.stages] == ["tokenizer", "generator"]
         given = {key: value for key, value in flatten(read_yaml(block, "block")["stages"]).items() if ".train." in key}
         saved = flatten(plan.tree()["stages"])
@@ -244,7 +244,7 @@ def test_the_yaml_examples_are_plans(tmp_path: Path) -> None:
 def test_a_section_takes_another_kind() -> None:
     command = re.search(r"kineo train (muse-tiny .*text\.kind=none)", CONFIG.read_text(encoding="utf-8"))
     assert command is not None
-    plan = make_plan(layers.read(command[1].split()))
+    plan = make_plan(layers.read_config(command[1].split()))
     assert plan.stages[-1].spec.config.text.kind == "none"  # type: ignore[attr-defined]
 
 

@@ -224,7 +224,7 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files(preset: str, clip: Path, pictures: Path, arrays: Path) -> list[str]:
     """Where the data of presets that need some lie, and the CLIP that is not trained."""
-    tree = layers.read([preset])
+    tree = layers.read_config([preset])
     places = (("folder", pictures), ("memmap", arrays))
     found = [f"data.folder={place}" for name, place in places if name == tree["data"]["source"]]
     named = [name for name, stage in tree["stages"].items() if isinstance(stage.get("clip"), dict)]
@@ -235,7 +235,7 @@ def settings(
     preset: str, t5: Path, clip: Path, pictures: Path, clips: Path, arrays: Path, released: Callable[[str], Path]
 ) -> list[str]:
     """What a user of the preset must name."""
-    tree = layers.read([preset])
+    tree = layers.read_config([preset])
     found = files(preset, clip, clips if preset.startswith("cogvideox") else pictures, arrays)
     for name, stage in tree["stages"].items():
         if stage.get("weights"):
@@ -251,7 +251,7 @@ def test_every_preset_is_here() -> None:
 
 @pytest.mark.parametrize("preset", layers.preset_names())
 def test_builds_on_the_meta_device(preset: str, clip: Path, pictures: Path, arrays: Path) -> None:
-    tree = layers.read([preset, *files(preset, clip, pictures, arrays)])
+    tree = layers.read_config([preset, *files(preset, clip, pictures, arrays)])
     built: dict[str, Task] = {}
     with torch.device("meta"):
         for stage in make_plan(tree).stages:
@@ -270,7 +270,8 @@ def test_a_decoder_learns_from_embeddings_like_those_its_prior_draws(
 ) -> None:
     """A CLIP embeds an enlarged small picture otherwise than a large one: prior and decoder must show it the same size."""
     stages = {
-        stage.name: stage for stage in make_plan(layers.read([preset, *files(preset, clip, pictures, arrays)])).stages
+        stage.name: stage
+        for stage in make_plan(layers.read_config([preset, *files(preset, clip, pictures, arrays)])).stages
     }
     for stage in stages.values():
         for key in ("prior", "clip"):
@@ -282,7 +283,7 @@ def test_a_decoder_learns_from_embeddings_like_those_its_prior_draws(
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than the steps, and tests of their own."""
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
 
 
 @pytest.mark.parametrize("preset", layers.preset_names())
@@ -299,7 +300,7 @@ def test_takes_two_steps_when_shrunk(
 ) -> None:
     words = [preset, *QUICK, *settings(preset, t5, clip, pictures, clips, arrays, released), *SHRINK[preset]]
     run = train(words, run=tmp_path / "run", quiet=True)
-    plan = make_plan(layers.read(words))
+    plan = make_plan(layers.read_config(words))
     for stage in plan.stages:
         assert checkpoint.saved_steps(run / stage.name / "checkpoints")[-1] == 2
     first = plan.stages[0]

@@ -20,9 +20,9 @@ from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.task import Codec, Task, find_codec, player_parameters
 from kineograph.doctor.machine import free_memory, matmul_rate
-from kineograph.doctor.sharded_memory import Division, parts_of
-from kineograph.doctor.speed import PROBE_SECONDS, Speed, probe, read_two
-from kineograph.doctor.step_trace import ONE, READ, Memory, Traced, tensors_of, trace
+from kineograph.doctor.sharded_memory import Division, count_shards
+from kineograph.doctor.speed import PROBE_SECONDS, Speed, read_two_batches, time_steps
+from kineograph.doctor.step_trace import ONE, READ, Memory, Traced, tensors_of, trace_step
 from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.data import StageData, count_workers
 from kineograph.stage.spec import StagePlan
@@ -144,7 +144,7 @@ def estimate(
     """Examine one stage of the builder's plan; `memory` is that of a GPU which is not here, `world` the processes of which this is one."""
     train, target = stage.train, Target.of(stage.train, memory, world)
     micro = micro_batch(train, data, world)
-    (sample, _), _ = read_two(data, READ)
+    (sample, _), _ = read_two_batches(data, READ)
     numbers: torch.device | None = None
     why = None
 
@@ -157,7 +157,7 @@ def estimate(
         config = _changed(stage.spec.config, own) if own else None
         wide = 4 if target.device.type == "cpu" and precision == "fp32" else 2  # text encoders: bf16 on GPUs
         over_train = train.model_copy(update=over)
-        return trace(builder, stage, over_train, precision, sample, rows, numbers, config, world, wide)
+        return trace_step(builder, stage, over_train, precision, sample, rows, numbers, config, world, wide)
 
     try:
         found = traced()
@@ -331,7 +331,7 @@ def _probed(found: Estimate, builder: PlanBuilder, data: StageData, flops: float
     if found.target.imagined:
         return replace(found, unprobed="that device is not here")
     parallel, sizes = found.stage.train.parallel, found.stage.train.parallel.mesh_shape(*found.world)
-    if sizes.tensor * sizes.sequence * parts_of(parallel, sizes) > 1:
+    if sizes.tensor * sizes.sequence * count_shards(parallel, sizes) > 1:
         return replace(found, unprobed="several processes hold the model together, and one alone cannot try that")
     if not found.largest_batch():
         return replace(found, unprobed="not even one sample fits in the memory of this device")
@@ -342,7 +342,7 @@ def _probed(found: Estimate, builder: PlanBuilder, data: StageData, flops: float
             reason = f"one sample alone would take about {one:.0f} s on this CPU; run kineo doctor on the machine that trains"
             return replace(found, unprobed=reason)
         samples = max(1, min(samples, int(PROBE_SECONDS / 2 / one)))
-    speed, peak = probe(builder, found.stage, data, found.device, samples, found.micro)
+    speed, peak = time_steps(builder, found.stage, data, found.device, samples, found.micro)
     if peak is not None and samples == found.micro:
         state = found.memory.total - found.memory.activations - found.memory.text
         found = replace(found, memory=replace(found.memory, activations=max(0, peak - state)), measured=True)

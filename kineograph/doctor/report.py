@@ -12,7 +12,7 @@ from kineograph.core import distributed, kernels
 from kineograph.core.distributed import World
 from kineograph.doctor import machine
 from kineograph.doctor.estimate import ROOM, Estimate, data_world, estimate
-from kineograph.doctor.sharded_memory import parts_of
+from kineograph.doctor.sharded_memory import count_shards
 from kineograph.doctor.step_trace import Memory
 from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData, count_workers, find_missing_weights
@@ -26,7 +26,7 @@ _LABEL = 14  # characters
 # The machine -----------------------------------------------------------------------------------------------------
 
 
-def environment(out: Callable[[str], None]) -> None:
+def report_environment(out: Callable[[str], None]) -> None:
     from kineograph import __version__
 
     total, available = machine.memory()
@@ -74,7 +74,7 @@ def _workers() -> int:
 # A plan ----------------------------------------------------------------------------------------------------------
 
 
-def report(
+def report_plan(
     plan: Plan, data: dict[str, StageData], out: Callable[[str], None], world: World, memory: int | None = None
 ) -> None:
     builder = PlanBuilder(plan, data, out)
@@ -84,7 +84,7 @@ def report(
             out(f"{stage.name}: skipped, as stages.{stage.name}.skip says\n")
             continue
         found = estimate(builder, stage, data[stage.name], memory=memory, world=world)
-        for text in describe(found, data[stage.name]):
+        for text in describe_estimate(found, data[stage.name]):
             out(text)
         out("")
         seconds.append(found.seconds)
@@ -94,7 +94,7 @@ def report(
         out(f"{plan.name}: about {clock(sum(known))} for all stages on {where}, without validation and pictures")
 
 
-def describe(found: Estimate, data: StageData) -> list[str]:
+def describe_estimate(found: Estimate, data: StageData) -> list[str]:
     """One stage, in lines."""
     lines: list[str] = []
     line = _line(lines.append)
@@ -151,7 +151,7 @@ def _shared(found: Estimate) -> list[str]:
     parallel, sizes = train.parallel, train.parallel.mesh_shape(*world)
     rows = f"{train.batch_size // data_world(train, world)} of a step's {train.batch_size} samples"
     lines = [f"{world.processes}, {rows} each; the memory is that of one of them"]
-    over = parts_of(parallel, sizes)
+    over = count_shards(parallel, sizes)
     if over > 1:
         lines.append(
             f"blocks lie in parts over {over} of them, what is outside of blocks is whole in each; gathered blocks are reckoned, not measured"

@@ -34,12 +34,12 @@ class Division:
         return size * self.share.get(id(tensor), 1.0)
 
 
-def divide(task: Task, parallel: ParallelConfig, world: World, precision: str) -> Division:
+def divide_task(task: Task, parallel: ParallelConfig, world: World, precision: str) -> Division:
     """How train/fsdp.py and train/tensor_parallel.py would divide this task over `world`."""
     sizes = parallel.mesh_shape(*world)
     if sizes.tensor > 1:
         return Division({id(p): 1 / sizes.tensor for p in split_parameters(task, sizes.tensor)})
-    over = parts_of(parallel, sizes)
+    over = count_shards(parallel, sizes)
     if over == 1:
         return Division()
     blocks = [list(block.parameters()) for block in task.blocks()]
@@ -54,6 +54,6 @@ def divide(task: Task, parallel: ParallelConfig, world: World, precision: str) -
     return Division({key: math.ceil(n / over) / n for key, n in rows.items()}, gathered, sum(weights))
 
 
-def parts_of(parallel: ParallelConfig, shape: MeshShape) -> int:
+def count_shards(parallel: ParallelConfig, shape: MeshShape) -> int:
     """Processes over which FSDP2 lays a block's weights."""
     return shape.shard * shape.sequence if parallel.layout != "replicate" else 1

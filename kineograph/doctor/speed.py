@@ -9,7 +9,7 @@ import torch
 
 from kineograph.core.batch import Batch
 from kineograph.data.loader import Loader
-from kineograph.doctor.step_trace import as_encoded
+from kineograph.doctor.step_trace import fill_text_embeddings
 from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import StagePlan
@@ -28,7 +28,7 @@ class Speed:
     compiled: bool
 
 
-def read_two(data: StageData, rows: int) -> tuple[list[Batch], float]:
+def read_two_batches(data: StageData, rows: int) -> tuple[list[Batch], float]:
     """Two batches of training samples (of the largest bucket, where there are several), and the seconds that a sample of the second took."""
     loader = Loader(data.source, data.seed, data.stage.train.batch_size)
     shape, items = data.largest_bucket()
@@ -40,7 +40,7 @@ def read_two(data: StageData, rows: int) -> tuple[list[Batch], float]:
     return [first, second], (time.perf_counter() - started) / rows
 
 
-def probe(
+def time_steps(
     builder: PlanBuilder, stage: StagePlan, data: StageData, device: torch.device, samples: int, micro: int
 ) -> tuple[Speed, int | None]:
     """Steps of `samples` rows, told for micro-batches of `micro`; and the most bytes that a GPU held."""
@@ -52,8 +52,8 @@ def probe(
     stepper = Stepper(task, train.model_copy(update=changes), stage.players, device)
     stepper.compile_stages()
     task.train()
-    batches, read_seconds = read_two(data, samples)
-    given = [as_encoded(batch, task) for batch in batches]
+    batches, read_seconds = read_two_batches(data, samples)
+    given = [fill_text_embeddings(batch, task) for batch in batches]
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

@@ -9,8 +9,8 @@ import torch
 from kineograph.core import distributed
 from kineograph.core.task import Task
 from kineograph.doctor.machine import peak_flops
-from kineograph.doctor.speed import read_two
-from kineograph.doctor.step_trace import READ, trace
+from kineograph.doctor.speed import read_two_batches
+from kineograph.doctor.step_trace import READ, trace_step
 from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan, StagePlan
@@ -19,7 +19,7 @@ from kineograph.train.precision import resolve_precision
 from kineograph.train.step_timer import StepFlops
 
 
-def work_of(
+def count_step_flops(
     plan: Plan, stage: StagePlan, task: Task, data: StageData, device: torch.device, note: Callable[[str], None]
 ) -> StepFlops | None:
     """None where nobody asks: on a CPU without `train.peak_tflops`, and in all processes but the first, which logs; and where steps differ,
@@ -40,9 +40,9 @@ def work_of(
             torch.random.fork_rng(devices=[]),
             distributed.single_process(),
         ):  # the numbers that training draws must not depend on this
-            (sample, _), _ = read_two(data, min(READ, rows))
+            (sample, _), _ = read_two_batches(data, min(READ, rows))
             builder = PlanBuilder(plan, {stage.name: data}, lambda line: None, {stage.name: task.assets()})
-            found = trace(builder, stage, plain, precision, sample, rows)
+            found = trace_step(builder, stage, plain, precision, sample, rows)
     except Exception as error:  # a Task that looks at numbers, which these tensors do not have
         note(
             f"{stage.name}: the arithmetic of a step was not counted ({type(error).__name__}), so there is no time/mfu"

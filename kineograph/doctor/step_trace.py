@@ -21,7 +21,7 @@ from kineograph.core.config import StageConfig
 from kineograph.core.distributed import World
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import Task, player_parameters
-from kineograph.doctor.sharded_memory import divide
+from kineograph.doctor.sharded_memory import divide_task
 from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.spec import StagePlan
 from kineograph.text.clip_embedding import ClipEmbedder
@@ -100,7 +100,7 @@ class _Ledger(TorchDispatchMode):
         self.live -= size
 
 
-def trace(
+def trace_step(
     builder: PlanBuilder,
     stage: StagePlan,
     train: TrainConfig,
@@ -143,7 +143,7 @@ def trace(
         averaged = [
             p for player, named in trained.items() if stage.players[player].ema.decay > 0 for p in named.values()
         ]
-        here = divide(task, train.parallel, world, precision)
+        here = divide_task(task, train.parallel, world, precision)
         moments = [
             here.part(p, optimizer.moment_bytes_of(name))
             for optimizer in stepper.optimizers.values()
@@ -166,7 +166,7 @@ def _widened(batch: Batch, rows: int, task: Task) -> Batch:
     """As many rows as wanted, of the same shapes. What a frozen text encoder would make of captions is put in its place."""
     wide = batch.map(lambda tensor: tensor[:1].expand(rows, *tensor.shape[1:]).clone())
     captions = (batch.captions * math.ceil(rows / len(batch.captions)))[:rows] if batch.captions else None
-    wide = as_encoded(replace(wide, slots=torch.arange(rows), captions=captions), task)
+    wide = fill_text_embeddings(replace(wide, slots=torch.arange(rows), captions=captions), task)
     clip = next((part for part in task.modules() if isinstance(part, ClipEmbedder)), None)
     if clip is not None and clip.adapter is not None:  # it would have to be loaded
         stand_ins = {name: torch.zeros(rows, clip.width) for name in ("image_embed", "text_embed")}
@@ -176,7 +176,7 @@ def _widened(batch: Batch, rows: int, task: Task) -> Batch:
     return wide
 
 
-def as_encoded(batch: Batch, task: Task) -> Batch:
+def fill_text_embeddings(batch: Batch, task: Task) -> Batch:
     """With stand-ins for what a frozen text encoder makes of captions: it is large, and runs once a caption in a cache."""
     text = next((part for part in task.modules() if isinstance(part, TextEncoder) and not part.trained), None)
     if text is None or batch.text_embeds is not None:

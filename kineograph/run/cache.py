@@ -19,8 +19,7 @@ from kineograph.core.errors import ConfigError, InputError, RunInUse
 from kineograph.core.protocols import Source, Stream, TextEncoder
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task, find_codec
-from kineograph.run.plan import make_plan
-from kineograph.run.resolve import resolve
+from kineograph.run.plan import make_plan, resolve_run
 from kineograph.run.stage_data import open_data
 from kineograph.stage.data import StageData, check_codec, check_tokens
 from kineograph.stage.load import StageLoader
@@ -173,7 +172,7 @@ def cache_run(
             raise InputError(f"{first.path} is a run: its config is fixed, so leave out {' '.join(arguments[1:])}")
         folder, plan = first, make_plan(first.config())
     else:
-        plan, folder = resolve(arguments, run, "auto")
+        plan, folder = resolve_run(arguments, run, "auto")
     stages = [stage for stage in plan.stages if stage.spec.config.references and not stage.spec.config.skip]
     for stage in stages:
         if stage.spec.config.cache is False:

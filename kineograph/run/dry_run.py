@@ -14,7 +14,7 @@ from kineograph.core.errors import InputError, NoData
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.source import BlankSource, source_name
 from kineograph.doctor import machine
-from kineograph.doctor.report import environment, report, size
+from kineograph.doctor.report import report_environment, report_plan, size
 from kineograph.run import layers
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import read_launcher_env
@@ -41,12 +41,12 @@ def examine(
         if value is not None and not arguments:
             raise InputError(f"{option} {value:g} says what a preset or file is to fit into: name one")
     with distributed.single_process():
-        environment(out)
+        report_environment(out)
         if arguments:
-            plan, world = make_plan(_with_places(layers.read(arguments))), planned_world(processes)
+            plan, world = make_plan(_with_places(layers.read_config(arguments))), planned_world(processes)
             out("")
             data = _open(plan, out, world, without_data=True, elsewhere=memory is not None)
-            report(plan, data, out, world, None if memory is None else int(memory * 2**30))
+            report_plan(plan, data, out, world, None if memory is None else int(memory * 2**30))
 
 
 def _with_places(tree: Tree) -> Tree:
@@ -71,16 +71,16 @@ def dry_run(
     processes: int | None = None,
 ) -> None:
     """Everything that comes before training, and nothing that writes: resolve, check the data, build, estimate."""
-    from kineograph.run.resolve import resolve
+    from kineograph.run.plan import resolve_run
     from kineograph.train.trackers import check_trackers
 
     with distributed.single_process():
-        plan, folder = resolve(arguments, run, resume)  # type: ignore[arg-type]
+        plan, folder = resolve_run(arguments, run, resume)  # type: ignore[arg-type]
         check_trackers(plan.stages[0].train.trackers)
         there = "exists, so training would go on there" if folder.exists() else "is new"
         out(f"run folder {folder.path} {there}; {size(machine.disk_free(folder.path))} of disk are free")
         world = planned_world(processes)
-        report(plan, _open(plan, out, world, folder), out, world)
+        report_plan(plan, _open(plan, out, world, folder), out, world)
         out("dry run: nothing was trained and nothing was written")
 
 

@@ -1,7 +1,7 @@
-"""From what a person typed to one config tree: presets, files and overrides, merged left to right.
+"""Merge presets, files and overrides, left to right, into one config tree.
 
-Within one layer the specific beats the general (`stages.x.train.lr` beats `train.lr`); a later layer beats an earlier
-one, so `train.lr=…` on the command line reaches every stage, whatever the preset says for one of them.
+Within one layer the specific beats the general (`stages.x.train.lr` beats `train.lr`). A later layer beats an earlier
+one, so `train.lr=…` on the command line reaches every stage, whatever the preset sets for one of them.
 """
 
 from __future__ import annotations
@@ -16,153 +16,133 @@ from kineograph.core.errors import ConfigError
 from kineograph.data.source import drop_other_source_keys, source_name
 
 PRESETS = Path(__file__).parent.parent / "presets"
-SHARED_SECTIONS = ("train", "data")  # sections that stand at the top and again inside a stage
+SHARED_SECTIONS = ("train", "data")  # sections at the top that a stage may have too
 
 
 def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def preset_file(name: str) -> Path:
+def find_preset(name: str) -> Path:
     path = PRESETS / f"{name}.yaml"
     if not path.is_file():
         close = difflib.get_close_matches(name, preset_names(), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(preset_names())}"
+        hint = f"did you mean {close[0]}?" if close else f"the presets are {', '.join(preset_names())}"
         raise ConfigError(f"{name!r} is neither a preset nor a file: {hint} (overrides look like train.steps=100)")
     return path
 
 
-def layer(tree: Tree, over: Tree) -> Tree:
-    """Lay `over` onto `tree`."""
-    _check_sections(over)
-    tree = dict(tree)
-    tree["stages"] = {name: dict(stage or {}) for name, stage in (tree.get("stages") or {}).items()}
-    before = source_name(tree.get("data") or {})
-    for section in SHARED_SECTIONS:
-        wanted = over.get(section)
-        if not wanted:
+def read_config(arguments: Sequence[str], extra: Tree | None = None, base: Tree | None = None) -> Tree:
+    """Merge presets and files in the order given, then overrides, then `extra` (dotted keys from Python)."""
+    tree: Tree = base or {}
+    for argument in arguments:
+        if is_override(argument):
             continue
-        if section == "data":
-            tree["data"] = drop_other_source_keys(tree.get("data") or {}, wanted, before)
-        for stage in tree["stages"].values():
-            if stage.get(section):
-                inner = drop_other_source_keys(stage[section], wanted, before) if section == "data" else stage[section]
-                # What a stage has of a source that it names itself stays there: at the top it would be a stranger's.
-                own_source = section == "data" and inner.get("source")
-                stage[section] = _replaced(inner, wanted) if own_source else _without(inner, wanted)
-            if section == "train":
-                _free_players(stage, wanted)
-    for name, wanted in (over.get("stages") or {}).items():
-        stage = tree["stages"].get(name)
-        if stage and wanted:
-            if stage.get("data") and wanted.get("data"):
-                stage["data"] = drop_other_source_keys(stage["data"], wanted["data"], before)
-            _free_players(stage, wanted.get("train") or {})
-    return merge(tree, over)
+        path = _find_file(argument)
+        over = read_file(path)
+        over["name"] = load_file(path).get("name") or path.stem  # not the name of the preset that it extends
+        if path.parent == PRESETS:
+            over["preset"] = path.stem
+        tree = lay_over(tree, over)
+    settings: list[tuple[str, Any]] = [parse_override(argument) for argument in arguments if is_override(argument)]
+    settings += (extra or {}).items()
+    for key, value in _sort_choices_first(settings):
+        tree = lay_over(tree, nest(key, value))
+    return tree
 
 
-def _free_players(stage: Tree, train: Tree) -> None:
-    """A later `train.K` reaches the players of a stage, whatever an earlier layer says for one of them."""
-    if stage.get("players"):
-        stage["players"] = {name: _without(player or {}, train) for name, player in stage["players"].items()}
+def is_override(text: str) -> bool:
+    """`key=value`; an existing path is a file even if it contains '='."""
+    return "=" in text and not Path(text).exists()
 
 
-def _without(tree: Tree, over: Tree) -> Tree:
-    """`tree` less every leaf that `over` sets."""
-    left: Tree = {}
-    for key, value in tree.items():
-        if key not in over:
-            left[key] = value
-        elif isinstance(value, dict) and isinstance(over[key], dict):
-            left[key] = _without(value, over[key])
-    return left
+def _find_file(argument: str) -> Path:
+    path = Path(argument)
+    return path if path.suffix.lower() in (".yaml", ".yml", ".json") or path.is_file() else find_preset(argument)
 
 
-def _replaced(tree: Tree, over: Tree) -> Tree:
-    """`tree` with the value that `over` has for each of its leaves."""
-    return merge(tree, {key: value for key, value in over.items() if key in tree})
-
-
-def _check_sections(tree: Tree) -> None:
-    """Sections are mappings; what stands inside them is checked when the plan is made."""
-    _check_section("stages", tree.get("stages"))
-    places = [(section, tree.get(section)) for section in SHARED_SECTIONS]
-    for name, stage in (tree.get("stages") or {}).items():
-        where = f"stages.{name}"
-        _check_section(where, stage)
-        places += [(f"{where}.{section}", (stage or {}).get(section)) for section in (*SHARED_SECTIONS, "players")]
-        players = (stage or {}).get("players")
-        if isinstance(players, dict):
-            places += [(f"{where}.players.{player}", value) for player, value in players.items()]
-    for where, section in places:
-        _check_section(where, section)
-
-
-def _check_section(where: str, section: Any) -> None:
-    if section is not None and not isinstance(section, dict):
-        raise ConfigError(f"{where}={section!r}: {where} is a section with keys of its own, not a value")
-
-
-def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
-    """A file and the preset that it extends, as one tree."""
-    if path in seen:
-        raise ConfigError(f"{path} extends itself: {' → '.join(str(p) for p in (*seen, path))}")
+def read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
+    """Read a file laid over the preset that it extends."""
+    if path in extended_by:
+        raise ConfigError(f"{path} extends itself: {' → '.join(str(p) for p in (*extended_by, path))}")
     tree = load_file(path)
     base = tree.get("preset")
     if base is None or (path.parent == PRESETS and base == path.stem):
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{path}: preset={base!r} must be the name of a preset")
-    if is_resolved(tree):  # a run's own config.yaml says everything itself; `preset` only tells where it came from
+    if tree.get("resolved") is True:  # a run's own config.yaml is complete; `preset` only records its origin
         return tree
-    return layer(read_layers(preset_file(base), (*seen, path)), tree)
+    return lay_over(read_file(find_preset(base), (*extended_by, path)), tree)
 
 
-def is_resolved(tree: Tree) -> bool:
-    return tree.get("resolved") is True
+def _sort_choices_first(settings: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Put a new `source` or `kind` before its sibling keys, which belong to it in whatever order they were typed."""
 
-
-def is_override(text: str) -> bool:
-    """`key=value`; a path that exists is a file even when it holds a '='."""
-    return "=" in text and not Path(text).exists()
-
-
-def source_of(argument: str) -> Path:
-    """The file behind a preset's name or a path."""
-    path = Path(argument)
-    return path if path.suffix.lower() in (".yaml", ".yml", ".json") or path.is_file() else preset_file(argument)
-
-
-def read(arguments: Sequence[str], extra: Tree | None = None, base: Tree | None = None) -> Tree:
-    """Presets, files and overrides, in the order given (overrides last), then `extra` (dotted keys from Python)."""
-    tree: Tree = base or {}
-    files = [argument for argument in arguments if not is_override(argument)]
-    for argument in files:
-        path = source_of(argument)
-        loaded = read_layers(path)
-        loaded["name"] = load_file(path).get("name") or path.stem  # not that of the preset it extends
-        if path.parent == PRESETS:
-            loaded["preset"] = path.stem
-        tree = layer(tree, loaded)
-    settings: list[tuple[str, Any]] = [parse_override(argument) for argument in arguments if is_override(argument)]
-    settings += (extra or {}).items()
-    for path_, value in _choices_first(settings):
-        tree = layer(tree, nest(path_, value))
-    return tree
-
-
-def _choices_first(settings: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """A new `source` or `kind` goes before its siblings, so that they are not taken for the old one's, in whatever order they
-    were typed; everything else stays left to right."""
-
-    def place(item: tuple[int, tuple[str, Any]]) -> tuple[int, int]:
-        index, (path, _) = item
-        section, _, last = path.rpartition(".")
+    def order(item: tuple[int, tuple[str, Any]]) -> tuple[int, int]:
+        index, (key, _) = item
+        section, _, last = key.rpartition(".")
         if last not in ("source", "kind"):
             return index, 1
         return min(number for number, (other, _) in enumerate(settings) if other.startswith(f"{section}.")), 0
 
-    return [setting for _, setting in sorted(enumerate(settings), key=place)]
+    return [setting for _, setting in sorted(enumerate(settings), key=order)]
+
+
+def lay_over(tree: Tree, over: Tree) -> Tree:
+    """Merge a later layer into a tree; its shared sections reach into every stage."""
+    _check_sections(over)
+    tree = dict(tree)
+    tree["stages"] = {name: dict(stage or {}) for name, stage in (tree.get("stages") or {}).items()}
+    old_source = source_name(tree.get("data") or {})
+    train, data = over.get("train") or {}, over.get("data") or {}
+    if data:
+        tree["data"] = drop_other_source_keys(tree.get("data") or {}, data, old_source)
+    for name, stage in tree["stages"].items():
+        if stage.get("train"):
+            stage["train"] = _remove_keys(stage["train"], train)
+        if stage.get("data") and data:
+            own = drop_other_source_keys(stage["data"], data, old_source)
+            # Keys of a source that the stage names itself stay with it: at the top they would belong to another source.
+            overridden = merge(own, {key: value for key, value in data.items() if key in own})
+            stage["data"] = overridden if own.get("source") else _remove_keys(own, data)
+        stage_over = (over.get("stages") or {}).get(name) or {}
+        if stage.get("data") and stage_over.get("data"):
+            stage["data"] = drop_other_source_keys(stage["data"], stage_over["data"], old_source)
+        if stage.get("players"):
+            # A later `train.K` reaches the players too, whatever an earlier layer sets for one of them.
+            for reaching in (train, stage_over.get("train") or {}):
+                players = {key: _remove_keys(player or {}, reaching) for key, player in stage["players"].items()}
+                stage["players"] = players
+    return merge(tree, over)
+
+
+def _remove_keys(tree: Tree, over: Tree) -> Tree:
+    """`tree` without the values that `over` sets."""
+    kept: Tree = {}
+    for key, value in tree.items():
+        if key not in over:
+            kept[key] = value
+        elif isinstance(value, dict) and isinstance(over[key], dict):
+            kept[key] = _remove_keys(value, over[key])
+    return kept
+
+
+def _check_sections(tree: Tree) -> None:
+    """Refuse a value in place of a section; the keys inside are checked when the plan is made."""
+    sections = {"stages": tree.get("stages"), **{section: tree.get(section) for section in SHARED_SECTIONS}}
+    if isinstance(tree.get("stages"), dict):
+        for name, stage in tree["stages"].items():
+            where = f"stages.{name}"
+            sections[where] = stage
+            inside = stage if isinstance(stage, dict) else {}
+            sections |= {f"{where}.{section}": inside.get(section) for section in (*SHARED_SECTIONS, "players")}
+            players = inside.get("players")
+            if isinstance(players, dict):
+                sections |= {f"{where}.players.{key}": value for key, value in players.items()}
+    for where, section in sections.items():
+        if section is not None and not isinstance(section, dict):
+            raise ConfigError(f"{where}={section!r}: {where} is a section with keys of its own, not a value")
 
 
 def changed_keys(before: Tree, after: Tree) -> list[str]:

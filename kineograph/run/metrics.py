@@ -15,7 +15,7 @@ from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 
 
-class Evaluate:
+class TrainingMetrics:
     """Called by the Trainer with (step, the task as it is judged). The same items, noise and seed at every step, and as `kineo evaluate` takes them."""
 
     def __init__(self, plan: Plan, stage: StagePlan, data: StageData, stages: StageLoader) -> None:

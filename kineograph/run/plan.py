@@ -1,43 +1,74 @@
-"""A checked plan of a run: every stage's task, data, training and players, typed; and back to the tree that is saved."""
+"""Turn what was typed into a checked plan and its run folder. A run that exists is the base of its own continuation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from kineograph.core.config import Config, Tree, merge, parse
-from kineograph.core.errors import ConfigError
+from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.lines import lines_of
-from kineograph.run.layers import changed_keys
-from kineograph.stage.spec import Plan, StagePlan, StageSpec, read_stage
+from kineograph.core.run_folder import RunFolder
+from kineograph.run.layers import changed_keys, is_override, read_config
+from kineograph.stage.spec import Plan, StagePlan, read_stage
+from kineograph.train import checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 
-MAY_CHANGE = (
-    "steps",
-    "keep_last",
-    "workers",
-    "watchdog",
-    "parallel",
-)  # of train.*, beside *_every, when a run is taken up again
+Resume = Literal["auto", "never", "must"]
+# Keys of train.* that a resumed run may change, beside *_every.
+MAY_CHANGE = ("steps", "keep_last", "workers", "watchdog", "parallel")
 
 
 class RunConfig(Config):
-    """The top of a config. Stages are parsed by the Task that each names."""
+    """The top of a config. Each stage is parsed by the Task that it names."""
 
     name: str = Field("run", pattern=r"^[^/]+$")
     """Default folder: runs/<name>."""
     preset: str | None = None
     """A preset that this file extends."""
     resolved: bool = False
-    """Written into a run's own config.yaml: every value stands there, nothing is looked up."""
+    """Set in a run's own config.yaml: it holds every value, and nothing is looked up in a preset."""
     seed: int = Field(0, ge=0)
+    """Seed of all random numbers of the run."""
     prompts: list[str] | str = "auto"
-    """What training samples show: a list, a file with a prompt a line, or auto = validation captions."""
+    """Prompts of the samples drawn during training: a list, a file with one prompt per line, or auto = validation captions."""
     data: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+def resolve_run(
+    arguments: Sequence[str], run: str | Path | None = None, resume: Resume = "auto", extra: Tree | None = None
+) -> tuple[Plan, RunFolder]:
+    """Read presets, files and overrides into a plan, and find its run folder."""
+    if not arguments and run is None:
+        raise ConfigError("name a preset or a YAML or JSON file (kineo presets lists the presets)")
+    fresh = read_config(arguments, extra) if any(not is_override(argument) for argument in arguments) else {}
+    folder = RunFolder(run if run is not None else Path("runs") / str(fresh.get("name") or "run"))
+    if not folder.exists():
+        if resume == "must":
+            raise InputError(f"--resume must: {folder.path} holds no run to resume")
+        if folder.path.is_file():
+            raise InputError(f"{folder.path} is a file: give --run a folder")
+        return make_plan(fresh), folder
+    if resume == "never":
+        raise InputError(f"--resume never: {folder.path} holds a run already; give --run another folder")
+    saved = folder.config()
+    if fresh and not any(checkpoint.saved_steps(folder.checkpoints(name)) for name in saved.get("stages", {})):
+        return make_plan(fresh), folder  # without a checkpoint there is nothing to continue
+    # The saved config contains the preset already, as it was when the run began.
+    changes = [a for a in arguments if not (a == saved.get("preset") and not Path(a).is_file())]
+    plan = make_plan(read_config(changes, extra, base=saved))
+    refuse_changes(drop_origin(make_plan(saved).tree()), drop_origin(plan.tree()))
+    return plan, folder
+
+
+def drop_origin(tree: Tree) -> Tree:
+    """A config without the keys in which two copies of one run may differ."""
+    return {key: value for key, value in tree.items() if key not in ("name", "preset")}
 
 
 def make_plan(tree: Tree) -> Plan:
@@ -48,64 +79,57 @@ def make_plan(tree: Tree) -> Plan:
     parse(TrainConfig, top.train, "train")
     stages = tuple(_plan_stage(tree, name) for name in top.stages)
     _check_references(stages)
-    return Plan(top.name, top.preset, top.seed, _prompts(top.prompts), stages)
+    return Plan(top.name, top.preset, top.seed, _read_prompts(top.prompts), stages)
 
 
 def _plan_stage(tree: Tree, name: str) -> StagePlan:
     if not name.isidentifier():
-        raise ConfigError(f"stages.{name}: a stage's name is a folder's name too; use letters, digits and _")
+        raise ConfigError(f"stages.{name}: a stage's name is also the name of a folder; use letters, digits and _")
     stage = tree["stages"][name]
     where = f"stages.{name}.train" if stage.get("train") else "train"
-    train_tree = merge(tree.get("train") or {}, stage.get("train") or {})
-    train = parse(TrainConfig, train_tree, where)
+    train = parse(TrainConfig, merge(tree.get("train") or {}, stage.get("train") or {}), where)
     spec = read_stage(tree, name)
-    known = PlayerConfig.model_fields.keys()
-    base = {key: value for key, value in train.model_dump().items() if key in known}
-    names = list(_players(spec))
-    given = stage.get("players") or {}
-    for player in given:
+    # A Task may build fewer players than it names (a codec without a discriminator).
+    names, settings = spec.config.player_names(), stage.get("players") or {}
+    for player in settings:
         if player not in names:
             raise ConfigError(
                 f"unknown key stages.{name}.players.{player}: the players of {spec.config.task} are {', '.join(names)}"
             )
+    shared = {key: value for key, value in train.model_dump().items() if key in PlayerConfig.model_fields}
     players = {
-        player: parse(PlayerConfig, merge(base, given.get(player) or {}), f"stages.{name}.players.{player}")
+        player: parse(PlayerConfig, merge(shared, settings.get(player) or {}), f"stages.{name}.players.{player}")
         for player in names
     }
     return StagePlan(spec, train, players)
 
 
-def _players(spec: StageSpec) -> tuple[str, ...]:
-    """Players this stage may have; a Task may build fewer (a codec without a discriminator)."""
-    return spec.config.player_names()
-
-
 def _check_references(stages: tuple[StagePlan, ...]) -> None:
-    """A stage that names another must name an earlier one (or one of another run: a path)."""
+    """Refuse a stage that names a later one; another run's stage is named by its path."""
     earlier: list[str] = []
     for stage in stages:
         config = stage.spec.config
         for key in (*config.references, *config.draws_with):
-            wanted = getattr(config, key)
-            if isinstance(wanted, str) and "/" not in wanted and wanted not in earlier:
+            name = getattr(config, key)
+            if isinstance(name, str) and "/" not in name and name not in earlier:
                 raise ConfigError(
-                    f"stages.{stage.name}.{key}={wanted}: no stage of that name stands before it; there are {', '.join(earlier) or 'none'} "
-                    f"(or give the path of another run's stage: runs/NAME/STAGE)"
+                    f"stages.{stage.name}.{key}={name}: no earlier stage has that name; the earlier stages are "
+                    f"{', '.join(earlier) or 'none'} (or give the path of another run's stage: runs/NAME/STAGE)"
                 )
         earlier.append(stage.name)
 
 
-def _prompts(prompts: list[str] | str) -> list[str] | str:
-    """A file's lines are taken into the config, so that the run no longer depends on the file."""
-    if prompts == "auto":
-        return prompts
-    if isinstance(prompts, list):
-        if not prompts:
-            raise ConfigError("prompts is an empty list: give at least one, or auto for validation captions")
+def _read_prompts(prompts: list[str] | str) -> list[str] | str:
+    """Copy a file's prompts into the config, so that the run no longer depends on the file."""
+    if isinstance(prompts, list) and not prompts:
+        raise ConfigError("prompts is an empty list: give at least one, or auto for validation captions")
+    if prompts == "auto" or isinstance(prompts, list):
         return prompts
     path = Path(prompts)
     if not path.is_file():
-        raise ConfigError(f"prompts={prompts}: no such file; give a list, a text file with a prompt a line, or auto")
+        raise ConfigError(
+            f"prompts={prompts}: no such file; give a list, a text file with one prompt per line, or auto"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -118,23 +142,22 @@ def _prompts(prompts: list[str] | str) -> list[str] | str:
     return lines
 
 
-def refuse_changes(saved: Tree, wanted: Tree) -> None:
-    """On resume only lengths and cadences may change; anything else would make another run of it."""
-    # What `train.K` sets is passed on to the players: name the cause before its effects.
-    for key in sorted(changed_keys(saved, wanted), key=lambda key: (".players." in key, key)):
+def refuse_changes(saved: Tree, changed: Tree) -> None:
+    """Refuse to resume with a config that would make it another run."""
+    # The players inherit train.K: name the cause before its effects.
+    for key in sorted(changed_keys(saved, changed), key=lambda key: (".players." in key, key)):
         parts = key.split(".")
-        top = parts[2:] if parts[0] == "stages" and len(parts) > 2 else parts
-        is_train = top[0] == "train" and len(top) > 1
-        allowed = parts[0] == "prompts" or (is_train and (top[1] in MAY_CHANGE or top[1].endswith("_every")))
-        if not allowed:
+        section, *rest = parts[2:] if parts[0] == "stages" and len(parts) > 2 else parts
+        may_change = section == "train" and rest and (rest[0] in MAY_CHANGE or rest[0].endswith("_every"))
+        if parts[0] != "prompts" and not may_change:
             raise ConfigError(
-                f"{key} differs from the saved run ({_at(saved, parts)!r} there, {_at(wanted, parts)!r} now): a run that goes on may change only "
-                "train.steps, train.*_every, train.keep_last, train.workers, train.watchdog, train.parallel and prompts; "
-                "use --run with another folder for a new run"
+                f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
+                "a resumed run may change only train.steps, train.*_every, train.keep_last, train.workers, train.watchdog, "
+                "train.parallel and prompts; give --run another folder for a new run"
             )
 
 
-def _at(tree: Any, parts: list[str]) -> Any:
+def _value_at(tree: Any, parts: list[str]) -> Any:
     for part in parts:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree

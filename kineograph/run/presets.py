@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kineograph.core.errors import ConfigError
-from kineograph.run.layers import PRESETS, preset_names, read_layers
+from kineograph.run.layers import PRESETS, preset_names, read_file
 
 KEYS = ("Summary", "Command", "Hardware", "Time", "Expect")
 
@@ -62,7 +62,7 @@ def read_preset(path: Path) -> Preset:
     missing = [key for key in KEYS if not head.get(key)]
     if missing:
         raise ConfigError(f"{path}: the header lacks {', '.join(f'# {key}:' for key in missing)}")
-    tree = read_layers(path)
+    tree = read_file(path)
     stages = tree.get("stages") or {}
     tasks = [str((stage or {}).get("task", "")) for stage in stages.values()]
     # The family is what the last stages build up to: `muse` of vqgan, muse, muse.critic.

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
-from kineograph.run.plan import make_plan, refuse_changes
-from kineograph.run.resolve import comparable
+from kineograph.run.plan import drop_origin, make_plan, refuse_changes
 from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
 from kineograph.train.remote_checkpoint import download_checkpoint, install_checkpoint, is_remote
@@ -76,7 +75,7 @@ def _plan_run(folder: RunFolder, fetched: list[_RemoteCheckpoint]) -> Plan:
     for item in fetched:
         if item.stage not in [stage.name for stage in plan.stages]:
             raise InputError(f"--resume-from {item.source} is of stage {item.stage}, which {folder.path} does not have")
-        refuse_changes(comparable(plan.tree()), comparable(make_plan(item.config).tree()))
+        refuse_changes(drop_origin(plan.tree()), drop_origin(make_plan(item.config).tree()))
     return plan
 
 

@@ -1,10 +1,11 @@
-"""`kineo train`: walk the stages of a plan, each one Task trained by the one Trainer."""
+"""`kineo train`: train the stages of a plan one after another, each one Task, by the one Trainer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,14 @@ from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.data.loader import worker_error
 from kineograph.doctor.machine import release_memory
-from kineograph.doctor.step_flops import work_of
+from kineograph.doctor.step_flops import count_step_flops
 from kineograph.run.cache import open_stage_cache
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import is_main_process, process_group, set_group_timeout
-from kineograph.run.metrics import Evaluate
-from kineograph.run.plan import make_plan
-from kineograph.run.resolve import Resume, resolve
+from kineograph.run.metrics import TrainingMetrics
+from kineograph.run.plan import Resume, make_plan, resolve_run
+from kineograph.run.previews import Previews
 from kineograph.run.resume_from import fetch_checkpoints
-from kineograph.run.show import Show
 from kineograph.run.stage_data import open_data
 from kineograph.stage.data import StageData
 from kineograph.stage.load import StageLoader
@@ -39,6 +39,20 @@ from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
 from kineograph.train.trainer import Trainer, TrainerHooks
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the stages of a run share while they train."""
+
+    plan: Plan
+    folder: RunFolder
+    stop: StopRequest
+    trackers: dict[str, Tracker]  # only in the first process
+    rank_log: RankLog
+    note: Callable[[str], None]
+    on_log: Callable[[dict[str, Any]], None] | None
+    quiet: bool
 
 
 def train(
@@ -55,237 +69,205 @@ def train(
 ) -> Path:
     """Train all stages of a preset or file; the same call again resumes. → the run folder.
 
-    `resume_from` names checkpoints that lie elsewhere, to go on from (train/remote_checkpoint.py says where that may be).
+    `resume_from` names checkpoints that lie elsewhere, to resume from (train/remote_checkpoint.py lists the places).
     """
     quiet = quiet or not is_main_process()
+    if quiet:
+        note = _discard
     with process_group():
-        return _train(
-            arguments,
-            run,
-            resume,
-            dataset,
-            on_log,
-            extra,
-            quiet,
-            (lambda line: None) if quiet else note,
-            resume_from,
-        )
-
-
-def _train(
-    arguments: Sequence[str],
-    run: str | Path | None,
-    resume: Resume,
-    dataset: Any,
-    on_log: Callable[[dict[str, Any]], None] | None,
-    extra: Tree | None,
-    quiet: bool,
-    note: Callable[[str], None],
-    resume_from: Sequence[str],
-) -> Path:
-    """What every process of the group does. The first one decides, writes and speaks."""
-    if resume_from and distributed.is_first():
-        fetch_checkpoints(resume_from, run, note)
-    plan, folder = _agreed(arguments, run, resume, extra)
-    set_group_timeout(max(stage.train.timeout for stage in plan.stages))
-    wanted = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
-    check_trackers(wanted)
-    data: dict[str, StageData] = {}
-    for stage in plan.stages:
-        if not stage.spec.config.skip:
-            data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
-    begun = distributed.broadcast_object(
-        any(checkpoint.saved_steps(folder.checkpoints(stage.name)) for stage in plan.stages)
-    )
-    check_stages(plan, data, folder, building=not begun)
-    with _held(folder), ExitStack() as stack:
-        rank_log = RankLog(folder.path)
-        stack.callback(rank_log.close)
-        stack.enter_context(rank_log.capture_warnings())
-        note = rank_log.with_note(note)
-        trackers: dict[str, Tracker] = {}
-        if distributed.is_first():
-            opened_trackers = open_trackers(wanted, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
-            trackers = dict(zip(wanted, opened_trackers, strict=False))
-        stop = StopRequest()
-        try:
-            if distributed.is_first():
-                _begin(plan, folder, data)
-            distributed.barrier()
-            with stop.handle_signals():
-                for stage in plan.stages:
-                    if stage.spec.config.skip:
-                        note(f"{stage.name}: skipped, as stages.{stage.name}.skip says")
-                    else:
-                        told = [tracker for name, tracker in trackers.items() if name in stage.train.trackers]
-                        _StageRun(
-                            plan, stage, folder, data[stage.name], told, stop, on_log, quiet, note, rank_log
-                        ).train()
-                        _forget()
-        except Stopped:
-            if distributed.is_first():
-                write_atomic(folder.stopped_marker, "saved\n")
-            raise
-        finally:
-            for tracker in trackers.values():
-                tracker.close()
+        if resume_from and distributed.is_first():
+            fetch_checkpoints(resume_from, run, note)
+        plan, folder = _resolve_on_all_ranks(arguments, run, resume, extra)
+        set_group_timeout(max(stage.train.timeout for stage in plan.stages))
+        tracker_names: list[str] = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
+        check_trackers(tracker_names)
+        data: dict[str, StageData] = {}
+        for stage in plan.stages:
+            if not stage.spec.config.skip:
+                data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
+        begun = any(checkpoint.saved_steps(folder.checkpoints(stage.name)) for stage in plan.stages)
+        check_stages(plan, data, folder, building=not distributed.broadcast_object(begun))
+        with _lock(folder), _open_rank_log(folder) as rank_log:
+            opened = open_trackers(tracker_names, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
+            trackers = dict(zip(tracker_names, opened, strict=False))
+            note = rank_log.with_note(note)
+            try:
+                _train_stages(_Run(plan, folder, StopRequest(), trackers, rank_log, note, on_log, quiet), data)
+            finally:
+                for tracker in trackers.values():
+                    tracker.close()
     return folder.path
 
 
-def _agreed(
+def _discard(line: str) -> None:
+    """A note that nobody reads."""
+
+
+def _resolve_on_all_ranks(
     arguments: Sequence[str], run: str | Path | None, resume: Resume, extra: Tree | None
 ) -> tuple[Plan, RunFolder]:
-    """The plan as the first process makes it, on all of them."""
-    found = resolve(arguments, run, resume, extra) if distributed.is_first() else None
+    """The first process reads the config; all processes get the same plan."""
     if not distributed.is_active():
-        assert found is not None
-        return found
-    said = distributed.broadcast_object([found[0].tree(), str(found[1].path)] if found is not None else None)
-    return found or (make_plan(said[0]), RunFolder(said[1]))
+        return resolve_run(arguments, run, resume, extra)
+    if not distributed.is_first():
+        tree, path = distributed.broadcast_object(None)
+        return make_plan(tree), RunFolder(path)
+    plan, folder = resolve_run(arguments, run, resume, extra)
+    distributed.broadcast_object([plan.tree(), str(folder.path)])
+    return plan, folder
 
 
 @contextmanager
-def _held(folder: RunFolder) -> Iterator[None]:
-    """The run's lock, which the first process holds for all."""
-    if not distributed.is_first():
-        distributed.barrier()
-        yield
-        return
-    with folder.lock():
+def _lock(folder: RunFolder) -> Iterator[None]:
+    """Lock the run folder; the first process does so for all."""
+    with folder.lock() if distributed.is_first() else nullcontext():
         distributed.barrier()
         yield
 
 
-def _begin(plan: Plan, folder: RunFolder, data: dict[str, StageData]) -> None:
-    """What a run folder holds before its first stage trains."""
+@contextmanager
+def _open_rank_log(folder: RunFolder) -> Iterator[RankLog]:
+    rank_log = RankLog(folder.path)
+    try:
+        with rank_log.capture_warnings():
+            yield rank_log
+    finally:
+        rank_log.close()
+
+
+def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
+    try:
+        if distributed.is_first():
+            _write_run_files(run.plan, run.folder, data)
+        distributed.barrier()
+        with run.stop.handle_signals():
+            for stage in run.plan.stages:
+                if stage.spec.config.skip:
+                    run.note(f"{stage.name}: skipped (stages.{stage.name}.skip=true)")
+                else:
+                    _StageTraining(run, stage, data[stage.name]).train()
+                    _release_stage()
+    except Stopped:
+        if distributed.is_first():
+            write_atomic(run.folder.stopped_marker, "saved\n")
+        raise
+
+
+def _write_run_files(plan: Plan, folder: RunFolder, data: dict[str, StageData]) -> None:
+    """Write what a run folder holds before its first stage trains."""
     write_atomic(folder.config_file, dump_yaml(plan.tree()))
-    for opened in {id(found.source): found for found in data.values()}.values():  # stages share what they read alike
-        opened.write_scan(folder.path)
-    for name, opened in data.items():
-        opened.write_buckets(folder.stage(name) / "buckets.json")
+    # Stages that read the same data share one source.
+    for stage_data in {id(each.source): each for each in data.values()}.values():
+        stage_data.write_scan(folder.path)
+    for name, stage_data in data.items():
+        stage_data.write_buckets(folder.stage(name) / "buckets.json")
     folder.stopped_marker.unlink(missing_ok=True)
 
 
-def _forget() -> None:
-    """What a finished stage held: compiled code and CUDA graphs outlive the modules that they were made for."""
+def _release_stage() -> None:
+    """Free a finished stage's memory: compiled code and CUDA graphs outlive the modules that they were made for."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     release_memory()
 
 
-class _StageRun:
-    """Everything that one stage's training needs, put together."""
+class _StageTraining:
+    """Puts together what one stage's training needs."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        stage: StagePlan,
-        folder: RunFolder,
-        data: StageData,
-        trackers: list[Tracker],
-        stop: StopRequest,
-        on_log: Callable[[dict[str, Any]], None] | None,
-        quiet: bool,
-        note: Callable[[str], None],
-        rank_log: RankLog,
-    ) -> None:
-        self.rank_log = rank_log
-        self.plan, self.stage, self.folder, self.data = plan, stage, folder, data
-        self.trackers, self.stop, self.on_log, self.quiet, self.note = trackers, stop, on_log, quiet, note
-        self.metrics = MetricsFile(folder.metrics_file)
+    def __init__(self, run: _Run, stage: StagePlan, data: StageData) -> None:
+        self.run, self.stage, self.data = run, stage, data
         self.device = distributed.resolve_device(stage.train.device)
-        self.checkpoints = folder.checkpoints(stage.name)
-        self.stages = StageLoader(folder, self.device, note)
+        self.stages = StageLoader(run.folder, self.device, run.note)
+        self.metrics = MetricsFile(run.folder.metrics_file)
+        self.trackers = [tracker for name, tracker in run.trackers.items() if name in stage.train.trackers]
 
     def train(self) -> None:
-        stage = self.stage
-        found = checkpoint.latest_on_all_ranks(self.checkpoints)
-        if found is not None:
-            self.stages.check_references(self.folder, stage.name, found)
-        if found is not None and is_finished(
-            stage.train, skip_removed_phases(stage.train, Cursor(found.step, found.phase))
-        ):
-            self.note(f"{stage.name}: finished at step {found.step}")
-            return
-        task = build_for_training(self.plan, stage, self.stages, self.data, self.note)
-        stepper = Stepper(
-            task,
-            stage.train,
-            {name: stage.players[name] for name in task.players},
-            self.device,
-            self.plan.stage_seed(stage.name),
-        )
-        source = open_stage_cache(stage, task, self.stages, self.folder, self.data, self.device, self.stop, self.note)
+        run, stage, data = self.run, self.stage, self.data
+        checkpoints = run.folder.checkpoints(stage.name)
+        saved = checkpoint.latest_on_all_ranks(checkpoints)
+        if saved is not None:
+            self.stages.check_references(run.folder, stage.name, saved)
+            if is_finished(stage.train, skip_removed_phases(stage.train, Cursor(saved.step, saved.phase))):
+                run.note(f"{stage.name}: finished at step {saved.step}")
+                return
+        task = build_for_training(run.plan, stage, self.stages, data, run.note)
+        players = {name: stage.players[name] for name in task.players}
+        stepper = Stepper(task, stage.train, players, self.device, run.plan.stage_seed(stage.name))
+        source = open_stage_cache(stage, task, self.stages, run.folder, data, self.device, run.stop, run.note)
         if source is None or (isinstance(task, SupportsCaching) and task.always_encode()):
             stepper.compile_stages()
-        evaluate = Evaluate(self.plan, stage, self.data, self.stages) if stage.train.metrics else None
-        if evaluate is not None:
-            with stepper.eval_mode() as judged:
-                evaluate.check(judged)
-        show = Show(self.plan, stage, self.folder, self.data, self.trackers, self.device, self.note)
+        loader = data.loader(source)
+        if saved is not None:
+            loader.load_position(saved.state().get("data", {}))
+        previews = Previews(run.plan, stage, run.folder, data, self.trackers, self.device, run.note)
         hooks = TrainerHooks(
-            checkpoints=self.checkpoints,
+            checkpoints=checkpoints,
             log=self._log,
-            validation_batches=self.data.validation_batches if stage.train.validate_every else None,
-            evaluate=evaluate,
-            draw_samples=show if stage.train.sample_every else None,
+            validation_batches=data.validation_batches if stage.train.validate_every else None,
+            evaluate=self._open_metrics(stepper),
+            draw_samples=previews if stage.train.sample_every else None,
             publish=self._publish,
             extra_state={
                 "assets": task.assets(),
-                "config": self.plan.tree(),
-                "references": self.stages.reference_digests(self.folder, stage.name),
+                "config": run.plan.tree(),
+                "references": self.stages.reference_digests(run.folder, stage.name),
+                "data": loader.position,  # called for each checkpoint
             },
-            stop=self.stop,
-            quiet=self.quiet,
-            rank_log=self.rank_log,
-            step_flops=work_of(self.plan, stage, task, self.data, self.device, self.note),
+            stop=run.stop,
+            quiet=run.quiet,
+            rank_log=run.rank_log,
+            step_flops=count_step_flops(run.plan, stage, task, data, self.device, run.note),
         )
-        loader = self.data.loader(source)
-        if found is not None:
-            loader.load_position(found.state().get("data", {}))
-        hooks.extra_state["data"] = loader.position  # written with each checkpoint as it then is
         trainer = Trainer(stage.name, stepper, loader, hooks)
         start = trainer.resume()
-        self._take_up(start)
+        self._truncate_logs(start)
         self._describe(task, start)
+        skipped_file = run.folder.path / "skipped.jsonl"
         try:
             with self._watchdog():
                 trainer.fit(start)
         except BaseException as error:
-            with suppress(OSError):  # what went wrong first is what a person must hear
-                self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
-                show.curves()
-            if (
-                isinstance(error, RuntimeError)
-                and "DataLoader worker" in str(error)
-                and "killed by signal" in str(error)
-            ):
-                raise worker_error(
-                    str(error)
-                ) from None  # torch tells of a worker's death wherever the process is just then
+            with suppress(OSError):  # report the first error, not one of cleaning up
+                data.write_skipped(skipped_file, loader)
+                previews.curves()
+            # torch reports the death of a worker wherever the process happens to be.
+            message = str(error)
+            if isinstance(error, RuntimeError) and "DataLoader worker" in message and "killed by signal" in message:
+                raise worker_error(message) from None
             raise
         for skipped in distributed.all_gather_object(loader.skipped):
             loader.skipped.update(skipped)
-        self.data.write_skipped(self.folder.path / "skipped.jsonl", loader)
-        show.curves()
+        data.write_skipped(skipped_file, loader)
+        previews.curves()
+
+    def _open_metrics(self, stepper: Stepper) -> TrainingMetrics | None:
+        if not self.stage.train.metrics:
+            return None
+        metrics = TrainingMetrics(self.run.plan, self.stage, self.data, self.stages)
+        with stepper.eval_mode() as task:
+            metrics.check(task)
+        return metrics
 
     def _watchdog(self) -> AbstractContextManager[None]:
-        seconds = self.stage.train.watchdog
+        seconds, rank_log = self.stage.train.watchdog, self.run.rank_log
         if seconds is None:
             return nullcontext()
-        logs = self.rank_log.path.parent
-        self.note(f"watchdog: exits with code 1 after {seconds:g} s without progress, and writes the stacks to {logs}")
-        return self.rank_log.watchdog(seconds)
+        self.run.note(
+            f"watchdog: exits with code 1 after {seconds:g} s without progress, and writes the stacks to {rank_log.path.parent}"
+        )
+        return rank_log.watchdog(seconds)
 
-    def _take_up(self, start: Cursor) -> None:
-        """Forget what was told beyond the checkpoint."""
+    def _truncate_logs(self, start: Cursor) -> None:
+        """Drop the metrics that were logged after the checkpoint."""
         if not distributed.is_first():
             return
-        told = self.metrics.truncate(self.stage.name, start.step, [s.name for s in self.plan.stages], start.phase)
-        inside = start.phase in ("validate", "evaluate", "sample")
+        stages = [stage.name for stage in self.run.plan.stages]
+        kept = self.metrics.truncate(self.stage.name, start.step, stages, start.phase)
+        in_phase = start.phase in ("validate", "evaluate", "sample")
         for tracker in self.trackers:
-            tracker.begin(self.stage.name, start.step - inside)
-            for record in told if inside else ():  # trackers forget a step as a whole: what stays of it is told again
+            tracker.begin(self.stage.name, start.step - in_phase)
+            # Trackers drop a whole step: log again what is kept of it.
+            for record in kept if in_phase else ():
                 tracker.log(record)
 
     def _publish(self, saved: checkpoint.Checkpoint, best: bool) -> None:
@@ -295,7 +277,7 @@ class _StageRun:
     def _describe(self, task: Task, start: Cursor) -> None:
         trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
         tokens = task.tokens_per_clip()
-        self.note(
+        self.run.note(
             f"{self.stage.name}: {type(task).__name__}, {trained / 1e6:.2f} M parameters"
             + (f", {tokens} tokens a clip" if tokens else "")
             + f", on {self.device}"
@@ -304,8 +286,8 @@ class _StageRun:
         )
         plain = any(player.optimizer == "adamw" for player in self.stage.players.values())
         if plain and any(p.requires_grad and p.dtype == torch.bfloat16 for p in task.parameters()):
-            self.note(
-                f"warning: {self.stage.name} trains weights of 16 bits with optimizer=adamw, which loses what is small beside a weight: "
+            self.run.note(
+                f"warning: {self.stage.name} trains 16-bit weights with optimizer=adamw, which rounds small updates away: "
                 "set train.optimizer=adamw_8bit (or adamw_split)"
             )
 
@@ -315,5 +297,5 @@ class _StageRun:
         self.metrics.write(record)
         for tracker in self.trackers:
             tracker.log(record)
-        if self.on_log is not None:
-            self.on_log(record)
+        if self.run.on_log is not None:
+            self.run.on_log(record)

@@ -46,7 +46,7 @@ def draw(path: Path, number: int) -> None:
 @pytest.fixture(autouse=True)
 def _quiet(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
     monkeypatch.setattr(fill, "PACK", 3)  # several packs
     monkeypatch.setattr(fill, "BATCH", 2)
 
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "run.yaml").write_text(yaml.safe_dump({**base, "data": data, "stages": STAGES}, sort_keys=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(place / "home"))
-        patch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+        patch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
         train([str(place / "run.yaml")], run=place / "run", quiet=True)
     return place
 

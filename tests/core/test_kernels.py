@@ -22,7 +22,7 @@ from kineograph.core import kernels
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import sha256_of
 from kineograph.doctor import machine
-from kineograph.doctor.report import environment
+from kineograph.doctor.report import report_environment
 from kineograph.nn import attention
 
 GPU = torch.device("cuda", 0)
@@ -156,7 +156,7 @@ def test_doctor_says_what_a_hopper_gpu_does_without(monkeypatch, wheels):
     gpu(monkeypatch, 9)
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Device("NVIDIA H200", 2**37, 2**36)])
     lines: list[str] = []
-    environment(lines.append)
+    report_environment(lines.append)
     said = (
         "without FlashAttention 3, which is faster over long clips (not fetched): kineo weights get flash-attention-3"
     )

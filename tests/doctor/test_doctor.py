@@ -17,8 +17,8 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Loss, Mean
 from kineograph.doctor import estimate, machine, report, speed
 from kineograph.doctor.estimate import Estimate, micro_batch
-from kineograph.doctor.report import describe
-from kineograph.doctor.step_trace import trace
+from kineograph.doctor.report import describe_estimate
+from kineograph.doctor.step_trace import trace_step
 from kineograph.run import layers
 from kineograph.run.dry_run import dry_run, examine
 from kineograph.run.plan import make_plan
@@ -60,8 +60,8 @@ class Picky(Toy):
 
 
 def opened(tree: dict, *overrides: str) -> tuple[Plan, dict[str, StageData], PlanBuilder]:
-    tree = layers.layer({}, tree)
-    plan = make_plan(layers.read(overrides, base=tree))
+    tree = layers.lay_over({}, tree)
+    plan = make_plan(layers.read_config(overrides, base=tree))
     data: dict[str, StageData] = {}
     for stage in plan.stages:
         data[stage.name] = open_data(stage, plan.seed, note=lambda line: None, opened=data)
@@ -122,7 +122,8 @@ def test_a_step_without_numbers_counts_what_a_real_one_takes(tree: dict) -> None
     for stage in plan.stages:
         batch = next(data[stage.name].loader().steps(0, 1))[0]
         traced, real = (
-            trace(builder, stage, stage.train, "fp32", batch, 4, numbers) for numbers in (None, torch.device("cpu"))
+            trace_step(builder, stage, stage.train, "fp32", batch, 4, numbers)
+            for numbers in (None, torch.device("cpu"))
         )
         assert traced.memory.total - traced.memory.activations == real.memory.total - real.memory.activations
         assert traced.memory.activations == pytest.approx(real.memory.activations, rel=0.02)
@@ -204,7 +205,10 @@ def test_speed_is_probed_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.step_seconds == pytest.approx(taken)
     assert found.seconds == pytest.approx(30 * taken)
     side_by_side = Estimate(
-        **{**vars(found), "stage": make_plan(layers.layer(layers.layer({}, TREE), {"train": {"workers": 2}})).stages[1]}
+        **{
+            **vars(found),
+            "stage": make_plan(layers.lay_over(layers.lay_over({}, TREE), {"train": {"workers": 2}})).stages[1],
+        }
     )
     assert side_by_side.step_seconds == pytest.approx(max(found.speed.step_seconds, 4 * found.speed.read_seconds))
 
@@ -225,7 +229,7 @@ def test_micro_batches_are_at_least_one_sample() -> None:
 
 def told(found: Estimate) -> str:
     _, data, _ = opened(TREE)
-    return "\n".join(describe(found, data["second"]))
+    return "\n".join(describe_estimate(found, data["second"]))
 
 
 def test_what_does_not_fit_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,6 +552,6 @@ def test_a_dry_run_fails_as_training_would(tmp_path: Path, monkeypatch: pytest.M
     ):
         with pytest.raises((ConfigError, InputError), match=message):
             dry_run(["toy.yaml", *words])
-    with pytest.raises(InputError, match="no run to go on with"):
+    with pytest.raises(InputError, match="no run to resume"):
         dry_run(["toy.yaml"], resume="must")
     assert everything(tmp_path) == {"toy.yaml", "empty"}

@@ -15,9 +15,9 @@ from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.doctor import estimate, speed
 from kineograph.doctor.estimate import Estimate, Target
-from kineograph.doctor.report import describe
-from kineograph.doctor.speed import read_two
-from kineograph.doctor.step_trace import Memory, trace
+from kineograph.doctor.report import describe_estimate
+from kineograph.doctor.speed import read_two_batches
+from kineograph.doctor.step_trace import Memory, trace_step
 from kineograph.run.dry_run import dry_run, examine, planned_world
 from kineograph.stage.data import count_workers
 from kineograph.train.config import TrainConfig
@@ -37,17 +37,17 @@ def held(processes: int, *overrides: str) -> Memory:
     """By one of so many, of a small transformer."""
     plan, data, builder = opened(MUSE, *overrides)
     stage = plan.stages[-1]
-    (sample, _), _ = read_two(data[stage.name], 2)
+    (sample, _), _ = read_two_batches(data[stage.name], 2)
     world = World(processes, processes)
     micro = estimate.micro_batch(stage.train, None, world)
-    return trace(builder, stage, stage.train, "fp32", sample, micro, world=world).memory
+    return trace_step(builder, stage, stage.train, "fp32", sample, micro, world=world).memory
 
 
 def said(processes: int, keys: str = "replicate") -> str:
     """Of a stage, as the doctor describes it."""
     plan, data, _ = opened(TREE, f"train.parallel={keys}")
     meant = replace(some_estimate(), stage=plan.stages[1], world=World(processes, processes), judged=1024)
-    return "\n".join(describe(meant, data["second"]))
+    return "\n".join(describe_estimate(meant, data["second"]))
 
 
 @cache
@@ -135,7 +135,7 @@ def test_what_one_process_cannot_try_is_not_probed(monkeypatch: pytest.MonkeyPat
     assert found.speed is not None and found.step_seconds is not None
     assert found.speed.samples == 4  # its part of the batch
     assert found.step_seconds == pytest.approx(found.speed.step_seconds + 4 * found.speed.read_seconds)
-    told = "\n".join(describe(found, opened(TREE)[1]["second"]))
+    told = "\n".join(describe_estimate(found, opened(TREE)[1]["second"]))
     assert "one of 2 processes that had nothing to exchange" in told
 
 

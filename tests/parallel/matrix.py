@@ -56,7 +56,7 @@ def losses(family: str, parallel: Any = "replicate") -> list[float] | str:
     """Of each step, in this process's world; or why that cannot be."""
     preset, name, keys = FAMILIES[family]
     words = [preset, *SHARED.split(), *(f"stages.{name}.{key}" for key in re.split(r" (?=[\w.]+=)", keys))]
-    plan = make_plan(layers.read(words, {f"stages.{name}.train.parallel": parallel}))
+    plan = make_plan(layers.read_config(words, {f"stages.{name}.train.parallel": parallel}))
     data = {stage.name: open_data(stage, plan.seed, None, lambda line: None) for stage in plan.stages}
     stage = next(stage for stage in plan.stages if stage.name == name)
     torch.manual_seed(0)

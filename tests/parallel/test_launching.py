@@ -70,7 +70,7 @@ def test_trainings_that_are_shown_are_plans() -> None:
     for words in trainings:
         options = {at + 1 for at, word in enumerate(words) if word == "--run"}
         rest = [word for at, word in enumerate(words) if at not in options and not word.startswith("--")]
-        make_plan(layers.read(rest[rest.index("train") + 1 :]))
+        make_plan(layers.read_config(rest[rest.index("train") + 1 :]))
 
 
 def test_manifests_are_what_they_say() -> None:

@@ -36,7 +36,7 @@ BUCKETS = {"sizes": [[16, 24], [24, 16], [16, 16]], "frames": [1, 5]}
 @pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.data.digit_captions import parse_caption
 from kineograph.run.cache import cache_run
-from kineograph.run.show import _real
+from kineograph.run.previews import _real
 from kineograph.train import checkpoint
 from tests.run import clip_tasks
 from tests.run.clip_tasks import BASE, train
@@ -26,7 +26,7 @@ from tests.run.clip_tasks import BASE, train
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Curves take longer than everything else here, and an endless source has many captions."""
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
     monkeypatch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
 
 
@@ -280,7 +280,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A trained codec, as another run's stage."""
     folder = tmp_path_factory.mktemp("codec")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+        patch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
         return f"{train(folder, stages={'codec': BASE['stages']['codec']})}/codec"
 
 

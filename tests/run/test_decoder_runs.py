@@ -78,7 +78,7 @@ MINE = "tests.run.test_decoder_runs.Sizes"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
 
 
 def run(folder: Path, stages: dict[str, Any], dataset: Dataset | None = EMBEDDED, **changes: Any) -> Path:

@@ -35,7 +35,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     data = {"source": "folder", "folder": str(folder), "size": 16, "frames": 5, "validation": 0.2}
     tree = {**BASE, "data": data, "train": {**BASE["train"], "batch_size": 4}}
     monkeypatch.setattr(clip_tasks, "BASE", tree)
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
     return folder
 
 

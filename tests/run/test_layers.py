@@ -9,7 +9,7 @@ import yaml
 
 from kineograph.core.errors import ConfigError
 from kineograph.run import layers
-from kineograph.run.layers import changed_keys, layer, read
+from kineograph.run.layers import changed_keys, lay_over, read_config
 from kineograph.run.plan import make_plan
 
 TOY, DUEL = "tests.train.toy_tasks.Toy", "tests.train.toy_tasks.Duel"
@@ -40,7 +40,7 @@ def file(name: str, /, **tree) -> str:
 
 
 def planned(*arguments: str, extra: dict | None = None) -> dict:
-    return make_plan(read(arguments, extra)).tree()
+    return make_plan(read_config(arguments, extra)).tree()
 
 
 def lrs(tree: dict) -> dict[str, float]:
@@ -111,9 +111,9 @@ def test_a_list_replaces_a_list_and_null_unsets() -> None:
 
 
 def test_reading_changes_no_layer() -> None:
-    base = read(["small"])
+    base = read_config(["small"])
     before = yaml.safe_dump(base)
-    layer(base, {"train": {"lr": 1}, "data": {"source": "folder"}, "stages": {"first": {"train": {"lr": 3}}}})
+    lay_over(base, {"train": {"lr": 1}, "data": {"source": "folder"}, "stages": {"first": {"train": {"lr": 3}}}})
     assert yaml.safe_dump(base) == before
 
 
@@ -122,7 +122,7 @@ def test_reading_changes_no_layer() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_new_source_drops_the_old_ones_own_keys(order: int) -> None:
-    tree = read(["small", *["data.source=folder", "data.folder=photos", "data.size=24"][::order]])
+    tree = read_config(["small", *["data.source=folder", "data.folder=photos", "data.size=24"][::order]])
     assert tree["data"] == {"source": "folder", "folder": "photos", "size": 24}
     assert tree["stages"]["second"]["data"] == {"frames": 2}
     stages = planned("small", "data.source=folder", "data.folder=photos")["stages"]
@@ -177,7 +177,7 @@ def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
     ("arguments", "message"),
     [
         (["smal"], "did you mean small?"),
-        (["nothing-like-it"], "there are small, small-more"),
+        (["nothing-like-it"], "the presets are small, small-more"),
         (["gone.yaml"], "gone.yaml does not exist"),
         (["small", "train.stepps=3"], "unknown key train.stepps: did you mean train.steps?"),
         (["small", "trian.steps=3"], "unknown key trian: did you mean train?"),
@@ -233,7 +233,7 @@ def test_a_preset_that_extends_itself(shelf: Path) -> None:
     (shelf / "a.yaml").write_text("preset: b")
     (shelf / "b.yaml").write_text("preset: a")
     with pytest.raises(ConfigError, match="extends itself"):
-        read(["a"])
+        read_config(["a"])
 
 
 def test_changed_keys() -> None:

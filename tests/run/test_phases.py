@@ -19,7 +19,7 @@ from kineograph.core.errors import ConfigError, InputError, Stopped
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Result
 from kineograph.evaluate.runner import evaluate
 from kineograph.run.listing import list_runs
-from kineograph.run.show import Show
+from kineograph.run.previews import Previews
 from kineograph.train import checkpoint
 from kineograph.train.trainer import Trainer
 from tests.run import clip_tasks
@@ -65,7 +65,7 @@ class Brightness:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
     monkeypatch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
 
 
@@ -107,7 +107,7 @@ def facts(run: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+        patch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
         patch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
         return facts(train(tmp_path_factory.mktemp("whole")))
 
@@ -158,7 +158,7 @@ def deadly(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, aft
 @pytest.mark.parametrize("place", ["_validate", "_evaluate", "show", "_save", "_note_phase"])
 def test_killed_in_a_phase(whole: dict, tmp_path: Path, place: str, nth: int, after: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        deadly(patch, *((Show, "__call__") if place == "show" else (Trainer, place)), nth, after)
+        deadly(patch, *((Previews, "__call__") if place == "show" else (Trainer, place)), nth, after)
         with pytest.raises(Killed):
             train(tmp_path)
     folder = tmp_path / "run" / "generator" / "checkpoints"
@@ -182,7 +182,7 @@ def test_killed_in_a_phase(whole: dict, tmp_path: Path, place: str, nth: int, af
 
 def test_a_cursor_that_cannot_be_read_costs_its_phases_only(whole: dict, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        deadly(patch, Show, "__call__", 2, after=False)
+        deadly(patch, Previews, "__call__", 2, after=False)
         with pytest.raises(Killed):
             train(tmp_path)
     found = checkpoint.latest(tmp_path / "run" / "generator" / "checkpoints")
@@ -212,7 +212,7 @@ def test_a_signal_between_phases_stops_there(whole: dict, tmp_path: Path, monkey
 
 def test_a_run_that_died_in_its_last_phase_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        deadly(patch, Show, "__call__", 3, after=False)
+        deadly(patch, Previews, "__call__", 3, after=False)
         with pytest.raises(Killed):
             train(tmp_path)
     (row,) = list_runs(tmp_path / "run")

@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
 
 
 def write(folder: Path, *changes: dict[str, Any]) -> Path:

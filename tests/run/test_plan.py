@@ -9,7 +9,7 @@ import pytest
 
 from kineograph.core.config import dump_yaml, nest, read_yaml
 from kineograph.core.errors import ConfigError
-from kineograph.run.layers import layer, read
+from kineograph.run.layers import lay_over, read_config
 from kineograph.run.plan import make_plan, refuse_changes
 
 TREE = {
@@ -24,7 +24,7 @@ TREE = {
 
 
 def plan_with(path: str, value: object):
-    return make_plan(layer(deepcopy(TREE), nest(path, value)))
+    return make_plan(lay_over(deepcopy(TREE), nest(path, value)))
 
 
 def test_every_stage_is_typed() -> None:
@@ -57,12 +57,12 @@ def test_the_saved_tree_says_everything(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_resolved_file_is_not_laid_onto_its_preset(tmp_path: Path) -> None:
     tree = make_plan(TREE).tree() | {"preset": "a preset that is gone"}
     (tmp_path / "config.yaml").write_text(dump_yaml(tree))
-    assert make_plan(read([str(tmp_path / "config.yaml")])).tree() == tree
+    assert make_plan(read_config([str(tmp_path / "config.yaml")])).tree() == tree
 
 
 def test_references_name_earlier_stages() -> None:
     with pytest.raises(
-        ConfigError, match=r"stages.second.codec=third: no stage of that name stands before it; there are first"
+        ConfigError, match=r"stages.second.codec=third: no earlier stage has that name; the earlier stages are first"
     ):
         plan_with("stages.second.codec", "third")
     with pytest.raises(ConfigError, match=r"stages.second.codec=second"):

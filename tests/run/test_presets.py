@@ -92,7 +92,7 @@ def test_shipped_preset(name: str) -> None:
     preset = presets.read_preset(layers.PRESETS / f"{name}.yaml")  # every header line is there
     program, command, *words = shlex.split(preset.command)
     assert (program, command, words[0]) == ("kineo", "train", name)
-    plan = make_plan(layers.read(words))  # as the header says
+    plan = make_plan(layers.read_config(words))  # as the header says
     assert plan.name == name
     assert plan.preset == name
     assert [stage.name for stage in plan.stages] == list(preset.stages)

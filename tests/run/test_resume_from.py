@@ -32,7 +32,7 @@ STEPS, HALF = 6, 3
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
     monkeypatch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
 
 
@@ -44,7 +44,7 @@ def train(folder: Path, name: str, **changes: Any) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with checkpoints at steps 3 and 6."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+        patch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
         patch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 200)
         return train(tmp_path_factory.mktemp("elsewhere"), "whole")
 

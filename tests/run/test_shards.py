@@ -10,7 +10,7 @@ import pytest
 
 from kineograph.core.errors import ConfigError
 from kineograph.run.cache import cache_run
-from kineograph.run.make_data import make
+from kineograph.run.dataset_writer import write_dataset
 from kineograph.train import checkpoint
 from tests.run import clip_tasks
 from tests.run.clip_tasks import BASE, train
@@ -18,12 +18,14 @@ from tests.run.clip_tasks import BASE, train
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    return make("moving-digits", tmp_path / "shards", 24, "webdataset", ["size=16", "frames=5", "glyphs=2", "shard=4"])
+    return write_dataset(
+        "moving-digits", tmp_path / "shards", 24, "webdataset", ["size=16", "frames=5", "glyphs=2", "shard=4"]
+    )
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ TOKENS = "text.tokens.weight"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
 
 
 def stages(**named: dict[str, Any]) -> dict[str, Any]:

@@ -76,10 +76,10 @@ def lighten() -> None:
     """Inside a life: one thread, and no curves drawn, which would be most of a tiny run's time."""
     import torch
 
-    from kineograph.run.show import Show
+    from kineograph.run.previews import Previews
 
     torch.set_num_threads(1)
-    Show.curves = lambda self: None  # type: ignore[method-assign]
+    Previews.curves = lambda self: None  # type: ignore[method-assign]
 
 
 def start(

@@ -32,7 +32,7 @@ TEXT = {"kind": "learned", "width": 16, "depth": 1, "heads": 2, "length": 6}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ class _Asked:
     own: bool = False  # a person's prompts, not those of the items
 
 
-class Show:
+class Previews:
     """Called by the Trainer with (step, stepper). What is drawn is encoded and written later, by the first process in the background:
     nobody waits for that."""
 

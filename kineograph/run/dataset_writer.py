@@ -56,7 +56,7 @@ class Job:
         return f"{index:0{max(6, len(str(self.count - 1)))}d}"
 
 
-def make(
+def write_dataset(
     what: str,
     out: str | Path,
     count: int,

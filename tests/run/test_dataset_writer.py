@@ -16,8 +16,8 @@ from kineograph.data.folder import Folder, FolderConfig
 from kineograph.data.memmap import Memmap, MemmapConfig
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.data.webdataset import WebDataset, WebDatasetConfig
-from kineograph.run import make_data
-from kineograph.run.make_data import make
+from kineograph.run import dataset_writer
+from kineograph.run.dataset_writer import write_dataset
 from tests.media.reading import read_clip
 
 RNG = np.random.default_rng(0)
@@ -28,7 +28,7 @@ def drawn(index: int, **keys):
 
 
 def test_gif_folder_reads_back_as_drawn(tmp_path: Path) -> None:
-    out = make("moving-digits", tmp_path / "clips", 3, "gif", ["size=32", "frames=6", "fps=10"])
+    out = write_dataset("moving-digits", tmp_path / "clips", 3, "gif", ["size=32", "frames=6", "fps=10"])
     assert sorted(path.name for path in out.iterdir()) == [f"{i:06d}.{s}" for i in range(3) for s in ("gif", "txt")]
     for index in range(3):
         pixels, fps = read_clip(out / f"{index:06d}.gif", channels=3)
@@ -39,7 +39,7 @@ def test_gif_folder_reads_back_as_drawn(tmp_path: Path) -> None:
 
 
 def test_the_folder_source_takes_what_was_written(tmp_path: Path) -> None:
-    make("moving-digits", tmp_path / "pictures", 4, "png", ["size=24", "channels=1"])
+    write_dataset("moving-digits", tmp_path / "pictures", 4, "png", ["size=24", "channels=1"])
     source = Folder.open(FolderConfig(folder=str(tmp_path / "pictures"), size=24, channels=1, validation=0), "train", 0)
     expected = drawn(2, size=24, frames=1, channels=1)
     found = source.read(2, RNG)
@@ -48,7 +48,7 @@ def test_the_folder_source_takes_what_was_written(tmp_path: Path) -> None:
 
 
 def test_the_memmap_source_takes_what_was_written(tmp_path: Path) -> None:
-    out = make(
+    out = write_dataset(
         "moving-digits", tmp_path / "array", 5, "memmap", ["size=[24, 32]", "frames=4", "channels=1", "digits=2"]
     )
     assert np.load(out / "videos.npy", mmap_mode="r").shape == (5, 4, 1, 24, 32)
@@ -63,7 +63,7 @@ def test_the_memmap_source_takes_what_was_written(tmp_path: Path) -> None:
 
 
 def test_webdataset_shards(tmp_path: Path) -> None:
-    out = make("moving-digits", tmp_path / "shards", 5, "webdataset", ["size=24", "frames=3", "shard=2"])
+    out = write_dataset("moving-digits", tmp_path / "shards", 5, "webdataset", ["size=24", "frames=3", "shard=2"])
     assert sorted(path.name for path in out.iterdir()) == [f"shard-00000{i}.tar" for i in range(3)]
     names: list[str] = []
     for path in sorted(out.iterdir()):
@@ -73,25 +73,26 @@ def test_webdataset_shards(tmp_path: Path) -> None:
     assert names == [f"{i // 2:05d}{i % 2:04d}.{suffix}" for i in range(5) for suffix in ("gif", "txt", "json")]
     assert content["caption"] == drawn(4, size=24, frames=3).caption
     assert content["figures"][0]["digit"] in range(10)
-    again = make("moving-digits", tmp_path / "again", 5, "webdataset", ["size=24", "frames=3", "shard=2"])
+    again = write_dataset("moving-digits", tmp_path / "again", 5, "webdataset", ["size=24", "frames=3", "shard=2"])
     assert (again / "shard-000001.tar").read_bytes() == (out / "shard-000001.tar").read_bytes()
 
 
 def test_webdataset_media_format(tmp_path: Path) -> None:
-    make("moving-digits", tmp_path / "stills", 1, "webdataset", ["size=24", "format=png"])
+    write_dataset("moving-digits", tmp_path / "stills", 1, "webdataset", ["size=24", "format=png"])
     with tarfile.open(tmp_path / "stills/shard-000000.tar") as tar:
         assert tar.getnames()[0] == "000000000.png"
 
 
 def test_mp4_has_the_frames_and_the_speed(tmp_path: Path) -> None:
-    out = make("moving_digits", tmp_path / "films", 1, "mp4", ["size=32", "frames=5", "fps=12"])
+    out = write_dataset("moving_digits", tmp_path / "films", 1, "mp4", ["size=32", "frames=5", "fps=12"])
     pixels, fps = read_clip(out / "000000.mp4")
     assert (tuple(pixels.shape), fps) == ((5, 3, 32, 32), 12)
 
 
 def test_split_decides_the_items(tmp_path: Path) -> None:
     train, held = (
-        make("moving-digits", tmp_path / split, 2, "png", ["size=24"], split) for split in ("train", "validation")
+        write_dataset("moving-digits", tmp_path / split, 2, "png", ["size=24"], split)
+        for split in ("train", "validation")
     )
     assert (train / "000000.png").read_bytes() != (held / "000000.png").read_bytes()
 
@@ -115,23 +116,23 @@ def test_split_decides_the_items(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named_and_nothing_is_written(tmp_path: Path, call: dict, message: str) -> None:
     with pytest.raises(InputError, match=message.replace("?", r"\?")):
-        make(**{"what": "moving-digits", "out": tmp_path / "out", "count": 2, "as_": "gif", **call})
+        write_dataset(**{"what": "moving-digits", "out": tmp_path / "out", "count": 2, "as_": "gif", **call})
     assert not any(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep me")
     with pytest.raises(InputError, match="not an empty folder"):
-        make("moving-digits", tmp_path, 1)
+        write_dataset("moving-digits", tmp_path, 1)
     with pytest.raises(InputError, match="not an empty folder"):
-        make("moving-digits", tmp_path / "mine.txt", 1)
+        write_dataset("moving-digits", tmp_path / "mine.txt", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     assert (tmp_path / "mine.txt").read_text() == "keep me"
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    make("moving-digits", tmp_path / "empty", 1, "png", ["size=24"])
+    write_dataset("moving-digits", tmp_path / "empty", 1, "png", ["size=24"])
     assert len(list((tmp_path / "empty").iterdir())) == 2
 
 
@@ -145,9 +146,9 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path, as_: str, monkeypatch
             raise KeyboardInterrupt
         return read(self, index, rng)
 
-    monkeypatch.setattr(make_data.MovingDigits, "read", failing)
+    monkeypatch.setattr(dataset_writer.MovingDigits, "read", failing)
     with pytest.raises(KeyboardInterrupt):
-        make("moving-digits", tmp_path / "out", 4, as_, ["size=24", "frames=2"])
+        write_dataset("moving-digits", tmp_path / "out", 4, as_, ["size=24", "frames=2"])
     assert not any(tmp_path.iterdir())
 
 
@@ -166,7 +167,7 @@ class Means:
 @pytest.mark.parametrize("form", ["jpg", "webp", "gif"])
 def test_shards_and_their_embeddings_are_read_back(tmp_path: Path, form: str) -> None:
     settings = ["size=24", "shard=70", f"format={form}"] + (["frames=3"] if form == "gif" else [])
-    out = make("moving-digits", tmp_path / "shards", 150, "webdataset", settings, embeddings=Means())
+    out = write_dataset("moving-digits", tmp_path / "shards", 150, "webdataset", settings, embeddings=Means())
     assert sorted(path.name for path in (out / "img_emb").iterdir()) == [f"img_emb_00000{n}.npy" for n in range(3)]
     keys = {"shards": str(out), "size": 24, "frames": 3 if form == "gif" else 1, "validation": 0}
     folders = {
@@ -195,14 +196,14 @@ def test_shards_and_their_embeddings_are_read_back(tmp_path: Path, form: str) ->
 
 def test_embeddings_need_a_stage_that_embeds(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--as webdataset, not with --as gif"):
-        make("moving-digits", tmp_path / "a", 1, "gif", embeddings="runs/x")
+        write_dataset("moving-digits", tmp_path / "a", 1, "gif", embeddings="runs/x")
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("stages: {tokenizer: {task: vqgan}}")
     with pytest.raises(InputError, match=r"none of the stages tokenizer embeds"):
-        make("moving-digits", tmp_path / "a", 1, "webdataset", embeddings=str(run))
+        write_dataset("moving-digits", tmp_path / "a", 1, "webdataset", embeddings=str(run))
     with pytest.raises(InputError, match=r"the stages of .* are tokenizer"):
-        make("moving-digits", tmp_path / "a", 1, "webdataset", embeddings=f"{run}/clip")
+        write_dataset("moving-digits", tmp_path / "a", 1, "webdataset", embeddings=f"{run}/clip")
     assert not (tmp_path / "a").exists()
 
 
@@ -218,5 +219,7 @@ def test_pictures_go_to_the_device_of_what_embeds_them(tmp_path: Path) -> None:
             return torch.ones(len(captions), 2), torch.ones(len(captions), 1, 2), torch.ones(len(captions), 1) > 0
 
     embedder = Elsewhere(2, 2, device="meta")
-    out = make("moving-digits", tmp_path / "shards", 2, "webdataset", ["size=24", "format=png"], embeddings=embedder)
+    out = write_dataset(
+        "moving-digits", tmp_path / "shards", 2, "webdataset", ["size=24", "format=png"], embeddings=embedder
+    )
     assert np.load(out / "img_emb" / "img_emb_000000.npy").shape == (2, 2)

@@ -24,7 +24,7 @@ STAGES = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: None)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: None)
 
 
 def shown(tmp_path: Path, name: str = "run", **changes: Any) -> Path:
@@ -122,7 +122,7 @@ def test_a_task_without_latents_refuses_them(tmp_path: Path) -> None:
 
 def test_what_pictures_took_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr("kineograph.run.show.release_memory", lambda: asked.append(True))
+    monkeypatch.setattr("kineograph.run.previews.release_memory", lambda: asked.append(True))
     shown(tmp_path)
     assert asked == [True]
 
@@ -133,7 +133,7 @@ def test_training_goes_on_where_pictures_find_no_memory(tmp_path: Path, monkeypa
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore advice")
 
-    monkeypatch.setattr("kineograph.run.show.Show._reconstructions", full)
+    monkeypatch.setattr("kineograph.run.previews.Previews._reconstructions", full)
     lines: list[str] = []
     stage = shown(tmp_path, lines=lines)
     told = "\n".join(lines)
@@ -170,8 +170,8 @@ def test_curves_are_drawn_at_the_end_of_each_stage_and_between_only_now_and_then
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: float, times: int
 ) -> None:
     drawn = []
-    monkeypatch.setattr("kineograph.run.show.draw_curves", lambda *files: drawn.append(files))
-    monkeypatch.setattr("kineograph.run.show.REDRAWN", apart)
+    monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: drawn.append(files))
+    monkeypatch.setattr("kineograph.run.previews.REDRAWN", apart)
     shown(tmp_path, train__steps=3, train__sample_every=1)
     assert len(drawn) == times  # of the codec's stage one, of the generator's one a showing and one at its end
 
@@ -181,7 +181,7 @@ def test_curves_are_drawn_at_the_end_of_each_stage_and_between_only_now_and_then
 
 def test_nobody_waits_while_the_first_process_encodes(tmp_path: Path) -> None:
     """Its encoder stands still until both have begun the step that follows the pictures."""
-    from kineograph.run import show
+    from kineograph.run import previews
     from kineograph.train.stepper import Stepper
     from tests.train.together import together
 
@@ -189,7 +189,7 @@ def test_nobody_waits_while_the_first_process_encodes(tmp_path: Path) -> None:
 
     def work(rank: int) -> list[str]:
         seen: list[str] = []
-        inner_step, inner_write = Stepper.step, show.write_clip
+        inner_step, inner_write = Stepper.step, previews.write_clip
 
         def step(self: Stepper, number: int, batches: Any) -> Any:
             if number == 3:
@@ -204,7 +204,7 @@ def test_nobody_waits_while_the_first_process_encodes(tmp_path: Path) -> None:
             seen.append("clip")
             return inner_write(*given)
 
-        Stepper.step, show.write_clip = step, write  # type: ignore[method-assign,assignment]
+        Stepper.step, previews.write_clip = step, write  # type: ignore[method-assign,assignment]
         shown(tmp_path / str(rank), train__steps=4, train__grids=["train"])
         return seen
 
@@ -219,14 +219,14 @@ def test_nobody_waits_while_the_first_process_encodes(tmp_path: Path) -> None:
 
 def test_a_phase_is_finished_when_its_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose encoder fails comes back into the phase, and draws them."""
-    from kineograph.run import show
+    from kineograph.run import previews
     from kineograph.train import checkpoint
 
     def full(*given: Any) -> Path:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(show, "write_clip", full)
+        broken.setattr(previews, "write_clip", full)
         with pytest.raises(RunFailed, match=r"cannot write to .*No space left on device"):
             shown(tmp_path, train__save_every=3, train__steps=6)
     found = checkpoint.latest(tmp_path / "run" / "generator" / "checkpoints")
