@@ -60,7 +60,7 @@ def test_each_clip_keeps_its_own_speed(tmp_path: Path, monkeypatch: pytest.Monke
         batch.fps = torch.tensor([4.0, 8.0, 12.5][:count])
         return batch
 
-    monkeypatch.setattr(StageData, "pictures", mixed)
+    monkeypatch.setattr(StageData, "fixed_batch", mixed)
     stage = shown(tmp_path, train__format="gif")
     speeds = [read_clip(stage / "validation" / "step-00000003" / f"{number:03d}-input.gif")[1] for number in range(3)]
     assert speeds == pytest.approx([4.0, 8.0, 12.5], rel=0.02)
