@@ -1,4 +1,4 @@
-"""Loss curves of small tasks under a layout: the same batches and noise, whatever the number of processes."""
+"""Loss curves of small tasks under a layout, with the same batches and noise on any number of processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cogvideox(**keys: Any) -> Task:
 
 
 def gan() -> Task:
-    """Both players, an adaptive weight, and a codebook that follows the batch, dead codes revived."""
+    """Two players, an adaptive weight, and an EMA codebook that restarts dead codes."""
     keys = {
         "width": 8, "multipliers": [1, 2], "perceptual": {"weight": 0}, "quantizer": {"kind": "vq", "codes": 32, "dim": 4},
         "adversarial": {"width": 8, "levels": 2, "start": 1, "adaptive": True},
@@ -61,8 +61,8 @@ TASKS: dict[str, tuple[Callable[[], Task], tuple[int, ...]]] = {
 }
 
 
-def batch(shape: tuple[int, ...], step: int, slots: np.ndarray) -> Batch:
-    """Sample `slot` of step `step` is the same in whatever batch it comes; captions of different lengths give ranks different counts."""
+def make_batch(shape: tuple[int, ...], step: int, slots: np.ndarray) -> Batch:
+    """A sample depends on step and slot alone. Captions of different lengths give ranks different counts."""
     samples = []
     for slot in slots.tolist():
         numbers = torch.Generator().manual_seed(1000 * step + slot)
@@ -71,30 +71,30 @@ def batch(shape: tuple[int, ...], step: int, slots: np.ndarray) -> Batch:
     return Batch.collate(samples, slots.tolist())
 
 
-def stepper_for(case: dict[str, Any]) -> Stepper:
+def build_stepper(case: dict[str, Any]) -> Stepper:
     torch.manual_seed(0)
     return Stepper(TASKS[case["task"]][0](), TrainConfig(**merge(TRAIN, case.get("train", {}))), seed=3)
 
 
-def descend(stepper: Stepper, case: dict[str, Any], start: int, stop: int) -> list[dict[str, float]]:
+def take_steps(stepper: Stepper, case: dict[str, Any], start: int, stop: int) -> list[dict[str, float]]:
     config, shape = stepper.config, TASKS[case["task"]][1]
     rank, world = config.parallel.data_rank_of(distributed.rank(), distributed.world())
     found = []
     for step in range(start, stop):
         rows = case.get("rows", config.batch_size)
         micro = [
-            batch(shape, step, np.array_split(part, world)[rank])
+            make_batch(shape, step, np.array_split(part, world)[rank])
             for part in np.array_split(np.arange(rows), config.accumulate)
         ]
         if step == case.get("poison"):
             for one in micro if rank == world - 1 else []:
-                _poison(stepper.task, one)
+                _poison_next_output(stepper.task, one)
         found.append({name: float(value) for name, value in stepper.step(step, micro).items()})
     return found
 
 
-def _poison(task: Task, one: Batch) -> None:
-    """One rank's forward pass gives a number that is not finite, once."""
+def _poison_next_output(task: Task, one: Batch) -> None:
+    """Make the next forward pass of this rank return NaN, once."""
 
     def spoil(module: Any, inputs: Any, output: Any) -> Any:
         handle.remove()
@@ -105,42 +105,48 @@ def _poison(task: Task, one: Batch) -> None:
     )
 
 
-def validated(stepper: Stepper, case: dict[str, Any]) -> float:
-    """A mean over all ranks with averaged weights: each rank has another number of items, and its own pace."""
+def validation_loss(stepper: Stepper, case: dict[str, Any]) -> float:
+    """The mean over all ranks with averaged weights; ranks have different numbers of items."""
     from kineograph.core.noise import Noise
 
     rank, world = stepper.config.parallel.data_rank_of(distributed.rank(), distributed.world())
     total = torch.zeros(2, dtype=torch.float64)
     with stepper.eval_mode() as task:
         for one in np.array_split(np.arange(7), world)[rank].tolist() if case["task"] != "gan" else []:
-            items = batch(TASKS[case["task"]][1], 99, np.array([one]))
+            items = make_batch(TASKS[case["task"]][1], 99, np.array([one]))
             mean = task.validate(items, Noise(5, 0, items.slots))["loss"]
             total += torch.tensor([float(mean.sum), float(mean.count)], dtype=torch.float64)
     both = distributed.all_reduce_(total)
     return float(both[0] / both[1])
 
 
-def curve(case: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Steps, their losses, what validation says; a checkpoint is left in `out`."""
-    stepper = stepper_for(case)
-    steps = descend(stepper, case, 0, case.get("steps", 4))
+def train_curve(case: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Train, validate, and leave a checkpoint in `out`."""
+    stepper = build_stepper(case)
+    steps = take_steps(stepper, case, 0, case.get("steps", 4))
     tensors, state = stepper.full_state(), stepper.state()
     if distributed.is_first():
         checkpoint.save(out / case["name"], len(steps), tensors, {"stepper": state})
     parts = sum(p.numel() for optimizer in stepper.optimizers.values() for p in optimizer.parts.values())
-    return {"steps": steps, "validation": validated(stepper, case), "parts": parts, "skipped": float(stepper.skipped)}
+    return {
+        "steps": steps,
+        "validation": validation_loss(stepper, case),
+        "parts": parts,
+        "skipped": float(stepper.skipped),
+    }
 
 
-def go_on(case: dict[str, Any], before: Path) -> dict[str, Any]:
-    """Steps from where another world left off: `before` has what `curve` of `case["after"]` left."""
-    stepper = stepper_for(case)
+def resume_curve(case: dict[str, Any], before: Path) -> dict[str, Any]:
+    """Resume from the checkpoint that `train_curve` of case["after"] left in `before`."""
+    stepper = build_stepper(case)
     stepper.load(checkpoint.checkpoint_at(before / case["after"], case["from"]))
-    return {"steps": descend(stepper, case, case["from"], case["steps"])}
+    return {"steps": take_steps(stepper, case, case["from"], case["steps"])}
 
 
-def curves(cases: list[dict[str, Any]], out: str, before: str = "") -> dict[str, Any]:
-    """All cases one after another in this world."""
+def run_cases(cases: list[dict[str, Any]], out: str, before: str = "") -> dict[str, Any]:
+    """Run all cases, one after another, in this process group."""
     with process_group():
         return {
-            case["name"]: go_on(case, Path(before)) if "after" in case else curve(case, Path(out)) for case in cases
+            case["name"]: resume_curve(case, Path(before)) if "after" in case else train_curve(case, Path(out))
+            for case in cases
         }

@@ -1,4 +1,4 @@
-"""Every family under every layout: the largest relative difference of a loss from that of one process. Writes the table of docs/parallel.md.
+"""Compares the losses of every family under every layout with those of one process; writes the table of docs/parallel.md.
 
 python -m tests.parallel.matrix
 """
@@ -25,7 +25,7 @@ STEPS = 5
 SHARED = "train.batch_size=8 train.workers=0 train.warmup=0 train.clip=0.1 train.timeout=100 data.count=64 data.validation=0.1"
 NARROW = "depth=2 width=32 text.depth=1 text.width=32 text.dropout=0"
 GAME = "adversarial={width: 8, levels: 2, start: 1, adaptive: true}"
-FAMILIES: dict[str, tuple[str, str, str]] = {  # what it is called → preset, stage, keys of the stage
+FAMILIES: dict[str, tuple[str, str, str]] = {  # row → preset, stage, keys of the stage
     "VQGAN, two players": ("vqgan-tiny", "tokenizer", f"width=16 {GAME}"),
     "C-ViViT": ("phenaki-tiny", "tokenizer", "width=32"),
     "causal VAE, two players": ("cogvideox-tiny", "vae", GAME),
@@ -52,8 +52,8 @@ LAYOUTS: dict[str, tuple[int, Any]] = {  # heading → processes, train.parallel
 }
 
 
-def losses(family: str, parallel: Any = "replicate") -> list[float] | str:
-    """Of each step, in this process's world; or why that cannot be."""
+def train_losses(family: str, parallel: Any = "replicate") -> list[float] | str:
+    """The loss of each step, or the error that refuses the layout."""
     preset, name, keys = FAMILIES[family]
     words = [preset, *SHARED.split(), *(f"stages.{name}.{key}" for key in re.split(r" (?=[\w.]+=)", keys))]
     plan = make_plan(layers.read_config(words, {f"stages.{name}.train.parallel": parallel}))
@@ -69,41 +69,36 @@ def losses(family: str, parallel: Any = "replicate") -> list[float] | str:
     return [float(stepper.step(step, micro)["loss"]) for step, micro in enumerate(batches)]
 
 
-def column(parallel: Any, families: list[str]) -> dict[str, Any]:
+def train_layouts(layouts: list[Any], families: list[str]) -> list[dict[str, Any]]:
     with launch.process_group():
-        return {family: losses(family, parallel) for family in families}
+        return [{family: train_losses(family, parallel) for family in families} for parallel in layouts]
 
 
-def columns(wanted: list[Any], families: list[str]) -> list[dict[str, Any]]:
-    with launch.process_group():
-        return [column(parallel, families) for parallel in wanted]
-
-
-def apart(one: list[float], many: list[float] | str) -> float | None:
-    """None where the layout is refused."""
+def largest_difference(one: list[float], many: list[float] | str) -> float | None:
+    """Relative; None where the layout is refused."""
     if isinstance(many, str):
         return None
     return max(abs(a - b) / abs(a) for a, b in zip(one, many, strict=True))
 
 
-def matrix(families: list[str], out: Path) -> dict[str, dict[str, float | None]]:
+def compare_layouts(families: list[str], out: Path) -> dict[str, dict[str, float | None]]:
     """family → layout → the largest relative difference."""
-    alone = {family: losses(family) for family in families}
-    found: dict[str, dict[str, float | None]] = {family: {} for family in families}
+    references = {family: train_losses(family) for family in families}
+    result: dict[str, dict[str, float | None]] = {family: {} for family in families}
     for world in (2, 4):
         names = [name for name, (processes, _) in LAYOUTS.items() if processes == world]
-        wanted = [LAYOUTS[name][1] for name in names]
-        told = run(world, "tests.parallel.matrix:columns", out / str(world), wanted, families)[0]
-        for name, each in zip(names, told, strict=True):
-            for family, curve in each.items():
-                found[family][name] = apart(alone[family], curve)  # type: ignore[arg-type]
-    return found
+        layouts = [LAYOUTS[name][1] for name in names]
+        columns = run(world, "tests.parallel.matrix:train_layouts", out / str(world), layouts, families)[0]
+        for name, column in zip(names, columns, strict=True):
+            for family, losses in column.items():
+                result[family][name] = largest_difference(references[family], losses)  # type: ignore[arg-type]
+    return result
 
 
-def table(found: dict[str, dict[str, float | None]]) -> str:
+def format_table(rows: dict[str, dict[str, float | None]]) -> str:
     heads = list(LAYOUTS)
     lines = [f"| stage | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for family, row in found.items():
+    for family, row in rows.items():
         cells = ["–" if row[name] is None else f"{row[name]:.0e}" if row[name] else "0" for name in heads]
         lines.append(f"| {family} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -115,13 +110,13 @@ BEGIN, END = "<!-- matrix: written by python -m tests.parallel.matrix -->", "<!-
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        written = table(matrix(list(FAMILIES), Path(folder)))
-    print(written)
+        table = format_table(compare_layouts(list(FAMILIES), Path(folder)))
+    print(table)
     page = Path(__file__).parents[2] / "docs" / "parallel.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     if not rest:
         sys.exit(f"{page} has no place for the table: put {BEGIN} and {END} there")
-    page.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_samples_and_scores_are_those_of_one_process(run: Path, tmp_path: Path) 
     one = judged_split(run, "test")["tokenizer/step-00000002 loss"]
     assert one["samples"] == 1
 
-    first, second = (worlds.said_by(tmp_path / "world", rank) for rank in range(2))
+    first, second = (worlds.output_of(tmp_path / "world", rank) for rank in range(2))
     assert "evaluation.json" in first
     assert "a-red-3-at-the-top-left-0002.png" in first
     assert [line for line in second.splitlines() if not line.startswith("---")] in ([], [_refusal(first)])
@@ -145,7 +145,7 @@ def test_a_cache_is_divided_and_goes_on_with_another_number_of_processes(
     assert lines == ["generator: all 40 items were encoded before"]
     assert cached_rows(path) == expected
     assert len(list(path.parent.glob("pack-*"))) == 5
-    said = [worlds.said_by(tmp_path / "three", rank) for rank in range(3)]
+    said = [worlds.output_of(tmp_path / "three", rank) for rank in range(3)]
     assert f"24 items encoded into {path}, 16 were in the cache already" in said[0]
     assert said[1] == said[2] == ""
 
@@ -156,7 +156,7 @@ def test_pruning_waits_until_all_processes_release_the_run(run: Path, tmp_path: 
     words = ["cache", str(run), "--prune"]
     assert worlds.run(2, "tests.parallel.commands:commands", tmp_path / "world", words) == [[0], [0]]
     assert path.exists() and not old.exists()
-    assert worlds.said_by(tmp_path / "world", 0).count(f"{old} removed") == 1
+    assert worlds.output_of(tmp_path / "world", 0).count(f"{old} removed") == 1
 
 
 def test_what_cannot_be_divided_is_done_once(trained: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kineograph import cli
 from kineograph.core.config import merge, nest
 from kineograph.core.errors import InputError
 from kineograph.run.launch import LauncherEnv, first_slurm_host, read_launcher_env
-from tests.parallel.worlds import run, said_by
+from tests.parallel.worlds import output_of, run
 from tests.run.clip_tasks import BASE
 
 KEYS = {
@@ -95,10 +95,10 @@ def test_a_run_of_two_is_the_run_of_one(alone: Path, tmp_path: Path) -> None:
     found = run(
         2, "tests.parallel.test_runs:train", out, [str(config(tmp_path, "run")), "--run", str(tmp_path / "run")]
     )
-    assert codes(found) == [0, 0], said_by(out, 0)
+    assert codes(found) == [0, 0], output_of(out, 0)
     same(lines(alone), lines(tmp_path / "run"))
     assert pictures(alone).keys() == pictures(tmp_path / "run").keys() and len(pictures(alone)) > 6
-    first, second = said_by(out, 0), said_by(out, 1)
+    first, second = output_of(out, 0), output_of(out, 1)
     assert first.count("done: ") == 1 and "generator" in first
     assert second == ""
 
@@ -107,10 +107,10 @@ def test_a_signal_to_one_process_stops_all_and_they_go_on(alone: Path, tmp_path:
     """All leave at the same step, with 75 and the marker; the run then goes on in one process as if nothing had been."""
     out, folder, file = tmp_path / "out", tmp_path / "run", config(tmp_path, "run")
     found = run(2, "tests.parallel.test_runs:train", out, [str(file), "--run", str(folder)], "stop")
-    assert codes(found) == [75, 75], said_by(out, 0)
+    assert codes(found) == [75, 75], output_of(out, 0)
     assert (folder / "stopped").read_text() == "saved\n"
-    assert "stopped by SIGTERM at step 2 of generator" in said_by(out, 0)
-    assert said_by(out, 1) == ""
+    assert "stopped by SIGTERM at step 2 of generator" in output_of(out, 0)
+    assert output_of(out, 1) == ""
     from kineograph.run.train import train as train_here
 
     train_here([str(file)], run=folder, quiet=True)
@@ -123,8 +123,8 @@ def test_an_error_on_one_rank_ends_all_and_names_the_rank(tmp_path: Path) -> Non
     file = config(tmp_path, "run")
     found = run(2, "tests.parallel.test_runs:train", out, [str(file), "--run", str(tmp_path / "run")], "fail")
     assert codes(found) == [1, 2]
-    assert said_by(out, 1).count("error: rank 1: cannot go on") == 1
-    assert "error: rank 0: another process of the job is gone or does not answer" in said_by(out, 0)
+    assert output_of(out, 1).count("error: rank 1: cannot go on") == 1
+    assert "error: rank 0: another process of the job is gone or does not answer" in output_of(out, 0)
 
 
 def test_a_bad_key_is_reported_by_each_rank_and_nothing_is_written(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_bad_key_is_reported_by_each_rank_and_nothing_is_written(tmp_path: Pat
     words = [str(config(tmp_path, "run")), "train.parallel.tensor=3", "--run", str(tmp_path / "run")]
     assert codes(run(2, "tests.parallel.test_runs:train", out, words)) == [2, 2]
     for rank in range(2):
-        assert f"error: rank {rank}: train.parallel.tensor=3 does not divide 2 processes" in said_by(out, rank)
+        assert f"error: rank {rank}: train.parallel.tensor=3 does not divide 2 processes" in output_of(out, rank)
     assert not (tmp_path / "run").exists()
 
 
@@ -154,7 +154,7 @@ def test_a_family_is_validated_saved_and_drawn_from_under_every_layout(layout: s
     alone = train_here([*FAMILY, LATER], run=tmp_path / "alone", quiet=True)
     out, folder = tmp_path / "out", tmp_path / "run"
     words = [*FAMILY, f"stages.generator.train.parallel={layout}", "--run", str(folder)]
-    assert codes(run(2, "tests.parallel.test_runs:train", out, words)) == [0, 0], said_by(out, 0)
+    assert codes(run(2, "tests.parallel.test_runs:train", out, words)) == [0, 0], output_of(out, 0)
     train_here([LATER, "train.parallel=replicate"], run=folder, quiet=True)
     wanted = [record for record in lines(alone) if record["split"] == "train"]
     found = [record for record in lines(folder) if record["split"] == "train"]

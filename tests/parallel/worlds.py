@@ -1,4 +1,4 @@
-"""Worlds of several processes, on this machine and CPU: each runs a function of this test package and tells what it gave."""
+"""Process groups of several CPU processes on this machine; each runs a function of the tests and returns its result as JSON."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def free_port() -> int:
 
 
 def run(world: int, function: str, out: Path, *arguments: Any) -> list[Any]:
-    """What `function` ("module:name") gave on every rank. It is called in a process group, with JSON arguments.
+    """Call `function` ("module:name") on every rank with JSON arguments. → each rank's result, or {"exit": code} after a SystemExit.
 
-    A rank that ends in SystemExit gives its code. What it printed lies in `out`/rank-N.txt.
+    The output of a rank is in `out`/rank-N.txt.
     """
     out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kineograph.run.train", "kineograph.family.cogvideox", "kineograph.codec.vqgan"])
     port = free_port()
-    # A plain script as __main__ would be imported again, and pytest's is not wanted there.
+    # multiprocessing would import __main__ again in each child, and pytest's with it.
     main, sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
     try:
         processes = [
@@ -47,15 +47,15 @@ def run(world: int, function: str, out: Path, *arguments: Any) -> list[Any]:
     for process in processes:
         if process.is_alive():
             process.kill()
-    said = "\n".join(f"rank {rank}: {said_by(out, rank)}" for rank in range(world))
-    assert not stuck, f"ranks {stuck} hang\n{said}"
+    output = "\n".join(f"rank {rank}: {output_of(out, rank)}" for rank in range(world))
+    assert not stuck, f"ranks {stuck} hang\n{output}"
     files = [out / f"rank-{rank}.json" for rank in range(world)]
-    assert all(file.exists() for file in files), said
+    assert all(file.exists() for file in files), output
     return [json.loads(file.read_text()) for file in files]
 
 
-def said_by(out: Path, rank: int) -> str:
-    """What a process printed, without torch's own warnings, which `kineo` turns off before torch is imported."""
+def output_of(out: Path, rank: int) -> str:
+    """The output of a rank, without the warnings of torch that `kineo` turns off before it imports torch."""
     file = out / f"rank-{rank}.txt"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return "".join(line for line in lines if not line.startswith(f"[rank{rank}]:[W"))
@@ -64,7 +64,7 @@ def said_by(out: Path, rank: int) -> str:
 def _rank(rank: int, world: int, port: int, function: str, out: str, arguments: str) -> None:
     import torch
 
-    sys.stdout = sys.stderr = open(Path(out) / f"rank-{rank}.txt", "w", buffering=1)  # noqa: SIM115  as long as the process
+    sys.stdout = sys.stderr = open(Path(out) / f"rank-{rank}.txt", "w", buffering=1)  # noqa: SIM115  open until the process ends
     os.dup2(sys.stderr.fileno(), 2)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
@@ -73,12 +73,12 @@ def _rank(rank: int, world: int, port: int, function: str, out: str, arguments: 
     torch.set_num_threads(1)
     module, _, name = function.partition(":")
     try:
-        given = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+        result = getattr(importlib.import_module(module), name)(*json.loads(arguments))
     except SystemExit as end:
-        given = {"exit": end.code}
+        result = {"exit": end.code}
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # without the manners of a group whose others are waiting
-    (Path(out) / f"rank-{rank}.json").write_text(json.dumps(given))
+        os._exit(1)  # a regular exit would wait for the other ranks
+    (Path(out) / f"rank-{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)
