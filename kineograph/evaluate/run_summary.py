@@ -22,7 +22,7 @@ from kineograph.evaluate.metric.caption_accuracy import ATTRIBUTES
 from kineograph.stage.load import choose_sampling_stage
 from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
-from kineograph.train.trackers import MetricsFile
+from kineograph.train.metrics_file import MetricsFile
 
 RATE = "time/samples_per_second"
 FEATURE_METRICS: dict[str, tuple[str, Callable[[float], str]]] = {  # row → metric, number format

@@ -308,7 +308,7 @@ class Previews:
 
     def _track(self, step: int, name: str, path: Any, caption: str) -> None:
         for tracker in self.trackers:
-            tracker.media(step, f"{self.stage.name}/{name}", path, caption)
+            tracker.log_media(step, f"{self.stage.name}/{name}", path, caption)
 
 
 def _strangers(real: Batch, prompts: list[str], animated: bool) -> Batch:

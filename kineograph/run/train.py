@@ -33,11 +33,12 @@ from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import build_for_training
 from kineograph.train import checkpoint
+from kineograph.train.metrics_file import MetricsFile
 from kineograph.train.phases import Cursor, is_finished, skip_removed_phases
 from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
-from kineograph.train.trackers import MetricsFile, Tracker, check_trackers, open_trackers
+from kineograph.train.trackers import Tracker, check_trackers, open_trackers
 from kineograph.train.trainer import Trainer, TrainerHooks
 
 
@@ -272,7 +273,7 @@ class _StageTraining:
 
     def _publish(self, saved: checkpoint.Checkpoint, best: bool) -> None:
         for tracker in self.trackers:
-            tracker.checkpoint(self.stage.name, saved.step, saved.path, best)
+            tracker.log_checkpoint(self.stage.name, saved.step, saved.path, best)
 
     def _describe(self, task: Task, start: Cursor) -> None:
         trained = sum(p.numel() for p in task.parameters() if p.requires_grad)

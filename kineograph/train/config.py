@@ -1,4 +1,4 @@
-"""Config keys of training: `train.*` for every stage, `stages.x.train.*` for one, `stages.x.players.p.*` for one player."""
+"""Config keys of training: `train.*` for all stages, `stages.x.train.*` for one, `stages.x.players.p.*` for one player."""
 
 from __future__ import annotations
 
@@ -12,116 +12,121 @@ from kineograph.train.parallel import ParallelConfig
 
 class EmaConfig(Config):
     decay: float = Field(0.999, ge=0, lt=1)
-    """Weight of the past; 0 turns the moving average off. Ramps up as min(decay, (1 + n) / (10 + n)) over n updates."""
+    """Decay of the moving average; 0 turns it off. Ramps up as min(decay, (1 + n) / (10 + n)) over n updates."""
     every: int = Field(1, ge=1)
-    """Update once in so many steps."""
+    """Steps between updates."""
     start: int = Field(0, ge=0)
-    """Before this step the average is a plain copy of the weights."""
+    """Until this step the average is a copy of the weights."""
 
 
 class PlayerConfig(Config):
-    """How one player's parameters move."""
+    """The optimizer of one player."""
 
     lr: float = Field(3e-4, ge=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     eps: float = Field(1e-8, gt=0)
     optimizer: Literal["adamw", "adamw_split", "adamw_8bit"] = "adamw"
-    """adamw_split: weights that are kept in bf16 move as in fp32, by 16 more bits beside each. adamw_8bit: that, and moments in 8 bits, 2 bytes a
-    weight in place of 8."""
+    """adamw_split: bf16 weights are updated as in fp32, with 16 more bits for each. adamw_8bit: that, and 8-bit moments: 2 bytes a weight
+    instead of 8."""
     weight_decay: float = Field(0.01, ge=0)
-    """On matrices only; vectors (biases, norms, scales) never decay."""
+    """For matrices only; vectors (biases, norms, scales) are not decayed."""
     warmup: int = Field(100, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """What it does after the warm-up, until `steps`."""
+    """Schedule of the learning rate from the end of the warm-up to `steps`."""
     final_lr: float = Field(0.0, ge=0, le=1)
-    """Where cosine and linear end, as a share of lr."""
+    """Final learning rate of cosine and linear, as a fraction of lr."""
     clip: float | None = Field(1.0, gt=0)
-    """Largest gradient norm of this player; null does not clip."""
+    """Maximum gradient norm of this player; null: no clipping."""
     ema: EmaConfig = EmaConfig()
 
 
 class WandbConfig(Config):
-    """Where a run with the tracker `wandb` goes."""
+    """Where the tracker `wandb` logs to."""
 
     project: str | None = None
-    """Null: the environment's WANDB_PROJECT, or kineograph."""
+    """Null: WANDB_PROJECT of the environment, or kineograph."""
     entity: str | None = None
-    """User or team; null: the account's own."""
+    """User or team; null: the account's default."""
     id: str | None = Field(None, pattern=r"^[\w-]+$")
-    """Null: made up at the first start. A run that goes on continues under the id in its folder, `wandb/kineograph.json`."""
+    """Null: random. A resumed run keeps the id in its folder, `wandb/kineograph.json`."""
 
 
 class TrainConfig(PlayerConfig):
     steps: int = Field(1000, ge=1)
     """Optimizer steps."""
     batch_size: int = Field(32, ge=1)
-    """Global: over all processes and accumulation."""
+    """Global: over all processes and micro-batches."""
     accumulate: int = Field(1, ge=1)
-    """Micro-batches a step."""
+    """Micro-batches per step."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    """auto: bf16 on GPUs that support it, fp32 elsewhere."""
     compile: Literal["auto", "graphs", "blocks"] | bool = "auto"
-    """torch.compile; graphs: as CUDA graphs too; blocks: one block for all that are alike, so that compiling does not grow with depth;
-    auto: on GPUs, blocks from half a billion weights on, below that graphs where nothing is accumulated."""
+    """torch.compile; graphs: with CUDA graphs; blocks: compile equal blocks once, so that compile time does not grow with depth;
+    auto: on GPUs only, blocks from half a billion parameters, otherwise graphs if accumulate=1."""
     checkpointing: bool | Literal["light", "selective"] = False
-    """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: not what attention gives;
-    light: nor what matrix products give, but for the widest."""
+    """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: keep the outputs of attention;
+    light: also those of all matrix products but the widest."""
     device: str = "auto"
-    """auto: the GPU where there is one."""
+    """auto: a GPU if there is one."""
     log_every: int = Field(10, ge=1)
+    """Steps between lines of metrics.jsonl."""
     epoch_samples: int | None = Field(None, ge=1)
-    """Train so many samples, then save, validate, evaluate and draw: in place of the steps of *_every, where 0 still leaves a phase out."""
+    """Save, validate, evaluate and draw after so many training samples instead of every *_every steps; *_every=0 still turns a phase off."""
     save_every: int = Field(1000, ge=1)
+    """Steps between checkpoints."""
     save_every_samples: int | None = Field(None, ge=1)
-    """Samples between snapshots: checkpoints that keep_last never deletes."""
+    """Training samples between snapshots: checkpoints that keep_last never deletes."""
     save_first: bool = False
-    """Save a checkpoint at step 0 too."""
+    """Also save a checkpoint at step 0."""
     keep_last: int = Field(2, ge=1)
-    """Checkpoints kept, beside the best one and the snapshots."""
+    """Checkpoints to keep, besides the best one and the snapshots."""
     sample_every: int = Field(1000, ge=0)
-    """0: never."""
+    """Steps between drawing samples; 0: never."""
     samples: int = Field(8, ge=1)
-    """How many of `prompts` are drawn then."""
+    """Number of `prompts` to draw."""
     sample_frames: int | None = Field(None, ge=1)
-    """Frames a sample; null: as trained."""
+    """Frames per sample; null: as in training."""
     format: Literal["auto", "gif", "mp4", "png"] = "auto"
-    """How samples are written; auto: png for one frame, gif for more."""
+    """File format of samples; auto: png for one frame, gif for more."""
     show: Literal["media", "latents"] = "media"
-    """What is kept of samples and of validation's inputs: media; or latents, which are not decoded, as safetensors."""
+    """Write samples and validation inputs as media, or their latents as safetensors without decoding them."""
     grids: tuple[Literal["train", "validation", "test"], ...] = ()
-    """Splits of which real items are shown beside what is drawn for their captions, with the samples."""
+    """Splits for which a grid shows real items beside samples drawn from their captions."""
     caption_prefix: str = ""
-    """Put before captions where pictures are logged."""
+    """Prefix of the captions of logged pictures."""
     validate_every: int = Field(500, ge=0)
-    """0: never."""
+    """Steps between validations; 0: never."""
     validation_samples: int = Field(256, ge=1)
+    """Held-out items per validation."""
     metrics: tuple[str, ...] = ()
-    """Metrics that judge the averaged weights while training, named as for `kineo evaluate`; those that do not apply to a stage rest."""
+    """Metrics of the averaged weights during training, named as for `kineo evaluate`; those that do not apply to a stage are skipped."""
     evaluate_every: int = Field(1000, ge=0)
-    """0: never."""
+    """Steps between computing `metrics`; 0: never."""
     evaluation_samples: int = Field(256, ge=1)
+    """Samples per evaluation."""
     max_nonfinite: int = Field(20, ge=1)
-    """Steps with a non-finite gradient are skipped; so many in a row end the run."""
+    """A step with a non-finite gradient is skipped; this many in a row end the run."""
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Data worker processes; 0 reads in the training process; auto: half the cores, at most 8."""
+    """Data worker processes; 0: read in the training process; auto: half the cores, at most 8."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds to wait for data (or another process) before giving up."""
+    """Seconds to wait for data or another process before the run fails."""
     watchdog: float | None = Field(None, gt=0)
-    """Seconds without a step (or a batch judged, drawn or validated) in any process after which all write their stacks to RUN/logs and end; null: never."""
+    """Seconds without progress (a step, or a batch validated, evaluated or drawn) after which a process writes its stacks to RUN/logs and
+    exits with code 1; null: never."""
     peak_tflops: float | None = Field(None, gt=0)
-    """What one device could do at most, in 10¹² operations a second, for `time/mfu`; null: as known of the GPU."""
+    """Peak of one device in 10¹² floating-point operations per second, for `time/mfu`; null: the value known for the GPU."""
     parallel: ParallelConfig = ParallelConfig()
-    """How processes share the work: replicate, shard, hybrid, or a mapping."""
+    """How processes share the model: replicate, shard, hybrid, or a mapping."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     wandb: WandbConfig = WandbConfig()
     log_checkpoints: bool = False
-    """Keep checkpoints with the tracker too, as artifacts (wandb), under the aliases latest and best."""
+    """Upload checkpoints to wandb as artifacts, with the aliases latest and best."""
 
     @model_validator(mode="after")
-    def _somewhere_to_keep_them(self) -> TrainConfig:
+    def _check_log_checkpoints(self) -> TrainConfig:
         if self.log_checkpoints and "wandb" not in self.trackers:
             raise ValueError(
-                f"log_checkpoints=true needs a tracker that keeps files, and trackers={list(self.trackers)} has none: add wandb, or leave it out"
+                f"log_checkpoints=true needs the tracker wandb, and trackers={list(self.trackers)}: add wandb, or set log_checkpoints=false"
             )
         return self

@@ -20,6 +20,7 @@ from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch
 from kineograph.train import step_timer
 from kineograph.train.config import TrainConfig
+from kineograph.train.metrics_file import MetricsFile
 from kineograph.train.phases import Cursor
 from kineograph.train.progress import Progress
 from kineograph.train.rank_log import RankLog, log_file
@@ -33,7 +34,6 @@ from kineograph.train.step_timer import (
     is_measured,
 )
 from kineograph.train.stepper import Stepper
-from kineograph.train.trackers import MetricsFile
 from kineograph.train.trainer import Trainer, TrainerHooks
 from tests.train.toy_tasks import Duel, ToyConfig
 

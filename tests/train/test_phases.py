@@ -142,7 +142,7 @@ def test_lines_of_a_phase_that_is_entered_again_are_not_kept() -> None:
 
 
 def test_checkpoints_are_logged_where_files_are_kept_only() -> None:
-    with pytest.raises(ValidationError, match="needs a tracker that keeps files"):
+    with pytest.raises(ValidationError, match="log_checkpoints=true needs the tracker wandb"):
         TrainConfig(log_checkpoints=True)
     config = TrainConfig(log_checkpoints=True, trackers=("wandb",), steps=4, save_every=2, validate_every=3)
     assert steps(config, "publish") == [2, 3, 4]

@@ -17,14 +17,8 @@ from PIL import Image
 from kineograph.core.errors import InputError
 from kineograph.train import trackers
 from kineograph.train.config import WandbConfig
-from kineograph.train.trackers import (
-    MetricsFile,
-    OneAtATime,
-    TensorBoard,
-    WeightsAndBiases,
-    check_trackers,
-    open_trackers,
-)
+from kineograph.train.metrics_file import MetricsFile
+from kineograph.train.trackers import TensorBoard, WeightsAndBiases, check_trackers, open_trackers
 
 
 def record(step: int, stage: str = "tokenizer", split: str = "train", **numbers) -> dict:
@@ -198,7 +192,7 @@ def test_tensorboard_media(tmp_path):
         _film(tmp_path / "c.mp4"),
     )
     for step, (name, path) in enumerate({"samples": still, "clips": moving, "films": film}.items()):
-        board.media(step, f"tokenizer/{name}", path, "a red 3")
+        board.log_media(step, f"tokenizer/{name}", path, "a red 3")
     board.close()
     events = EventAccumulator(str(tmp_path / "board" / "tokenizer"), size_guidance={"images": 0})
     events.Reload()
@@ -301,7 +295,7 @@ class FakeWandb:
 
 def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
     fake = FakeWandb()
-    monkeypatch.setattr(trackers, "_wandb", lambda: fake)
+    monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     for start, stop in ((0, 4), (2, 6)):
         tracker = WeightsAndBiases(tmp_path, "demo", {"seed": 3})
@@ -311,8 +305,8 @@ def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
             "tokenizer/step": None,
             "tokenizer/*": "tokenizer/step",
         }  # stages have steps of their own
-        tracker.media(stop, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
-        tracker.media(stop, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True))
+        tracker.log_media(stop, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
+        tracker.log_media(stop, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True))
         tracker.close()
     first, second = fake.started
     assert first["id"] == second["id"]
@@ -332,7 +326,7 @@ def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
 
 def test_wandb_goes_where_it_is_told_and_stays_there(tmp_path, monkeypatch):
     fake = FakeWandb()
-    monkeypatch.setattr(trackers, "_wandb", lambda: fake)
+    monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
     monkeypatch.setenv("WANDB_PROJECT", "from the environment")
     open_trackers(["wandb"], tmp_path, "demo", {}, WandbConfig(project="p", entity="team", id="abc"))
     again = WeightsAndBiases(tmp_path, "demo", {})  # nothing was logged yet, and the id is known already
@@ -350,12 +344,12 @@ def test_wandb_goes_where_it_is_told_and_stays_there(tmp_path, monkeypatch):
 
 def test_wandb_keeps_checkpoints(tmp_path, monkeypatch):
     fake = FakeWandb()
-    monkeypatch.setattr(trackers, "_wandb", lambda: fake)
+    monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
     folder = tmp_path / "step-00000004"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"x")
     for _ in range(2):  # a resumed run does not send it again
-        WeightsAndBiases(tmp_path, "my run", {}).checkpoint("decoder", 4, folder, best=True)
+        WeightsAndBiases(tmp_path, "my run", {}).log_checkpoint("decoder", 4, folder, best=True)
     assert fake.told == [("my-run-decoder", ["model.safetensors"], ["latest", "step-4", "best"])]
 
 
@@ -366,7 +360,7 @@ def test_wandb_that_refuses_names_the_remedy(tmp_path, monkeypatch):
         raise RuntimeError("no API key")
 
     fake.init = refuse
-    monkeypatch.setattr(trackers, "_wandb", lambda: fake)
+    monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
     with pytest.raises(InputError, match=r"no API key.*wandb login.*WANDB_MODE=offline"):
         WeightsAndBiases(tmp_path, "demo", {})
 
@@ -380,13 +374,13 @@ def test_wandb_works_offline(tmp_path, monkeypatch):
     tensorboard, tracker = open_trackers(("tensorboard", "wandb"), tmp_path, "demo", {"train": {"steps": 5}})
     tracker.begin("tokenizer", 0)
     tracker.log(record(1, bad=float("nan")))
-    tracker.media(1, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
-    tracker.media(1, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True), "a 7")
+    tracker.log_media(1, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
+    tracker.log_media(1, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True), "a 7")
     saved = tmp_path / "step-00000001"
     saved.mkdir()
     (saved / "model.safetensors").write_bytes(b"weights of step 1")
     for one in (tensorboard, tracker):
-        one.checkpoint("tokenizer", 1, saved, True)
+        one.log_checkpoint("tokenizer", 1, saved, True)
     tracker.close()
     tensorboard.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -404,22 +398,16 @@ def test_wandb_works_offline(tmp_path, monkeypatch):
     )
 
 
-def test_trackers_are_told_one_thing_at_a_time() -> None:
-    """Numbers come from one thread, pictures from another."""
-    inside: list[str] = []
-
-    class Slow:
-        def log(self, told: dict) -> None:
-            inside.append("in")
-            time.sleep(0.01)
-            assert inside.pop() == "in" and not inside
-
-        def media(self, *given: object) -> None:
-            self.log({})
-
-    tracker = OneAtATime(Slow())  # type: ignore[arg-type]
+def test_two_threads_log_to_wandb(tmp_path, monkeypatch):
+    """Numbers come from the training thread, pictures from the saver's."""
+    fake = FakeWandb()
+    monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
+    tracker = WeightsAndBiases(tmp_path, "demo", {})
+    tracker.begin("tokenizer", 0)
+    path = picture(tmp_path / "a.png")
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(tracker.log, {}) for _ in range(5)]
-        asked += [pool.submit(tracker.media, 1, "a", Path("b")) for _ in range(5)]
-    for each in asked:
-        each.result()
+        numbers = pool.submit(lambda: [tracker.log(record(step)) for step in range(1, 51)])
+        pictures = pool.submit(lambda: [tracker.log_media(step, "tokenizer/a", path) for step in range(1, 51)])
+        numbers.result(), pictures.result()
+    reached = json.loads((tmp_path / "wandb" / "kineograph.json").read_text())["reached"]
+    assert reached == {"tokenizer/train/train": 50, "tokenizer/a": 50}
