@@ -375,7 +375,7 @@ def test_tensorboard_has_each_point_once_after_a_kill(tmp_path: Path) -> None:
 
 def test_checkpoints_go_to_the_tracker_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
-    monkeypatch.setattr("kineograph.train.trackers._wandb", lambda: fake)
+    monkeypatch.setattr("kineograph.train.trackers._import_wandb", lambda: fake)
     wandb: dict[str, Any] = {
         "train__trackers": ["wandb"],
         "train__log_checkpoints": True,
