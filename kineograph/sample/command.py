@@ -9,10 +9,9 @@ from typing import Any
 from kineograph.core import distributed
 from kineograph.core.run_folder import RunFolder
 from kineograph.media.filenames import check_writable
-from kineograph.sample.output import check_format
-from kineograph.sample.request import SampleRequest
+from kineograph.sample.request import STORY_FORMATS, SampleRequest, check_format
 from kineograph.sample.sampler import Sampler
-from kineograph.sample.story import STORY_FORMATS, read_scenes
+from kineograph.sample.story import read_scenes
 
 
 def write_samples(

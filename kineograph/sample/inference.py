@@ -13,6 +13,7 @@ from torch import Tensor
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Prompts
 from kineograph.core.capabilities import SupportsLatentSampling, SupportsSampling
+from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Task
@@ -29,7 +30,7 @@ def sampling_noise(seed: int, slots: Tensor) -> Noise:
 def draw(
     task: Task,
     prompts: Prompts,
-    options: Any,
+    options: Config | None,
     device: torch.device | str,
     batch: int = BATCH,
     latents: bool = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kineograph.core.batch import Shape
 from kineograph.core.capabilities import (
@@ -46,7 +45,7 @@ class ClipLimits:
         """The most frames that a window can continue: all of them must be visible, and at least one new."""
         return min(frames, self.shape.frames) - 1
 
-    def default_overlap(self, frames: int, options: Any) -> int:
+    def default_overlap(self, frames: int, options: Config | None) -> int:
         """The stage's own `sample.overlap`; without one, as much as fits in half a clip."""
         overlap = self.task.usual_overlap(options) if isinstance(self.task, SupportsContinuation) else None
         if overlap is not None:
@@ -82,16 +81,11 @@ class ClipLimits:
         parts = (self.task, *self.task.stages.values())
         return not can_continue(self.task) and any(map(can_upscale, parts))
 
-    def prime_size(self, options: Any) -> tuple[int, int] | None:
+    def prime_size(self, options: Config | None) -> tuple[int, int] | None:
         """Height and width of a picture to enlarge; None: those of the result."""
         parts = (self.task, *self.task.stages.values())
         sizes = (part.prime_size(options) for part in parts if isinstance(part, SupportsUpscaling))
         return next((size for size in sizes if size is not None), None)
-
-
-def option_value(options: Any, name: str) -> Any:
-    """A sampling option that only some families have; None elsewhere."""
-    return getattr(options, name) if isinstance(options, Config) and name in type(options).model_fields else None
 
 
 def format_lengths(lengths: list[int]) -> str:

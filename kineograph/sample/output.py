@@ -10,28 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kineograph
-from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_json
 from kineograph.media.clips import write_clip
 from kineograph.media.filenames import reserve_path, slugify
-from kineograph.media.gif import MAX_FPS
 from kineograph.media.grids import make_grid
+from kineograph.sample.request import check_format
 
 if TYPE_CHECKING:
     from kineograph.sample.sampler import Samples
 
-FORMATS = ("gif", "mp4", "png")
 SHEET = 64  # samples on a contact sheet at most
-
-
-def check_format(format: str | None, fps: float | None = None, allowed: tuple[str, ...] = FORMATS) -> None:
-    """Refuse a format before anything is drawn; clips are GIFs by default."""
-    if format is not None and format not in allowed:
-        raise InputError(f"--format {format} is not supported here: use {' or '.join(allowed)}")
-    if fps is not None and format == "png":
-        raise InputError(f"--fps {fps:g} has no effect with --format png: leave one out")
-    if fps is not None and fps > MAX_FPS and format in (None, "gif"):
-        raise InputError(f"--fps {fps:g} is faster than a GIF can play, {MAX_FPS}: add --format mp4, or lower it")
 
 
 def save_samples(samples: Samples, folder: Path, format: str | None = None) -> list[Path]:

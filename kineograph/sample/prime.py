@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from kineograph.core.capabilities import can_inpaint
+from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.data.decode import MediaConfig, to_channels
@@ -51,7 +52,7 @@ def read_prime(
     data: DataConfig,
     frames: int,
     size: Size | None,
-    options: Any,
+    options: Config | None,
     note: Callable[[str], None],
     masked: bool = False,
 ) -> Prime:

@@ -16,10 +16,13 @@ import yaml
 
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.media.gif import MAX_FPS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+FORMATS = ("gif", "mp4", "png")
+STORY_FORMATS = ("gif", "mp4")
 SIDECAR_KEYS = {"prompts": "captions", "checkpoint": "step", "compile": "compiled", "options": "changed_options"}
 
 
@@ -117,6 +120,16 @@ class SampleRequest:
         if any(argument.startswith("-") for argument in arguments):  # would be read as flags
             return shlex.join(["kineo", command, self.run, *words, "--", *arguments])
         return shlex.join(["kineo", command, self.run, *arguments, *words])
+
+
+def check_format(format: str | None, fps: float | None = None, allowed: tuple[str, ...] = FORMATS) -> None:
+    """Refuse a format before anything is drawn; clips are GIFs by default."""
+    if format is not None and format not in allowed:
+        raise InputError(f"--format {format} is not supported here: use {' or '.join(allowed)}")
+    if fps is not None and format == "png":
+        raise InputError(f"--fps {fps:g} has no effect with --format png: leave one out")
+    if fps is not None and fps > MAX_FPS and format in (None, "gif"):
+        raise InputError(f"--fps {fps:g} is faster than a GIF can play, {MAX_FPS}: add --format mp4, or lower it")
 
 
 def _flag_words(name: str, value: Any) -> list[str]:

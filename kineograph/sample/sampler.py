@@ -18,7 +18,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.process.solvers import DiffusionSample
 from kineograph.sample.inference import BATCH, draw, draw_across_ranks, sampling_noise
-from kineograph.sample.limits import ClipLimits, option_value
+from kineograph.sample.limits import ClipLimits
 from kineograph.sample.output import save_samples
 from kineograph.sample.prime import Mask, Prime, read_mask, read_prime
 from kineograph.sample.request import SampleRequest
@@ -38,7 +38,7 @@ class Samples:
     pixels: Tensor = field(repr=False)  # B T C H W, float in [0, 1], on the CPU
     fps: float
     captions: list[str | None]  # of each row
-    options: Any  # the stage's `sample` section as used
+    options: Config | None  # the stage's `sample` section as used
     request: SampleRequest = field(repr=False)  # resolved
     sidecar: dict[str, Any] = field(repr=False)  # the JSON keys that all rows share
 
@@ -178,7 +178,7 @@ class Sampler:
 
     # Checking ----------------------------------------------------------------------------------------------------
 
-    def _resolve(self, request: SampleRequest) -> tuple[SampleRequest, Any]:
+    def _resolve(self, request: SampleRequest) -> tuple[SampleRequest, Config | None]:
         """Check a request against the stage. → the request with stage, step and changed options filled in; the options as used."""
         if request.prompts is not None and not takes_captions(self.task):
             raise InputError(f"{self.task_name} was trained without captions: leave the prompts out, and use --count")
@@ -192,7 +192,7 @@ class Sampler:
         changed = _changed_options(self.options, options)
         return replace(request, guidance=None, steps=None, options=changed, **self._own_fields()), options
 
-    def resolve_options(self, options: Mapping[str, Any] | None = None, **flags: Any) -> Any:
+    def resolve_options(self, options: Mapping[str, Any] | None = None, **flags: Any) -> Config | None:
         """The stage's sampling options with `options` (keys `sample.K` or `K`) and then flags such as guidance applied."""
         changes = {key.removeprefix("sample."): value for key, value in (options or {}).items()}
         flags = {key: value for key, value in flags.items() if value is not None}
@@ -219,7 +219,7 @@ class Sampler:
             return None
         return read_mask(request.mask, self.limits, request.size or (self.shape.height, self.shape.width))
 
-    def _read_prime(self, request: SampleRequest, options: Any) -> Prime | None:
+    def _read_prime(self, request: SampleRequest, options: Config | None) -> Prime | None:
         note, frames = self._stages.note, request.frames or self.shape.frames
         if request.prime is not None:
             masked = request.mask is not None
@@ -242,7 +242,7 @@ class Sampler:
     def _build_sidecar(
         self,
         request: SampleRequest,
-        options: Any,
+        options: Config | None,
         prime: Prime | None,
         sketch: Sketch | None,
         mask: Mask | None = None,
@@ -257,19 +257,19 @@ class Sampler:
         }
 
 
-def check_guidance(options: Any, request: SampleRequest) -> None:
+def check_guidance(options: Config | None, request: SampleRequest) -> None:
     """Refuse what would have no effect."""
     neutral = options.neutral_guidance if isinstance(options, DiffusionSample) else 1
-    if request.negative is not None and option_value(options, "guidance") == neutral:
+    if request.negative is not None and dict(options or ()).get("guidance") == neutral:
         raise InputError(f"--negative has no effect at guidance={neutral:g}: raise --guidance")
     if request.guidance is not None and request.guidance != neutral and request.prompts is None:
         raise InputError(f"--guidance {request.guidance:g} has no effect without a prompt: give one, or leave it out")
 
 
-def _dump(options: Any) -> dict[str, Any]:
+def _dump(options: Config | None) -> dict[str, Any]:
     return options.model_dump(mode="json") if isinstance(options, Config) else {}
 
 
-def _changed_options(original: Any, options: Any) -> dict[str, Any]:
+def _changed_options(original: Config | None, options: Config | None) -> dict[str, Any]:
     before, after = flatten(_dump(original)), flatten(_dump(options))
     return {key: value for key, value in after.items() if key not in before or before[key] != value}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.lines import lines_of
 from kineograph.core.run_folder import write_atomic, write_json
@@ -24,14 +25,13 @@ from kineograph.media.filenames import reserve_path, slugify
 from kineograph.media.frames import to_uint8
 from kineograph.media.grids import STRIP, make_titled_strips, select_evenly
 from kineograph.sample.inference import draw, sampling_noise
-from kineograph.sample.output import check_format, library_versions
-from kineograph.sample.request import SampleRequest
+from kineograph.sample.output import library_versions
+from kineograph.sample.request import STORY_FORMATS, SampleRequest, check_format
 
 if TYPE_CHECKING:
     from kineograph.sample.sampler import Sampler
     from kineograph.sample.sketch import Sketch
 
-STORY_FORMATS = ("gif", "mp4")
 SHEET = 24  # scenes on a sheet at most
 
 
@@ -48,7 +48,7 @@ class Story:
         overlap: int,
         frames: int,
         prime: Tensor | None,
-        options: Any,
+        options: Config | None,
         sketch: Sketch | None,
         fps: float,
         sidecar: dict[str, Any],
