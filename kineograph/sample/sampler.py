@@ -126,6 +126,8 @@ class Sampler:
 
     def draw(self, request: SampleRequest, batch: int = BATCH, across_ranks: bool = False) -> Samples:
         """Row `prompt index × count + number` has its own noise. With `across_ranks` all ranks call this, and rank 0 gets all rows."""
+        if request.overlap is not None:
+            raise InputError(f"overlap={request.overlap} has an effect in a story only: leave it out")
         request, options = self._resolve(request)
         mask = self._read_mask(request)
         prime = self._read_prime(request, options)
@@ -153,6 +155,8 @@ class Sampler:
         """A story ready to be drawn. `frames` are drawn per scene: the first shows all of them, each later one `frames − overlap`."""
         from kineograph.sample.story import Story
 
+        if request.count != 1 or request.size is not None or request.mask is not None:
+            raise InputError("count, size and mask have no effect in a story: leave them out")
         self.limits.check_continues("a story")
         if not takes_captions(self.task):
             raise InputError(
@@ -198,7 +202,7 @@ class Sampler:
         flags = {key: value for key, value in flags.items() if value is not None}
         if not changes and not flags:
             return self.options
-        if not isinstance(self.options, Config):
+        if self.options is None:
             raise ConfigError(f"{self.task_name} has no sampling options: leave out {', '.join([*flags, *changes])}")
         known = type(self.options).model_fields
         for key in flags:
@@ -267,7 +271,7 @@ def check_guidance(options: Config | None, request: SampleRequest) -> None:
 
 
 def _dump(options: Config | None) -> dict[str, Any]:
-    return options.model_dump(mode="json") if isinstance(options, Config) else {}
+    return options.model_dump(mode="json") if options is not None else {}
 
 
 def _changed_options(original: Config | None, options: Config | None) -> dict[str, Any]:
