@@ -1,79 +1,94 @@
-"""Finding a Task or a data source by name: by importing its module when it is needed. There is no list to keep."""
+"""Finds a Task, a data source or a metric by name, by importing its module when it is needed. There is no list to keep."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
-from collections.abc import Mapping
+from importlib.abc import InspectLoader
+from importlib.metadata import entry_points
 from typing import Any
 
 from kineograph.core.errors import ConfigError
 
 TASK_PACKAGES = ("kineograph.family", "kineograph.codec", "kineograph.text")
 SOURCE_PACKAGES = ("kineograph.data",)
-SOURCES_ELSEWHERE = {"cache": "kineograph.cache.source.SOURCE"}
 METRIC_PACKAGES = ("kineograph.evaluate.metric",)
+SOURCES_ELSEWHERE = {"cache": "kineograph.cache.source"}
 
 
 def find_task(name: str, key: str = "task") -> Any:
-    """`muse`, `muse.critic` (modules of ours that hold TASK), or `my.module.Class`."""
-    return _find(name, key, TASK_PACKAGES, "TASK")
+    """`muse` or `muse.critic` of this package, an entry point of the group kineograph.tasks, or a dotted path of yours.
+
+    A dotted path names a class (`my.module.Class`) or a module that holds TASK (`my.module`).
+    """
+    return _find(name, key, TASK_PACKAGES, "TASK", entry_point_group="kineograph.tasks")
 
 
 def find_source(name: str, key: str = "data.source") -> Any:
-    """`folder`, `moving_digits` (modules of ours that hold SOURCE), or `my.module.Class`."""
-    return _find(name.replace("-", "_"), key, SOURCE_PACKAGES, "SOURCE", SOURCES_ELSEWHERE)
+    """`folder` or `moving_digits` of this package, or a dotted path to a class, or to a module that holds SOURCE."""
+    name = name.replace("-", "_")
+    return _find(SOURCES_ELSEWHERE.get(name, name), key, SOURCE_PACKAGES, "SOURCE")
 
 
 def find_metric(name: str, key: str = "metrics") -> Any:
-    """`caption_accuracy`, `loss` (modules of ours that hold METRIC), or `my.module.Class`."""
+    """`caption_accuracy` or `loss` of this package, or a dotted path to a class, or to a module that holds METRIC."""
     return _find(name.replace("-", "_"), key, METRIC_PACKAGES, "METRIC")
 
 
 def metric_names() -> list[str]:
-    """All metrics of ours."""
-    return _names(METRIC_PACKAGES, "METRIC")
+    """All metrics of this package."""
+    return _list_names(METRIC_PACKAGES, "METRIC")
 
 
-def _find(name: str, key: str, packages: tuple[str, ...], attribute: str, elsewhere: Mapping[str, str] = {}) -> Any:
+def _find(name: str, key: str, packages: tuple[str, ...], attribute: str, entry_point_group: str | None = None) -> Any:
+    path = name.replace(":", ".")
     for package in packages:
-        found = _module(f"{package}.{name}")
-        if found is not None and hasattr(found, attribute):
-            return getattr(found, attribute)
-    module_name, _, class_name = elsewhere.get(name, name).replace(":", ".").rpartition(".")
-    if module_name:
-        module = _module(module_name)
-        if module is not None and hasattr(module, class_name):
-            return getattr(module, class_name)
-    known = [*_names(packages, attribute), *elsewhere]
+        names = _import_names(f"{package}.{path}")
+        if attribute in names:
+            return names[attribute]
+    for entry in entry_points(group=entry_point_group, name=name) if entry_point_group else ():
+        target = entry.load()
+        return vars(target)[attribute] if inspect.ismodule(target) else target
+    parent, _, class_name = path.rpartition(".")
+    for names, wanted in ((_import_names(path), attribute), (_import_names(parent), class_name)):
+        if wanted in names:
+            return names[wanted]
+    known = _list_names(packages, attribute)
+    if attribute == "SOURCE":
+        known += SOURCES_ELSEWHERE
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-    raise ConfigError(f"{key}={name} is not known: {hint} (or give the dotted path to a class of yours)")
+    raise ConfigError(f"{key}={name} is not known: {hint} (or give the dotted path to a class or module of yours)")
 
 
-def _module(path: str) -> Any:
+def _import_names(path: str) -> dict[str, Any]:
+    """The names in a module; none where there is no such module."""
     try:
-        if importlib.util.find_spec(path) is None:
-            return None
-    except (ImportError, ValueError):  # a parent of the path does not exist, or it is no module's name at all
-        return None
+        exists = bool(path) and importlib.util.find_spec(path) is not None
+    except (ImportError, ValueError):  # a parent of the path does not exist, or it is no name of a module
+        exists = False
+    if not exists:
+        return {}
     try:
-        return importlib.import_module(path)
+        return vars(importlib.import_module(path))
     except Exception as error:
         if path.startswith("kineograph."):
             raise
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _names(packages: tuple[str, ...], attribute: str) -> list[str]:
+def _list_names(packages: tuple[str, ...], attribute: str) -> list[str]:
+    """Modules of the packages that assign `attribute`, found without importing them."""
     names = []
     for package in packages:
         module = importlib.import_module(package)
         for info in pkgutil.walk_packages(module.__path__, f"{package}."):
             spec = importlib.util.find_spec(info.name)
-            source = spec.loader.get_source(info.name) if spec and spec.loader else ""  # type: ignore[attr-defined]
+            loader = spec.loader if spec is not None else None
+            source = loader.get_source(info.name) if isinstance(loader, InspectLoader) else None
             if source and f"\n{attribute} = " in source:
                 names.append(info.name.removeprefix(f"{package}."))
     return names

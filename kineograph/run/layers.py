@@ -7,7 +7,9 @@ one, so `train.lr=…` on the command line reaches every stage, whatever the pre
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,24 @@ PRESETS = Path(__file__).parent.parent / "presets"
 SHARED_SECTIONS = ("train", "data")  # sections at the top that a stage may have too
 
 
+def preset_folders() -> list[Path]:
+    """Ours, those of the path variable KINEO_PRESETS, and packages that entry points of the group kineograph.presets name."""
+    own = [Path(folder) for folder in os.environ.get("KINEO_PRESETS", "").split(os.pathsep) if folder]
+    packages = [entry.load() for entry in entry_points(group="kineograph.presets")]
+    return [PRESETS, *own, *(Path(folder) for package in packages for folder in package.__path__)]
+
+
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    return sorted({path.stem for folder in preset_folders() for path in folder.glob("*.yaml")})
 
 
 def find_preset(name: str) -> Path:
-    path = PRESETS / f"{name}.yaml"
-    if not path.is_file():
-        close = difflib.get_close_matches(name, preset_names(), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the presets are {', '.join(preset_names())}"
-        raise ConfigError(f"{name!r} is neither a preset nor a file: {hint} (overrides look like train.steps=100)")
-    return path
+    for folder in preset_folders():
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    close = difflib.get_close_matches(name, preset_names(), n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the presets are {', '.join(preset_names())}"
+    raise ConfigError(f"{name!r} is neither a preset nor a file: {hint} (overrides look like train.steps=100)")
 
 
 def read_config(arguments: Sequence[str], extra: Tree | None = None, base: Tree | None = None) -> Tree:
@@ -41,7 +50,7 @@ def read_config(arguments: Sequence[str], extra: Tree | None = None, base: Tree 
         path = _find_file(argument)
         over = read_file(path)
         over["name"] = load_file(path).get("name") or path.stem  # not the name of the preset that it extends
-        if path.parent == PRESETS:
+        if path.parent in preset_folders():
             over["preset"] = path.stem
         tree = lay_over(tree, over)
     settings: list[tuple[str, Any]] = [parse_override(argument) for argument in arguments if is_override(argument)]
@@ -67,7 +76,7 @@ def read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
         raise ConfigError(f"{path} extends itself: {' → '.join(str(p) for p in (*extended_by, path))}")
     tree = load_file(path)
     base = tree.get("preset")
-    if base is None or (path.parent == PRESETS and base == path.stem):
+    if base is None or (path.parent in preset_folders() and base == path.stem):
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{path}: preset={base!r} must be the name of a preset")

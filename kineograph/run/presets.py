@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kineograph.core.errors import ConfigError
-from kineograph.run.layers import PRESETS, preset_names, read_file
+from kineograph.run.layers import find_preset, preset_names, read_file
 
 KEYS = ("Summary", "Command", "Hardware", "Time", "Expect")
 
@@ -71,7 +71,7 @@ def read_preset(path: Path) -> Preset:
 
 
 def presets() -> list[Preset]:
-    return [read_preset(PRESETS / f"{name}.yaml") for name in preset_names()]
+    return [read_preset(find_preset(name)) for name in preset_names()]
 
 
 def table() -> None:

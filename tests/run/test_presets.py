@@ -33,7 +33,6 @@ stages:
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in the place of the shipped presets."""
     monkeypatch.setattr(layers, "PRESETS", tmp_path)
-    monkeypatch.setattr(presets, "PRESETS", tmp_path)
     return tmp_path
 
 
