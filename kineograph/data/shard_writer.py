@@ -1,7 +1,7 @@
-"""Writing tar shards that webdataset (and the source of that name) reads, with embeddings beside them where something embeds.
+"""Writes tar shards in webdataset's format, with embeddings beside them if an embedder is given.
 
 shard-000000.tar …              00000SSSS.jpg, .txt, .json: five digits of the shard, then the row in it; the same items give the same bytes
-img_emb/img_emb_000000.npy …    a row an item, N D; likewise text_emb/ (N D) and txt_enc/ (N L E, zero where there is no token)
+img_emb/img_emb_000000.npy …    one row per item, N D; likewise text_emb/ (N D) and txt_enc/ (N L E, zero for padding)
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from kineograph.core.capabilities import SupportsEmbedding
 from kineograph.core.errors import InputError
 
 INDEX_WIDTH = 4
-LARGEST = 10**INDEX_WIDTH  # items a shard
-_BATCH = 64  # items that are embedded at once
+LARGEST = 10**INDEX_WIDTH  # items per shard
+_BATCH = 64  # items per embedder call
 
 
 class ShardWriter:
-    """Items one after another, `per_shard` a tar. Complete when the block ends without an error."""
+    """Writes `per_shard` items to each tar. The shards are complete when the `with` block ends without an error."""
 
     def __init__(self, folder: Path, per_shard: int = 1000, embedder: SupportsEmbedding | None = None) -> None:
         if not 1 <= per_shard <= LARGEST:
             raise InputError(
-                f"shard={per_shard}: give the number of items a tar file, 1 to {LARGEST} (a row has {INDEX_WIDTH} digits)"
+                f"shard={per_shard}: give the number of items per tar file, 1 to {LARGEST} (a row has {INDEX_WIDTH} digits)"
             )
         self.folder, self.per_shard, self.embedder = folder, per_shard, embedder
         self.count = 0
         self._tar: tarfile.TarFile | None = None
-        self._waiting: list[Sample] = []  # items that are not embedded yet
-        self._made: dict[str, list[np.ndarray]] = {}
+        self._pending: list[Sample] = []  # items to embed
+        self._embeddings: dict[str, list[np.ndarray]] = {}
         weights: list[nn.Parameter] = list(embedder.parameters()) if isinstance(embedder, nn.Module) else []
         self._device = weights[0].device if weights else torch.device("cpu")
 
@@ -55,54 +55,54 @@ class ShardWriter:
     def add(
         self,
         media: bytes,
-        ending: str,
+        suffix: str,
         caption: str,
         facts: Mapping[str, Any],
         pixels: Tensor | None = None,
         frame_mask: Tensor | None = None,
     ) -> str:
-        """`media` is an encoded file; `pixels` (T C H W, uint8) is what the embedder sees. → the key."""
+        """`media` is an encoded file; the embedder sees `pixels` (T C H W, uint8). → the key."""
         shard, row = divmod(self.count, self.per_shard)
         if row == 0:
             self._end_shard()
             self._tar = tarfile.open(self.folder / f"shard-{shard:06d}.tar", "w")  # noqa: SIM115
         key = f"{shard:05d}{row:0{INDEX_WIDTH}d}"
-        self._put(f"{key}.{ending}", media)
-        self._put(f"{key}.txt", caption.encode())
-        self._put(f"{key}.json", json.dumps({"caption": caption, **facts}, ensure_ascii=False).encode())
+        self._add_file(f"{key}.{suffix}", media)
+        self._add_file(f"{key}.txt", caption.encode())
+        self._add_file(f"{key}.json", json.dumps({"caption": caption, **facts}, ensure_ascii=False).encode())
         self.count += 1
         if self.embedder is not None:
             assert pixels is not None
-            self._waiting.append(Sample(pixels, frame_mask, caption=caption))
-            if len(self._waiting) >= _BATCH:
+            self._pending.append(Sample(pixels, frame_mask, caption=caption))
+            if len(self._pending) >= _BATCH:
                 self._embed()
         return key
 
-    def _put(self, name: str, content: bytes) -> None:
+    def _add_file(self, name: str, content: bytes) -> None:
         assert self._tar is not None
-        info = tarfile.TarInfo(name)  # no time and no owner: the same items make the same bytes
+        info = tarfile.TarInfo(name)  # without time and owner: the same items give the same bytes
         info.size = len(content)
         self._tar.addfile(info, io.BytesIO(content))
 
     @torch.no_grad()
     def _embed(self) -> None:
-        if self.embedder is None or not self._waiting:
+        if self.embedder is None or not self._pending:
             return
-        batch = Batch.collate(self._waiting, range(len(self._waiting))).to(self._device)
-        captions = [str(sample.caption) for sample in self._waiting]
+        batch = Batch.collate(self._pending, range(len(self._pending))).to(self._device)
+        captions = [str(sample.caption) for sample in self._pending]
         images = self.embedder.embed_images(batch.video, batch.frame_mask)
         texts, encodings, mask = self.embedder.embed_texts(captions)
         for name, values in (("img_emb", images), ("text_emb", texts), ("txt_enc", encodings * mask[..., None])):
-            self._made.setdefault(name, []).append(values.float().cpu().numpy())
-        self._waiting = []
+            self._embeddings.setdefault(name, []).append(values.float().cpu().numpy())
+        self._pending = []
 
     def _end_shard(self) -> None:
         if self._tar is None:
             return
         self._tar.close()
         self._embed()
-        for name, parts in self._made.items():
+        for name, parts in self._embeddings.items():
             (self.folder / name).mkdir(exist_ok=True)
             shard = (self.count - 1) // self.per_shard
             np.save(self.folder / name / f"{name}_{shard:06d}.npy", np.concatenate(parts))
-        self._tar, self._made = None, {}
+        self._tar, self._embeddings = None, {}

@@ -79,7 +79,7 @@ class TarIndex:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             try:
-                for info in _iterate_members(_PagedFile(file.fileno())):
+                for info in _iterate_members(file):
                     named = split_name(info.name)
                     if named is None:
                         continue
@@ -118,28 +118,6 @@ class TarIndex:
             return TarIndex(keys.split("\0") if keys else [], suffixes, saved["members"], problem, stamp)
 
 
-class _PagedFile:
-    """Reads whole pages, so that the headers of short members, such as captions, come with the previous one."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._at = fd, 0
-        self._page, self._start = b"", 0
-
-    def seek(self, at: int) -> None:
-        self._at = at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, count: int) -> bytes:
-        at = self._at
-        if not self._start <= at <= at + count <= self._start + len(self._page):
-            self._page, self._start = os.pread(self._fd, max(count, 4096), at), at
-        data = self._page[at - self._start : at - self._start + count]
-        self._at += len(data)
-        return data
-
-
 class _FastTarInfo(tarfile.TarInfo):
     """Reads only name and size of an ordinary file's header, which takes a quarter of the time."""
 
@@ -152,12 +130,12 @@ class _FastTarInfo(tarfile.TarInfo):
         return info
 
 
-def _iterate_members(file: _PagedFile) -> Iterator[tarfile.TarInfo]:
+def _iterate_members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
     """The regular files of a tar; raises tarfile.ReadError where it is damaged, where tarfile would stop without an error."""
     offset = 0
-    with suppress(tarfile.ReadError), tarfile.open(fileobj=file, mode="r:", tarinfo=_FastTarInfo) as tar:  # type: ignore[call-overload]
+    with suppress(tarfile.ReadError), tarfile.open(fileobj=file, mode="r:", tarinfo=_FastTarInfo) as tar:
         while (info := tar.next()) is not None:
-            tar.members = []  # tarfile would keep every header
+            tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every header
             offset = tar.offset
             if info.isfile():
                 yield info

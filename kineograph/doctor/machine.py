@@ -30,7 +30,6 @@ NEEDED = (
     "transformers",
     "safetensors",
     "vector-quantize-pytorch",
-    "webdataset",
 )
 
 
