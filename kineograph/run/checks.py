@@ -20,9 +20,10 @@ from kineograph.stage.load import StageLoader, locate_stage
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import check_init_shapes
 from kineograph.train import checkpoint
+from kineograph.train.compile import uses_cuda_graphs
 from kineograph.train.precision import resolve_precision
 from kineograph.train.remote_checkpoint import check_reachable, is_remote
-from kineograph.train.stepper import check_layout, graphs_for
+from kineograph.train.stepper import check_layout
 
 
 def check_stages(
@@ -48,7 +49,7 @@ def check_stages(
         else:
             device = distributed.resolve_device(stage.train.device)
             precision = resolve_precision(stage.train.precision, device)
-            graphs_for(stage.train, device, several)
+            uses_cuda_graphs(stage.train, device, several)
         stage.train.parallel.mesh_shape(*(planned or distributed.current_world()))
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")

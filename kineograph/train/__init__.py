@@ -6,10 +6,7 @@ from typing import Any
 
 
 class _Callable(ModuleType):
-    """`kineograph.train` is a function of the package's face, and this package, which the import system puts in its place.
-
-    So the package can be called too, and does what the function does.
-    """
+    """Makes this package callable: importing it replaces the function `kineograph.train`, so it must do the same."""
 
     def __call__(self, *what: str, **settings: Any) -> Any:
         return sys.modules["kineograph"]._train(*what, **settings)

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsBuckets
+from kineograph.core.errors import ConfigError
 from kineograph.core.task import Task
+from kineograph.train.config import TrainConfig
 
 MAX_SHAPES = 128  # compilations of a module, training and sampling counted apart
 LARGE = 500_000_000  # parameters in blocks
@@ -20,6 +23,25 @@ def is_large(task: Task) -> bool:
     The whole of CogVideoX-2B takes 155 s to compile, for each bucket's shape again; its steps are too long to gain from CUDA graphs.
     """
     return sum(p.numel() for block in task.blocks() for p in block.parameters()) >= LARGE
+
+
+def uses_cuda_graphs(config: TrainConfig, device: torch.device, is_distributed: bool | None = None) -> bool:
+    """Whether compiled modules run as CUDA graphs; raise a ConfigError if `graphs` is set and impossible.
+
+    A graph has one set of buffers, which rules out accumulation, and it cannot hold collectives. With several processes
+    `auto` uses none. `is_distributed`: whether there will be several, for a planned run.
+    """
+    if is_distributed is None:
+        is_distributed = distributed.is_active()
+    if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
+        raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
+    if config.compile == "graphs" and is_distributed and config.parallel.communicates_in_forward:
+        raise ConfigError(
+            "train.compile=graphs needs train.parallel=replicate without tensor and sequence, since a CUDA graph cannot hold collectives: "
+            "use true or auto"
+        )
+    is_automatic = config.compile == "auto" and config.accumulate == 1 and not is_distributed
+    return device.type == "cuda" and (config.compile == "graphs" or is_automatic)
 
 
 def compile_task(task: Task, graphs: bool, by_block: bool = False) -> None:

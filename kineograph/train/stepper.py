@@ -23,7 +23,7 @@ from kineograph.core.task import Loss, Task, check_weights, player_parameters, t
 from kineograph.core.transfer import fetch_floats
 from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.checkpoint import Checkpoint
-from kineograph.train.compile import compile_task, is_large
+from kineograph.train.compile import compile_task, is_large, uses_cuda_graphs
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ddp import GradientAverage, ReplicatedTask
 from kineograph.train.dtensors import full_tensor, to_local
@@ -37,24 +37,8 @@ from kineograph.train.step_timer import StepTimer
 from kineograph.train.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, parallel_plans
 
 
-def graphs_for(config: TrainConfig, device: torch.device, several: bool | None = None) -> bool:
-    """Whether compiled modules run as CUDA graphs. A graph has one set of buffers, so gradients that are accumulated over
-    micro-batches rule it out; so do processes that speak to one another inside. Beside other processes it is done only when asked for.
-    `several`: whether there will be such, where that is only planned."""
-    several = distributed.is_active() if several is None else several
-    if config.compile == "graphs" and (device.type != "cuda" or config.accumulate > 1):
-        raise ConfigError("train.compile=graphs needs a GPU and train.accumulate=1: use true or auto")
-    if config.compile == "graphs" and several and config.parallel.communicates_in_forward:
-        raise ConfigError(
-            "train.compile=graphs needs train.parallel=replicate, without tensor and sequence: weights or tokens are exchanged inside; use true or auto"
-        )
-    return device.type == "cuda" and (
-        config.compile == "graphs" or (config.compile == "auto" and config.accumulate == 1 and not several)
-    )
-
-
 def check_layout(task: Task, parallel: ParallelConfig, players: Mapping[str, PlayerConfig]) -> None:
-    """Refuse, with a ConfigError, a layout that the task or its players' optimizers cannot have."""
+    """Raise a ConfigError for a layout that the task or an optimizer does not support."""
     for name, player in players.items():
         if parallel.tensor > 1 and player.optimizer == "adamw_8bit":
             raise ConfigError(
@@ -128,14 +112,12 @@ class Stepper:
             for block in task.blocks():
                 checkpoint_activations(block, None if config.checkpointing is True else config.checkpointing)
         by_block = config.compile == "blocks" or (config.compile == "auto" and is_large(task))
-        self.graphs = graphs_for(config, self.device) and not by_block
-        self.compiles = config.compile not in (False, "auto") or (
-            config.compile == "auto" and self.device.type == "cuda"
-        )
+        self.graphs = uses_cuda_graphs(config, self.device) and not by_block
+        self.compiles = bool(config.compile) if config.compile != "auto" else self.device.type == "cuda"
         if self.compiles:
             compile_task(task, self.graphs, by_block or (bool(self.layout) and parallel.communicates_in_forward))
             if self.layout and (config.checkpointing or self.graphs):
-                # For DDP the compiler cuts a network at the borders of buckets, and can do so neither in recomputed blocks nor in a CUDA graph.
+                # Dynamo splits graphs at DDP's buckets, which fails in recomputed blocks and in CUDA graphs.
                 torch._dynamo.config.optimize_ddp = False
         if self.layout.shards:
             self.sharded = ShardedTask(task, self.layout, self.precision)

@@ -11,9 +11,9 @@ import torch
 
 from kineograph.core.errors import ConfigError
 from kineograph.train import checkpoint
+from kineograph.train.compile import uses_cuda_graphs
 from kineograph.train.config import TrainConfig
 from kineograph.train.parallel import ParallelConfig
-from kineograph.train.stepper import graphs_for
 from tests.parallel.curves import run_cases
 from tests.parallel.worlds import run
 
@@ -256,9 +256,9 @@ def test_graphs_are_refused_with_communication_in_the_forward_pass(monkeypatch: 
     monkeypatch.setattr("kineograph.core.distributed.is_active", lambda: True)
     gpu = torch.device("cuda")
     with pytest.raises(ConfigError, match=r"train\.compile=graphs needs train\.parallel=replicate"):
-        graphs_for(TrainConfig.model_validate({"compile": "graphs", "parallel": "shard"}), gpu)
-    assert graphs_for(TrainConfig(compile="graphs"), gpu)
-    assert not graphs_for(TrainConfig(compile="auto"), gpu)
+        uses_cuda_graphs(TrainConfig.model_validate({"compile": "graphs", "parallel": "shard"}), gpu)
+    assert uses_cuda_graphs(TrainConfig(compile="graphs"), gpu)
+    assert not uses_cuda_graphs(TrainConfig(compile="auto"), gpu)
 
 
 # Slow ---------------------------------------------------------------------------------------------------------------
