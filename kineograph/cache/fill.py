@@ -6,13 +6,16 @@ commands on one cache skip what others have appended by the time they come to it
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +27,7 @@ from kineograph.cache.pack import KINDS, SIDE_FIELDS, PackWriter
 from kineograph.cache.store import CacheSet, PackIndex, SetHeader, is_complete
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.errors import InputError, Stopped
+from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.task import Task
 from kineograph.data.buckets import Bucket, BucketsConfig
 from kineograph.data.loader import Loader
@@ -36,6 +39,7 @@ BATCH = 256  # items that are encoded and written together, at most
 BATCH_BYTES = 256 * 2**20  # of pixels, likewise
 PACK = 4096  # items a pack, at most
 PACK_BYTES = 2 * 2**30  # of pixels, likewise
+_POLL = 0.5  # seconds between looks at what other processes have appended
 
 
 @dataclass
@@ -67,33 +71,8 @@ class CacheContent:
         return self.folder / set_key(self.recipe, self.keys, self.loader.buckets)
 
 
-@torch.no_grad()
-def fill(
-    content: CacheContent,
-    task: Task,
-    train: TrainConfig,
-    device: torch.device,
-    stop: StopRequest,
-    note: Callable[[str], None],
-) -> int:
-    """Encode the items that have no row yet and write the set. → how many were encoded, by all processes."""
-    filler = _Filler(content, task, train, device, stop, note)
-    was_training = task.training
-    task.eval()
-    try:
-        filler.run()
-    finally:
-        task.train(was_training)
-    if distributed.is_first() and not is_complete(content.path):
-        filler.write_set()
-    results = distributed.all_gather_object([filler.encoded, content.loader.skipped])
-    for _, skipped in results:
-        content.loader.skipped.update(skipped)
-    return sum(encoded for encoded, _ in results)
-
-
-class _Filler:
-    """The work of one process."""
+class CacheFiller:
+    """Encodes what a cache lacks: the work of one process."""
 
     def __init__(
         self,
@@ -104,7 +83,7 @@ class _Filler:
         stop: StopRequest,
         note: Callable[[str], None],
     ) -> None:
-        self.content, self.train, self.device, self.stop = content, train, device, stop
+        self.content, self.task, self.train, self.device, self.stop = content, task, train, device, stop
         self.loader, self.buckets = content.loader, content.loader.buckets
         self.precision = resolve_precision(train.precision, device)
         shapes = len(self.buckets.shapes) if self.buckets is not None else 1
@@ -114,33 +93,56 @@ class _Filler:
         self.share = 0  # items that it has to encode
         self._progress = -1  # per cent, as shown last
 
-    def run(self) -> None:
-        rows = self._find(np.arange(len(self.content.keys)))
-        self.loader.count_as_read(int((rows[:, 0] >= 0).sum()))
-        while True:
-            missing = np.flatnonzero(rows[:, 0] < 0)
-            if not any(distributed.all_gather_object(len(missing))):
-                return
-            packs = self._divide(missing)
-            self.share = self.encoded + sum(len(items) for _, items in packs)
-            for shape, items in packs:
-                self._encode(items, shape, missing)
-            distributed.barrier()
-            rows = self._find(np.arange(len(self.content.keys)))
+    @torch.no_grad()
+    def fill(self) -> int:
+        """Encode the items that have no row yet and write the set. → how many were encoded, by all processes."""
+        was_training = self.task.training
+        self.task.eval()
+        try:
+            self._encode_missing()
+        finally:
+            self.task.train(was_training)
+        if distributed.is_first() and not is_complete(self.content.path):
+            self._write_set()
+        results = distributed.all_gather_object([self.encoded, self.loader.skipped])
+        for _, skipped in results:
+            self.loader.skipped.update(skipped)
+        return sum(encoded for encoded, _ in results)
 
-    def write_set(self) -> None:
+    def _encode_missing(self) -> None:
+        items = np.arange(len(self.content.keys))
+        missing = self._select_missing(items)
+        # Separate commands may append at this moment: all processes must divide the same items.
+        while len(set(distributed.all_gather_object(_digest_of(missing)))) > 1:
+            missing = self._select_missing(items)
+        self.loader.count_as_read(len(items) - len(missing))
+        packs = self._divide(missing)
+        self.share = sum(len(items) for _, items in packs)
+        for shape, items in packs:
+            self._encode(items, shape, missing)
+        # No collective here: one process may need much longer than another.
+        missing, since = self._select_missing(missing), time.monotonic()
+        while len(missing):
+            self._raise_if_stopped()
+            if time.monotonic() - since > self.train.timeout:
+                raise RunFailed(
+                    f"no other process has encoded anything for {self.train.timeout:g} s: run the same command to go on"
+                )
+            time.sleep(_POLL)
+            before, missing = len(missing), self._select_missing(missing)
+            since = time.monotonic() if len(missing) < before else since
+
+    def _select_missing(self, items: np.ndarray) -> np.ndarray:
+        return items[self._find(items)[:, 0] < 0]
+
+    def _write_set(self) -> None:
         rows = self._find(np.arange(len(self.content.keys)))
         used, first, rows[:, 0] = np.unique(rows[:, 0], return_index=True, return_inverse=True)
-        header = SetHeader(packs=tuple(self.index.packs[number].folder.name for number in used))
+        header: dict[str, Any] = {"packs": [self.index.packs[number].folder.name for number in used]}
         if self.buckets is not None:
-            header = SetHeader(
-                packs=header.packs,
-                shapes=tuple(self.buckets.shapes),
-                bucket_of=tuple(self.buckets.item_buckets[first].tolist()),
-                usual=self.content.usual,
-                buckets=self.buckets.config,
-            )
-        CacheSet(self.content.path, header, rows).write()
+            header |= {"shapes": self.buckets.shapes, "bucket_of": self.buckets.item_buckets[first].tolist()}
+            header |= {"usual": self.content.usual, "buckets": self.buckets.config}
+        CacheSet(self.content.path, SetHeader.model_validate(header), rows).write()
 
     def _find(self, items: np.ndarray) -> np.ndarray:
         """N 2: the pack and row of each of these items, or of what stands in for it; −1 where there is none."""
@@ -170,7 +172,7 @@ class _Filler:
 
     def _encode(self, items: np.ndarray, shape: Bucket | None, missing: np.ndarray) -> None:
         """Append these items to a pack of their own, except those that another command has appended meanwhile."""
-        items = items[self._find(items)[:, 0] < 0]
+        items = self._select_missing(items)
         writer: PackWriter | None = None
         start = 0
         try:
@@ -189,14 +191,17 @@ class _Filler:
                 self.encoded += len(batch)
                 heartbeat.beat()
                 self._show_progress()
-                if self.stop:
-                    raise Stopped(
-                        f"stopped by {self.stop.signal_name} while encoding the data of {self.content.stage} ({self.encoded} items encoded by this call); "
-                        "run the same command to go on"
-                    )
+                self._raise_if_stopped()
         finally:
             if writer is not None:
                 writer.close()
+
+    def _raise_if_stopped(self) -> None:
+        if self.stop:
+            raise Stopped(
+                f"stopped by {self.stop.signal_name} while encoding the data of {self.content.stage} ({self.encoded} items encoded by this call); "
+                "run the same command to go on"
+            )
 
     def _select_fields(self, fields: dict[str, Tensor], batch: Batch, frames: int) -> dict[str, Tensor]:
         """What a row holds: one of KINDS, what goes with it, and the batch's frame mask and fps."""
@@ -268,6 +273,10 @@ class _Filler:
         end = "\r" if terminal and self.encoded < self.share else "\n"
         line = f"{self.content.stage}  encoding {self.encoded}/{self.share} ({percent} %)"
         print(line, end=end, file=sys.stderr, flush=True)
+
+
+def _digest_of(items: np.ndarray) -> str:
+    return hashlib.blake2b(items.tobytes(), digest_size=16).hexdigest()
 
 
 def _cut(shape: Bucket | None, items: np.ndarray, size: int) -> Iterator[tuple[Bucket | None, np.ndarray]]:

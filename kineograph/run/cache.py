@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kineograph.cache.fill import CacheContent, fill
+from kineograph.cache.fill import CacheContent, CacheFiller
 from kineograph.cache.keys import recipe_key
 from kineograph.cache.source import Cache, CacheConfig
 from kineograph.cache.store import format_size, is_complete, list_stale, prune
@@ -54,86 +56,86 @@ def _cache_fault(stage: StagePlan, source: Source) -> str | None:
     return None
 
 
-def describe_cache(
-    stage: StagePlan, task: Task, stages: StageLoader, folder: RunFolder, data: StageData, device: torch.device
-) -> CacheContent:
-    """What a stage's cache should hold now."""
-    config = stage.spec.config
-    tree = config.model_dump(mode="json")
-    references = [key for key in config.references if isinstance(getattr(config, key), str)]
-    facts: dict[str, Any] = {
-        "encoders": {key: stages.digest(getattr(config, key)) for key in references},
-        **{name: tree[name] for name in ("text", "clip", "text_encodings") if name in tree},
-        "own": stage.spec.task.cache_facts(config) if issubclass(stage.spec.task, SupportsCaching) else {},
-        "precision": config.cache_precision,
-        "train_precision": resolve_precision(stage.train.precision, device),
-        "seed": data.seed,  # of crops and starts
-    }
-    codec, codec_stage = stages.find_codec(stage.spec), find_codec(task)
-    # Processes divide the items themselves: a batch need not divide into them.
-    with distributed.single_process():
-        loader = data.loader(data.source)
-    return CacheContent(
-        stage=stage.name,
-        folder=folder.stage(stage.name) / "cache",
-        loader=loader,
-        shape=stage.spec.data.shape,
-        recipe=recipe_key(stage.spec.data.model_dump(mode="json"), facts),
-        precision=config.cache_precision,
-        vocabulary=codec_stage.vocabulary if codec_stage is not None else None,
-        codec=codec[1] if codec is not None else "",
-    )
+@dataclass
+class StageCache:
+    """The cache of a stage: its data, and the task whose encoders fill it."""
 
+    stage: StagePlan
+    task: Task
+    stages: StageLoader
+    folder: RunFolder
+    data: StageData
+    device: torch.device
+    note: Callable[[str], None]
 
-def _fill(
-    content: CacheContent,
-    stage: StagePlan,
-    task: Task,
-    data: StageData,
-    folder: RunFolder,
-    device: torch.device,
-    stop: StopRequest,
-    note: Callable[[str], None],
-) -> int:
-    """Encode what is missing. → how many items were encoded."""
-    encoded, count = fill(content, task, stage.train, device, stop, note), len(data.source)
-    if encoded:
-        data.write_skipped(folder.path / "skipped.jsonl", content.loader)
-        reused = f", {count - encoded} were in the cache already" if encoded < count else ""
-        note(f"{stage.name}: {encoded} items encoded into {content.path}{reused}")
-    return encoded
-
-
-def open_stage_cache(
-    stage: StagePlan,
-    task: Task,
-    stages: StageLoader,
-    folder: RunFolder,
-    data: StageData,
-    device: torch.device,
-    stop: StopRequest,
-    note: Callable[[str], None],
-) -> Source | None:
-    """The cache that a stage trains from, filled first where `cache: true` says so; None: train from the data as they are."""
-    check_tokens(task, data)
-    check_codec(data, stages.find_codec(stage.spec))
-    choice = stage.spec.config.cache
-    if choice is False or (choice == "auto" and not (folder.stage(stage.name) / "cache").is_dir()):
-        return None
-    content = describe_cache(stage, task, stages, folder, data, device)
-    if choice is True:
-        if _fill(content, stage, task, data, folder, device, stop, note):
-            _note_stale(content, folder, note)
-        _release_encoders(task)
-    elif not is_complete(content.path):
-        note(
-            f"{stage.name}: the cache in {content.folder} lacks items (it is unfinished, or data, codec or preprocessing changed), "
-            "so it is not used: kineo cache encodes them"
+    @cached_property
+    def content(self) -> CacheContent:
+        """What it should hold now."""
+        spec, config = self.stage.spec, self.stage.spec.config
+        tree = config.model_dump(mode="json")
+        references = [key for key in config.references if isinstance(getattr(config, key), str)]
+        facts: dict[str, Any] = {
+            "encoders": {key: self.stages.digest(getattr(config, key)) for key in references},
+            **{name: tree[name] for name in ("text", "clip", "text_encodings") if name in tree},
+            "own": spec.task.cache_facts(config) if issubclass(spec.task, SupportsCaching) else {},
+            "precision": config.cache_precision,
+            "train_precision": resolve_precision(self.stage.train.precision, self.device),
+            "seed": self.data.seed,  # of crops and starts
+        }
+        codec, codec_task = self.stages.find_codec(spec), find_codec(self.task)
+        # Processes divide the items, not the batches, which need not divide into them.
+        with distributed.single_process():
+            loader = self.data.loader(self.data.source)
+        return CacheContent(
+            stage=spec.name,
+            folder=self.folder.stage(spec.name) / "cache",
+            loader=loader,
+            shape=spec.data.shape,
+            recipe=recipe_key(spec.data.model_dump(mode="json"), facts),
+            precision=config.cache_precision,
+            vocabulary=codec_task.vocabulary if codec_task is not None else None,
+            codec=codec[1] if codec is not None else "",
         )
-        return None
-    note(f"{stage.name}: trains from {len(content.keys)} cached items in {content.path}")
-    keys = {key: getattr(stage.spec.data, key) for key in ("size", "frames", "fps", "channels")}
-    return Cache.open(CacheConfig.model_validate({"folder": str(content.path), **keys}), "train", data.seed)
+
+    def fill(self, stop: StopRequest) -> int:
+        """Encode what is missing. → how many items were encoded."""
+        content, count = self.content, len(self.data.source)
+        encoded = CacheFiller(content, self.task, self.stage.train, self.device, stop, self.note).fill()
+        if encoded:
+            self.data.write_skipped(self.folder.path / "skipped.jsonl", content.loader)
+            reused = f", {count - encoded} were in the cache already" if encoded < count else ""
+            self.note(f"{self.stage.name}: {encoded} items encoded into {content.path}{reused}")
+        return encoded
+
+    def open(self, stop: StopRequest) -> Source | None:
+        """The source that training reads, filled first where `cache: true` says so; None: train from the data as they are."""
+        check_tokens(self.task, self.data)
+        check_codec(self.data, self.stages.find_codec(self.stage.spec))
+        name, choice = self.stage.name, self.stage.spec.config.cache
+        if choice is False or (choice == "auto" and not (self.folder.stage(name) / "cache").is_dir()):
+            return None
+        content = self.content
+        if choice is True:
+            if self.fill(stop):
+                self.note_stale()
+            _release_encoders(self.task)
+        elif not is_complete(content.path):
+            self.note(
+                f"{name}: the cache in {content.folder} lacks items (it is unfinished, or data, codec or preprocessing changed), "
+                "so it is not used: kineo cache encodes them"
+            )
+            return None
+        self.note(f"{name}: trains from {len(content.keys)} cached items in {content.path}")
+        keys = {key: getattr(self.stage.spec.data, key) for key in ("size", "frames", "fps", "channels")}
+        return Cache.open(CacheConfig.model_validate({"folder": str(content.path), **keys}), "train", self.data.seed)
+
+    def note_stale(self) -> None:
+        stale = list_stale(self.content.folder, [self.content.path])
+        if stale:
+            self.note(
+                f"{self.stage.name}: {format_size(stale)} in {self.content.folder} are no longer read: "
+                f"kineo cache {self.folder.path} --prune removes them"
+            )
 
 
 def _release_encoders(task: Task) -> None:
@@ -141,15 +143,6 @@ def _release_encoders(task: Task) -> None:
     for module in task.modules():
         if isinstance(module, TextEncoder):
             module.release()
-
-
-def _note_stale(content: CacheContent, folder: RunFolder, note: Callable[[str], None]) -> None:
-    stale = list_stale(content.folder, [content.path])
-    if stale:
-        note(
-            f"{content.stage}: {format_size(stale)} in {content.folder} are no longer read: "
-            f"kineo cache {folder.path} --prune removes them"
-        )
 
 
 # The command -------------------------------------------------------------------------------------------------------
@@ -178,22 +171,29 @@ def cache_run(
         if stage.spec.config.cache is False:
             note(f"{stage.name}: not cached, as stages.{stage.name}.cache=false says")
     stages = [stage for stage in stages if stage.spec.config.cache is not False]
-    jobs: list[_StageCache] = []
+    caches: list[StageCache | None] = []
     if not folder.exists():
         own = {stage.name for stage in plan.stages}
         references = [getattr(stage.spec.config, key) for stage in stages for key in stage.spec.config.references]
         if not stages or any(name in own for name in references):
             raise InputError(f"{folder.path} holds no run: train its codec first (kineo train {' '.join(arguments)})")
         # The encoders come from elsewhere, as released weights do: check everything before the run folder is written.
-        jobs = [_StageCache(plan, stage, folder, note) for stage in stages]
+        caches = [_prepare(plan, stage, folder, note) for stage in stages]
     paths: list[Path] = []
     stop = StopRequest()
     # Others may encode at the same time, but nothing trains.
     with folder.lock(shared=True), stop.handle_signals():
-        if jobs and not folder.exists():
+        if caches and not folder.exists():
             write_atomic(folder.config_file, dump_yaml(plan.tree()))
-        for job in jobs or (_StageCache(plan, stage, folder, note) for stage in stages):
-            paths += job.fill(stop, note_stale=not remove)
+        for cache in caches or (_prepare(plan, stage, folder, note) for stage in stages):
+            if cache is None:
+                continue
+            cache.task.to(cache.device)
+            if not cache.fill(stop):
+                note(f"{cache.stage.name}: all {len(cache.data.source)} items were encoded before")
+            if not remove:
+                cache.note_stale()
+            paths.append(cache.content.path)
     if remove:
         distributed.barrier()  # until all processes have released the run
         if distributed.is_first():
@@ -203,29 +203,16 @@ def cache_run(
     return paths
 
 
-class _StageCache:
-    """A stage's data and the task that encodes them."""
-
-    def __init__(self, plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> None:
-        self.stage, self.folder, self.note = stage, folder, note
-        self.device = distributed.resolve_device(stage.train.device)
-        self.stages = StageLoader(folder, self.device, note)
-        self.data = open_data(stage, plan.seed, None, note, folder.path)
-        self.fault = _cache_fault(stage, self.data.source)
-        if self.fault is None:
-            self.task = build_untrained(plan, stage, self.stages, self.data, note)
-
-    def fill(self, stop: StopRequest, note_stale: bool) -> list[Path]:
-        if self.fault is not None:
-            self.note(f"{self.stage.name}: not cached: {self.fault}")
-            return []
-        task = self.task.to(self.device)
-        content = describe_cache(self.stage, task, self.stages, self.folder, self.data, self.device)
-        if not _fill(content, self.stage, task, self.data, self.folder, self.device, stop, self.note):
-            self.note(f"{self.stage.name}: all {len(self.data.source)} items were encoded before")
-        if note_stale:
-            _note_stale(content, self.folder, self.note)
-        return [content.path]
+def _prepare(plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> StageCache | None:
+    """Open a stage's data and build its task; None where the data cannot be cached."""
+    device = distributed.resolve_device(stage.train.device)
+    stages = StageLoader(folder, device, note)
+    data = open_data(stage, plan.seed, None, note, folder.path)
+    fault = _cache_fault(stage, data.source)
+    if fault is not None:
+        note(f"{stage.name}: not cached: {fault}")
+        return None
+    return StageCache(stage, build_untrained(plan, stage, stages, data, note), stages, folder, data, device, note)
 
 
 def _prune_run(plan: Plan, folder: RunFolder, current: Collection[Path], note: Callable[[str], None]) -> None:

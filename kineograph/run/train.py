@@ -20,7 +20,7 @@ from kineograph.core.task import Task
 from kineograph.data.loader import worker_error
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_flops import count_step_flops
-from kineograph.run.cache import open_stage_cache
+from kineograph.run.cache import StageCache
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import is_main_process, process_group, set_group_timeout
 from kineograph.run.metrics import TrainingMetrics
@@ -194,7 +194,8 @@ class _StageTraining:
         task = build_for_training(run.plan, stage, self.stages, data, run.note)
         players = {name: stage.players[name] for name in task.players}
         stepper = Stepper(task, stage.train, players, self.device, run.plan.stage_seed(stage.name))
-        source = open_stage_cache(stage, task, self.stages, run.folder, data, self.device, run.stop, run.note)
+        cache = StageCache(stage, task, self.stages, run.folder, data, self.device, run.note)
+        source = cache.open(run.stop)
         if source is None or (isinstance(task, SupportsCaching) and task.always_encode()):
             stepper.compile_stages()
         loader = data.loader(source)

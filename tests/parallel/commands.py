@@ -35,14 +35,14 @@ def cache(run: str, stop_after: int | None = None) -> int:
     from kineograph.run.launch import process_group
 
     fill.BATCH = 4
-    show = fill._Filler._show_progress
+    show = fill.CacheFiller._show_progress
 
-    def stopping(self: fill._Filler) -> None:
+    def stopping(self: fill.CacheFiller) -> None:
         show(self)
         if stop_after is not None and self.encoded >= stop_after:
             self.stop.signal_name = "SIGTERM"
 
-    fill._Filler._show_progress = stopping  # type: ignore[method-assign]
+    fill.CacheFiller._show_progress = stopping  # type: ignore[method-assign]
     try:
         with process_group():
             cache_run([run])
