@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.task import Task
-from kineograph.data.buckets import Bucket, BucketsConfig
+from kineograph.data.buckets import Bucket
 from kineograph.data.loader import Loader
 from kineograph.train.config import TrainConfig
 from kineograph.train.precision import autocast, resolve_precision
@@ -113,7 +113,7 @@ class CacheFiller:
         items = np.arange(len(self.content.keys))
         missing = self._select_missing(items)
         # Separate commands may append at this moment: all processes must divide the same items.
-        while len(set(distributed.all_gather_object(_digest_of(missing)))) > 1:
+        while len(set(distributed.all_gather_object(hashlib.sha256(missing.tobytes()).hexdigest()))) > 1:
             missing = self._select_missing(items)
         self.loader.count_as_read(len(items) - len(missing))
         packs = self._divide(missing)
@@ -158,8 +158,12 @@ class CacheFiller:
         groups: list[tuple[Bucket | None, np.ndarray]] = [(None, missing)]
         if self.buckets is not None:
             of = self.buckets.item_buckets[missing]
-            groups = [(shape, missing[of == place]) for place, shape in enumerate(self.buckets.shapes)]
-        batches = [batch for shape, items in groups for batch in _cut(shape, items, self._batch_size(shape))]
+            groups = [(shape, missing[of == bucket]) for bucket, shape in enumerate(self.buckets.shapes)]
+        batches = [
+            (shape, items[start : start + self._batch_size(shape)])
+            for shape, items in groups
+            for start in range(0, len(items), self._batch_size(shape))
+        ]
         packs: list[tuple[Bucket | None, list[np.ndarray]]] = []
         for shape, items in batches[distributed.rank() :: distributed.world()]:
             limit = max(1, min(PACK, PACK_BYTES // self._pixel_bytes(shape)))
@@ -249,14 +253,12 @@ class CacheFiller:
         """Refuse what the disk has no room for, judging by the first batch: the others in proportion to their pixels."""
         content, wide = self.content, 4 if self.content.precision == "fp32" else 2
         each = sum(value[0].numel() * (wide if value.is_floating_point() else 2) for value in fields.values())
-        relative = 1.0 * len(missing)
+        needed = float(each * len(missing))
         if self.buckets is not None:
-            tokens = BucketsConfig().tokens
-            relative = sum(tokens(self.buckets.shape(item)) for item in missing.tolist()) / tokens(
-                shape or content.usual
-            )
+            pixels = sum(self._pixel_bytes(self.buckets.shape(item)) for item in missing.tolist())
+            needed = each * pixels / self._pixel_bytes(shape)
         content.folder.mkdir(parents=True, exist_ok=True)
-        needed, free = each * relative, shutil.disk_usage(content.folder).free
+        free = shutil.disk_usage(content.folder).free
         if needed > free:
             raise InputError(
                 f"stage {content.stage}: {len(missing)} items to cache need about {needed / 2**30:.3g} GiB, and {content.folder} has "
@@ -273,12 +275,3 @@ class CacheFiller:
         end = "\r" if terminal and self.encoded < self.share else "\n"
         line = f"{self.content.stage}  encoding {self.encoded}/{self.share} ({percent} %)"
         print(line, end=end, file=sys.stderr, flush=True)
-
-
-def _digest_of(items: np.ndarray) -> str:
-    return hashlib.blake2b(items.tobytes(), digest_size=16).hexdigest()
-
-
-def _cut(shape: Bucket | None, items: np.ndarray, size: int) -> Iterator[tuple[Bucket | None, np.ndarray]]:
-    for start in range(0, len(items), size):
-        yield shape, items[start : start + size]

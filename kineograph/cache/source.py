@@ -15,7 +15,7 @@ from kineograph.cache.pack import HEADER, Header, Pack, read_header
 from kineograph.cache.store import SET, SHARDS, CacheSet, SetHeader, lock_cache
 from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.data.arrays import find_array, lines_beside
+from kineograph.data.arrays import find_array, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
 from kineograph.data.source import DataConfig, Split, SplitItems, select_split
 
@@ -112,7 +112,7 @@ class Cache(BucketedSource):
                 raise InputError(
                     f"{array.path} holds ids from {low} to {high}, and data.vocabulary={config.vocabulary} allows 0 to {config.vocabulary - 1}"
                 )
-        lines = lines_beside(array.path)
+        lines = read_captions_beside(array.path)
         if lines is not None and len(lines) != count:
             raise InputError(f"{array.path} has {count} items and there are {len(lines)} captions beside it")
         header = Header(

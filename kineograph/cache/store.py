@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -29,46 +29,46 @@ _LOCKED = (SET, SHARDS, HEADER)  # the file of a set or cache that readers lock
 _REMOVED = ".removed-"  # the prefix of a folder whose removal has begun
 
 
+class _IndexedPack(NamedTuple):
+    pack: Pack
+    keys: np.ndarray  # sorted
+    rows: np.ndarray  # of these keys
+
+
 class PackIndex:
     """Rows of all packs of one recipe, by item key."""
 
     def __init__(self, folder: Path, recipe: str) -> None:
         self.folder, self.recipe = folder, recipe
-        self.packs: list[Pack] = []
-        self._keys: list[np.ndarray] = []  # of each pack, sorted
-        self._order: list[np.ndarray] = []
+        self._packs: dict[Path, _IndexedPack] = {}
+
+    @property
+    def packs(self) -> list[Pack]:
+        return [indexed.pack for indexed in self._packs.values()]
 
     def refresh(self) -> None:
-        """Read what was written since. Damaged packs are left out, so their items are encoded again."""
-        known = {pack.folder: place for place, pack in enumerate(self.packs)}
+        """Read what was appended since. Damaged packs are left out, so their items are encoded again."""
         for folder in pack_folders(self.folder):
-            place = known.get(folder)
+            known = self._packs.get(folder)
             try:
                 header = read_header(folder)
                 if header is None or header.key != self.recipe or not header.done:
                     continue
-                if place is not None and self.packs[place].header.done == header.done:
-                    continue
-                pack = Pack.open(folder)
-                pack.captions()
-                keys = pack.keys()
+                if known is None or known.pack.header.done < header.done:
+                    pack = Pack.open(folder)
+                    pack.captions()
+                    order = np.argsort(keys := pack.keys())
+                    self._packs[folder] = _IndexedPack(pack, keys[order], order)
             except InputError:
                 continue
-            if place is None:
-                place = len(self.packs)
-                self.packs.append(pack)
-                self._keys.append(keys)
-                self._order.append(keys)
-            order = np.argsort(keys)
-            self.packs[place], self._keys[place], self._order[place] = pack, keys[order], order
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """N 2: the number of the pack and the row in it of each key; −1 where there is none."""
         rows = np.full((len(keys), 2), -1, np.int64)
-        for number, (known, order) in enumerate(zip(self._keys, self._order, strict=True)):
-            places = np.searchsorted(known, keys).clip(max=len(known) - 1)
-            matches = (known[places] == keys) & (rows[:, 0] < 0)
-            rows[matches, 0], rows[matches, 1] = number, order[places[matches]]
+        for number, indexed in enumerate(self._packs.values()):
+            positions = np.searchsorted(indexed.keys, keys).clip(max=len(indexed.keys) - 1)
+            matches = (indexed.keys[positions] == keys) & (rows[:, 0] < 0)
+            rows[matches, 0], rows[matches, 1] = number, indexed.rows[positions[matches]]
         return rows
 
 
@@ -82,7 +82,7 @@ class SetHeader(Config):
     shapes: tuple[tuple[int, int, int], ...] = ()
     """Of the buckets: frames, height, width. Empty: no buckets."""
     bucket_of: tuple[int, ...] = ()
-    """The place in `shapes` of each pack."""
+    """The index in `shapes` of each pack."""
     usual: tuple[int, int, int] | None = None
     """The shape of data.frames and data.size, with buckets."""
     buckets: BucketsConfig | None = None
@@ -94,7 +94,7 @@ class CacheSet:
 
     folder: Path
     header: SetHeader
-    rows: np.ndarray  # N 2: place in header.packs, row
+    rows: np.ndarray  # N 2: index in header.packs, row
 
     @staticmethod
     def read(folder: Path) -> CacheSet | None:
@@ -129,8 +129,8 @@ class CacheSet:
 def is_complete(folder: Path) -> bool:
     """Whether a set lies here and all of its rows can be read."""
     try:
-        found = CacheSet.read(folder)
-        return found is not None and all(pack.captions() for pack in found.open_packs())
+        cache_set = CacheSet.read(folder)
+        return cache_set is not None and all(pack.captions() for pack in cache_set.open_packs())
     except InputError:
         return False
 

@@ -1,4 +1,4 @@
-"""Arrays on disk that are read in place and reopened, not copied, in every worker process."""
+"""Memory-mapped arrays. Worker processes map the file again instead of copying it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
 
 
 class Array:
-    """A .npy file or a raw one; `values` is its memory map, opened on first use."""
+    """A .npy or raw file; `values` is its memory map, opened on first use."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.path, self.shape, self.dtype = path, shape, dtype
@@ -31,11 +31,11 @@ class Array:
         return self._values
 
     def close(self) -> None:
-        """Let go of the file; it opens again when it is asked for."""
+        """Unmap the file; the next use maps it again."""
         self._values = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_values": None}  # a pickled memory map would carry the whole file
+        return self.__dict__ | {"_values": None}  # a pickled memory map would hold the whole file
 
     @staticmethod
     def npy(path: Path) -> Array:
@@ -49,25 +49,25 @@ class Array:
 
     @staticmethod
     def raw(path: Path, shape: tuple[int, ...], dtype: str) -> Array:
-        kind = dtype_of(dtype, "data.array_dtype")
-        expected, found = int(np.prod(shape, dtype=np.int64)) * kind.itemsize, path.stat().st_size
-        if expected != found:
+        parsed = parse_dtype(dtype, "data.array_dtype")
+        expected, size = int(np.prod(shape, dtype=np.int64)) * parsed.itemsize, path.stat().st_size
+        if expected != size:
             raise InputError(
-                f"{path} has {found} bytes, and data.array_shape={list(shape)} with data.array_dtype={dtype} needs {expected}"
+                f"{path} has {size} bytes, and data.array_shape={list(shape)} with data.array_dtype={dtype} needs {expected}"
             )
-        return Array(path, tuple(shape), kind)
+        return Array(path, tuple(shape), parsed)
 
 
-def dtype_of(name: str, key: str) -> np.dtype:
+def parse_dtype(name: str, key: str) -> np.dtype:
     try:
         return np.dtype(name)
     except TypeError:
-        raise ConfigError(f"{key}={name} is not a type of numbers: uint8, int64, float32 …") from None
+        raise ConfigError(f"{key}={name} is not a dtype: use uint8, int64, float32 …") from None
 
 
-def find_array(place: str, names: tuple[str, ...], shape: tuple[int, ...] | None, dtype: str) -> Array:
-    """The array file at `place`, or in that folder: one of `names`, or the only one there."""
-    path = Path(place).expanduser()
+def find_array(folder: str, names: tuple[str, ...], shape: tuple[int, ...] | None, dtype: str) -> Array:
+    """The array at `folder`, which may be the file itself or hold it: one of `names`, or the only array there."""
+    path = Path(folder).expanduser()
     if path.is_dir():
         files = sorted(
             file
@@ -76,22 +76,22 @@ def find_array(place: str, names: tuple[str, ...], shape: tuple[int, ...] | None
         )
         candidates = [file for file in files if file.stem in names] or [file for file in files if file.stem != "labels"]
         if len(candidates) != 1:
-            found = ", ".join(file.name for file in candidates[:6]) or "none"
+            listed = ", ".join(file.name for file in candidates[:6]) or "none"
             raise InputError(
-                f"data.folder={place} should hold one array file ({names[0]}.npy), found {found}: give the file itself"
+                f"data.folder={folder} should hold one array file ({names[0]}.npy), found {listed}: name the file itself"
             )
         path = candidates[0]
     if not path.exists():
-        raise NoData(f"data.folder={place} does not exist")
+        raise NoData(f"data.folder={folder} does not exist")
     if path.suffix == ".npy":
         return Array.npy(path)
     if shape is None:
-        raise InputError(f"{path} is a raw file: data.array_shape and data.array_dtype say what is in it")
+        raise InputError(f"{path} is a raw file: set data.array_shape and data.array_dtype")
     return Array.raw(path, shape, dtype)
 
 
-def lines_beside(path: Path) -> list[str] | None:
-    """captions.txt (a line an item) or captions.jsonl ({"caption" or "text"}) in the same folder."""
+def read_captions_beside(path: Path) -> list[str] | None:
+    """Captions from captions.txt (a line an item) or captions.jsonl ({"caption" or "text"}) in the same folder."""
     plain, rows = path.parent / "captions.txt", path.parent / "captions.jsonl"
     try:
         if plain.exists():

@@ -186,7 +186,7 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
 
 
 def _check_arrays(report: Report, names: list[str]) -> None:
-    from kineograph.data.arrays import Array, lines_beside
+    from kineograph.data.arrays import Array, read_captions_beside
 
     shapes = {}
     for name in names:
@@ -203,7 +203,7 @@ def _check_arrays(report: Report, names: list[str]) -> None:
             continue
         labels = shapes.get(str(PurePosixPath(name).with_name("labels.npy")))
         try:
-            captions = lines_beside(report.path / name)
+            captions = read_captions_beside(report.path / name)
         except InputError as error:
             report.problems.append(Problem(name, str(error)))
             captions = None

@@ -1,4 +1,4 @@
-"""Embeddings that were made beforehand: `*_NNNN.npy` files in step with tar shards, or .npy members inside them."""
+"""Precomputed embeddings beside tar shards: one `*_NNNN.npy` file a shard, or .npy members inside the tars."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kineograph.data.shards import Shard, last_number
 
 
 class Row(NamedTuple):
-    """Which row of an embedding file belongs to a sample."""
+    """The row of an embedding file that belongs to a sample."""
 
     number: int
     reason: str = ""  # why there is none
 
 
 class AlignedEmbeddings:
-    """A folder of img_emb_0000.npy, img_emb_0001.npy …, N D (or N L D): file NNNN goes with the shard of that number, and the
-    row is what a sample's key ends with. A row of zeros is an embedding that was never made."""
+    """A folder of img_emb_0000.npy, img_emb_0001.npy …, N D (or N L D). File NNNN belongs to the shard of that number; the digits
+    at the end of a sample's key are its row. A row of zeros means no embedding."""
 
     def __init__(self, folder: str, key: str, shards: Sequence[Shard], index_width: int) -> None:
         root = Path(folder).expanduser()
@@ -41,11 +41,9 @@ class AlignedEmbeddings:
         numbers = [shard.number for shard in shards]
         if None in numbers:
             unnumbered = shards[numbers.index(None)].name
-            raise InputError(
-                f"{key}: the shard {unnumbered} has no number in its name that an embedding file could match"
-            )
+            raise InputError(f"{key}: the shard {unnumbered} has no number in its name to match an embedding file")
         if len(set(numbers)) < len(numbers):
-            raise InputError(f"{key}: shards of one number cannot be told apart; give their embeddings inside the tars")
+            raise InputError(f"{key}: several shards have the same number; put their embeddings inside the tars")
         self.index_width = index_width
         self._arrays = [Array.npy(files[number]) if number in files else None for number in numbers]  # type: ignore[index]
         self._shards = [shard.name for shard in shards]
@@ -62,7 +60,7 @@ class AlignedEmbeddings:
         self.shape: tuple[int, ...] = next(iter(shapes))
 
     def row(self, shard: int, key: str) -> Row:
-        """By names alone; the values are looked at when they are read."""
+        """The row of a sample, by its key alone; values are checked when they are read."""
         array = self._arrays[shard]
         if array is None:
             return Row(-1, f"no embedding file for {self._shards[shard]}")
@@ -74,7 +72,7 @@ class AlignedEmbeddings:
         return Row(int(digits))
 
     def stamp(self, shard: int | None = None) -> str:
-        """Changes when a file is written again: any, or that of one shard."""
+        """Sizes and times of the files, or of the file of one shard."""
         arrays = self._arrays if shard is None else [self._arrays[shard]]
         stats = [(array.path, array.path.stat()) for array in arrays if array is not None]
         return "\n".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats)
@@ -89,12 +87,12 @@ class AlignedEmbeddings:
 
 
 def read_npy(data: bytes, name: str) -> np.ndarray:
-    """One .npy file in memory → float32. Its header is parsed once for all files that have the same."""
+    """Parse a .npy file in memory, as float32. Equal headers are parsed once."""
     try:
         length = (
             10 + int.from_bytes(data[8:10], "little") if data[6] == 1 else 12 + int.from_bytes(data[8:12], "little")
         )
-        shape, order, dtype = _header(data[:length])
+        shape, order, dtype = _parse_header(data[:length])
         values = np.frombuffer(data, dtype, offset=length).reshape(shape, order=order).astype(np.float32)
     except (ValueError, IndexError, TypeError, SyntaxError) as error:
         raise Unreadable(name, f"not a .npy array of numbers: {error}") from None
@@ -104,7 +102,7 @@ def read_npy(data: bytes, name: str) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _header(data: bytes) -> tuple[tuple[int, ...], Literal["F", "C"], np.dtype]:
+def _parse_header(data: bytes) -> tuple[tuple[int, ...], Literal["F", "C"], np.dtype]:
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -114,8 +112,8 @@ def _header(data: bytes) -> tuple[tuple[int, ...], Literal["F", "C"], np.dtype]:
     return shape, "F" if fortran else "C", dtype
 
 
-def padded(encodings: np.ndarray, length: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """L E → `length` E and the mask of real tokens: rows of zeros are padding."""
+def pad_encodings(encodings: np.ndarray, length: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """L E → `length` E, and the mask of real tokens; rows of zeros are padding."""
     if encodings.ndim != 2:
         raise ValueError(f"text encodings have the shape {encodings.shape}, not tokens × width")
     if length is not None and len(encodings) != length:

@@ -1,4 +1,4 @@
-"""Arrays of clips, Moving-MNIST style: .npy or raw, read in place; captions beside them or made from labels."""
+"""`data.source=memmap`: an array of clips, as Moving MNIST has it (.npy or raw), with captions beside it or made from labels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from einops import rearrange
 from kineograph.core.batch import Sample
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.core.protocols import Source
-from kineograph.data.arrays import Array, dtype_of, find_array, lines_beside
+from kineograph.data.arrays import Array, find_array, parse_dtype, read_captions_beside
 from kineograph.data.source import DataConfig, Split, select_split
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
-_FPS = 8.0  # arrays do not say how fast they were recorded
+_FPS = 8.0  # an array does not state its frame rate
 
 Layout = Literal["TNHW", "NTHW", "NTCHW"]
 
@@ -26,7 +26,7 @@ class MemmapConfig(DataConfig):
     folder: str
     """The array file (.npy, or raw with `array_shape` and `array_dtype`), or a folder that holds it as videos.npy or alone."""
     layout: Literal["auto"] | Layout = "auto"
-    """Axes: T frames, N clips, C channels. auto: where the shape, the labels or the captions leave no doubt."""
+    """Axes: T frames, N clips, C channels. auto: inferred from the shape, the labels or the captions where that is unambiguous."""
     array_shape: tuple[int, ...] | None = None
     """Of a raw file, in the order of `layout`."""
     array_dtype: str = "uint8"
@@ -49,7 +49,7 @@ def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
             raise InputError(f"an array of shape {shape} has {shape[2]} channels where 1 to 4 are possible{hint}")
         return "NTCHW"
     if len(shape) != 4:
-        raise InputError(f"an array of shape {shape} is not understood: T N H W, N T H W or N T C H W")
+        raise InputError(f"an array of shape {shape} is none of T N H W, N T H W and N T C H W")
     first, second = shape[:2]
     if first != second:
         if first in counts:
@@ -76,38 +76,30 @@ class Memmap(Source):
         note: str | None,
         rotate: bool,
     ) -> None:
-        self._rotate = rotate
-        self.config, self.array, self.layout, self.captions, self.indices, self.note = (
-            config,
-            array,
-            layout,
-            captions,
-            indices,
-            note,
-        )
+        self.config, self.array, self.layout, self.captions = config, array, layout, captions
+        self.indices, self.note, self._rotate = indices, note, rotate
 
     @classmethod
     def open(cls, config: MemmapConfig, split: Split, seed: int) -> Memmap:
         array = find_array(config.folder, ("videos", "video", "clips"), config.array_shape, config.array_dtype)
         if array.dtype.kind not in "bf" and array.dtype != np.uint8:
-            raise InputError(f"{array.path} holds {array.dtype}: uint8, bool or floats in [0, 1] are understood")
-        labels = _labels(config, array.path)
-        lines = lines_beside(array.path)
-        counts = {len(known) for known in (labels, lines) if known is not None}
+            raise InputError(f"{array.path} holds {array.dtype}: use uint8, bool or floats in [0, 1]")
+        labels = _read_labels(config, array.path)
+        captions = read_captions_beside(array.path)
+        counts = {len(known) for known in (labels, captions) if known is not None}
         layout = infer_layout(array.shape, counts) if config.layout == "auto" else config.layout
         if len(layout) != len(array.shape):
             raise ConfigError(f"data.layout={layout} does not fit {array.path}, whose shape is {array.shape}")
         count = array.shape[layout.index("N")]
-        captions = lines
         if config.caption is not None:
             if labels is None:
                 raise InputError(
                     f"data.caption makes captions from labels, and there are none beside {array.path}: set data.labels"
                 )
-            labels = (
-                labels.reshape(count, -1) if len(labels) > count and len(labels) % count == 0 else labels
-            )  # a raw file's
-            captions = [_caption(config.caption, label) for label in labels]
+            # A raw file of several labels a clip comes flat.
+            if len(labels) > count and len(labels) % count == 0:
+                labels = labels.reshape(count, -1)
+            captions = [_format_caption(config.caption, label) for label in labels]
         if captions is not None and len(captions) != count:
             raise InputError(
                 f"{array.path} has {count} clips in layout {layout}, and there are {len(captions)} labels or captions"
@@ -126,12 +118,11 @@ class Memmap(Source):
         clip = rearrange(clip, "t c h w -> t h w c") if self.layout == "NTCHW" else clip[..., None]
         if self._rotate:
             clip = np.rot90(clip, int(rng.integers(4)), axes=(1, 2))
-        pixels, mask = pad_frames(
-            resize_frames(self._eight_bits(clip, index), self.config.size, self.config.channels), self.config.frames
-        )
+        clip = resize_frames(self._to_uint8(clip, index), self.config.size, self.config.channels)
+        pixels, mask = pad_frames(clip, self.config.frames)
         return Sample(pixels=pixels, frame_mask=mask, fps=self.config.fps or _FPS, caption=self.caption(index))
 
-    def _eight_bits(self, clip: np.ndarray, index: int) -> np.ndarray:
+    def _to_uint8(self, clip: np.ndarray, index: int) -> np.ndarray:
         if clip.dtype == np.uint8:
             return clip
         if clip.dtype.kind == "f" and not (clip.min() >= 0 and clip.max() <= 1):  # also refuses nan
@@ -150,13 +141,13 @@ class Memmap(Source):
         return [self.identity(index) for index in range(len(self)) if self.caption(index) is None]
 
     def item_states(self) -> list[str]:
-        """Of each clip: what differs once the array or its caption is another."""
+        """The state of each clip: its name, the size and time of the array, and its caption."""
         stat = self.array.path.stat()
         array = f"{stat.st_size}\0{stat.st_mtime_ns}"
         return [f"{self.identity(index)}\0{array}\0{self.caption(index)}" for index in range(len(self))]
 
     def fingerprint(self) -> str:
-        """Changes when the array is written again, when captions change, or when it would be read differently."""
+        """A digest of the array's size and time, the captions and the config."""
         stat = self.array.path.stat()
         digest = hashlib.blake2b(
             f"{self.config.model_dump_json()}{stat.st_size}{stat.st_mtime_ns}".encode(), digest_size=16
@@ -166,7 +157,7 @@ class Memmap(Source):
         return digest.hexdigest()
 
 
-def _labels(config: MemmapConfig, array: Path) -> np.ndarray | None:
+def _read_labels(config: MemmapConfig, array: Path) -> np.ndarray | None:
     path = Path(config.labels).expanduser() if config.labels else array.parent / "labels.npy"
     if config.labels and not path.is_absolute() and not path.exists():
         path = array.parent / path
@@ -176,10 +167,10 @@ def _labels(config: MemmapConfig, array: Path) -> np.ndarray | None:
         return None
     if path.suffix == ".npy":
         return Array.npy(path).values
-    return np.fromfile(path, dtype=dtype_of(config.labels_dtype, "data.labels_dtype"))
+    return np.fromfile(path, dtype=parse_dtype(config.labels_dtype, "data.labels_dtype"))
 
 
-def _caption(template: str, label: np.ndarray) -> str:
+def _format_caption(template: str, label: np.ndarray) -> str:
     try:
         return template.format(label=label.tolist())
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Codebook ids that come with a user's own data: they must be ones that the stage's codec could have made."""
+"""Codebook ids in a user's own data, checked against the stage's codec and padded to a whole clip."""
 
 from __future__ import annotations
 
@@ -14,30 +14,27 @@ from kineograph.core.task import Codec
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """What a codec makes of the stage's clips, and of shorter ones."""
+    """The token shapes that a codec gives for the stage's clips and shorter ones."""
 
     vocabulary: int
     shape: tuple[int, int, int]  # t h w of a whole clip
     frames: int  # of a whole clip
-    lengths: dict[int, int]  # token times → the most frames that they stand for
+    lengths: dict[int, int]  # token times → the most frames that they encode
 
     @staticmethod
     def of(codec: Codec, frames: int, size: tuple[int, int]) -> TokenGrid:
-        """A ConfigError where the whole clip does not fit the codec."""
+        """Raises ConfigError where the whole clip does not fit the codec."""
         shape = codec.shape_for(frames, *size)
         lengths = {}
         for fewer in range(1, frames + 1):
             try:
                 lengths[codec.shape_for(fewer, *size)[0]] = fewer
-            except ConfigError:  # such as four frames, where clips have 1 + 4 k
+            except ConfigError:  # 4 frames, for example, where a codec takes 1 + 4 k
                 continue
         return TokenGrid(int(codec.vocabulary or 0), shape, frames, lengths)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-        """t h w and a mask over frames → a whole clip's tokens, the last time repeated, and its mask.
-
-        An image or a shorter clip has fewer token times; without a mask all of its frames are real.
-        """
+        """Pad tokens (t h w) and their frame mask to a whole clip by repeating the last time; without a mask all frames are real."""
         if tuple(tokens.shape[1:]) != self.shape[1:] or tokens.shape[0] not in self.lengths:
             times = ", ".join(map(str, sorted(self.lengths)))
             raise InputError(

@@ -16,7 +16,7 @@ from kineograph.core.errors import Unreadable
 from kineograph.data.buckets import Bucket
 from kineograph.data.captions import TEXT_KEYS
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media
-from kineograph.data.embeddings import AlignedEmbeddings, padded, read_npy
+from kineograph.data.embeddings import AlignedEmbeddings, pad_encodings, read_npy
 from kineograph.data.shards import Shard
 from kineograph.data.source import Split
 from kineograph.data.transforms import pad_frames
@@ -209,7 +209,7 @@ class SampleDecoder:
             values, exists = np.zeros(self._shapes[field], np.float32), False
         if field == "text_encoding":
             try:
-                values, mask = padded(values, self.config.text_length)
+                values, mask = pad_encodings(values, self.config.text_length)
             except ValueError as error:
                 raise Unreadable(name, str(error)) from None
             sample.text_embeds, sample.text_mask = torch.from_numpy(values), torch.from_numpy(mask)

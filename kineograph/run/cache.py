@@ -13,7 +13,7 @@ import torch
 from kineograph.cache.fill import CacheContent, CacheFiller
 from kineograph.cache.keys import recipe_key
 from kineograph.cache.source import Cache, CacheConfig
-from kineograph.cache.store import format_size, is_complete, list_stale, prune
+from kineograph.cache.store import SET, format_size, is_complete, list_stale, prune
 from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import dump_yaml
@@ -131,6 +131,7 @@ class StageCache:
 
     def note_stale(self) -> None:
         stale = list_stale(self.content.folder, [self.content.path])
+        stale = [path for path in stale if not (path / SET).is_file()]  # sets take hardly any space
         if stale:
             self.note(
                 f"{self.stage.name}: {format_size(stale)} in {self.content.folder} are no longer read: "
@@ -139,7 +140,7 @@ class StageCache:
 
 
 def _release_encoders(task: Task) -> None:
-    """Free the frozen text encoders: nothing asks them while the model trains."""
+    """Free the frozen text encoders: training reads their embeddings from the cache."""
     for module in task.modules():
         if isinstance(module, TextEncoder):
             module.release()

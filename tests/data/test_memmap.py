@@ -54,7 +54,7 @@ def test_layout_is_inferred_where_clear():
         infer_layout((20, 30, 64, 64), set())
     with pytest.raises(InputError, match="channels come before"):
         infer_layout((20, 30, 64, 64, 3), set())
-    with pytest.raises(InputError, match="not understood"):
+    with pytest.raises(InputError, match="none of T N H W"):
         infer_layout((20, 64), set())
 
 

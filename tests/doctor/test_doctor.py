@@ -486,7 +486,7 @@ def test_data_of_every_kind_may_be_missing(words: list[str], heavy: Path, capsys
         (["data.source=folder", "data.folder=empty"], "holds nothing to train on"),
         (
             ["data.source=memmap", "data.folder=raw.bin", "data.array_shape=[3]", "data.array_dtype=sideways"],
-            "is not a type of numbers",
+            "is not a dtype",
         ),
         (["data.frames=9", "data.speed=1e9"], "data.speed"),
         (["train.batch_size=7", "train.accumulate=2"], "does not divide"),
