@@ -19,7 +19,9 @@ from kineograph.cache.source import Cache
 from kineograph.cache.store import CacheSet
 from kineograph.core.config import merge
 from kineograph.core.errors import ConfigError, InputError, RunInUse
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.task import BuildContext
 from kineograph.data.loader import Loader
 from kineograph.run.cache import cache_run
 from kineograph.train import checkpoint
@@ -187,11 +189,21 @@ def test_a_pack_has_items_of_one_shape_and_their_rate(tmp_path: Path, clips: Pat
         assert set(np.load(cache_set.folder.parent / name / "fps.npy").tolist()) == {8.0}
 
 
-def test_encoders_are_given_back_when_their_work_is_done(
+def test_text_encoders_are_released_once_everything_is_encoded(
     tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[int] = []
-    monkeypatch.setattr(clip_tasks.LatentGenerator, "release", lambda self: released.append(1), raising=False)
+
+    class Frozen(TextEncoder):
+        def release(self) -> None:
+            released.append(1)
+
+    class WithText(clip_tasks.LatentGenerator):
+        def __init__(self, config: clip_tasks.ClipConfig, context: BuildContext) -> None:
+            super().__init__(config, context)
+            self.text = Frozen()
+
+    monkeypatch.setattr(clip_tasks.LatentGenerator, "build", classmethod(lambda cls, *given: WithText(*given)))
     bucketed(tmp_path, clips)
     assert not released
     bucketed(tmp_path, clips, "cached", stages={"generator": {"cache": True}})
