@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.config import load_file, parse, read_yaml
 from kineograph.core.noise import Noise
+from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, player_parameters
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -101,6 +103,50 @@ def test_the_preset_is_one(flow, tmp_path):
     plan = make_plan(load_file(path))
     assert [stage.name for stage in plan.stages] == ["generator"]
     assert plan.stages[0].spec.task is flow.TASK
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """The same module in a package of the user's own, with a preset in a folder of theirs."""
+    package, presets = tmp_path / "my_package", tmp_path / "presets"
+    for folder in (package, presets):
+        folder.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "flow.py").write_text(block("python"), encoding="utf-8")
+    (presets / "__init__.py").write_text("")
+    preset = block("yaml").replace("task: flow", "task: my_package.flow")
+    (presets / "flow-outside.yaml").write_text(preset, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield presets
+    for name in ("my_package", "my_package.flow", "presets"):
+        sys.modules.pop(name, None)
+
+
+def test_a_family_of_another_package_trains_from_its_own_preset(outside, tmp_path, monkeypatch):
+    from kineograph.run.train import train
+
+    monkeypatch.setenv("KINEO_PRESETS", str(outside))
+    quick = [
+        "train.steps=2", "train.batch_size=4", "train.validation_samples=2", "train.samples=2", "train.workers=0", "train.trackers=[]",
+        "train.sample_every=2", "data.count=20", "train.device=cpu", "stages.generator.sample.steps=2", "train.warmup=1",
+    ]  # fmt: skip
+    folder = train(["flow-outside", *quick], run=tmp_path / "run", quiet=True)
+    assert list((folder / "generator" / "samples" / "step-00000002").glob("*.gif"))
+
+
+def test_entry_points_name_tasks_and_presets(outside, monkeypatch):
+    from kineograph.core import registry
+    from kineograph.run import layers
+
+    points = {
+        "kineograph.tasks": [EntryPoint("my_flow", "my_package.flow", "kineograph.tasks")],
+        "kineograph.presets": [EntryPoint("mine", "presets", "kineograph.presets")],
+    }
+    for module in (registry, layers):
+        monkeypatch.setattr(module, "entry_points", lambda group, **chosen: points[group])
+    assert find_task("my_flow").__module__ == "my_package.flow"
+    assert find_task("my_package.flow") is find_task("my_package.flow.Flow") is find_task("my_flow")
+    assert layers.find_preset("flow-outside").parent == outside
 
 
 def test_the_commands_that_are_named_exist():
