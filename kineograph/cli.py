@@ -165,7 +165,7 @@ def sample(
 
 @app.command()
 def story(
-    run: Annotated[Path, typer.Argument(help="A run folder, such as runs/phenaki-tiny.")],
+    run: Run,
     scenes: Annotated[
         Path,
         typer.Argument(

@@ -21,21 +21,17 @@ STRIP = 8  # frames per row of a film strip
 PAGE, INK, FAINT = (255, 255, 255), (40, 40, 40), (110, 110, 110)
 
 
-def make_grid(
-    cells: Sequence[Tensor], columns: int | None = None, captions: Sequence[str | None] | None = None
-) -> Image.Image:
+def make_grid(cells: Sequence[Tensor], captions: Sequence[str | None] | None = None) -> Image.Image:
     """A contact sheet of pictures or clips T C H W; a clip shows four of its frames."""
     images = [_strip(_frames(cell), 4, 4) for cell in cells]
-    return _Sheet(images, columns or _columns(images), captions).paint(images)
+    return _Sheet(images, _columns(images), captions).paint(images)
 
 
-def make_animated_grid(
-    cells: Sequence[Tensor], columns: int | None = None, captions: Sequence[str | None] | None = None
-) -> Tensor:
+def make_animated_grid(cells: Sequence[Tensor], captions: Sequence[str | None] | None = None) -> Tensor:
     """The clips playing side by side, T 3 H W; a shorter one holds its last frame."""
     clips = [_frames(cell) for cell in cells]
     first = [clip[0] for clip in clips]
-    return _play(_Sheet(first, columns or _columns(first), captions), clips)
+    return _play(_Sheet(first, _columns(first), captions), clips)
 
 
 def make_film_strip(clip: Tensor, most: int = 32) -> Image.Image:

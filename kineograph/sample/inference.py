@@ -41,7 +41,7 @@ def draw(
     with inference_mode(task, device):
         for start in range(0, len(prompts), batch):
             heartbeat.beat()
-            part = _to_device(_select_rows(prompts, slice(start, start + batch)), device)
+            part = _select_rows(prompts, slice(start, start + batch), device)
             if latents:
                 assert isinstance(task, SupportsLatentSampling)
                 parts.append(task.sample_latents(part, options).float().cpu())
@@ -73,34 +73,27 @@ def draw_across_ranks(task: Task, prompts: Prompts, *arguments: Any, **keywords:
     return torch.cat([part[0] for part in parts]) if distributed.is_first() else mine[:0]
 
 
-def _select_rows(prompts: Prompts, rows: slice | list[int]) -> Prompts:
+def _select_rows(prompts: Prompts, rows: slice | list[int], device: torch.device | None = None) -> Prompts:
+    """Some rows of `prompts`, moved to `device`."""
     indices = range(len(prompts))[rows] if isinstance(rows, slice) else rows
 
     def select_texts(texts: list[str] | None) -> list[str] | None:
         return [texts[index] for index in indices] if texts is not None else None
 
-    batch = prompts.batch
+    def select(tensor: Tensor) -> Tensor:
+        return tensor[rows].to(device, non_blocking=True)
+
+    noise, batch = prompts.noise, prompts.batch
     if batch is not None:
-        batch = replace(batch.map(lambda tensor: tensor[rows]), captions=select_texts(batch.captions))
+        batch = replace(batch.map(select), captions=select_texts(batch.captions))
     return replace(
         prompts,
-        noise=Noise(prompts.noise.seed, prompts.noise.step, prompts.noise.slots[rows]),
+        noise=Noise(noise.seed, noise.step, select(noise.slots)),
         captions=select_texts(prompts.captions),
         negative=select_texts(prompts.negative),
-        prime=prompts.prime[rows] if prompts.prime is not None else None,
-        mask=prompts.mask[rows] if prompts.mask is not None else None,
+        prime=select(prompts.prime) if prompts.prime is not None else None,
+        mask=select(prompts.mask) if prompts.mask is not None else None,
         batch=batch,
-    )
-
-
-def _to_device(prompts: Prompts, device: torch.device) -> Prompts:
-    noise = prompts.noise
-    return replace(
-        prompts,
-        noise=Noise(noise.seed, noise.step, noise.slots.to(device)),
-        prime=prompts.prime.to(device) if prompts.prime is not None else None,
-        mask=prompts.mask.to(device) if prompts.mask is not None else None,
-        batch=prompts.batch.to(device) if prompts.batch is not None else None,
     )
 
 

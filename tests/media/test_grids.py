@@ -32,14 +32,14 @@ def area(image, red: int) -> int:
 
 def test_grid_shows_every_picture_enlarged():
     cells = [flat(10 + index) for index in range(7)]
-    sheet = make_grid(cells, columns=3)
+    sheet = make_grid(cells)
     assert [area(sheet, 10 + index) for index in range(7)] == [MIN_SIDE * MIN_SIDE] * 7
     assert sheet.width < 3 * (MIN_SIDE + 10)
     assert sheet.height < 3 * (MIN_SIDE + 10)
 
 
 def test_grid_order_is_reading_order():
-    array = np.asarray(make_grid([flat(10 + index) for index in range(4)], columns=2)).astype(int)[..., 0]
+    array = np.asarray(make_grid([flat(10 + index) for index in range(4)])).astype(int)[..., 0]
     y, x = zip(*[[axis.mean() for axis in np.nonzero(array == 10 + index)] for index in range(4)])
     assert y[0] == y[1] < y[2] == y[3]
     assert x[0] == x[2] < x[1] == x[3]
@@ -58,14 +58,14 @@ def test_large_pictures_are_reduced():
 def test_captions_take_room_below_and_leave_ink():
     cells = [flat(0), flat(0)]
     plain, with_text = (
-        make_grid(cells, 2),
-        make_grid(cells, 2, ["a red 3 moves left and then on and on", "sept « à gauche », 猫"]),
+        make_grid(cells),
+        make_grid(cells, ["a red 3 moves left and then on and on", "sept « à gauche », 猫"]),
     )
     assert with_text.height > plain.height
     ink = np.asarray(with_text)[plain.height - 5 :]
     assert (ink[:, : MIN_SIDE // 2] < 200).any()
     assert (ink[:, MIN_SIDE + 10 :] < 200).any()
-    assert make_grid(cells, 2, ["", None]).size == plain.size
+    assert make_grid(cells, ["", None]).size == plain.size
 
 
 def test_wrap_fits_and_ends_in_an_ellipsis():
@@ -89,7 +89,7 @@ def test_a_clip_in_a_still_grid_shows_its_motion():
 
 def test_moving_grid_plays_and_holds_the_last_frame():
     long, short = torch.cat([flat(10 + t) for t in range(4)]), torch.cat([flat(20 + t) for t in range(2)])
-    page = make_animated_grid([long, short], 2)
+    page = make_animated_grid([long, short])
     assert page.shape[:2] == (4, 3)
     frames = page.permute(0, 2, 3, 1).numpy()
     assert area(frames[3], 13) == area(frames[3], 21) == MIN_SIDE * MIN_SIDE
@@ -130,7 +130,7 @@ def test_side_by_side_plays_clips():
 
 def test_channels_may_differ_from_three():
     grey, alpha = torch.full((1, 1, 8, 8), 77, dtype=torch.uint8), torch.zeros(1, 4, 8, 8)
-    array = np.asarray(make_grid([grey, alpha], 2))
+    array = np.asarray(make_grid([grey, alpha]))
     assert (array == 77).all(axis=-1).sum() >= MIN_SIDE * MIN_SIDE
     assert (array == 0).all(axis=-1).sum() >= MIN_SIDE * MIN_SIDE
 
