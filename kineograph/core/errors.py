@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class KineoError(Exception):
     """One plain message: the value, the limit and the remedy, naming the key or file."""
@@ -55,3 +57,12 @@ class Unreadable(Exception):
 
     def __reduce__(self) -> tuple:  # crosses worker processes
         return (Unreadable, (self.path, self.reason))
+
+
+def explain_oversized_image(error: Exception) -> str:
+    """The size, the limit and the remedy, from a PIL.Image.DecompressionBombError."""
+    numbers = re.findall(r"(\d+) pixels", str(error))
+    if len(numbers) != 2:
+        return f"too large: {error}"
+    pixels, limit = map(int, numbers)
+    return f"too large: {pixels:,} pixels, and no more than {limit:,} are decoded; scale it down first"

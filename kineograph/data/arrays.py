@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kineograph.core.errors import ConfigError, InputError, NoData
-from kineograph.core.lines import lines_of
+from kineograph.core.text_file import split_lines
 
 _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
 
@@ -95,9 +95,9 @@ def read_captions_beside(path: Path) -> list[str] | None:
     plain, rows = path.parent / "captions.txt", path.parent / "captions.jsonl"
     try:
         if plain.exists():
-            return [line.strip() for line in lines_of(plain.read_text(encoding="utf-8-sig"))]
+            return [line.strip() for line in split_lines(plain.read_text(encoding="utf-8-sig"))]
         if rows.exists():
-            parsed = [json.loads(line) for line in lines_of(rows.read_text(encoding="utf-8-sig")) if line.strip()]
+            parsed = [json.loads(line) for line in split_lines(rows.read_text(encoding="utf-8-sig")) if line.strip()]
             return [row.get("caption") or row.get("text") or "" for row in parsed]
     except (UnicodeDecodeError, ValueError, AttributeError) as error:
         raise InputError(f"the captions beside {path} cannot be read: {error}") from None

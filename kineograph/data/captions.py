@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from kineograph.core.errors import InputError
-from kineograph.core.lines import lines_of
 from kineograph.core.protocols import Source
+from kineograph.core.text_file import split_lines
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 TEXT_KEYS = ("text", "caption", "prompt")
@@ -108,7 +108,9 @@ def _sidecar_names(name: str) -> list[str]:
 
 
 def _read_paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
-    files, texts = ([line.strip() for line in lines_of(_read_text(root / name).strip())] for name in (videos, prompts))
+    files, texts = (
+        [line.strip() for line in split_lines(_read_text(root / name).strip())] for name in (videos, prompts)
+    )
     if len(files) != len(texts):
         raise InputError(
             f"{root / videos} has {len(files)} lines and {root / prompts} has {len(texts)}: each video needs its prompt on the same line"
@@ -177,7 +179,7 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
             raise InputError(f"{path} has the columns {', '.join(columns) or '(none)'}: file_name and text are needed")
         yield from ((reader.line_num, row) for row in reader)
         return
-    for number, line in enumerate(lines_of(text), 1):
+    for number, line in enumerate(split_lines(text), 1):
         if not line.strip():
             continue
         try:

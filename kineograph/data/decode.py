@@ -17,8 +17,7 @@ import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from pydantic import Field, model_validator
 
-from kineograph.core.errors import Unreadable
-from kineograph.core.oversize import too_large
+from kineograph.core.errors import Unreadable, explain_oversized_image
 from kineograph.data.buckets import Bucket, BucketsConfig, MediaInfo
 from kineograph.data.source import DataConfig, Split
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, ResizeCrop, pick_frames
@@ -149,7 +148,7 @@ def raise_unreadable(name: str) -> Iterator[None]:
     except PermissionError:
         raise Unreadable(name, "no permission to read it") from None
     except Image.DecompressionBombError as error:
-        raise Unreadable(name, too_large(error)) from None
+        raise Unreadable(name, explain_oversized_image(error)) from None
     except MemoryError:
         raise Unreadable(name, "out of memory while decoding") from None
     except (EOFError, IndexError):

@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 
-from kineograph.core.errors import InputError
-from kineograph.core.oversize import too_large
+from kineograph.core.errors import InputError, explain_oversized_image
 from kineograph.media.frames import replace_atomically, to_images
 from kineograph.media.gif import GifWriter
 from kineograph.media.grids import make_film_strip
@@ -85,7 +84,7 @@ def _read_image(path: Path) -> Iterator[Frame]:
     except UnidentifiedImageError:
         yield from _read_video(path)
     except Image.DecompressionBombError as error:
-        raise InputError(f"{path} is {too_large(error)}") from None
+        raise InputError(f"{path} is {explain_oversized_image(error)}") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read ({error}): {_REMEDY}") from None
 

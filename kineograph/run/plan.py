@@ -10,8 +10,8 @@ from pydantic import Field
 
 from kineograph.core.config import Config, Tree, merge, parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.lines import lines_of
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.text_file import split_lines
 from kineograph.run.layers import changed_keys, is_override, read_config
 from kineograph.stage.spec import Plan, StagePlan, read_stage
 from kineograph.train import checkpoint
@@ -136,7 +136,7 @@ def _read_prompts(prompts: list[str] | str) -> list[str] | str:
         raise ConfigError(f"prompts={prompts} is not UTF-8 text: {error}; save it as UTF-8") from None
     except OSError as error:
         raise ConfigError(f"prompts={prompts} cannot be read: {error.strerror}") from None
-    lines = [line.strip() for line in lines_of(text) if line.strip()]
+    lines = [line.strip() for line in split_lines(text) if line.strip()]
     if not lines:
         raise ConfigError(f"prompts={prompts}: the file has no lines")
     return lines

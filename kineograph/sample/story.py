@@ -18,8 +18,8 @@ from torch import Tensor
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
-from kineograph.core.lines import lines_of
 from kineograph.core.run_folder import write_atomic, write_json
+from kineograph.core.text_file import split_lines
 from kineograph.media.clips import open_clip_writer
 from kineograph.media.filenames import reserve_path, slugify
 from kineograph.media.frames import to_uint8
@@ -204,7 +204,7 @@ def read_scenes(path: str | Path) -> list[str]:
         raise InputError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
     if "\0" in text:
         raise InputError(f"{path} is not UTF-8 text: {remedy}")
-    scenes = [line.strip() for line in lines_of(text)]
+    scenes = [line.strip() for line in split_lines(text)]
     scenes = [scene for scene in scenes if scene and not scene.startswith("#")]
     if not scenes:
         raise InputError(f"{path} holds no scenes: write one per line (blank lines and lines with # are skipped)")

@@ -16,10 +16,10 @@ from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.capabilities import SupportsEmbedding
 from kineograph.core.config import StageConfig
+from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
-from kineograph.core.transfer import to_device
 from kineograph.nn.positions import LearnedPositions
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.text.conditioning import encode_captions
@@ -140,7 +140,7 @@ class TrainedClip(Task, SupportsEmbedding):
             self.bound_temperature()
         images = self.embed_images(batch.video, batch.frame_mask)
         texts, _, _ = self.embed_texts(cast("list[str]", batch.captions))
-        keys = to_device(self.keys(cast("list[str]", batch.captions)), images.device)
+        keys = copy_to_device(self.keys(cast("list[str]", batch.captions)), images.device)
         # Validation batches may differ in size between processes, so each is judged by itself.
         return contrastive_loss(images, texts, keys, self.scale(), over_ranks=self.training)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from kineograph.core.batch import Batch
 from kineograph.core.capabilities import SupportsEmbedding
 from kineograph.core.config import Config
+from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext, Task
-from kineograph.core.transfer import to_device
 from kineograph.text.clip import unit
 from kineograph.text.clip_pretrained import PretrainedClip
 
@@ -182,7 +182,7 @@ class ClipEmbedder(nn.Module):
     def _blank(captions: list[str] | None, like: Tensor) -> Tensor:
         if captions is None:
             return torch.zeros(len(like), dtype=torch.bool, device=like.device)
-        return to_device(torch.tensor([not caption.strip() for caption in captions]), like.device)
+        return copy_to_device(torch.tensor([not caption.strip() for caption in captions]), like.device)
 
 
 def _tell_blur(name: str, looks_at: tuple[int, int], context: BuildContext) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import InputError
 from kineograph.core.protocols import TextEncoder
-from kineograph.core.transfer import to_device
 
 
 class TextEmbeddings(NamedTuple):
@@ -38,7 +38,7 @@ def encode_captions(text: TextEncoder | None, captions: list[str] | None) -> Tex
     if captions is None:
         raise InputError("these samples have no captions: add them, or set text.kind=none to train without text")
     embeddings, mask = text.encode(captions)
-    empty = to_device(torch.tensor([not caption.strip() for caption in captions]), mask.device)
+    empty = copy_to_device(torch.tensor([not caption.strip() for caption in captions]), mask.device)
     return TextEmbeddings(*text.drop(embeddings, mask, empty))
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kineograph.core.device_copy import copy_to_device
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext
-from kineograph.core.transfer import to_device
 from kineograph.nn.positions import LearnedPositions, Rotary
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.text.encoder import NullText
@@ -109,7 +109,7 @@ class LearnedText(TextEncoder):
         self.null = NullText(self.width)
 
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        ids = to_device(self.vocabulary.batch(captions), self.tokens.weight.device)  # B L
+        ids = copy_to_device(self.vocabulary.batch(captions), self.tokens.weight.device)  # B L
         mask = ids != PAD
         x = self.tokens(ids)  # B L D
         if self.positions is not None:

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import InputError
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import freeze, is_fake_or_meta
-from kineograph.core.transfer import to_device
 from kineograph.core.weight_files import TRANSFORMERS_STEM, open_weights
 from kineograph.text.encoder import NullText
 
@@ -193,8 +193,8 @@ def batch_token_ids(
     rows: list[tuple[tuple[int, ...], int]], length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """What `token_ids` found of each caption → ids B L, and which of them are real, B L."""
-    ids = to_device(torch.tensor([ids for ids, _ in rows]), device)
-    lengths = to_device(torch.tensor([count for _, count in rows]), device)
+    ids = copy_to_device(torch.tensor([ids for ids, _ in rows]), device)
+    lengths = copy_to_device(torch.tensor([count for _, count in rows]), device)
     return ids, torch.arange(length, device=device) < lengths[:, None]
 
 

@@ -14,10 +14,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from kineograph.core.batch import Batch
+from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Task
-from kineograph.core.transfer import to_device
 from kineograph.train.dtensors import to_local
 
 
@@ -102,7 +102,7 @@ class GradientAverage:
                 )
             return
         is_used = torch.tensor([p.grad is not None for p in self.parameters.values()], dtype=torch.uint8)
-        is_used = to_device(is_used, next(iter(self.parameters.values())).device)
+        is_used = copy_to_device(is_used, next(iter(self.parameters.values())).device)
         dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self.group)
         if missing:
             for p, used in zip(self.parameters.values(), is_used.tolist(), strict=True):

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import InputError
-from kineograph.core.transfer import to_device
 from kineograph.train.config import PlayerConfig
 from kineograph.train.dtensors import local_parameter, shard_like, to_local, total_norm
 from kineograph.train.low_memory_adamw import LowMemoryState, UpdateRule
@@ -80,7 +80,7 @@ class Optimizer:
     def _low_memory_step(self, rate: float, divisor: Tensor, skipped: Tensor) -> None:
         config = self.config
         numbers = (rate, config.weight_decay, *config.betas, config.eps, 0.0)
-        lr, decay, beta1, beta2, eps, zero = to_device(torch.tensor(numbers), divisor.device)
+        lr, decay, beta1, beta2, eps, zero = copy_to_device(torch.tensor(numbers), divisor.device)
         for name, state in self.low_memory.items():
             weight_decay = decay if name in self.decayed else zero
             state.update(UpdateRule(lr, weight_decay, beta1, beta2, eps, divisor, skipped))

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from kineograph.core import distributed
 from kineograph.core.batch import Batch
 from kineograph.core.capabilities import ChecksPrecision
+from kineograph.core.device_copy import fetch_floats
 from kineograph.core.errors import ConfigError
 from kineograph.core.kernels import find_kernels
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Loss, Task, check_weights, player_parameters, task_state_dict
-from kineograph.core.transfer import fetch_floats
 from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.compile import compile_task, is_large, uses_cuda_graphs

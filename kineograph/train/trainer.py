@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch
+from kineograph.core.device_copy import fetch_floats
 from kineograph.core.errors import InputError, RunFailed, Stopped
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
-from kineograph.core.transfer import fetch_floats
 from kineograph.train import checkpoint
 from kineograph.train.phases import Cursor, Phase, advance, is_finished, is_logged, is_snapshot, skip_removed_phases
 from kineograph.train.progress import Progress

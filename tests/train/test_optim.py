@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from kineograph.core.device_copy import fetch_floats
 from kineograph.core.errors import InputError
-from kineograph.core.transfer import fetch_floats
 from kineograph.train.config import PlayerConfig
 from kineograph.train.optim import LossScale, Optimizer, learning_rate_at
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import InputError
 from kineograph.core.task import BuildContext, freeze, is_fake_or_meta
-from kineograph.core.transfer import to_device
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text
@@ -100,7 +100,7 @@ class TextConditioning(nn.Module):
         found = _zero_padding(*encoder.encode(captions))
         if self.null_text == "empty":
             return found
-        empty = to_device(torch.tensor([not caption.strip() for caption in captions]), found.device)
+        empty = copy_to_device(torch.tensor([not caption.strip() for caption in captions]), found.device)
         return self.drop(found, empty)
 
     @staticmethod
