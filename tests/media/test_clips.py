@@ -148,7 +148,7 @@ def test_every_format_takes_every_channel_count(tmp_path, suffix, channels):
         assert torch.equal(back, pixels)
 
 
-def test_no_encoder_is_said_plainly(tmp_path, monkeypatch):
+def test_a_missing_encoder_is_an_input_error(tmp_path, monkeypatch):
     import av
 
     def refuse(self, codec, *args, **kwargs):
@@ -167,7 +167,7 @@ def test_no_encoder_is_said_plainly(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_a_clip_that_grows_is_the_clip_written_at_once(tmp_path, suffix, channels):
+def test_frames_written_in_parts_give_the_same_file(tmp_path, suffix, channels):
     pixels = moving_square(9, channels)
     with open_clip_writer(tmp_path / f"x{suffix}", 8) as clip:
         for part in (pixels[:4], pixels[4:5], pixels[5:].float() / 255):

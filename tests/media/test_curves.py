@@ -93,7 +93,7 @@ def test_a_long_file_is_thinned_and_keeps_the_rare(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "\n", '{"stage": "a", "step": 1}\n', line("a", 1, loss=None)])
-def test_no_numbers_yet(tmp_path, content):
+def test_no_metrics_yet(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_text(content)
     with Image.open(draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")) as image:
         assert image.size[0] > 0

@@ -64,7 +64,7 @@ def test_a_name_that_cannot_be_written_is_an_input_error(tmp_path):
         reserve_path(tmp_path, "x" * 300, 0, ".gif")
 
 
-def test_a_place_that_cannot_be_written_into_is_said_beforehand(tmp_path):
+def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     check_writable(tmp_path)
     check_writable(tmp_path / "yet" / "to come")

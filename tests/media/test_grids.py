@@ -87,7 +87,7 @@ def test_a_clip_in_a_still_grid_shows_its_motion():
     assert sum(area(sheet, 10 + t) > 0 for t in range(9)) == 4
 
 
-def test_moving_grid_plays_and_holds_the_last_frame():
+def test_animated_grid_plays_and_holds_the_last_frame():
     long, short = torch.cat([flat(10 + t) for t in range(4)]), torch.cat([flat(20 + t) for t in range(2)])
     page = make_animated_grid([long, short])
     assert page.shape[:2] == (4, 3)
@@ -105,7 +105,7 @@ def test_film_strip_holds_all_frames_and_thins_long_clips():
     assert (shown[0], shown[-1]) == (0, 99)
 
 
-def test_side_by_side_rows_stand_under_one_another():
+def test_animated_comparison_stacks_its_rows():
     inputs, online, average = [flat(10), flat(11)], [flat(20), flat(21)], [flat(30)]
     page = make_animated_comparison(
         [("input", inputs), ("reconstruction, online", online), ("reconstruction, EMA", average)]
@@ -121,7 +121,7 @@ def test_side_by_side_rows_stand_under_one_another():
     assert (array[: int(places[10][0] - MIN_SIDE / 2)] < 128).any()  # a title above the first row
 
 
-def test_side_by_side_plays_clips():
+def test_animated_comparison_plays_clips():
     clips = [torch.cat([flat(10 + t) for t in range(3)])]
     page = make_animated_comparison([("input", clips), ("output", clips)])
     assert page.shape[0] == 3
@@ -154,7 +154,7 @@ def test_strips_stand_under_their_titles_from_the_left():
     assert (array[: places[10][0].min()] < 128).any(axis=(1, 2)).sum() > 20  # three lines of the first
 
 
-def test_evenly_holds_both_ends():
+def test_select_evenly_keeps_both_ends():
     assert select_evenly(5, 8) == [0, 1, 2, 3, 4]
     assert select_evenly(9, 3) == [0, 4, 8]
     assert select_evenly(1, 3) == [0]

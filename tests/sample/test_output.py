@@ -28,25 +28,25 @@ def test_media_sidecars_and_sheet(run, tmp_path):
     pixels, fps = read_clip(media[0])
     assert pixels.shape[0] == 4
     assert fps == pytest.approx(8, rel=0.1)
-    told = json.loads(media[3].with_suffix(".json").read_text())
-    assert told["row"] == 3
-    assert told["caption"] == "a red 3"
-    assert told["seed"] == 0
-    assert told["step"] == 20
-    assert len(told["weights"]) == 2  # generator and the codec under it
+    sidecar = json.loads(media[3].with_suffix(".json").read_text())
+    assert sidecar["row"] == 3
+    assert sidecar["caption"] == "a red 3"
+    assert sidecar["seed"] == 0
+    assert sidecar["step"] == 20
+    assert len(sidecar["weights"]) == 2  # generator and the codec under it
     assert Image.open(written[-1]).width > 64
 
 
-def test_another_speed_shows_the_same_frames(run, tmp_path):
+def test_fps_changes_the_speed_only(run, tmp_path):
     plain, fast = (
         write_samples(run, ["a 3"], out=tmp_path / name, fps=fps, device="cpu")[0]
         for name, fps in (("plain", None), ("fast", 12.5))
     )
     assert (read_clip(plain)[1], read_clip(fast)[1]) == (pytest.approx(8, rel=0.1), pytest.approx(12.5))
     assert (read_clip(plain)[0] == read_clip(fast)[0]).all()
-    told = json.loads(fast.with_suffix(".json").read_text())
-    assert told["drawn"]["fps"] == told["fps"] == 12.5
-    words = shlex.split(told["command"])
+    sidecar = json.loads(fast.with_suffix(".json").read_text())
+    assert sidecar["drawn"]["fps"] == sidecar["fps"] == 12.5
+    words = shlex.split(sidecar["command"])
     assert words[words.index("--fps") + 1] == "12.5"
     assert "--fps" not in json.loads(plain.with_suffix(".json").read_text())["command"]
 
@@ -61,7 +61,7 @@ def test_another_speed_shows_the_same_frames(run, tmp_path):
         ({"fps": 8.0, "format": "png"}, "--fps 8 has no effect with --format png"),
     ],
 )
-def test_speeds_that_mean_nothing_are_refused(run, tmp_path, call, why):
+def test_fps_without_effect_is_refused(run, tmp_path, call, why):
     with pytest.raises(InputError, match=why):
         write_samples(run, ["a 3"], out=tmp_path / "new", device="cpu", **call)
     assert not (tmp_path / "new").exists()
@@ -89,8 +89,8 @@ def test_the_sidecars_command_draws_the_same_bytes(run, tmp_path):
     }
     settings = ["sample.palette=[0.5, 0.25]"]
     written = write_samples(run, ["a 3", 'say "hi"'], out=tmp_path / "one", options=settings, device="cpu", **call)
-    told = json.loads(written[2].with_suffix(".json").read_text())
-    words = shlex.split(told["command"])
+    sidecar = json.loads(written[2].with_suffix(".json").read_text())
+    words = shlex.split(sidecar["command"])
     assert words[:2] == ["kineo", "sample"]
     repeated = write_samples(**_parse(words[2:], tmp_path / "two"), device="cpu")
     assert [path.name for path in repeated] == [path.name for path in written]
@@ -127,7 +127,7 @@ def test_formats(run, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_pictures_are_png_and_land_in_the_run_by_default(tmp_path):
+def test_pictures_are_png_in_the_run_folder_by_default(tmp_path):
     run = make_run(tmp_path / "pictures")
     written = write_samples(run.path, None, device="cpu")
     assert written == [run.path / "drawn" / "unconditional-0001.png"]

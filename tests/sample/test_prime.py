@@ -43,7 +43,7 @@ def clip(frames: int, size: int = 32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
-def test_all_of_a_short_clip_counts(sampler, tmp_path, given, capsys, suffix):
+def test_a_short_clip_is_used_whole(sampler, tmp_path, given, capsys, suffix):
     drawn = sampler.sample("a 3", prime=write_clip(tmp_path / f"x{suffix}", clip(5), 8))
     assert given == [[0, 1, 2, 3, 4]]
     assert drawn.pixels.shape[1] == 7
@@ -52,14 +52,14 @@ def test_all_of_a_short_clip_counts(sampler, tmp_path, given, capsys, suffix):
     assert capsys.readouterr().err == ""
 
 
-def test_what_the_codec_does_not_take_is_left_out_at_the_front_and_said(sampler, tmp_path, given, capsys):
+def test_frames_that_do_not_fit_the_codec_are_dropped_at_the_front(sampler, tmp_path, given, capsys):
     sampler.sample("a 3", prime=write_clip(tmp_path / "x.gif", clip(4), 8))
     assert given == [[1, 2, 3]]
     assert capsys.readouterr().err == "--prime: continuing the last 3 of 4 frames\n"
 
 
 @pytest.mark.parametrize("frames", [7, 30])
-def test_a_clip_as_long_as_what_is_drawn_is_continued_from_the_usual_overlap(sampler, tmp_path, given, capsys, frames):
+def test_a_long_clip_is_continued_from_the_default_overlap(sampler, tmp_path, given, capsys, frames):
     path = write_clip(tmp_path / "x.gif", clip(frames), 8)
     sampler.sample("a 3", prime=path)
     sampler.sample("a 3", prime=path, options={"sample.overlap": 5})
@@ -81,12 +81,12 @@ def test_a_clip_as_long_as_what_is_drawn_is_continued_from_the_usual_overlap(sam
         (20, 11, [0, 2, 5, 7, 10]),  # by timestamps, not by a whole stride
     ],
 )
-def test_a_clip_of_another_speed_is_taken_at_the_runs(sampler, tmp_path, given, suffix, fps, frames, wanted):
+def test_a_clip_is_resampled_to_the_frame_rate_of_the_run(sampler, tmp_path, given, suffix, fps, frames, wanted):
     sampler.sample("a 3", prime=write_clip(tmp_path / f"x{suffix}", clip(frames), fps))
     assert given == [wanted]
 
 
-def test_without_a_speed_of_its_own_a_run_takes_frames_as_they_come_and_goes_on_at_their_speed(tmp_path, given):
+def test_a_run_without_fps_keeps_the_frame_rate_of_the_clip(tmp_path, given):
     run = make_run(tmp_path / "run", frames=7, generator="Counting", codec_task="PairCodec")
     plain = Sampler.open(run.path, device="cpu")
     drawn = plain.sample("a 3", prime=write_clip(tmp_path / "fast.gif", clip(5), 20))
@@ -97,7 +97,7 @@ def test_without_a_speed_of_its_own_a_run_takes_frames_as_they_come_and_goes_on_
     assert story.fps == pytest.approx(20) and read_clip(video)[1] == pytest.approx(20, rel=0.1)
 
 
-def test_a_model_that_starts_from_a_picture_says_when_it_has_none(sampler, tmp_path, monkeypatch, capsys):
+def test_image_to_video_notes_a_missing_picture(sampler, tmp_path, monkeypatch, capsys):
     sampler.sample("a 3")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sampler.task, "can_animate", lambda: True, raising=False)
@@ -107,11 +107,11 @@ def test_a_model_that_starts_from_a_picture_says_when_it_has_none(sampler, tmp_p
     assert "animates a picture, and --prime is not set" in capsys.readouterr().err
 
 
-def test_a_run_with_a_speed_keeps_it(sampler, tmp_path):
+def test_a_run_with_fps_keeps_it(sampler, tmp_path):
     assert sampler.sample("a 3", prime=write_clip(tmp_path / "fast.gif", clip(15), 20)).fps == 8
 
 
-def test_a_picture_is_one_frame_upright_in_the_runs_size_and_colours(sampler, tmp_path, monkeypatch):
+def test_a_picture_is_read_upright_in_the_size_and_colours_of_the_run(sampler, tmp_path, monkeypatch):
     seen: list[torch.Tensor] = []
     draw = Counting.sample
     monkeypatch.setattr(Counting, "sample", lambda *call: seen.append(call[1].prime) or draw(*call))
@@ -126,13 +126,13 @@ def test_a_picture_is_one_frame_upright_in_the_runs_size_and_colours(sampler, tm
     assert (seen[0][..., 18:] - 200 / 255).abs().max() < 0.02
 
 
-def test_a_stage_of_pictures_is_not_told_to_ask_for_more_frames(sampler):
+def test_a_stage_of_pictures_needs_another_stage_not_more_frames(sampler):
     alone = replace(sampler.limits, shape=replace(sampler.limits.shape, frames=1))
     with pytest.raises(InputError, match=r"draws 1 frame at a time.*use a stage trained on longer clips"):
         alone.check_overlap(1, 9, "--overlap")
 
 
-def test_a_prime_needs_something_to_draw(sampler, tmp_path):
+def test_a_prime_must_leave_frames_to_draw(sampler, tmp_path):
     with pytest.raises(
         InputError, match=r"--prime: .* draws 1 frame at a time, too few to continue a clip: raise --frames"
     ):
@@ -149,7 +149,7 @@ def test_a_prime_needs_something_to_draw(sampler, tmp_path):
 
 
 @pytest.mark.parametrize("steered", [False, True])
-def test_what_enlarges_is_given_the_first_picture(sampler, tmp_path, given, capsys, monkeypatch, steered):
+def test_super_resolution_gets_the_first_frame(sampler, tmp_path, given, capsys, monkeypatch, steered):
     monkeypatch.setattr(Counting, "can_continue", lambda task: False)
     upscaler = sampler.task.stages["codec"] if steered else sampler.task  # its generator, or itself
     monkeypatch.setattr(upscaler, "can_upscale", lambda: True, raising=False)

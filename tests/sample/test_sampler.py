@@ -37,7 +37,7 @@ def test_rows_are_captions_times_count(sampler):
     assert not torch.equal(drawn.pixels[0], drawn.pixels[1])  # two samples of one caption differ
 
 
-def test_what_is_drawn_shows_itself_without_its_pixels(sampler):
+def test_the_repr_of_samples_leaves_out_pixels(sampler):
     shown = repr(sampler.sample("a 3"))
     assert "captions=['a 3']" in shown and "tensor" not in shown and len(shown) < 500
 
@@ -61,7 +61,7 @@ def test_options_reach_the_task_and_unknown_ones_name_the_right_key(sampler):
         sampler.sample(CAPTIONS, steps=0)
 
 
-def test_guidance_that_would_lead_nowhere_is_refused(sampler):
+def test_guidance_without_effect_is_refused(sampler):
     with pytest.raises(InputError, match="raise --guidance"):
         sampler.sample(["a 3"], guidance=1.0, negative="blurred")
     with pytest.raises(InputError, match="--guidance 2 has no effect without a prompt"):
@@ -76,7 +76,7 @@ def test_negative_prompt_and_count_without_captions(sampler):
     assert drawn.captions == [None] * 3
 
 
-def test_a_negative_prompt_where_nothing_is_guided_is_refused(sampler):
+def test_a_negative_prompt_without_guidance_is_refused(sampler):
     with pytest.raises(InputError, match="--negative has no effect at guidance=1: raise --guidance"):
         sampler.sample(["a 3"], guidance=1.0, negative="blurred")
     request = SampleRequest("run", prompts=["a 3"], negative="blurred")
@@ -163,7 +163,7 @@ def test_checkpoints_and_ema(tmp_path):
         Sampler.open(run.path, 15, device="cpu")
 
 
-def test_compile_is_asked_for(tmp_path, monkeypatch):
+def test_compile_is_opt_in(tmp_path, monkeypatch):
     asked: list[torch.nn.Module] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append(self))
     run = make_run(tmp_path / "run")
@@ -173,7 +173,7 @@ def test_compile_is_asked_for(tmp_path, monkeypatch):
     assert asked == [sampler.task.mix]
 
 
-def test_the_command_compiles_and_its_file_says_so(tmp_path, monkeypatch, capsys):
+def test_the_command_compiles_and_the_sidecar_records_it(tmp_path, monkeypatch, capsys):
     asked: list[torch.nn.Module] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append(self))
     run = make_run(tmp_path / "run")
@@ -181,8 +181,8 @@ def test_the_command_compiles_and_its_file_says_so(tmp_path, monkeypatch, capsys
         with pytest.raises(SystemExit) as ended:
             main(["sample", str(run.path), "a 3", "--device", "cpu", *words])
         assert ended.value.code == 0
-        (told,) = [json.loads(path.read_text()) for path in Path(words[-1]).glob("*.json")]
-        assert told["compiled"] == ("--compile" in words) == ("--compile" in told["command"]) == bool(asked)
+        (sidecar,) = [json.loads(path.read_text()) for path in Path(words[-1]).glob("*.json")]
+        assert sidecar["compiled"] == ("--compile" in words) == ("--compile" in sidecar["command"]) == bool(asked)
 
 
 @pytest.mark.parametrize(("compiler", "named"), [("", "g++ or clang++"), ("no-such-cc", "no-such-cc")])
@@ -194,7 +194,7 @@ def test_without_a_compiler_the_cpu_cannot_compile(tmp_path, monkeypatch, compil
         Sampler.open(run.path, device="cpu", compile=True)
 
 
-def test_what_cannot_draw_says_so(tmp_path):
+def test_stages_that_cannot_sample_are_refused(tmp_path):
     codec_only = make_run(tmp_path / "codec", generator=None)
     with pytest.raises(InputError, match="no trained stage that draws"):
         Sampler.open(codec_only.path, device="cpu")
@@ -217,7 +217,7 @@ def test_a_task_without_options(tmp_path):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_same_rows_come_out(tmp_path):
+def test_gpu_samples_match_the_cpu(tmp_path):
     run = make_run(tmp_path / "run", frames=2)
     here, there = Sampler.open(run.path, device="cpu"), Sampler.open(run.path, device="cuda")
     wanted = here.sample(CAPTIONS, count=2, seed=4).pixels

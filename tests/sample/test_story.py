@@ -1,4 +1,4 @@
-"""Stories: frames run on over the seams, any length in the memory of a scene, nothing half-written, drawn again from the sidecar."""
+"""Stories: frames continue across scenes, one scene in memory, no partial files, repeated from the sidecar."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def numbers(pixels: torch.Tensor) -> list[int]:
     return (pixels[:, 0].flatten(1).mean(1) * 255).round().int().tolist()
 
 
-def test_frames_run_on_over_the_seams(sampler):
+def test_frames_continue_across_scenes(sampler):
     parts = list(sampler.story(SCENES, overlap=3))
     assert [len(part) for part in parts] == [7, 4, 4]
     assert numbers(torch.cat(parts)) == list(range(15))
@@ -66,18 +66,16 @@ def test_the_first_scene_is_what_sample_draws_and_others_have_noise_of_their_own
     assert not torch.equal(first, next(iter(sampler.story(["it stops"], seed=6))))
 
 
-def test_the_overlap_is_the_stages_own_unless_told(sampler):
+def test_the_overlap_defaults_to_that_of_the_stage(sampler):
     assert sampler.story(SCENES).overlap == 3
     assert sampler.story(SCENES, options={"sample.overlap": 5}).overlap == 5
-    told = sampler.story(SCENES, overlap=1)
-    assert (told.overlap, told.options.overlap) == (
-        1,
-        1,
-    )  # scenes longer than the trained length continue themselves alike
+    story = sampler.story(SCENES, overlap=1)
+    # Scenes longer than the trained length continue themselves by the same overlap.
+    assert story.overlap == story.options.overlap == 1
     assert sampler.story(SCENES, frames=9, overlap=5).total == 9 + 2 * 4
 
 
-def test_what_does_not_fit_is_said_before_anything_is_drawn(sampler, monkeypatch):
+def test_mistakes_are_refused_before_drawing(sampler, monkeypatch):
     monkeypatch.setattr(Counting, "sample", lambda *_: pytest.fail("something was drawn"))
     with pytest.raises(InputError, match=r"--overlap=4 does not fit scenes of 7 frames: use 1, 3, 5$"):
         sampler.story(SCENES, overlap=4)
@@ -103,7 +101,7 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(sampler, monkeypatch
             sampler.story(["a 3", wrong])
 
 
-def test_what_cannot_continue_says_so(tmp_path):
+def test_tasks_that_cannot_continue_are_refused(tmp_path):
     plain = Sampler.open(make_run(tmp_path / "run", generator="OptionlessGenerator", codec=False).path, device="cpu")
     with pytest.raises(InputError, match=r"a story needs a generator that continues.*OptionlessGenerator does not"):
         plain.story(["a 3"])
@@ -111,7 +109,7 @@ def test_what_cannot_continue_says_so(tmp_path):
         plain.sample("a 3", prime=torch.zeros(1, 3, 32, 32))
 
 
-def test_without_a_codec_or_an_own_overlap_half_a_scene_is_continued(tmp_path):
+def test_the_overlap_defaults_to_half_a_scene(tmp_path):
     plain = Sampler.open(make_run(tmp_path / "run", frames=4, codec=False).path, device="cpu")
     assert plain.story(SCENES).overlap == 2
     assert sum(len(part) for part in plain.story(SCENES)) == 4 + 2 + 2
@@ -128,7 +126,7 @@ def test_a_story_continues_a_given_clip(sampler):
 # Files -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_video_its_sheet_and_what_draws_it_again(run, tmp_path, capsys):
+def test_the_sidecar_repeats_the_video(run, tmp_path, capsys):
     scenes = tmp_path / "scenes.txt"
     scenes.write_text("# a story\n\n" + "\n".join(SCENES) + "\n")
     start = write_clip(tmp_path / "start.png", torch.full((1, 3, 32, 32), 0.5), 8)
@@ -140,17 +138,17 @@ def test_the_video_its_sheet_and_what_draws_it_again(run, tmp_path, capsys):
     assert [path.name for path in written] == ["story-a-red-3-moves-left-0001.mp4", "story-a-red-3-moves-left-0001.png"]
     assert {path.suffix for path in video.parent.iterdir()} == {".mp4", ".png", ".json", ".txt"}
     assert len(read_clip(video)[0]) == 9 + 2 * 4
-    told = json.loads(video.with_suffix(".json").read_text())
-    assert [scene["caption"] for scene in told["scenes"]] == SCENES
-    assert [scene["frames"] for scene in told["scenes"]] == [[1, 9], [10, 13], [14, 17]]
-    assert told["scenes"][2]["seconds"] == [13 / 10, 17 / 10]
-    assert told["drawn"] == {"frames": 17, "size": [32, 32], "channels": 3, "fps": 10}
-    assert (told["overlap"], told["frames"], told["seed"], told["ema"]) == (5, 9, 3, False)
-    assert len(told["weights"]) == 2
-    assert told["options"]["guidance"] == 2.0
-    assert told["prime"]["frames"] == 1
+    sidecar = json.loads(video.with_suffix(".json").read_text())
+    assert [scene["caption"] for scene in sidecar["scenes"]] == SCENES
+    assert [scene["frames"] for scene in sidecar["scenes"]] == [[1, 9], [10, 13], [14, 17]]
+    assert sidecar["scenes"][2]["seconds"] == [13 / 10, 17 / 10]
+    assert sidecar["drawn"] == {"frames": 17, "size": [32, 32], "channels": 3, "fps": 10}
+    assert (sidecar["overlap"], sidecar["frames"], sidecar["seed"], sidecar["ema"]) == (5, 9, 3, False)
+    assert len(sidecar["weights"]) == 2
+    assert sidecar["options"]["guidance"] == 2.0
+    assert sidecar["prime"]["frames"] == 1
     scenes.unlink()  # the sidecar needs none but its own files
-    words = shlex.split(told["command"])
+    words = shlex.split(sidecar["command"])
     assert words[:2] == ["kineo", "story"]
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
@@ -174,7 +172,7 @@ def test_python_saves_a_gif_that_is_exact(sampler, tmp_path):
     assert story.save(tmp_path / "new" / "folder")[0] != video
 
 
-def test_long_stories_stay_small_and_the_sheet_says_what_it_shows(sampler, tmp_path, monkeypatch):
+def test_long_stories_keep_one_scene_in_memory(sampler, tmp_path, monkeypatch):
     """200 scenes: whenever a scene is drawn, no frames of earlier ones are alive but the overlap."""
     drawn: list[weakref.ref] = []
     alive: list[int] = []
@@ -191,14 +189,14 @@ def test_long_stories_stay_small_and_the_sheet_says_what_it_shows(sampler, tmp_p
     video, sheet = sampler.story([f"scene {number}" for number in range(200)]).save(tmp_path, "gif", heard.append)
     assert len(alive) == 200
     assert max(alive) == 0
-    told = json.loads(video.with_suffix(".json").read_text())
-    shown = told["sheet"]["scenes"]
+    sidecar = json.loads(video.with_suffix(".json").read_text())
+    shown = sidecar["sheet"]["scenes"]
     assert len(shown) == stories.SHEET
     assert (shown[0], shown[-1]) == (1, 200)
     assert Image.open(sheet).height < stories.SHEET * 140
     assert heard[0] == "scene 1 of 200, frames 1 to 7: scene 0"
     assert heard[-1] == "the sheet shows 24 of 200 scenes"
-    assert told["drawn"]["frames"] == 7 + 199 * 4 == len(read_clip(video)[0])
+    assert sidecar["drawn"]["frames"] == 7 + 199 * 4 == len(read_clip(video)[0])
 
 
 def test_views_do_not_keep_scenes_alive(sampler):
@@ -229,10 +227,8 @@ def test_an_interrupted_story_leaves_nothing(sampler, tmp_path, monkeypatch, for
 
     def dies(self, prompts, options):
         if prompts.captions == [SCENES[2]]:
-            assert [path.name[0] for path in tmp_path.iterdir()] in (
-                [],
-                ["."],
-            )  # nothing under a name while it is drawn
+            # Only a hidden temporary file while the story is drawn.
+            assert [path.name[0] for path in tmp_path.iterdir()] in ([], ["."])
             raise error
         return draw(self, prompts, options)
 
@@ -252,7 +248,7 @@ def test_a_failure_beside_the_video_leaves_no_empty_video(sampler, tmp_path, mon
     assert not list(tmp_path.glob("*.gif"))
 
 
-def test_a_model_without_captions_is_told_how_to_go_on_without_a_story(sampler, monkeypatch):
+def test_a_model_without_captions_is_refused(sampler, monkeypatch):
     sampler.task.reads = frozenset({"pixels"})
     with pytest.raises(
         InputError,
