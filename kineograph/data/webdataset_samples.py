@@ -224,7 +224,7 @@ class SampleDecoder:
             raise Unreadable(name, "its embedding is not finite")
         expected = self._shapes[field]
         if field == "text_encoding" and self.config.text_length is not None:
-            fits = values.shape[-1:] == expected[-1:]  # cut or padded to one length later
+            fits = values.shape[-1:] == expected[-1:]  # cut or pad_encodings to one length later
         else:
             fits = values.shape == expected if field == "text_encoding" else values.size == math.prod(expected)
         if not fits:
