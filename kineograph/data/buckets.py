@@ -1,7 +1,7 @@
 """Buckets: clips of several shapes in one run, each batch of one shape and with about the same number of tokens.
 
 Every item goes to the bucket (frames × height × width) that shows most of it. The bucket and items of a step follow from (seed, step)
-alone, as in order.py. After epoch e, bucket b of N items in batches of n has given ⌈(e + 1) N / n⌉ batches: every item was seen e + 1 times,
+alone, as in order.py. After epoch e, bucket b of N items in batches of n has filled ⌈(e + 1) N / n⌉ batches: every item was seen e + 1 times,
 and the last batch of a round is filled from the bucket's next round.
 """
 

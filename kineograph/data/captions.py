@@ -121,29 +121,29 @@ def _read_paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
 def _read_metadata(path: Path, name: str, problems: list[Problem]) -> list[Row]:
     rows = []
     for number, row in _iterate_rows(path, name, problems):
-        file = _file_of(row)
+        file = _find_file(row)
         if file is None:
             problems.append(Problem(name, f"line {number} has no file_name"))
             continue
         clips = row.get("clips")
         for part in clips if isinstance(clips, list) and clips else [row]:
             try:
-                rows.append(Row(file, _text_of(part), _span_of(part, clips is not None)))
+                rows.append(Row(file, _find_text(part), _parse_span(part, clips is not None)))
             except ValueError as error:
                 problems.append(Problem(name, f"line {number}: {error}"))
     return rows
 
 
-def _file_of(row: dict[str, Any]) -> str | None:
+def _find_file(row: dict[str, Any]) -> str | None:
     return next((row[key] for key in FILE_KEYS if isinstance(row.get(key), str) and row[key]), None)
 
 
-def _text_of(row: dict[str, Any]) -> str:
+def _find_text(row: dict[str, Any]) -> str:
     text = next((row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)), "")
     return " ".join(text.split())
 
 
-def _span_of(row: Any, required: bool) -> tuple[float, float] | None:
+def _parse_span(row: Any, required: bool) -> tuple[float, float] | None:
     """Start and end in seconds; None: the whole file."""
     if not isinstance(row, dict):
         raise ValueError(f"a clip is an object with start, end and text, not {row!r}")
@@ -166,7 +166,7 @@ def _names_files(path: Path) -> bool:
             row = json.loads(next((line for line in file if line.strip()), "null"))
     except (OSError, ValueError):
         return False
-    return isinstance(row, dict) and _file_of(row) is not None and bool(row.keys() & {*TEXT_KEYS, "clips"})
+    return isinstance(row, dict) and _find_file(row) is not None and bool(row.keys() & {*TEXT_KEYS, "clips"})
 
 
 def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -82,7 +82,7 @@ class DatasetSource(Source):
         """Open the Dataset class at the dotted path `data.source`."""
         if config.source == "dataset":
             raise InputError(
-                "this config was made for a Dataset object given from Python: pass dataset=… again, or set data.source to its dotted path"
+                "this config is for a Dataset object passed from Python: pass dataset=… again, or set data.source to its dotted path"
             )
         dataset = find_source(config.source)
         try:

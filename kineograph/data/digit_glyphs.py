@@ -33,9 +33,9 @@ def list_glyphs(held_out: bool, limit: int | None = None) -> tuple[list[int], ..
     mask = np.array([(key_of("glyph", index) % 100 < _HELD_OUT) == held_out for index in range(len(labels))])
     pools = []
     for digit in range(10):
-        mine = np.flatnonzero(mask & (labels == digit))
-        far = ((images[mine] - images[mine].mean(0)) ** 2).sum((1, 2))
-        pools.append(mine[np.argsort(far, kind="stable")][:limit].tolist())
+        glyphs = np.flatnonzero(mask & (labels == digit))
+        distances = ((images[glyphs] - images[glyphs].mean(0)) ** 2).sum((1, 2))
+        pools.append(glyphs[np.argsort(distances, kind="stable")][:limit].tolist())
     return tuple(pools)
 
 

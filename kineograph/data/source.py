@@ -99,8 +99,10 @@ def open_source(config: DataConfig, split: Split, seed: int, dataset: Dataset | 
 def _source_class(name: str, dataset: Dataset | None) -> Any:
     from kineograph.data.dataset import DatasetSource
 
-    found = find_source(name) if dataset is None else None
-    return found if isinstance(found, type) and issubclass(found, Source) else DatasetSource
+    if dataset is not None:
+        return DatasetSource
+    source = find_source(name)
+    return source if isinstance(source, type) and issubclass(source, Source) else DatasetSource
 
 
 class BlankSource(Source):

@@ -22,7 +22,7 @@ from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.shards import Shard, find_shards, shards_error
 from kineograph.data.source import Split, select_split
 from kineograph.data.tar import TarIndex, index_shards
-from kineograph.data.webdataset_samples import EMBEDDINGS, Member, SampleDecoder, WebDatasetConfig
+from kineograph.data.webdataset_samples import EMBEDDINGS, Member, Record, SampleDecoder, WebDatasetConfig
 
 _OPEN_FILES = 64  # per thread
 _EMBEDDING_TRIES = 100  # embeddings read until one has a shape
@@ -195,19 +195,13 @@ class WebDataset(BucketedSource):
         return self.read_as(index, self.buckets.shape(index) if self.buckets else self.config.base_shape, rng)
 
     def read_as(self, index: int, shape: Bucket, rng: np.random.Generator) -> Sample:
-        name, table = self.identity(index), self._table
-        members = {field: self._read_member(field, index, name) for field in table.fields(index)}
-        rows = {field: int(numbers[index]) for field, numbers in table.embedding_rows.items()}
-        return self.decoder.decode(name, int(table.shards[index]), rows, members, rng, shape)
+        return self.decoder.decode(self._read_record(index, self._table.fields(index)), rng, shape)
 
     def caption(self, index: int) -> str | None:
-        if self._table.ranges["caption"].suffixes[index] < 0:
-            return None
-        name = self.identity(index)
-        try:
-            return self.decoder.decode_caption(self._read_member("caption", index, name), name)
-        except Unreadable:  # counted when the sample is read
-            return None
+        fields = [field for field in self._table.fields(index) if field == "caption"]
+        with suppress(Unreadable):  # counted when the sample is read
+            return self.decoder.decode_caption(self._read_record(index, fields))
+        return None
 
     def identity(self, index: int) -> str:
         return f"{self.shards[self._table.shards[index]].name}:{self._table.key(index)}"
@@ -235,6 +229,12 @@ class WebDataset(BucketedSource):
         for aligned in self.decoder.aligned.values():
             digest.update(aligned.stamp().encode())
         return digest.hexdigest()
+
+    def _read_record(self, index: int, fields: Sequence[str]) -> Record:
+        name, table = self.identity(index), self._table
+        rows = {field: int(numbers[index]) for field, numbers in table.embedding_rows.items()}
+        members = {field: self._read_member(field, index, name) for field in fields}
+        return Record(name, int(table.shards[index]), rows, members)
 
     def _read_member(self, field: str, index: int, name: str) -> Member:
         ranges = self._table.ranges[field]

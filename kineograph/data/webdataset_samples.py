@@ -88,8 +88,17 @@ class Member(NamedTuple):
     suffix: str
 
 
+class Record(NamedTuple):
+    """An encoded sample."""
+
+    name: str  # as skipped.jsonl lists it
+    shard: int
+    rows: dict[str, int]  # field → row in the embedding file beside the shard
+    members: dict[str, Member]  # field → its file
+
+
 class SampleDecoder:
-    """Members → Sample, for indexed tars and for streams."""
+    """Record → Sample, for indexed tars and for streams."""
 
     def __init__(self, config: WebDatasetConfig, split: Split, shards: Sequence[Shard]) -> None:
         self.config = config
@@ -138,27 +147,17 @@ class SampleDecoder:
             rows[field] = row.number
         return rows, None
 
-    def decode(
-        self,
-        name: str,
-        shard: int,
-        rows: Mapping[str, int],
-        members: Mapping[str, Member],
-        rng: np.random.Generator,
-        shape: Bucket | None = None,
-    ) -> Sample:
-        """Decode a clip of `shape` (default: data.frames × data.size). Raises Unreadable; skipped.jsonl lists `name`."""
-        sample = Sample(fps=self.config.shape.fps)
-        if "caption" in members:
-            sample.caption = self.decode_caption(members["caption"], name)
+    def decode(self, record: Record, rng: np.random.Generator, shape: Bucket | None = None) -> Sample:
+        """Decode a clip of `shape` (default: data.frames × data.size). Raises Unreadable."""
+        sample = Sample(fps=self.config.shape.fps, caption=self.decode_caption(record))
         if sample.caption is None and self.has_captions and self.config.uncaptioned == "skip":
-            raise Unreadable(name, "an empty caption")
+            raise Unreadable(record.name, "an empty caption")
         for field in EMBEDDINGS:
             if field in self.suffixes or field in self.aligned:
-                self._add_embedding(sample, field, name, shard, rows, members)
+                self._add_embedding(sample, field, record)
         if "media" in self.suffixes:
-            media, shape = members["media"], shape or self.config.base_shape
-            clip = decode_media(media.data, f".{media.suffix}", name, self._options.with_shape(shape), rng)
+            media, shape = record.members["media"], shape or self.config.base_shape
+            clip = decode_media(media.data, f".{media.suffix}", record.name, self._options.with_shape(shape), rng)
             sample.pixels, sample.frame_mask = pad_frames(clip.pixels, shape.frames)
             sample.fps = clip.fps or sample.fps
         return sample
@@ -168,8 +167,11 @@ class SampleDecoder:
         for field in members.keys() & EMBEDDINGS.keys():
             self._shapes[field] = read_npy(members[field].data, field).shape
 
-    def decode_caption(self, member: Member, name: str) -> str | None:
+    def decode_caption(self, record: Record) -> str | None:
         """Raises Unreadable."""
+        member, name = record.members.get("caption"), record.name
+        if member is None:
+            return None
         try:
             text = member.data.decode("utf-8-sig")
             if member.suffix.rpartition(".")[2] == "json":
@@ -182,23 +184,15 @@ class SampleDecoder:
             raise Unreadable(name, f"its .{member.suffix} is not a JSON object") from None
         return " ".join(text.split()) or None
 
-    def _add_embedding(
-        self,
-        sample: Sample,
-        field: str,
-        name: str,
-        shard: int,
-        rows: Mapping[str, int],
-        members: Mapping[str, Member],
-    ) -> None:
-        exists = True
+    def _add_embedding(self, sample: Sample, field: str, record: Record) -> None:
+        name, exists = record.name, True
         try:
             if field in self.aligned:
-                if rows[field] < 0:
+                if record.rows[field] < 0:
                     raise Unreadable(name, "no embedding")
-                values = self.aligned[field].read(shard, rows[field], name)
-            elif field in members:
-                values = read_npy(members[field].data, name)
+                values = self.aligned[field].read(record.shard, record.rows[field], name)
+            elif field in record.members:
+                values = read_npy(record.members[field].data, name)
                 self._shapes.setdefault(field, values.shape)
             else:
                 raise Unreadable(name, f"no embedding ({self.suffixes[field][0]})")

@@ -23,20 +23,11 @@ from kineograph.data.order import pick_resampled, pick_shuffled
 from kineograph.data.shards import Shard, shards_error
 from kineograph.data.source import Split, hash_to_unit
 from kineograph.data.tar import stream_samples
-from kineograph.data.webdataset_samples import Member, SampleDecoder, WebDatasetConfig
+from kineograph.data.webdataset_samples import Member, Record, SampleDecoder, WebDatasetConfig
 
 ENDLESS = 2**40
 _MIN_HEAD, _MAX_HEAD = 2_000, 20_000  # samples read at the start, for the held-out splits and for captions
 _MIN_SHARDS = 4  # shards read before the share of failures is judged
-
-
-class Record(NamedTuple):
-    """An encoded sample."""
-
-    name: str
-    shard: int
-    rows: dict[str, int]
-    members: dict[str, Member]
 
 
 def open_stream(config: WebDatasetConfig, shards: Sequence[Shard], split: Split) -> Source:
@@ -92,7 +83,7 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
             kept[split].append(record)
         if split == "train" and "caption" in record.members:
             with suppress(Unreadable):
-                captions.append(decoder.decode_caption(record.members["caption"], record.name) or "")
+                captions.append(decoder.decode_caption(record) or "")
         if is_enough(count):
             break
     if not count:
@@ -238,7 +229,7 @@ class WebDatasetStream(Stream):
             )
 
     def decode(self, record: Record, rng: np.random.Generator) -> Sample:
-        return self.decoder.decode(record.name, record.shard, record.rows, record.members, rng)
+        return self.decoder.decode(record, rng)
 
 
 class StreamHead(Source):
@@ -263,13 +254,11 @@ class StreamHead(Source):
         return len(self._records)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
-        record = self._records[index]
-        return self.decoder.decode(record.name, record.shard, record.rows, record.members, rng)
+        return self.decoder.decode(self._records[index], rng)
 
     def caption(self, index: int) -> str | None:
-        record = self._records[index]
-        with suppress(Unreadable, KeyError):
-            return self.decoder.decode_caption(record.members["caption"], record.name)
+        with suppress(Unreadable):
+            return self.decoder.decode_caption(self._records[index])
         return None
 
     def identity(self, index: int) -> str:
