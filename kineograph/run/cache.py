@@ -18,6 +18,7 @@ from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import dump_yaml
 from kineograph.core.errors import ConfigError, InputError, RunInUse
+from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.protocols import Source, Stream, TextEncoder
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task, find_codec
@@ -207,6 +208,7 @@ def cache_run(
 def _prepare(plan: Plan, stage: StagePlan, folder: RunFolder, note: Callable[[str], None]) -> StageCache | None:
     """Open a stage's data and build its task; None where the data cannot be cached."""
     device = distributed.resolve_device(stage.train.device)
+    enable_flash_attention_3(device)
     stages = StageLoader(folder, device, note)
     data = open_data(stage, plan.seed, None, note, folder.path)
     fault = _cache_fault(stage, data.source)

@@ -15,6 +15,7 @@ from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import Stopped
+from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.data.loader import worker_error
@@ -178,6 +179,7 @@ class _StageTraining:
     def __init__(self, run: _Run, stage: StagePlan, data: StageData) -> None:
         self.run, self.stage, self.data = run, stage, data
         self.device = distributed.resolve_device(stage.train.device)
+        enable_flash_attention_3(self.device)
         self.stages = StageLoader(run.folder, self.device, run.note)
         self.metrics = MetricsFile(run.folder.metrics_file)
         self.trackers = [tracker for name, tracker in run.trackers.items() if name in stage.train.trackers]

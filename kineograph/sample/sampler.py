@@ -15,6 +15,7 @@ from kineograph.core.batch import Prompts
 from kineograph.core.capabilities import SupportsSampling, can_animate, sample_shape, takes_captions
 from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.run_folder import RunFolder
 from kineograph.process.solvers import DiffusionSample
 from kineograph.sample.inference import BATCH, draw, draw_across_ranks, sampling_noise
@@ -82,6 +83,7 @@ class Sampler:
         folder = run if isinstance(run, RunFolder) else RunFolder.existing(run)
         note = distributed.on_first_rank(distributed.print_note)
         stages = StageLoader(folder, distributed.resolve_device(device), note, compiled=compile)
+        enable_flash_attention_3(stages.device)
         name = choose_sampling_stage(folder, stage)
         return Sampler(stages, name, checkpoints.select(folder.checkpoints(name), checkpoint).step, ema)
 

@@ -11,7 +11,6 @@ import torch
 
 from kineograph.core.capabilities import SupportsSampling
 from kineograph.core.errors import InputError
-from kineograph.core.kernels import find_kernels
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, freeze, load_weights
@@ -43,7 +42,6 @@ class StageLoader:
         """`compiled` pays off when many batches are drawn; `graphs` then uses CUDA graphs, whose results the next call overwrites."""
         self.run = run
         self.device = torch.device(device)
-        find_kernels(self.device)
         self.note = note
         self.compiled = compiled
         self.graphs = graphs and self.device.type == "cuda"

@@ -18,7 +18,6 @@ from kineograph.core.batch import Batch
 from kineograph.core.capabilities import ChecksPrecision
 from kineograph.core.device_copy import fetch_floats
 from kineograph.core.errors import ConfigError
-from kineograph.core.kernels import find_kernels
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Loss, Task, check_weights, player_parameters, task_state_dict
 from kineograph.train.activation_checkpointing import checkpoint_activations
@@ -74,7 +73,6 @@ class Stepper:
         if self.device.type == "cuda":
             # Shapes repeat from step to step: let cuDNN find its fastest kernels once.
             torch.backends.cudnn.benchmark = True
-        find_kernels(self.device)
         self.layout = Layout(config.parallel, self.device, config.timeout)
         # A task of fake tensors cannot be moved, and is built where it is needed.
         self.task = task if _is_on(task, self.device) else task.to(self.device)

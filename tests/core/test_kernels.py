@@ -32,9 +32,9 @@ GPU = torch.device("cuda", 0)
 def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test begins and ends with a closed door."""
     monkeypatch.setattr(kernels, "flash3", False)
-    kernels._opened.cache_clear()
+    kernels._activate.cache_clear()
     yield
-    kernels._opened.cache_clear()
+    kernels._activate.cache_clear()
 
 
 @pytest.fixture
@@ -55,14 +55,17 @@ def test_a_build_of_flash_attention_is_taken_on_hopper_and_asked_for_once(monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
     gpu(monkeypatch, 9)
-    assert kernels.find_kernels(GPU) and kernels.find_kernels(GPU)
-    assert opened == ["FA3"] and kernels.missing(GPU) is None
+    assert kernels.enable_flash_attention_3(GPU) and kernels.enable_flash_attention_3(GPU)
+    assert opened == ["FA3"] and kernels.explain_missing(GPU) is None
 
 
 @pytest.mark.parametrize(("device", "major"), [("cuda", 8), ("cuda", 10), ("cpu", 9)])
 def test_other_devices_are_left_alone(monkeypatch, opened, device, major):
     gpu(monkeypatch, major)
-    assert not kernels.find_kernels(torch.device(device)) and kernels.missing(torch.device(device)) is None
+    assert (
+        not kernels.enable_flash_attention_3(torch.device(device))
+        and kernels.explain_missing(torch.device(device)) is None
+    )
     assert opened == []
 
 
@@ -89,23 +92,23 @@ def test_a_fetched_library_is_loaded_with_the_runtime_it_was_built_for(monkeypat
     monkeypatch.setattr(kernels.ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path).name))
     gpu(monkeypatch, 9)
-    assert not kernels.find_kernels(GPU) and kernels.missing(GPU) == "not fetched"
-    kernels._opened.cache_clear()
-    kernels.fetch(wheels, print)
-    assert kernels.find_kernels(GPU)
+    assert not kernels.enable_flash_attention_3(GPU) and kernels.explain_missing(GPU) == "not fetched"
+    kernels._activate.cache_clear()
+    kernels.fetch_libraries(wheels, print)
+    assert kernels.enable_flash_attention_3(GPU)
     assert loaded == names and opened == ["FA3"]
 
 
 def test_what_fails_is_said_and_nothing_is_changed(monkeypatch, opened, wheels):
     gpu(monkeypatch, 9)
-    library, _ = kernels.fetch(wheels, print)
+    library, _ = kernels.fetch_libraries(wheels, print)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert not kernels.find_kernels(GPU)
-    assert kernels.missing(GPU).startswith("OSError: Could not load this library")
-    kernels._opened.cache_clear()
+    assert not kernels.enable_flash_attention_3(GPU)
+    assert kernels.explain_missing(GPU).startswith("OSError: Could not load this library")
+    kernels._activate.cache_clear()
     library.write_text("damaged")
-    assert not kernels.find_kernels(GPU)
-    assert "another file, or damaged" in kernels.missing(GPU)
+    assert not kernels.enable_flash_attention_3(GPU)
+    assert "another file, or damaged" in kernels.explain_missing(GPU)
     assert opened == []
 
 
@@ -124,13 +127,13 @@ def test_both_libraries_come_from_pip_once_and_again_when_damaged(monkeypatch, w
     monkeypatch.setattr(subprocess, "run", pip)
     result = CliRunner().invoke(app, ["weights", "get", "flash-attention-3"])
     assert result.exit_code == 0 and kernels.LIBRARY.sha256 in result.stdout
-    library, _ = kernels.fetch([], print)
+    library, _ = kernels.fetch_libraries([], print)
     assert asked == ["xformers", "nvidia-cuda-runtime-cu12"]
     assert [path.name for path in sorted(library.parent.iterdir())] == ["_C.so", "libcudart.so.12"]
     library.with_name("libcudart.so.12").unlink()
-    assert kernels.state() == "damaged"
-    kernels.fetch([], print)
-    assert len(asked) == 4 and kernels.state() == kernels.LIBRARY.sha256[:12]
+    assert kernels.describe_state() == "damaged"
+    kernels.fetch_libraries([], print)
+    assert len(asked) == 4 and kernels.describe_state() == kernels.LIBRARY.sha256[:12]
 
 
 def test_what_cannot_be_fetched_leaves_what_was_there(monkeypatch, wheels, tmp_path):
@@ -138,18 +141,18 @@ def test_what_cannot_be_fetched_leaves_what_was_there(monkeypatch, wheels, tmp_p
         subprocess, "run", lambda *a, **k: subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution\n")
     )
     with pytest.raises(InputError, match=r"xformers==0\.0\.34: ERROR: No matching distribution.*--from WHEEL"):
-        kernels.fetch([], print)
+        kernels.fetch_libraries([], print)
     with pytest.raises(InputError, match="--from names no wheel of nvidia-cuda-runtime-cu12"):
-        kernels.fetch(wheels[:1], print)
+        kernels.fetch_libraries(wheels[:1], print)
     with pytest.raises(InputError, match="is not there"):
-        kernels.fetch([tmp_path / "xformers.whl"], print)
-    assert kernels.state() == "–"
-    kernels.fetch(wheels, print)
+        kernels.fetch_libraries([tmp_path / "xformers.whl"], print)
+    assert kernels.describe_state() == "–"
+    kernels.fetch_libraries(wheels, print)
     with zipfile.ZipFile(wheels[0], "w") as wheel:
         wheel.writestr(kernels.LIBRARY.member, "another")
     with pytest.raises(InputError, match="SHA-256"):
-        kernels.fetch(wheels, print)
-    assert kernels.state() == kernels.LIBRARY.sha256[:12]
+        kernels.fetch_libraries(wheels, print)
+    assert kernels.describe_state() == kernels.LIBRARY.sha256[:12]
 
 
 def test_doctor_says_what_a_hopper_gpu_does_without(monkeypatch, wheels):
