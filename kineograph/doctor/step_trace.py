@@ -145,7 +145,7 @@ def trace_step(
         ]
         here = divide_task(task, train.parallel, world, precision)
         moments = [
-            here.part(p, optimizer.moment_bytes_of(name))
+            here.part(p, optimizer.state_bytes(name))
             for optimizer in stepper.optimizers.values()
             for name, p in optimizer.parameters.items()
         ]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -83,23 +83,18 @@ class LowMemoryState:
                 specs[f"{name}_scale"] = self._scale_shape(), torch.float32
         return specs
 
-    def zeros(self) -> dict[str, Tensor]:
-        """The state before the first step."""
+    def allocate(self) -> dict[str, Tensor]:
+        """Set the state to zeros, as before the first step."""
         device = self.parameter.device
-        return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in self._specs().items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Load a saved state. → False if it is of another optimizer."""
-        if {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()} != self._specs():
-            return False
-        self.tensors = {name: value.to(self.parameter.device) for name, value in tensors.items()}
-        return True
+        specs = self._specs().items()
+        self.tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs}
+        return self.tensors
 
     @torch.no_grad()
     def update(self, rule: UpdateRule) -> None:
         if self.parameter.grad is None:
             return
-        self.tensors = state = self.tensors or self.zeros()
+        state = self.tensors or self.allocate()
         p = self.parameter.detach()
         update = _compile_update() if p.is_cuda else _update
         update(

@@ -85,12 +85,8 @@ class Optimizer:
             weight_decay = decay if name in self.decayed else zero
             state.update(UpdateRule(lr, weight_decay, beta1, beta2, eps, divisor, skipped))
 
-    @property
-    def moment_bytes(self) -> int:
-        """Bytes of the optimizer state on this rank, which the first step allocates."""
-        return sum(self.moment_bytes_of(name) for name in self.parts)
-
-    def moment_bytes_of(self, name: str) -> int:
+    def state_bytes(self, name: str) -> int:
+        """Bytes of a parameter's state on this rank, which the first step allocates."""
         part = self.parts[name]
         return self.low_memory[name].bytes if self.low_memory else 2 * part.numel() * part.element_size()
 
@@ -107,53 +103,32 @@ class Optimizer:
             for kind, value in state.items()
         }
 
-    def empty_state(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Zero tensors to load saved `exp_avg.<parameter>` … into; DTensors where the parameter is one."""
-        state: dict[str, Tensor] = {}
-        for name, kinds in self._group_by_parameter(keys).items():
-            zeros = self.low_memory[name].zeros() if self.low_memory else self._zeros(self.parts[name])
-            if not zeros.keys() >= set(kinds):
-                raise self._wrong_optimizer(name, set(kinds) - zeros.keys())
-            state |= {f"{kind}.{name}": shard_like(zeros[kind], self.parameters[name]) for kind in kinds}
-        return state
-
-    @staticmethod
-    def _zeros(part: nn.Parameter) -> dict[str, Tensor]:
-        """The fused kernel needs `step` as a float32 scalar on the parameter's device."""
-        moments = {kind: torch.zeros_like(part, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros((), device=part.device), **moments}
-
-    def _group_by_parameter(self, keys: Iterable[str]) -> dict[str, list[str]]:
-        """{parameter: kinds} of keys `kind.parameter`."""
-        groups: dict[str, list[str]] = {}
+    def allocate(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Allocate the state that a checkpoint has under `keys`. → its tensors by key, to load the saved values into."""
+        saved_kinds: dict[str, set[str]] = {}
         for key in keys:
             kind, _, name = key.partition(".")
-            groups.setdefault(name, []).append(kind)
-        unknown = sorted(groups.keys() - self.parts.keys())
+            saved_kinds.setdefault(name, set()).add(kind)
+        unknown = sorted(saved_kinds.keys() - self.parts.keys())
         if unknown:
             raise InputError(
                 f"the saved optimizer has moments of {', '.join(unknown[:3])}, which this task does not train"
             )
-        return groups
+        for name, kinds in saved_kinds.items():
+            state = self.low_memory[name].allocate() if self.low_memory else self._allocate_adamw(self.parts[name])
+            if kinds != state.keys():
+                raise InputError(
+                    f"the saved optimizer has {', '.join(sorted(kinds))} of {name}, which does not fit optimizer={self.config.optimizer}: "
+                    "resume with the optimizer that the run began with"
+                )
+        return self.state()
 
-    def _wrong_optimizer(self, name: str, kinds: Iterable[str]) -> InputError:
-        return InputError(
-            f"the saved optimizer has {', '.join(sorted(kinds))} of {name}, which does not fit optimizer={self.config.optimizer}: "
-            "resume with the optimizer that the run began with"
-        )
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned."""
-        for name, kinds in self._group_by_parameter(state).items():
-            tensors = {kind: to_local(state[f"{kind}.{name}"]) for kind in kinds}
-            if self.low_memory:
-                if not self.low_memory[name].load(tensors):
-                    raise self._wrong_optimizer(name, kinds)
-            elif tensors.keys() <= {"step", "exp_avg", "exp_avg_sq"}:
-                part = self.parts[name]
-                self.adamw.state[part] = {kind: value.to(part.device) for kind, value in tensors.items()}
-            else:
-                raise self._wrong_optimizer(name, kinds)
+    def _allocate_adamw(self, part: nn.Parameter) -> dict[str, Tensor]:
+        """The fused kernel needs `step` as a float32 scalar on the parameter's device."""
+        state = {"step": torch.zeros((), device=part.device)}
+        state |= {kind: torch.zeros_like(part, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
+        self.adamw.state[part] = state
+        return state
 
 
 class LossScale:

@@ -12,12 +12,11 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from kineograph.core import distributed, heartbeat
 
@@ -70,32 +69,18 @@ class RankLog:
     @contextmanager
     def capture_warnings(self) -> Iterator[None]:
         """Write Python's and loggers' warnings to the file. Rank 0 still shows them on the console."""
-        show = warnings.showwarning
         root = logging.getLogger()
         handlers: list[logging.Handler] = [_LogHandler(self)]
         # Python shows warnings of loggers itself only while the root logger has no handler.
         if distributed.is_first() and not root.handlers and logging.lastResort is not None:
             handlers.append(logging.lastResort)
-
-        def write_and_show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: Any = None,
-            line: Any = None,
-        ) -> None:
-            self.write(f"{category.__name__}: {message} ({filename}:{lineno})")
-            if distributed.is_first():
-                show(message, category, filename, lineno, file, line)
-
-        warnings.showwarning = write_and_show
         for handler in handlers:
             root.addHandler(handler)
+        logging.captureWarnings(True)
         try:
             yield
         finally:
-            warnings.showwarning = show
+            logging.captureWarnings(False)
             for handler in handlers:
                 root.removeHandler(handler)
 

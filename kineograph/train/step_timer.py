@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class StepTimer:
         """Begin a new interval between two reports."""
         self._began = time.monotonic()
         self._samples = self._steps = 0
-        self._data_seconds = self._pause_seconds = 0.0
+        self._seconds = {"data": 0.0, "pause": 0.0}
 
     # Inside a step ---------------------------------------------------------------------------------------------------
 
@@ -111,22 +111,13 @@ class StepTimer:
     # Between steps ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def data(self) -> Iterator[None]:
-        """Count the time inside as waiting for data."""
+    def outside(self, what: Literal["data", "pause"]) -> Iterator[None]:
+        """Count the time inside as waiting for data, or as a pause that the throughput leaves out."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self._data_seconds += time.monotonic() - began
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leave the time inside out of the throughput."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._pause_seconds += time.monotonic() - began
+            self._seconds[what] += time.monotonic() - began
 
     def count(self, samples: int) -> None:
         self._samples += samples
@@ -150,9 +141,9 @@ class StepTimer:
 
         Collective: every rank calls it at the same step, after fetching that step's numbers.
         """
-        seconds = max(1e-9, time.monotonic() - self._began - self._pause_seconds)
+        seconds = max(1e-9, time.monotonic() - self._began - self._seconds["pause"])
         steps = max(1, self._steps)
-        self.own_ms = {"data": 1000 * self._data_seconds / steps, **dict.fromkeys(PARTS, 0.0), **self.read_parts()}
+        self.own_ms = {"data": 1000 * self._seconds["data"] / steps, **dict.fromkeys(PARTS, 0.0), **self.read_parts()}
         memory = {"host_memory_gib": _peak_host_memory() / 2**30}
         if self._device.type == "cuda":
             memory["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30

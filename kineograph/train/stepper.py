@@ -310,16 +310,12 @@ class Stepper:
         self.skipped_in_a_row.fill_(state["skipped_in_a_row"])
 
     def _load_optimizers(self, saved: Checkpoint) -> None:
-        keys: dict[str, list[str]] = {name: [] for name in self.optimizers}
-        for key in saved.shapes("optimizer"):
-            name, _, rest = key.partition("/")
-            if name in keys:
-                keys[name].append(rest)
-        states = {name: optimizer.empty_state(keys[name]) for name, optimizer in self.optimizers.items()}
-        targets = {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-        saved.load_into("optimizer", targets)
+        targets: dict[str, Tensor] = {}
+        saved_keys = saved.shapes("optimizer").keys()
         for name, optimizer in self.optimizers.items():
-            optimizer.load(states[name])
+            keys = [key.removeprefix(f"{name}/") for key in saved_keys if key.startswith(f"{name}/")]
+            targets |= {f"{name}/{key}": value for key, value in optimizer.allocate(keys).items()}
+        saved.load_into("optimizer", targets)
 
 
 class _LossSums:

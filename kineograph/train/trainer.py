@@ -116,11 +116,11 @@ class Trainer:
                 if cursor.phase == "train":
                     self._train_step(cursor.step, batches)
                 else:
-                    with self.timer.pause():
+                    with self.timer.outside("pause"):
                         is_best = self._run_phase(cursor.phase, cursor.step)
                 phase, cursor = cursor.phase, advance(config, cursor)
                 stopping = self.hooks.stop.agree()
-                with self.timer.pause():
+                with self.timer.outside("pause"):
                     if phase == "save" or is_best or stopping:
                         self._save(cursor)
                     elif phase != "train" and self.saved_step == cursor.step:
@@ -159,7 +159,7 @@ class Trainer:
         A signal to the whole process group may end the data workers before this process handles it: then save and stop.
         """
         try:
-            with self.timer.data():
+            with self.timer.outside("data"):
                 return next(batches)
         except RunFailed:
             if not self.hooks.stop or distributed.is_active():  # other ranks have begun the step

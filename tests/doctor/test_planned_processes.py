@@ -72,7 +72,7 @@ def test_a_process_holds_what_was_said(keys: str) -> None:
         return {
             "weights": sum(t.numel() * t.element_size() for t in tensors.values()),
             "gradients": sum(p.numel() * p.element_size() for p in optimizer.parts.values()),
-            "optimizer": optimizer.moment_bytes,
+            "optimizer": sum(map(optimizer.state_bytes, optimizer.parts)),
             "ema": sum(to_local(value).numel() * value.element_size() for value in average.average.values()),
         }
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import kineograph.train.distributed_checkpoint  # noqa: F401  the same
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import RunFolder
-from kineograph.evaluate.run_summary import _size
+from kineograph.evaluate.run_summary import _count_parameters
 from kineograph.interop.export_run import export_safetensors
 from kineograph.train import checkpoint
 from kineograph.train.dtensors import full_tensor, to_local
@@ -135,7 +135,7 @@ def test_a_run_in_shards_is_exported_as_plain_files_and_counted(tmp_path: Path) 
     assert all(torch.equal(back[name], value) for name, value in WHOLE.items())
     described = json.loads((tmp_path / "out/codec.json").read_text())
     assert described["sha256"] == checkpoint.flush_and_hash(tmp_path / "out/codec.safetensors")["sha256"]
-    assert _size(run, "codec") == sum(value.numel() for value in WHOLE.values())
+    assert _count_parameters(run, "codec") == sum(value.numel() for value in WHOLE.values())
 
 
 def test_the_digest_tells_weights_apart(tmp_path: Path) -> None:
