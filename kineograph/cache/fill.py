@@ -1,7 +1,7 @@
 """Filling a cache: look up the keys of all items, divide the missing ones over the processes, encode and append them.
 
-An interrupted fill needs no care: what it appended is found by the next one. Processes of one group divide the work exactly. Separate
-commands on one cache skip what others have appended by the time they come to it; at worst they encode the same items twice.
+The next fill finds the rows that an interrupted one appended. Processes of one group divide the items exactly. Separate commands
+skip rows that others have appended by the time they get to them; at worst they encode an item twice.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Header(Config):
 
 
 def read_header(folder: Path) -> Header | None:
-    """The header of a pack; None where there is none."""
+    """The header of a pack; None without one."""
     try:
         tree = json.loads((folder / HEADER).read_text(encoding="utf-8"))
         return Header.model_validate({name: value for name, value in tree.items() if name != "complete"})
@@ -175,7 +175,7 @@ class PackWriter:
 
     @staticmethod
     def create_folder(folder: Path) -> Path:
-        """A new folder for a pack, with the next number that is free. mkdir is atomic, so no two processes get the same one."""
+        """Create the folder of the next pack. mkdir is atomic, so no two processes get the same one."""
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max((int(path.name.removeprefix(_PREFIX)) for path in pack_folders(folder)), default=-1)
         while True:

@@ -45,15 +45,15 @@ def _cache_fault(stage: StagePlan, source: Source) -> str | None:
     """Why a stage's data cannot be cached; None where they can."""
     config = stage.spec.config
     if not (issubclass(stage.spec.task, SupportsCaching) and stage.spec.task.can_cache(config)):
-        return f"{config.task} has nothing here that could be kept instead of pixels; set it to false"
+        return f"{config.task} has nothing to keep in place of pixels under this config; set it to false"
     if "pixels" not in source.fields:
-        return f"the data hold {', '.join(sorted(source.fields))} and no pixels, so nothing is left to encode; set it to false"
+        return f"the data hold {', '.join(sorted(source.fields))} and no pixels to encode; set it to false"
     if isinstance(source, Stream):
         return "data.shards is a stream: download the shards, or set it to false"
     if len(source) > MAX_ITEMS:
         return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
     if source.is_user_dataset:
-        return "nothing tells whether a Dataset of your own has changed since; set it to false"
+        return "a change of your own Dataset cannot be detected; set it to false"
     return None
 
 
@@ -228,13 +228,14 @@ def _prune_run(plan: Plan, folder: RunFolder, current: Collection[Path], note: C
     try:
         with folder.lock():
             for stage in plan.stages:
-                place, config = folder.stage(stage.name) / "cache", stage.spec.config
+                packs, config = folder.stage(stage.name) / "cache", stage.spec.config
                 # Of a skipped stage, or one that could not be cached now, nothing says which set it will read.
-                if config.skip or (config.cache is not False and place not in cached):
+                if config.skip or (config.cache is not False and packs not in cached):
                     continue
-                removed += prune(place, [*current, *named], note)
-                if removed and place.is_dir():
-                    note(f"{stage.name}: {format_size([place])} kept in {place}")
+                count = prune(packs, [*current, *named], note)
+                if count:
+                    note(f"{stage.name}: {format_size([packs])} kept in {packs}")
+                removed += count
     except RunInUse as error:
         raise RunInUse(f"nothing was removed: {error}") from None
     if not removed:
