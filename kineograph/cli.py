@@ -349,7 +349,7 @@ def import_(
 
     Example: kineo import CogVideoX-2b --from diffusers --run runs/cogvideox-2b
     """
-    from kineograph.interop.command import import_weights
+    from kineograph.interop.import_run import import_weights
 
     print(import_weights(what, from_, run, link, lora, note=_print_to_stderr))
 
@@ -371,7 +371,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's weights for other tools: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
-    from kineograph.interop.command import export_weights
+    from kineograph.interop.export_run import export_weights
 
     paths = export_weights(
         run, out, to, checkpoint=checkpoint, online=online, lora=lora, dtype=dtype, note=_print_to_stderr

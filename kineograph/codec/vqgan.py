@@ -1,4 +1,4 @@
-"""VQGAN: a convolutional image tokenizer. Clips are tokenized frame by frame."""
+"""VQGAN: a convolutional image tokenizer. It tokenizes clips frame by frame."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, Discriminator, build_discriminator, gan_players
 from kineograph.codec.gan_losses import (
     Reconstruction,
-    discriminator_loss,
+    codec_loss,
     frames_to_pixels,
-    generator_loss,
     is_adversarial_step,
     pixels_to_frames,
     validation_metrics,
@@ -38,19 +37,19 @@ class VQGANConfig(StageConfig):
     width: int = Field(64, ge=8)
     """Channels at the finest level."""
     multipliers: tuple[int, ...] = Field((1, 2, 4), min_length=1)
-    """Width of each level in units of `width`, fine to coarse; each level after the first halves the map."""
+    """Width of each level in units of `width`, fine to coarse; each level after the first downsamples by 2."""
     patch: Literal[1, 2, 4] = 2
-    """Pixels on a side that are folded into channels before the first level. A token covers f = patch · 2^(levels − 1) pixels."""
+    """Side of the pixel blocks folded into channels before the first level. A token covers f = patch · 2^(levels − 1) pixels."""
     blocks: tuple[int, ...] = (1,)
-    """Residual blocks of the encoder at each level; one number means the same at all."""
+    """Residual blocks of the encoder at each level; one number for all."""
     decoder_blocks: tuple[int, ...] | None = None
     """Residual blocks of the decoder at each level, fine to coarse; null: as the encoder."""
     attention: bool = False
     """Self-attention at the coarsest level, in encoder and decoder."""
     quantizer: QuantizerConfig = VQConfig()
-    """kind: vq, lfq or fsq, and what belongs to it."""
+    """kind: vq, lfq or fsq, and its settings."""
     loss: Literal["l1", "l2"] = "l1"
-    """Reconstruction loss, of pixels in [−1, 1]."""
+    """Reconstruction loss of pixels in [−1, 1]."""
     perceptual: PerceptualConfig = PerceptualConfig()
     adversarial: AdversarialConfig | None = None
     """The GAN; null: none."""
@@ -60,21 +59,23 @@ class VQGANConfig(StageConfig):
 
     @field_validator("blocks", "decoder_blocks", mode="before")
     @classmethod
-    def _one_for_all(cls, value: object) -> object:
+    def _wrap_number(cls, value: object) -> object:
         return (value,) if isinstance(value, int) else value
 
     @model_validator(mode="after")
-    def _levels(self) -> VQGANConfig:
+    def _check_levels(self) -> VQGANConfig:
         for name in ("blocks", "decoder_blocks"):
-            given = getattr(self, name)
-            if given is not None and len(given) not in (1, len(self.multipliers)):
+            blocks = getattr(self, name)
+            if blocks is not None and len(blocks) not in (1, len(self.multipliers)):
                 levels = len(self.multipliers)
-                raise ValueError(f"{name} has {len(given)} numbers for {levels} levels: give one, or one a level")
+                raise ValueError(
+                    f"{name} has {len(blocks)} numbers for {levels} levels: give one, or one for each level"
+                )
         return self
 
     @property
     def factor(self) -> int:
-        """Pixels on a side of a token."""
+        """Side of a token in pixels."""
         return self.patch * 2 ** (len(self.multipliers) - 1)
 
     @property
@@ -82,8 +83,8 @@ class VQGANConfig(StageConfig):
         return [self.width * multiplier for multiplier in self.multipliers]
 
     def blocks_at(self, decoder: bool) -> tuple[int, ...]:
-        given = self.decoder_blocks if decoder and self.decoder_blocks is not None else self.blocks
-        return given * len(self.multipliers) if len(given) == 1 else given
+        blocks = self.decoder_blocks if decoder and self.decoder_blocks is not None else self.blocks
+        return blocks * len(self.multipliers) if len(blocks) == 1 else blocks
 
 
 class Encoder(nn.Module):
@@ -102,13 +103,13 @@ class Encoder(nn.Module):
         layers.append(ChannelNorm(widths[-1]))
         self.layers = nn.Sequential(*layers)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        folded = F.pixel_unshuffle(pictures, self.patch)
+    def forward(self, images: Tensor) -> Tensor:
+        folded = F.pixel_unshuffle(images, self.patch)
         return self.layers(folded.contiguous(memory_format=torch.channels_last))
 
 
 class Decoder(nn.Module):
-    """F widths[-1] h w → F widths[0] H/patch W/patch: everything but the last layer."""
+    """F widths[-1] h w → F widths[0] H/patch W/patch; the last layer is ToPixels."""
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class Decoder(nn.Module):
 
 
 class ToPixels(nn.Module):
-    """The decoder's last layer. It stands alone so that the adaptive weight's gradients go through nothing else."""
+    """The decoder's last layer; separate, so that the adaptive weight's gradients pass through nothing else."""
 
     def __init__(self, channels: int, config: VQGANConfig) -> None:
         super().__init__()
@@ -133,12 +134,12 @@ class ToPixels(nn.Module):
         self.conv = nn.Conv2d(config.widths[0], channels * config.patch**2, 3, padding=1)
 
     def forward(self, features: Tensor) -> Tensor:
-        pictures = F.pixel_shuffle(self.conv(features).float(), self.patch)
-        return pictures.contiguous(memory_format=torch.channels_last)
+        images = F.pixel_shuffle(self.conv(features).float(), self.patch)
+        return images.contiguous(memory_format=torch.channels_last)
 
 
 class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
-    """Codec and its training: generator (encoder, quantizer, decoder) against discriminator."""
+    """Codec and its training task: generator (encoder, quantizer, decoder) and discriminator."""
 
     Config = VQGANConfig
     vocabulary: int
@@ -165,7 +166,7 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
     # codec -------------------------------------------------------------------------------------------------------
 
     def shape_for(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Tokens (t, h, w) of a clip."""
+        """Token grid (t, h, w) of a clip."""
         factor = self.config.factor
         return frames, *grid_size("vqgan", height, width, (factor, factor))
 
@@ -189,12 +190,12 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
     def encode_latents(self, pixels: Tensor) -> Tensor:
         """B T C H W in [0, 1] → B T c h w: the quantizer's input."""
         self.shape_for(*pixels.shape[1:2], *pixels.shape[-2:])
-        found = self.quantizer.compress(self.encoder(pixels_to_frames(pixels)))
-        return rearrange(found, "(b t) c h w -> b t c h w", b=pixels.shape[0])
+        latents = self.quantizer.compress(self.encoder(pixels_to_frames(pixels)))
+        return rearrange(latents, "(b t) c h w -> b t c h w", b=pixels.shape[0])
 
     @torch.no_grad()
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """B T c h w → B T C H W in [0, 1], by way of the nearest codes"""
+        """B T c h w → B T C H W in [0, 1], through the nearest codes"""
         features = self.quantizer.restore(rearrange(latents, "b t c h w -> (b t) c h w"))
         return frames_to_pixels(self.to_pixels(self.decoder(features)), latents.shape[0])
 
@@ -220,16 +221,8 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
         return Reconstruction(real, fake, weights, quantized, keep, noise)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
-        judge = self._judge if is_adversarial_step(self.config.adversarial, shared.noise.step) else None
-        if player == "discriminator":
-            return discriminator_loss(shared, self.config.adversarial, judge)
         last = [self.to_pixels.conv.weight]
-        return generator_loss(shared, self.config, self.vocabulary, self.perceptual, judge, last)
-
-    def _judge(self, pictures: Tensor, frames: int, keep: Tensor) -> Tensor:
-        """Frame by frame, so that clips and padding make no difference."""
-        assert self.discriminator is not None
-        return self.discriminator(pictures)
+        return codec_loss(player, shared, self.config, self.vocabulary, self.perceptual, self.discriminator, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         return validation_metrics(self(batch, noise), self.config, self.vocabulary, self.perceptual)
@@ -237,7 +230,7 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video))
 
-    # how the outside treats it -----------------------------------------------------------------------------------
+    # structure ---------------------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
         return [part for part in (self.encoder, self.decoder, self.discriminator, self.perceptual) if part is not None]

@@ -1,6 +1,6 @@
-"""A folder in the form of diffusers' pipelines: what is in it, as plain data and weights that are read when asked for.
+"""A diffusers pipeline folder: configs as plain data, weights read on demand.
 
-model_index.json                      which components there are, of which library and class
+model_index.json                      the components, each with its library and class
 transformer/ vae/                     config.json, diffusion_pytorch_model[-0000n-of-0000N].safetensors
 text_encoder/                         config.json, model[-…].safetensors, as transformers writes them
 scheduler/scheduler_config.json · tokenizer/
@@ -22,16 +22,16 @@ _CONFIGS = ("config.json", "scheduler_config.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Component:
-    """One part of a pipeline."""
+    """A component of a pipeline."""
 
     path: Path
     library: str
     kind: str
-    """Name of its class there."""
+    """Name of its class."""
     config: dict[str, Any]
 
     def weights(self) -> WeightFiles:
-        """Lazily: headers now, tensors when asked for."""
+        """Lazy: headers now, tensors on demand."""
         return open_weights(self.path, TRANSFORMERS_STEM if self.library == "transformers" else DIFFUSERS_STEM)
 
     @property
@@ -48,21 +48,19 @@ class DiffusersFolder:
 
     def component(self, name: str) -> Component:
         if name not in self.components:
-            raise InputError(
-                f"{self.path / INDEX} names no {name}: it has {', '.join(self.components) or 'no components'}"
-            )
+            raise InputError(f"{self.path / INDEX} has no {name}, only {', '.join(self.components) or 'no components'}")
         return self.components[name]
 
     def config(self, name: str, kind: str) -> dict[str, Any]:
-        """The config of a component that must be of one class."""
-        found = self.component(name)
-        if found.kind != kind:
-            raise InputError(f"{found.path}: {name} is a {found.kind}, and {kind} is what can be read here")
-        return found.config
+        """The config of a component, which must be of class `kind`."""
+        component = self.component(name)
+        if component.kind != kind:
+            raise InputError(f"{component.path}: {name} is a {component.kind}; only {kind} can be read")
+        return component.config
 
 
 def read_folder(path: str | Path) -> DiffusersFolder:
-    """What is in a folder. Weights stay on disk until they are asked for."""
+    """Read the index and the configs of a folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give the folder of a diffusers pipeline, with {INDEX} in it")
@@ -71,20 +69,20 @@ def read_folder(path: str | Path) -> DiffusersFolder:
     index = load_file(folder / INDEX)
     pipeline = index.get("_class_name")
     if not isinstance(pipeline, str):
-        raise InputError(f"{folder / INDEX} has no _class_name: it does not say which pipeline this is")
+        raise InputError(f"{folder / INDEX} has no _class_name: the pipeline is unknown")
     components = {}
     for name, value in index.items():
         pair = isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
-        if name.startswith("_") or not pair:  # options of the pipeline, and parts that were left out ([null, null])
+        if name.startswith("_") or not pair:  # pipeline options, and omitted components ([null, null])
             continue
-        components[name] = _component(folder / name, *value)
+        components[name] = _read_component(folder / name, *value)
     return DiffusersFolder(folder, pipeline, components)
 
 
-def _component(path: Path, library: str, kind: str) -> Component:
+def _read_component(path: Path, library: str, kind: str) -> Component:
     if not path.is_dir():
-        raise InputError(f"{path} is missing, though {path.parent / INDEX} names it as a {kind}")
+        raise InputError(f"{path} is missing, though {path.parent / INDEX} lists it as a {kind}")
     config = next((path / name for name in _CONFIGS if (path / name).is_file()), None)
     if config is None and "Tokenizer" not in kind:
-        raise InputError(f"{path} has no config.json: it cannot be told what its weights are")
+        raise InputError(f"{path} has no config.json: its weights cannot be identified")
     return Component(path, library, kind, load_file(config) if config else {})

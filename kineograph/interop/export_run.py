@@ -1,4 +1,11 @@
-"""`kineo export RUN --to diffusers`: a CogVideoX run as a folder that diffusers' pipelines load, or its adapters as a LoRA file."""
+"""`kineo export`: a run's weights as plain files, or a CogVideoX run as a folder that diffusers' pipelines load.
+
+--to safetensors, for any family:
+
+    DIR/config.yaml            the run's resolved config
+    DIR/<stage>.safetensors    weights by their names in the task: EMA, or those of the last step
+    DIR/<stage>.json           task, step, which weights, their checksum, and other assets (a learned vocabulary)
+"""
 
 from __future__ import annotations
 
@@ -30,10 +37,33 @@ from kineograph.stage.load import StageLoader
 from kineograph.text.pretrained import find_tokenizer
 from kineograph.train import checkpoint
 
+TARGETS = ("diffusers", "safetensors")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "spiece.model", "special_tokens_map.json", "added_tokens.json"
 )  # fmt: skip
+
+
+def export_weights(
+    run: Path,
+    out: Path,
+    target: str,
+    *,
+    checkpoint: str = "last",
+    online: bool = False,
+    lora: bool = False,
+    dtype: str | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """→ the files written"""
+    if target not in TARGETS:
+        raise InputError(f"--to {target}: use {' or '.join(TARGETS)}")
+    folder = RunFolder.existing(run)
+    if target == "diffusers":
+        return export_diffusers(folder, out, checkpoint, online, lora, dtype, note)
+    if lora or dtype is not None:
+        raise InputError("--lora and --dtype need --to diffusers: --to safetensors writes the weights as saved")
+    return export_safetensors(folder, out, checkpoint, online, note)
 
 
 def export_diffusers(
@@ -45,39 +75,39 @@ def export_diffusers(
     dtype: str | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """→ the files."""
+    """Export the last CogVideoX stage as a pipeline folder, or its adapters as a LoRA file. → the files"""
     check_unoccupied(target)
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: use {', '.join(DTYPES)}")
-    task = StageLoader(run, note=note).load(_generator(run), which, ema=not online)
+    task = StageLoader(run, note=note).load(_find_generator(run), which, ema=not online)
     assert isinstance(task, CogVideoX)
-    wanted = DTYPES[dtype] if dtype else None
+    cast_to = DTYPES[dtype] if dtype else None
     if lora:
         adapters, header = extract_lora(task), describe_base(task)
         with write_atomically(target) as folder:
-            write_lora(folder, adapters, header, wanted)
+            write_lora(folder, adapters, header, cast_to)
     else:
-        parts = _described(task)
-        _note_table(task, parts["transformer"]["sample_frames"], note)
+        configs = _build_configs(task)
+        _warn_positions(task, configs["transformer"]["sample_frames"], note)
         with write_atomically(target) as folder:
-            _write_folder(folder, task, parts, wanted, note)
+            _write_folder(folder, task, configs, cast_to, note)
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def _generator(run: RunFolder) -> str:
-    """The last trained stage that is a CogVideoX."""
+def _find_generator(run: RunFolder) -> str:
+    """The last trained CogVideoX stage."""
     stages = run.config()["stages"]
     for name in reversed(list(stages)):
         if stages[name]["task"] == "cogvideox" and checkpoint.saved_steps(run.checkpoints(name)):
             return name
     tasks = ", ".join(stage["task"] for stage in stages.values())
     raise InputError(
-        f"{run.path} has no trained stage of task cogvideox (it has {tasks}): --to diffusers is for those; --to safetensors for every family"
+        f"{run.path} has no trained stage of task cogvideox (it has {tasks}): use --to safetensors, which exports every family"
     )
 
 
-def _described(task: CogVideoX) -> dict[str, dict[str, Any]]:
-    """Configs of the parts; whatever diffusers has no counterpart for is refused here, before anything is written."""
+def _build_configs(task: CogVideoX) -> dict[str, dict[str, Any]]:
+    """diffusers' configs. Refuses settings that diffusers does not have, before anything is written."""
     codec = task.codec
     if not isinstance(codec, CausalVAE):
         raise InputError(
@@ -86,7 +116,7 @@ def _described(task: CogVideoX) -> dict[str, dict[str, Any]]:
     texts = task.texts
     vae = config_to_diffusers(codec)
     if codec.config.scale != "auto":
-        vae["scaling_factor"] = codec.config.scale  # as it was written, not as float32 has it
+        vae["scaling_factor"] = codec.config.scale  # as configured, not rounded to float32
     if task.config.first_frame_inverse_scale:
         vae["invert_scale_latents"] = True
     return {
@@ -96,23 +126,23 @@ def _described(task: CogVideoX) -> dict[str, dict[str, Any]]:
     }
 
 
-def _note_table(task: CogVideoX, frames: int, note: Callable[[str], None]) -> None:
+def _warn_positions(task: CogVideoX, frames: int, note: Callable[[str], None]) -> None:
     if task.config.positions == "rotary+learned" and task.latents[0] != task.network.base_frames:
         note(
-            f"warning: diffusers reads the learned positions for clips of {frames} frames alone and lays out others afresh: of {task.shape.frames} frames, "
-            "which this stage was trained on, it draws something else than kineo sample"
+            f"warning: diffusers uses the learned positions for clips of {frames} frames only. This stage was trained on "
+            f"{task.shape.frames} frames: diffusers' samples will differ from kineo sample's"
         )
 
 
 def _write_folder(
     folder: Path,
     task: CogVideoX,
-    parts: dict[str, dict[str, Any]],
+    configs: dict[str, dict[str, Any]],
     dtype: torch.dtype | None,
     note: Callable[[str], None],
 ) -> None:
     version = _version()
-    for name, config in parts.items():
+    for name, config in configs.items():
         (folder / name).mkdir()
         file = "scheduler_config.json" if name == "scheduler" else "config.json"
         write_json(folder / name / file, version | config)
@@ -129,7 +159,7 @@ def _write_folder(
         {
             "_class_name": "CogVideoXImageToVideoPipeline" if task.config.first_frame else "CogVideoXPipeline",
             **version,
-            "scheduler": ["diffusers", parts["scheduler"]["_class_name"]],
+            "scheduler": ["diffusers", configs["scheduler"]["_class_name"]],
             "text_encoder": ["transformers", "T5EncoderModel"] if text else [None, None],
             "tokenizer": ["transformers", "T5Tokenizer"] if text else [None, None],
             "transformer": ["diffusers", TRANSFORMER],
@@ -139,33 +169,33 @@ def _write_folder(
 
 
 def _write_text(folder: Path, task: CogVideoX, note: Callable[[str], None]) -> bool:
-    """The T5 encoder and its tokenizer, as they lie where the run reads them. → whether there are any."""
+    """Copy the T5 encoder and its tokenizer. → whether there are any"""
     config = task.config.text
-    place = Path(config.name or "").expanduser()
-    if config.kind != "t5" or not place.is_dir():
-        what = f"kind {config.kind}" if config.kind != "t5" else f"{config.name}, no local folder"
+    source = Path(config.name or "").expanduser()
+    if config.kind != "t5" or not source.is_dir():
+        encoder = f"kind {config.kind}" if config.kind != "t5" else f"{config.name}, not a local folder"
         note(
-            f"the text encoder ({what}) is not exported: load the pipeline with text_encoder=None, tokenizer=None and give it prompt_embeds"
+            f"the text encoder ({encoder}) is not exported: load the pipeline with text_encoder=None, tokenizer=None and pass prompt_embeds"
         )
         return False
     if config.padding != "read":
         note(
-            "text.padding=hidden: this stage was trained with zeros after a caption's end, where diffusers' pipeline gives it T5's answers"
+            "text.padding=hidden: this stage was trained with zeros after a caption's end; diffusers' pipeline uses T5's embeddings there"
         )
     if task.config.null_text != "empty":
         note(
-            f"null_text={task.config.null_text}: diffusers' pipeline guides away from the empty caption; give it negative_prompt_embeds"
+            f"null_text={task.config.null_text}: diffusers' pipeline guides away from the empty caption; pass negative_prompt_embeds"
         )
-    reader = Path(find_tokenizer(str(place)))
-    if reader == place:  # both in one folder
+    tokenizer = Path(find_tokenizer(str(source)))
+    if tokenizer == source:  # both in one folder
         (folder / "text_encoder").mkdir()
         (folder / "tokenizer").mkdir()
-        for path in sorted(place.iterdir()):
+        for path in sorted(source.iterdir()):
             if path.is_file():
                 shutil.copyfile(path, folder / ("tokenizer" if path.name in _TOKENIZER_FILES else "text_encoder") / path.name)  # fmt: skip
     else:
-        shutil.copytree(place, folder / "text_encoder")
-        shutil.copytree(reader, folder / "tokenizer")
+        shutil.copytree(source, folder / "text_encoder")
+        shutil.copytree(tokenizer, folder / "tokenizer")
     return True
 
 
@@ -177,7 +207,7 @@ def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> I
 def _version() -> dict[str, str]:
     try:
         return {"_diffusers_version": metadata.version("diffusers")}
-    except metadata.PackageNotFoundError:  # it is not needed to write its files
+    except metadata.PackageNotFoundError:  # its files can be written without it
         return {}
 
 
@@ -188,34 +218,34 @@ def export_safetensors(
     online: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """Every trained stage of a run. → the files."""
+    """Export every trained stage. → the files"""
     check_unoccupied(target)
     tree = run.config()
     trained = [name for name in tree["stages"] if checkpoint.saved_steps(run.checkpoints(name))]
     if not trained:
         raise InputError(f"{run.path} has no trained stage to export: train it first")
     chosen = {}
-    for name in trained:  # a step is one of the last stage, and others may have no such
+    for name in trained:  # a step number is the last stage's; others may not have it
         own = which if which in ("last", "best") or name == trained[-1] else "last"
         chosen[name] = checkpoint.select(run.checkpoints(name), own)
     for name in tree["stages"]:
         if name not in trained:
-            note(f"{name} is left out: it has no checkpoint")
+            note(f"{name} is not exported: it has no checkpoint")
     with write_atomically(target) as folder:
         shutil.copyfile(run.config_file, folder / "config.yaml")
-        for name, found in chosen.items():
-            averaged = not online and found.has("ema")
+        for name, saved in chosen.items():
+            ema = not online and saved.has("ema")
             file = folder / f"{name}.safetensors"
-            if found.is_sharded:
-                save_file(found.weights(ema=averaged), file)
+            if saved.is_sharded:
+                save_file(saved.weights(ema=ema), file)
             else:
-                shutil.copyfile(found.path / f"{'ema' if averaged else 'model'}.safetensors", file)
-            described = {
+                shutil.copyfile(saved.path / f"{'ema' if ema else 'model'}.safetensors", file)
+            description = {
                 "task": tree["stages"][name]["task"],
-                "step": found.step,
-                "weights": "ema" if averaged else "online",
+                "step": saved.step,
+                "weights": "ema" if ema else "online",
                 "sha256": checkpoint.flush_and_hash(file)["sha256"],
-                "assets": found.state().get("assets", {}),
+                "assets": saved.state().get("assets", {}),
             }
-            write_json(folder / f"{name}.json", described)
+            write_json(folder / f"{name}.json", description)
     return sorted(target.iterdir())

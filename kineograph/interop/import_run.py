@@ -1,17 +1,16 @@
-"""`kineo import DIR --from diffusers|sat`: a run whose stages hold released weights as finished checkpoints.
+"""`kineo import`: a run whose stages hold released weights as finished checkpoints.
 
     vae         task causal_vae, the folder's VAE
     generator   task cogvideox, its transformer, with q, k and v in one matrix
 
-Tensors are written as they are stored, in the folder's own precision; a stage's file is made of mapped tensors, a checkpoint at a time. With
-`link` nothing is copied: the generator refers to the folder (`weights: DIR`) and its checkpoint holds adapters alone, which add nothing; with a
-LoRA file they are its.
+Tensors keep the precision of the folder. With `link` or a LoRA file nothing is copied: the generator refers to the folder
+(`weights: DIR`), and its checkpoint holds adapters only: those of the file, or zeros.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,12 +31,34 @@ from kineograph.interop.atomic_folder import check_unoccupied, write_atomically
 from kineograph.interop.lora_adapters import check_base, convert_lora, diffusers_modules, zero_adapters
 from kineograph.interop.lora_file import read_lora
 from kineograph.interop.released_model import ReleasedModel, read_diffusers, read_sat
+from kineograph.interop.sat_config import translate
 from kineograph.run.plan import make_plan
 from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
 
+SOURCES = ("diffusers", "sat", "sat-config")
 CODEC, GENERATOR = "vae", "generator"
-STEP = 1  # of the checkpoints: a stage of one step that was made
+STEP = 1  # imported stages are stages of one step, done
+
+
+def import_weights(
+    paths: Sequence[Path],
+    source: str,
+    run: Path | None = None,
+    link: bool = False,
+    lora: Path | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> str:
+    """→ the new run folder, or the YAML of a config"""
+    if source not in SOURCES:
+        raise InputError(f"--from {source}: use {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
+    if source == "sat-config":
+        if run is not None or link or lora is not None:
+            raise InputError("--from sat-config prints a YAML and writes no run: omit --run, --link and --lora")
+        return translate(paths)
+    if len(paths) != 1:
+        raise InputError(f"--from {source} takes one folder, not {len(paths)}")
+    return str(import_run(paths[0], source, run, link, lora, note))
 
 
 def import_run(
@@ -48,34 +69,34 @@ def import_run(
     lora: Path | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """→ the run folder."""
+    """→ the run folder"""
     if source == "sat" and (link or lora is not None):
-        raise InputError("--link and --lora refer to a diffusers folder: --from sat has none to refer to")
-    found = read_diffusers(path) if source == "diffusers" else read_sat(path)
-    target = run if run is not None else Path("runs") / (found.path.resolve().name or "imported")
+        raise InputError("--link and --lora need a diffusers folder: omit them with --from sat")
+    model = read_diffusers(path) if source == "diffusers" else read_sat(path)
+    target = run if run is not None else Path("runs") / (model.path.resolve().name or "imported")
     check_unoccupied(target, "--run")
-    for line in found.notes:
+    for line in model.notes:
         note(line)
-    tree = run_tree(found, target.name)
+    tree = build_config(model, target.name)
     tensors: dict[str, dict[str, Tensor]] = {}
     assets: dict[str, str] = {}
     if link or lora is not None:
-        tensors[GENERATOR], assets = _linked(found, tree, lora, note)
+        tensors[GENERATOR], assets = _link_generator(model, tree, lora, note)
     else:
-        tensors[CODEC] = _codec_weights(found)
-        tensors[GENERATOR] = _generator_weights(found, tree["stages"][GENERATOR])
+        tensors[CODEC] = _convert_codec(model)
+        tensors[GENERATOR] = _convert_generator(model, tree["stages"][GENERATOR])
     plan = make_plan(tree)
     with write_atomically(target, "--run") as folder:
-        _write(RunFolder(folder), plan, tensors, assets, found)
+        _write_run(RunFolder(folder), plan, tensors, assets, model)
     return target
 
 
-def _write(
+def _write_run(
     run: RunFolder,
     plan: Plan,
     tensors: Mapping[str, Mapping[str, Tensor]],
     assets: dict[str, str],
-    found: ReleasedModel,
+    model: ReleasedModel,
 ) -> None:
     run.config_file.write_text(dump_yaml(plan.tree()), encoding="utf-8")
     digests: dict[str, str] = {}
@@ -84,7 +105,7 @@ def _write(
             "assets": assets if name == GENERATOR else {},
             "config": plan.tree(),
             "references": dict(digests),
-            "imported": str(found.path.resolve()),
+            "imported": str(model.path.resolve()),
         }
         digests[name] = checkpoint.save(run.checkpoints(name), STEP, {"model": group}, state).digest()
 
@@ -92,89 +113,86 @@ def _write(
 # Config ----------------------------------------------------------------------------------------------------------
 
 
-def run_tree(found: ReleasedModel, name: str) -> Tree:
+def build_config(model: ReleasedModel, name: str) -> Tree:
     """The config of a run of these weights."""
-    part = found.transformer
+    transformer = model.transformer
+    length = transformer.config.get("max_text_seq_length", 226)
+    if model.text is None:
+        text = {"kind": "given", "width": transformer.config.get("text_embed_dim", 4096), "length": length}
+    else:
+        text = {"kind": "t5", "name": str(model.text.resolve()), "length": length, "padding": "read"}
     generator: Tree = {
         "task": "cogvideox",
         "codec": CODEC,
-        **read_shape(part.config, f"{part.where}/config.json"),
-        "text": _text(found),
-        "diffusion": found.diffusion.model_dump(mode="json"),
-        "sample": {"solver": found.solver},
+        **read_shape(transformer.config, f"{transformer.path}/config.json"),
+        "text": text,
+        "diffusion": model.diffusion.model_dump(mode="json"),
+        "sample": {"solver": model.solver},
     }
-    if generator.get("first_frame") and found.vae.config.get("invert_scale_latents"):
+    if generator.get("first_frame") and model.vae.config.get("invert_scale_latents"):
         generator["first_frame_inverse_scale"] = True
-    if found.text is None:
+    if model.text is None:
         generator["null_text"] = "zeros"
-    codec = found.codec.model_dump(mode="json") | {"perceptual": {"weight": 0.0}}
+    codec = model.codec.model_dump(mode="json") | {"perceptual": {"weight": 0.0}}
     return {
         "name": name,
         "prompts": ["a sailing boat on a calm sea at sunrise"],
-        "data": {"size": list(found.size), "frames": found.frames, "fps": found.fps, "channels": found.channels},
+        "data": {"size": list(model.size), "frames": model.frames, "fps": model.fps, "channels": model.channels},
         "train": {"steps": STEP, "validate_every": 0, "sample_every": 0, "ema": {"decay": 0.0}},
         "stages": {CODEC: codec, GENERATOR: generator},
     }
 
 
-def _text(found: ReleasedModel) -> Tree:
-    config = found.transformer.config
-    length = config.get("max_text_seq_length", 226)
-    if found.text is None:
-        return {"kind": "given", "width": config.get("text_embed_dim", 4096), "length": length}
-    return {"kind": "t5", "name": str(found.text.resolve()), "length": length, "padding": "read"}
-
-
 # Weights ---------------------------------------------------------------------------------------------------------
 
 
-def _codec_weights(found: ReleasedModel) -> dict[str, Tensor]:
-    """The names are the same on both sides."""
-    part, side = found.vae, found.codec.spatial
+def _convert_codec(model: ReleasedModel) -> dict[str, Tensor]:
+    """Ours and diffusers' names are the same."""
+    part, side = model.vae, model.codec.spatial
     with torch.device("meta"):
-        codec = CausalVAE(found.codec, Shape(1, side, side, found.channels, found.fps))
+        codec = CausalVAE(model.codec, Shape(1, side, side, model.channels, model.fps))
     expected = {name: tuple(value.shape) for name, value in weights_to_diffusers(codec).items()}
     if isinstance(part.state, WeightFiles):
-        check_shapes(part.state, expected, part.where)
+        check_shapes(part.state, expected, part.path)
     elif part.state.keys() != expected.keys():
-        strange = sorted(part.state.keys() ^ expected.keys())
-        raise InputError(f"{part.where} does not fit its own shapes: {strange[0]} (by its name in diffusers)")
+        different = sorted(part.state.keys() ^ expected.keys())
+        raise InputError(f"{part.path} does not fit its own shapes: {different[0]} (diffusers' name)")
     return {name: part.state[name] for name in expected}
 
 
-def network_of(found: ReleasedModel, stage: Tree, fused: bool = True) -> Transformer:
-    """The transformer without numbers, after its weights were found to fit."""
+def _build_network(model: ReleasedModel, stage: Tree, fused: bool = True) -> Transformer:
+    """The transformer on the meta device, after a check that its weights fit."""
     config = parse(CogVideoXConfig, stage, f"stages.{GENERATOR}")
-    theirs = found.transformer.config
-    height, width = (side // found.codec.spatial for side in found.size)
-    base = ((found.frames - 1) // found.codec.temporal + 1, height, width)
+    height, width = (side // model.codec.spatial for side in model.size)
+    base = ((model.frames - 1) // model.codec.temporal + 1, height, width)
+    theirs = model.transformer.config
     text = (theirs.get("text_embed_dim", 4096), theirs.get("max_text_seq_length", 226))
     with torch.device("meta"):
-        network = Transformer(config, found.codec.latent_channels, *text, base, fused)
-    check_state(network, found.transformer.state, str(found.transformer.where))
+        network = Transformer(config, model.codec.latent_channels, *text, base, fused)
+    check_state(network, model.transformer.state, str(model.transformer.path))
     return network
 
 
-def _generator_weights(found: ReleasedModel, stage: Tree) -> dict[str, Tensor]:
-    state, own = found.transformer.state, dict[str, Tensor]()
-    for name, parameter in network_of(found, stage).named_parameters():
+def _convert_generator(model: ReleasedModel, stage: Tree) -> dict[str, Tensor]:
+    state, weights = model.transformer.state, dict[str, Tensor]()
+    for name, parameter in _build_network(model, stage).named_parameters():
         parts = [state[theirs] for theirs in diffusers_names(name)]
-        own[f"network.{name}"] = (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(parameter.shape)
-    return own
+        weights[f"network.{name}"] = (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(parameter.shape)
+    return weights
 
 
-def _linked(
-    found: ReleasedModel, tree: Tree, lora: Path | None, note: Callable[[str], None]
+def _link_generator(
+    model: ReleasedModel, tree: Tree, lora: Path | None, note: Callable[[str], None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Nothing is copied: the stage stands on the folder, and its own weights are adapters. → them, and the folder's mark."""
-    place = str(found.path.resolve())
-    stage = {key: value for key, value in tree["stages"][GENERATOR].items() if key != "codec"} | {"weights": place}
-    network = network_of(found, stage, fused=False)
-    mark = tuning.describe_base_weights(place, found.transformer.state)
+    """Make the stage refer to the folder. → its adapters, and the asset that identifies the folder's weights"""
+    folder = str(model.path.resolve())
+    stage = {key: value for key, value in tree["stages"][GENERATOR].items() if key != "codec"} | {"weights": folder}
+    network = _build_network(model, stage, fused=False)
+    asset = tuning.describe_base_weights(folder, model.transformer.state)
     if lora is None:
-        own, keys = zero_adapters(network)
+        adapters, keys = zero_adapters(network)
     else:
-        check_base(lora, network, str(found.path), json.loads(mark)["digest"], note)
-        own, keys = convert_lora(network, read_lora(lora, diffusers_modules(network)), str(lora))
+        check_base(lora, network, str(model.path), json.loads(asset)["digest"], note)
+        adapters, keys = convert_lora(network, read_lora(lora, diffusers_modules(network)), str(lora))
     tree["stages"] = {GENERATOR: stage | {"tune": "lora", "lora": keys}}
-    return {f"network.{name}": value for name, value in own.items()}, {tuning.ASSET: mark}
+    return {f"network.{name}": value for name, value in adapters.items()}, {tuning.ASSET: asset}

@@ -1,12 +1,12 @@
-"""LoRA files: those of diffusers, peft and kohya read into one form; diffusers' form written.
+"""LoRA files: reads those of diffusers, peft and kohya, writes those of diffusers.
 
-An adapter adds `scale · up · down` to a matrix, with scale = alpha / rank. Files differ in what they call the two factors and in where alpha is:
+An adapter adds `scale · up · down` to a matrix, with scale = alpha / rank. Names of the factors and the place of alpha differ:
 
     diffusers   transformer.M.lora_A.weight, lora_B.weight (before: lora.down, lora.up)   header's lora_adapter_metadata; else alpha = rank
     peft        base_model.model.M.lora_A[.NAME].weight, …                                adapter_config.json beside it
     kohya       lora_transformer_M_with_underscores.lora_down.weight, lora_up.weight      .alpha tensors; else alpha = rank
 
-An adapter of a fused `to_qkv` is taken apart into three for q, k and v, which share its `down`: so adapters of any origin fit.
+An adapter of a fused `to_qkv` is split into three for q, k and v that share its `down`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FACTOR = re.compile(
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to one matrix."""
+    """The low-rank update of one matrix."""
 
     down: Tensor
     """rank × in"""
@@ -62,46 +62,46 @@ class Adapter:
 
 
 Lora = dict[str, Adapter]
-"""By the module's name in diffusers: `transformer_blocks.0.attn1.to_q`."""
+"""Adapters by diffusers' module names: `transformer_blocks.0.attn1.to_q`."""
 
 
 # Reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_lora(path: str | Path, modules: Iterable[str] = ()) -> Lora:
-    """A file, or a folder that holds one. `modules` are the names that the model has: what kohya's underscores are undone with."""
-    file = _located(Path(path).expanduser())
-    found = WeightFiles([file])
+    """Read a file, or a folder that holds one. `modules`: the model's module names, to undo kohya's underscores."""
+    file = _find_file(Path(path).expanduser())
+    tensors = WeightFiles([file])
     known = {name.replace(".", "_"): name for name in modules}
     factors: dict[str, dict[str, Tensor]] = {}
     alphas: dict[str, float] = {}
-    strangers = []
-    for key in found:
+    unknown = []
+    for key in tensors:
         if key.endswith(".alpha"):
-            alphas[_module(key.removesuffix(".alpha"), known, file)] = float(found[key])
+            alphas[_to_diffusers_name(key.removesuffix(".alpha"), known, file)] = float(tensors[key])
         elif match := _FACTOR.search(key):
             side = "down" if "A" in match.groups() or "down" in match.groups() else "up"
-            factors.setdefault(_module(key[: match.start()], known, file), {})[side] = found[key]
+            factors.setdefault(_to_diffusers_name(key[: match.start()], known, file), {})[side] = tensors[key]
         else:
-            strangers.append(key)
-    if strangers or not factors:
-        what = f"holds {strangers[0]}" if strangers else "holds no adapter"
+            unknown.append(key)
+    if unknown or not factors:
+        content = unknown[0] if unknown else "no adapter"
         raise InputError(
-            f"{file} {what}: LoRA files of diffusers, peft and kohya are read, with lora_A and lora_B alone"
+            f"{file} holds {content}: give a LoRA file of diffusers, peft or kohya, with lora_A and lora_B only"
         )
-    config = _peft_config(file) or _header(found, file)
+    config = _read_peft_config(file) or _read_peft_metadata(tensors, file)
     lora: Lora = {}
     for name, pair in factors.items():
-        lora |= _apart(name, _adapter(name, pair, alphas.get(name), config, file))
+        lora |= _split_qkv(name, _build_adapter(name, pair, alphas.get(name), config, file))
     return lora
 
 
 def read_header(path: str | Path) -> dict[str, str]:
-    """What a LoRA file says beside its tensors."""
-    return WeightFiles([_located(Path(path).expanduser())]).metadata()
+    """The metadata in a LoRA file's header."""
+    return WeightFiles([_find_file(Path(path).expanduser())]).metadata()
 
 
-def _located(path: Path) -> Path:
+def _find_file(path: Path) -> Path:
     if path.is_dir():
         for name in (FILE, _PEFT_FILE):
             if (path / name).is_file():
@@ -110,33 +110,33 @@ def _located(path: Path) -> Path:
     if not path.exists():
         raise InputError(f"{path} does not exist: give a .safetensors file, or a folder that holds {FILE}")
     if path.suffix != ".safetensors":
-        raise InputError(f"{path} is not a .safetensors file: pickles are not read")
+        raise InputError(f"{path} is not a .safetensors file: pickles are refused")
     return path
 
 
-def _module(name: str, known: Mapping[str, str], file: Path) -> str:
-    """A file's name of a module → diffusers'."""
+def _to_diffusers_name(name: str, known: Mapping[str, str], file: Path) -> str:
+    """A file's module name → diffusers'"""
     for prefix in _KOHYA:
         if name.startswith(prefix):
             flat = name.removeprefix(prefix)
             if flat not in known:
-                raise InputError(f"{file}: {name} is no module of this model")
+                raise InputError(f"{file}: {name} is not a module of this model")
             return known[flat]
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    # The first form of diffusers kept adapters in attention processors: attn1.processor.to_q_lora
+    # diffusers first kept adapters in attention processors: attn1.processor.to_q_lora
     name = re.sub(r"\.processor\.(to_[a-z_]+)_lora$", r".\1", name)
     return f"{name}.0" if name.endswith(".to_out") else name
 
 
-def _peft_config(file: Path) -> dict[str, Any] | None:
+def _read_peft_config(file: Path) -> dict[str, Any] | None:
     path = file.with_name(_PEFT_CONFIG)
     return load_file(path) if file.name == _PEFT_FILE and path.is_file() else None
 
 
-def _header(found: WeightFiles, file: Path) -> dict[str, Any]:
-    """What diffusers keeps of peft's config in the header."""
-    text = found.metadata().get(_METADATA)
+def _read_peft_metadata(tensors: WeightFiles, file: Path) -> dict[str, Any]:
+    """peft's config as diffusers keeps it in the header."""
+    text = tensors.metadata().get(_METADATA)
     if text is None:
         return {}
     try:
@@ -145,28 +145,32 @@ def _header(found: WeightFiles, file: Path) -> dict[str, Any]:
         raise InputError(f"{file}: {_METADATA} in its header is not readable JSON") from None
 
 
-def _adapter(name: str, pair: dict[str, Tensor], alpha: float | None, config: Mapping[str, Any], file: Path) -> Adapter:
+def _build_adapter(
+    name: str, pair: dict[str, Tensor], alpha: float | None, config: Mapping[str, Any], file: Path
+) -> Adapter:
     if len(pair) != 2:
-        raise InputError(f"{file}: {name} has {next(iter(pair))} alone; an adapter is down (A) and up (B)")
+        raise InputError(f"{file}: {name} has only {next(iter(pair))}; an adapter needs down (A) and up (B)")
     down, up = pair["down"], pair["up"]
     if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
         raise InputError(
-            f"{file}: {name} has down {tuple(down.shape)} and up {tuple(up.shape)}; rank × in and out × rank are read"
+            f"{file}: {name} has down {tuple(down.shape)} and up {tuple(up.shape)}; they must be rank × in and out × rank"
         )
     if config.get("use_dora"):
-        raise InputError(f"{file}: {_METADATA} says use_dora, which is not read: plain LoRA is")
+        raise InputError(f"{file}: {_METADATA} has use_dora, which is not supported: give a plain LoRA")
     rank = down.shape[0]
     if alpha is None:
         pattern = config.get("alpha_pattern") or {}
-        own = [value for key, value in pattern.items() if re.fullmatch(rf"(?:.*\.)?(?:{key.removeprefix('^')})", name)]
-        alpha = float(own[0] if own else config.get("lora_alpha") or rank)
+        matching = [
+            value for key, value in pattern.items() if re.fullmatch(rf"(?:.*\.)?(?:{key.removeprefix('^')})", name)
+        ]
+        alpha = float(matching[0] if matching else config.get("lora_alpha") or rank)
         if config.get("use_rslora"):  # scale = alpha / √rank
             alpha *= math.sqrt(rank)
     return Adapter(down, up, alpha)
 
 
-def _apart(name: str, adapter: Adapter) -> Lora:
-    """An adapter of fused q, k and v is three with one `down`."""
+def _split_qkv(name: str, adapter: Adapter) -> Lora:
+    """Split an adapter of fused q, k and v into three with the same `down`."""
     if not name.endswith(".to_qkv"):
         return {name: adapter}
     stem = name.removesuffix(".to_qkv")
@@ -185,23 +189,25 @@ def write_lora(
     header: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """`pytorch_lora_weights.safetensors` as diffusers writes it, with rank and alpha of every module in the header; and `header` beside them.
-    `dtype`: None keeps the adapters' own."""
+    """Write `pytorch_lora_weights.safetensors` as diffusers does, with ranks and alphas in the header, and `header` besides.
+
+    `dtype`: None keeps the adapters' own.
+    """
     tensors = {}
     for name, adapter in lora.items():
         tensors[f"transformer.{name}.lora_A.weight"] = adapter.down.detach().cpu().to(dtype).clone().contiguous()
         tensors[f"transformer.{name}.lora_B.weight"] = adapter.up.detach().cpu().to(dtype).clone().contiguous()
     ranks, alphas = ({name: getattr(a, key) for name, a in lora.items()} for key in ("rank", "alpha"))
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    described = {
+    config = {
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": sorted(lora),
-        # ^: peft takes a pattern for the end of a name, and one name may be the end of another
+        # ^: peft matches a pattern with the end of a name, and one name may end with another
         "rank_pattern": {f"^{name}": value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {f"^{name}": value for name, value in alphas.items() if value != alpha},
     }
-    text = json.dumps({f"transformer.{key}": value for key, value in described.items()}, indent=2, sort_keys=True)
+    text = json.dumps({f"transformer.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
     path = folder / FILE
     save_file(tensors, path, metadata={"format": "pt", _METADATA: text, **(header or {})})
     return path
@@ -210,11 +216,12 @@ def write_lora(
 def merge_lora(
     state: Mapping[str, Tensor], lora: Mapping[str, Adapter], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors, by their names in diffusers, with the adapters added to their matrices; one at a time. The sum is rounded once, to
-    `dtype` or else to the matrix's own."""
+    """Yield a model's tensors (diffusers' names) with the adapters added, rounded once to `dtype` or the matrix's own."""
     for name in lora:
         if f"{name}.weight" not in state:
-            raise InputError(f"the LoRA adapts {name}, which is no module of this model")
+            raise InputError(
+                f"the LoRA adapts {name}, which is not a module of this model: import it with the model it was trained on"
+            )
     for key, value in state.items():
         adapter = lora.get(key.removesuffix(".weight")) if key.endswith(".weight") else None
         if adapter is None:
@@ -223,6 +230,6 @@ def merge_lora(
         delta = adapter.delta()
         if delta.shape != value.shape:
             raise InputError(
-                f"the LoRA of {key} gives {tuple(delta.shape)}, but that matrix is {tuple(value.shape)}: it is of another model"
+                f"the LoRA of {key} has shape {tuple(delta.shape)}, and that matrix {tuple(value.shape)}: it was trained on another model"
             )
         yield key, (value.float() + delta.to(value.device)).to(dtype or value.dtype)

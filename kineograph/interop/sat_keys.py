@@ -1,4 +1,4 @@
-"""Keys of SAT's configs beside ours, and how their values change. What takes several keys together is in sat_config.py."""
+"""SAT's config keys, ours, and converters of values. sat_config.py translates what depends on several keys."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STAGE = "stages.generator"
 RELEASED_FOLDER = "released"
 
 
-def last_of(*known: str) -> Convert:
-    """The last part of a dotted target, where it is one that is meant here."""
+def class_name(*known: str) -> Convert:
+    """The last part of a dotted target, if it is one of `known`."""
 
     def convert(value: Any) -> Any:
         last = str(value).rpartition(".")[2]
@@ -35,12 +35,11 @@ def last_of(*known: str) -> Convert:
 
 
 def folder_name(text: Any) -> str:
-    """A run's name is a folder's name."""
     return re.sub(r"[^\w.-]+", "-", str(text)).strip("-") or "sat"
 
 
-def only_entry(value: Any) -> Any:
-    """The only entry of a list."""
+def single_entry(value: Any) -> Any:
+    """The entry of a list that has one."""
     if isinstance(value, list) and len(value) == 1:
         return value[0]
     if isinstance(value, str):
@@ -49,16 +48,16 @@ def only_entry(value: Any) -> Any:
 
 
 def number(value: Any) -> int | float:
-    """PyYAML's readers take 1e-4 for a word; SAT's files are full of them."""
-    found = float(value)
-    return int(found) if found.is_integer() and not isinstance(value, float) and "e" not in str(value) else found
+    """YAML reads 1e-4 as a string, and SAT's files have many of these."""
+    result = float(value)
+    return int(result) if result.is_integer() and not isinstance(value, float) and "e" not in str(value) else result
 
 
 def count(value: Any) -> int:
-    found = float(value)
-    if not found.is_integer():
+    result = float(value)
+    if not result.is_integer():
         raise ValueError
-    return int(found)
+    return int(result)
 
 
 def flag(value: Any) -> bool:
@@ -67,8 +66,8 @@ def flag(value: Any) -> bool:
     return value
 
 
-def patch_of(value: Any) -> tuple[int, int]:
-    """2 or [2, 2, 2] → in time, on a side."""
+def patch_size(value: Any) -> tuple[int, int]:
+    """2 or [2, 2, 2] → frames, pixels on a side"""
     sides = [count(side) for side in value] if isinstance(value, list) else [1, count(value), count(value)]
     time, height, width = sides
     if height != width:
@@ -77,7 +76,7 @@ def patch_of(value: Any) -> tuple[int, int]:
 
 
 def only(*allowed: Any) -> Convert:
-    """A value that says what is so here anyhow."""
+    """A value that needs no translation: it is always so here."""
 
     def convert(value: Any) -> None:
         if value not in allowed:
@@ -87,7 +86,7 @@ def only(*allowed: Any) -> Convert:
 
 
 def equal(expected: Any) -> Convert:
-    """One value; any other stays untranslated."""
+    """This value only; any other stays untranslated."""
 
     def convert(value: Any) -> Any:
         numbers = all(isinstance(part, (int, float)) for part in (value, expected))
@@ -98,8 +97,7 @@ def equal(expected: Any) -> Convert:
     return convert
 
 
-def inside(prefix: str) -> Convert:
-    """A path below another."""
+def path_under(prefix: str) -> Convert:
 
     def convert(value: Any) -> Any:
         if not str(value).startswith(prefix):
@@ -109,7 +107,7 @@ def inside(prefix: str) -> Convert:
     return convert
 
 
-# SAT's key, ours, and how the value changes. A ValueError leaves the key untranslated; ours=None: what it says is so here anyhow.
+# SAT's key, ours, and the converter. A ValueError leaves the key untranslated; ours=None: it is always so here.
 TABLE: list[tuple[str, str | None, Convert]] = [
     ("args.experiment_name", "name", folder_name),
     ("args.seed", "seed", count),
@@ -118,7 +116,7 @@ TABLE: list[tuple[str, str | None, Convert]] = [
     ("args.save_interval", "train.save_every", count),
     ("args.num_workers", "train.workers", count),
     ("args.lr", "train.lr", number),
-    ("args.train_data", "data.folder", only_entry),
+    ("args.train_data", "data.folder", single_entry),
     ("args.checkpoint_activations", "train.checkpointing", flag),
     ("args.only_log_video_latents", "train.show", lambda value: "latents" if flag(value) else "media"),
     ("deepspeed.gradient_clipping", "train.clip", number),
@@ -152,11 +150,11 @@ TABLE: list[tuple[str, str | None, Convert]] = [
     (f"{DRAW}.num_steps", f"{STAGE}.sample.steps", count),
     (f"{DRAW}.guider_config.params.scale", f"{STAGE}.sample.guidance", number),
     (f"{DRAW}.guider_config.params.exp", None, only(5)),
-    ("model.scale_factor", None, only(*SCALES.values())),  # as the VAE was released
-    (f"{VAE}.loss_config.target", None, last_of("Identity")),
-    (f"{VAE}.regularizer_config.target", None, last_of("DiagonalGaussianRegularizer")),
+    ("model.scale_factor", None, only(*SCALES.values())),  # the released VAEs'
+    (f"{VAE}.loss_config.target", None, class_name("Identity")),
+    (f"{VAE}.regularizer_config.target", None, class_name("DiagonalGaussianRegularizer")),
 ]
-# Classes that stand for what CogVideoX always does.
+# Classes that need no translation: CogVideoX always does what they do.
 CLASSES = {
     "model.network_config.target": "DiffusionTransformer",
     f"{MODULES}.patch_embed_config.target": "ImagePatchEmbeddingMixin",

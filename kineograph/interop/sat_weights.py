@@ -1,15 +1,15 @@
-"""CogVideoX weights as SAT keeps them → diffusers' names. The files are read by torch's tensors-only unpickler, which runs no code.
+"""CogVideoX weights of SAT → diffusers' names. torch's tensors-only unpickler reads the files; no code runs.
 
     transformer/<iteration>/mp_rank_00_model_states.pt   {module: {model.diffusion_model.…}}, and transformer/latest names the iteration
     vae/3d-vae.pt                                        {state_dict: {encoder.…, decoder.…, loss.…}}
 
-What is more than another name:
+Beyond renaming:
 
-    query_key_value            q, k and v one after another in dimension 0
-    adaLN_modulations          twelve parts: shift, scale, gate of attention and of the MLP, for video, then again for text; diffusers keeps
-                               those of attention (norm1) and those of the MLP (norm2) apart
-    decoder.up.N               numbered from the coarse end there, from the fine end here
-    matrix_A.n, matrix_B.n     LoRA factors of q, k, v (or of dense), beside the matrix below them, which is then called original
+    query_key_value            q, k and v concatenated in dimension 0
+    adaLN_modulations          twelve parts: shift, scale, gate of attention and of the MLP for video, then for text; diffusers separates
+                               those of attention (norm1) from those of the MLP (norm2)
+    decoder.up.N               numbered from the other end than in diffusers
+    matrix_A.n, matrix_B.n     LoRA factors of q, k, v (or dense); the adapted matrix is then called original
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kineograph.interop.lora_file import Adapter, Lora
 
 _NETWORK = "model.diffusion_model."
 _CODEC = "first_stage_model."
-_TABLES = re.compile(r"(freqs_sin|freqs_cos|embed_tokens|position_embeddings?)(\.|$)")  # derived, or not used
-_RENAMED = (
+_TABLES = re.compile(r"(freqs_sin|freqs_cos|embed_tokens|position_embeddings?)(\.|$)")  # derived or unused
+_RENAMES = (
     (r"transformer\.final_layernorm\.", "norm_final."),
     (r"transformer\.layers\.(\d+)\.input_layernorm\.", r"transformer_blocks.\1.norm1.norm."),
     (r"transformer\.layers\.(\d+)\.post_attention_layernorm\.", r"transformer_blocks.\1.norm2.norm."),
@@ -51,7 +51,7 @@ _QKV = re.compile(r"transformer\.layers\.(\d+)\.attention\.query_key_value\.(wei
 _ADALN = re.compile(r"mixins\.adaln_layer\.adaLN_modulations\.(\d+)\.1\.(weight|bias)")
 _LORA = re.compile(r"transformer\.layers\.(\d+)\.attention\.(query_key_value|dense)\.matrix_([AB])\.(\d)")
 _POSITIONS = "mixins.pos_embed.pos_embedding"
-_VAE_RENAMED = (
+_VAE_RENAMES = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
     (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
     (r"\.down\.(\d+)\.block\.", r".down_blocks.\1.resnets."),
@@ -64,62 +64,64 @@ _UP = re.compile(r"\.up\.(\d+)\.(block|upsample)\.")
 def read_sat_file(path: Path) -> dict[str, Tensor]:
     """The state dict inside a SAT checkpoint, mapped from the file."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist") from None
     except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise InputError(
-            f"{path} cannot be read as tensors alone ({line[:160]}): it may be cut short, or hold Python objects beside its tensors, which are "
-            "never unpickled here; save its state dict alone again"
+            f"{path} cannot be read as tensors ({line[:160]}): it may be truncated, or hold Python objects, which are never unpickled "
+            "here; save its state dict alone"
         ) from None
     for key in ("model", "module", "state_dict"):
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-    if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise InputError(
-            f"{path} holds no state dict: a mapping of names to tensors, perhaps under module or state_dict"
+            f"{path} holds no state dict: save a mapping of names to tensors, at the top or under module or state_dict"
         )
-    return found
+    return state
 
 
 def locate_sat(folder: Path) -> dict[str, Path]:
-    """`transformer` and `vae` files of a SAT folder; whichever are there."""
-    found: dict[str, Path] = {}
+    """The `transformer` and `vae` files of a SAT folder, as far as they exist."""
+    files: dict[str, Path] = {}
     base = folder / "transformer" if (folder / "transformer").is_dir() else folder
     latest = base / "latest"
     inner = base / latest.read_text(encoding="utf-8").strip() if latest.is_file() else base
     states = sorted(inner.glob("mp_rank_*_model_states.pt"))
     if len(states) > 1:
-        raise InputError(f"{inner} holds {len(states)} model-parallel parts: join them into mp_rank_00 first")
+        raise InputError(f"{inner} holds {len(states)} model-parallel parts: merge them into mp_rank_00 first")
     if latest.is_file() and not states:
         raise InputError(f"{latest} names {inner.name}, but {inner} has no mp_rank_00_model_states.pt")
     if states:
-        found["transformer"] = states[0]
+        files["transformer"] = states[0]
     codecs = sorted((folder / "vae").glob("*.pt"))
     if len(codecs) > 1:
         raise InputError(
-            f"{folder / 'vae'} holds several .pt files: {', '.join(path.name for path in codecs)}; leave one"
+            f"{folder / 'vae'} holds several .pt files: {', '.join(path.name for path in codecs)}; keep one"
         )
     if codecs:
-        found["vae"] = codecs[0]
-    if not found:
+        files["vae"] = codecs[0]
+    if not files:
         raise InputError(
             f"{folder} holds no SAT weights: neither transformer/latest with mp_rank_00_model_states.pt nor vae/*.pt"
         )
-    return found
+    return files
 
 
 # Transformer -----------------------------------------------------------------------------------------------------
 
 
-def transformer_state(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
-    """Views where a tensor is only renamed or cut; unknown names are an error. LoRA factors are not among them: see `adapters`."""
-    inside = {key.replace(".original.", "."): value for key, value in _network(sat).items() if not _LORA.fullmatch(key)}
+def convert_transformer(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
+    """Rename a transformer's tensors; unknown names are an error. LoRA factors are ignored: see `extract_adapters`."""
+    inside = {
+        key.replace(".original.", "."): value for key, value in _select_network(sat).items() if not _LORA.fullmatch(key)
+    }
     state: dict[str, Tensor] = {}
     for key, value in inside.items():
         if key == _POSITIONS:
-            if _learned_positions(inside):
+            if _has_learned_positions(inside):
                 state["patch_embed.pos_embedding"] = value
         elif match := _QKV.fullmatch(key):
             for letter, part in zip("qkv", value.chunk(3), strict=True):
@@ -130,72 +132,72 @@ def transformer_state(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tenso
             state[f"{block}.norm1.linear.{match[2]}"] = torch.cat([*parts[0:3], *parts[6:9]])
             state[f"{block}.norm2.linear.{match[2]}"] = torch.cat([*parts[3:6], *parts[9:12]])
         elif not _TABLES.search(key):
-            state[_renamed(key, where)] = value
+            state[_rename(key, where)] = value
     return state
 
 
-def _network(sat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The transformer's part of a checkpoint; all of it where nothing is marked as such."""
+def _select_network(sat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The transformer's tensors without their prefix; all tensors if none has it."""
     inside = {key.removeprefix(_NETWORK): value for key, value in sat.items() if key.startswith(_NETWORK)}
     return inside or dict(sat)
 
 
-def adapters(sat: Mapping[str, Tensor], where: Path, alpha: float = 1.0) -> Lora:
-    """LoRA factors of a SAT checkpoint by diffusers' names; none where it was not tuned so. SAT's own alpha is 1."""
+def extract_adapters(sat: Mapping[str, Tensor], where: Path, alpha: float = 1.0) -> Lora:
+    """The LoRA adapters of a SAT checkpoint by diffusers' names. SAT's alpha is 1."""
     factors: dict[str, dict[str, Tensor]] = {}
-    for key, value in _network(sat).items():
+    for key, value in _select_network(sat).items():
         if match := _LORA.fullmatch(key):
             number, layer, side, part = match.groups()
             if int(part) > (2 if layer == "query_key_value" else 0):
-                raise InputError(f"{where} holds {key}: adapters of q, k, v and dense are read")
+                raise InputError(f"{where} holds {key}: only adapters of q, k, v and dense can be read")
             name = f"to_{'qkv'[int(part)]}" if layer == "query_key_value" else "to_out.0"
             factors.setdefault(f"transformer_blocks.{number}.attn1.{name}", {})[side] = value
     for name, pair in factors.items():
         if len(pair) != 2:
-            raise InputError(f"{where}: the adapter of {name} (by its name in diffusers) lacks one of its two matrices")
+            raise InputError(f"{where}: the adapter of {name} (diffusers' name) lacks one of its two matrices")
     return {name: Adapter(pair["A"], pair["B"], alpha) for name, pair in factors.items()}
 
 
-def _learned_positions(inside: Mapping[str, Tensor]) -> bool:
-    """A table that was learned (5B-I2V, which sees an image's channels besides) or the fixed sines of 2B."""
+def _has_learned_positions(inside: Mapping[str, Tensor]) -> bool:
+    """Whether the table was learned (5B-I2V, whose input also has an image's channels) or is 2B's fixed sines."""
     patch, out = inside.get("mixins.patch_embed.proj.weight"), inside.get("mixins.final_layer.linear.weight")
     return patch is not None and out is not None and patch[0].numel() != out.shape[0]
 
 
-def _renamed(key: str, where: Path) -> str:
-    for pattern, name in _RENAMED:
+def _rename(key: str, where: Path) -> str:
+    for pattern, name in _RENAMES:
         if re.match(pattern, key):
             return re.sub(pattern, name, key, count=1)
-    raise InputError(f"{where} holds {key}, which is no part of a CogVideoX transformer in SAT")
+    raise InputError(f"{where} holds {key}, which is not part of SAT's CogVideoX transformer")
 
 
-def transformer_config(state: Mapping[str, Tensor], where: Path) -> dict[str, Any]:
-    """What the tensors' shapes say, as the config of diffusers' transformer. Sizes of frames are not in them."""
+def infer_transformer_config(state: Mapping[str, Tensor], where: Path) -> dict[str, Any]:
+    """diffusers' transformer config from the shapes of the tensors, which do not tell the size of frames."""
     try:
         patch, text = state["patch_embed.proj.weight"], state["patch_embed.text_proj.weight"]
         head = state["transformer_blocks.0.attn1.norm_q.weight"].shape[0]
         out, time = state["proj_out.weight"], state["time_embedding.linear_1.weight"]
     except KeyError as error:
-        raise InputError(f"{where} lacks {error.args[0]} (by its name in diffusers)") from None
+        raise InputError(f"{where} lacks {error.args[0]} (diffusers' name)") from None
     width = patch.shape[0]
     layers = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
-    in_time = patch.dim() == 2  # 1.5: a linear layer over 2 × 2 × 2 patches
-    cells = 8 if in_time else 4
-    rotary = in_time or layers > 30 or "patch_embed.pos_embedding" in state
+    patch_in_time = patch.dim() == 2  # 1.5: a linear layer over 2 × 2 × 2 patches
+    cells = 8 if patch_in_time else 4
+    rotary = patch_in_time or layers > 30 or "patch_embed.pos_embedding" in state
     config = {
         "num_attention_heads": width // head,
         "attention_head_dim": head,
-        "in_channels": patch.shape[1] // cells if in_time else patch.shape[1],
+        "in_channels": patch.shape[1] // cells if patch_in_time else patch.shape[1],
         "out_channels": out.shape[0] // cells,
         "time_embed_dim": time.shape[0],
         "text_embed_dim": text.shape[1],
         "num_layers": layers,
         "patch_size": 2,
-        "patch_size_t": 2 if in_time else None,
-        "max_text_seq_length": 224 if in_time else 226,
+        "patch_size_t": 2 if patch_in_time else None,
+        "max_text_seq_length": 224 if patch_in_time else 226,
         "use_rotary_positional_embeddings": rotary,
         "use_learned_positional_embeddings": "patch_embed.pos_embedding" in state,
-        "patch_bias": not in_time and "patch_embed.proj.bias" in state,
+        "patch_bias": not patch_in_time and "patch_embed.proj.bias" in state,
     }
     if "ofs_embedding.linear_1.weight" in state:
         config["ofs_embed_dim"] = state["ofs_embedding.linear_1.weight"].shape[1]
@@ -205,16 +207,16 @@ def transformer_config(state: Mapping[str, Tensor], where: Path) -> dict[str, An
 # VAE -------------------------------------------------------------------------------------------------------------
 
 
-def vae_state(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
-    """Encoder and decoder by their names in diffusers; the losses' networks are left out."""
+def convert_vae(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
+    """Encoder and decoder by diffusers' names; the networks of the losses are dropped."""
     inside = {key.removeprefix(_CODEC): value for key, value in sat.items() if key.startswith(_CODEC)} or dict(sat)
     inside = {key: value for key, value in inside.items() if not key.startswith("loss.")}
     ups = [int(match[1]) for key in inside if (match := _UP.search(key))]
     state = {}
     for key, value in inside.items():
         if not key.startswith(("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")):
-            raise InputError(f"{where} holds {key}, which is no part of a CogVideoX VAE in SAT")
-        for pattern, name in _VAE_RENAMED:
+            raise InputError(f"{where} holds {key}, which is not part of SAT's CogVideoX VAE")
+        for pattern, name in _VAE_RENAMES:
             key = re.sub(pattern, name, key, count=1)
         if match := _UP.search(key):
             kind = "resnets" if match[2] == "block" else "upsamplers.0"
@@ -223,13 +225,13 @@ def vae_state(sat: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
     return state
 
 
-def vae_config(state: Mapping[str, Tensor], where: Path) -> dict[str, Any]:
-    """What the tensors' shapes say, as the config of diffusers' VAE."""
+def infer_vae_config(state: Mapping[str, Tensor], where: Path) -> dict[str, Any]:
+    """diffusers' VAE config from the shapes of the tensors."""
     try:
         latent = state["decoder.conv_in.conv.weight"].shape[1]
         first = state["encoder.conv_in.conv.weight"]
     except KeyError as error:
-        raise InputError(f"{where} lacks {error.args[0]} (by its name in diffusers)") from None
+        raise InputError(f"{where} lacks {error.args[0]} (diffusers' name)") from None
     widths: dict[int, int] = {}
     layers = 0
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""Captions → embeddings: learned beside the model, by T5 or CLIP, or given with the data."""
+"""Text encoders: captions → embeddings, by a learned encoder, T5 or CLIP, or precomputed with the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small CLIP as a stage: one embedding space for pictures and captions, learned from the run's own data."""
+"""A small CLIP as a stage: one embedding space for images and captions, trained on the run's data."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ from kineograph.text.learned import LearnedText
 
 
 class ClipConfig(StageConfig, TransformerConfig):
-    """`width`, `depth` and so on are those of the transformer that looks at pictures."""
+    """`width`, `depth` and so on are those of the image transformer."""
 
     embed_width: int = Field(256, ge=2)
-    """Channels of an embedding, of pictures and of captions alike."""
+    """Channels of the embeddings."""
     patch: int = Field(8, ge=1)
-    """Pixels on a side that one token of a picture covers."""
+    """Side of an image token in pixels."""
     text: TextConfig = TextConfig()
-    """The transformer that reads captions; kind: learned."""
+    """The text encoder; kind: learned."""
     temperature: float = Field(0.07, gt=0)
-    """Of the softmax over a batch at the start; it is learned."""
+    """Initial temperature of the softmax over a batch; it is trained."""
     min_temperature: float = Field(0.01, gt=0)
-    """The learned temperature does not fall below this: sharper than 1/100, one mistaken pair would outweigh a batch."""
+    """Lower bound of the temperature: below 1/100, one wrong pair would outweigh a batch."""
 
     def reads(self) -> frozenset[str]:
         return self.text.reads()
 
     @model_validator(mode="after")
-    def _fits(self) -> ClipConfig:
+    def _check_text(self) -> ClipConfig:
         if self.text.kind != "learned":
-            raise ValueError(f"text.kind={self.text.kind}: a clip trains its own text encoder; leave it at learned")
+            raise ValueError(f"text.kind={self.text.kind}: clip trains its own text encoder; use learned")
         if self.temperature < self.min_temperature:
             raise ValueError(
-                f"temperature={self.temperature} is below min_temperature={self.min_temperature}: raise the one or lower the other"
+                f"temperature={self.temperature} is below min_temperature={self.min_temperature}: raise it, or lower min_temperature"
             )
         return self
 
 
 class ImageTower(nn.Module):
-    """Pictures N C H W in [0, 1] → features N D, the mean over their patches."""
+    """Images N C H W in [0, 1] → features N D, the mean over patches"""
 
     def __init__(self, config: TransformerConfig, patch: int, shape: Shape) -> None:
         super().__init__()
         if shape.height % patch or shape.width % patch:
             raise ConfigError(
-                f"data.size={shape.height} × {shape.width} is no multiple of patch={patch}: change the one or the other"
+                f"data.size={shape.height} × {shape.width} is not a multiple of patch={patch}: change one of them"
             )
         self.patch = patch
         self.grid = (shape.height // patch, shape.width // patch)
@@ -71,8 +71,8 @@ class ImageTower(nn.Module):
         init_weights(self, 1)
         self.transformer = Transformer(config)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        x = rearrange(pictures * 2 - 1, "n c (h p) (w q) -> n (h w) (p q c)", p=self.patch, q=self.patch)
+    def forward(self, images: Tensor) -> Tensor:
+        x = rearrange(images * 2 - 1, "n c (h p) (w q) -> n (h w) (p q c)", p=self.patch, q=self.patch)
         return self.transformer(self.patches(x) + self.positions()).mean(1)  # N D
 
 
@@ -104,34 +104,34 @@ class TrainedClip(Task, SupportsEmbedding):
     # embeddings ----------------------------------------------------------------------------------------------------
 
     def embed_images(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
-        """B C H W or B T C H W in [0, 1] of any size → B D, of length 1. A clip's is of the mean over its real frames."""
+        """B C H W or B T C H W in [0, 1] of any size → B D, of length 1; for a clip, of the mean over its real frames"""
         clips = pixels[:, None] if pixels.ndim == 4 else pixels
         if clips.shape[2] != self.shape.channels:
             raise InputError(
-                f"pictures of {clips.shape[2]} channels for a clip stage trained on {self.shape.channels}: set data.channels alike"
+                f"images of {clips.shape[2]} channels for a clip stage trained on {self.shape.channels}: set data.channels={self.shape.channels}"
             )
         frames = rearrange(clips, "b t c h w -> (b t) c h w").float()
         size = (self.shape.height, self.shape.width)
         if tuple(frames.shape[2:]) != size:
             frames = F.interpolate(frames, size, mode="bicubic", antialias=True).clamp(0, 1)
         features = rearrange(self.image(frames), "(b t) d -> b t d", b=len(clips))
-        return unit(self.image_projection(mean(features, frame_mask)))
+        return unit(self.image_projection(masked_mean(features, frame_mask)))
 
     def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """→ B D of length 1, encodings of the tokens B L E, mask B L."""
+        """→ B D of length 1, encodings of the tokens B L E, mask B L"""
         encodings, mask = encode_captions(self.text, captions)
         assert encodings is not None
         assert mask is not None
-        return unit(self.text_projection(mean(encodings, mask))), encodings.float(), mask
+        return unit(self.text_projection(masked_mean(encodings, mask))), encodings.float(), mask
 
     # training ------------------------------------------------------------------------------------------------------
 
     def scale(self) -> Tensor:
-        """1/temperature, within its bound."""
+        """1/temperature, within its bound"""
         return self.sharpness.clamp(max=self.sharpest).exp()
 
     def bound_temperature(self) -> None:
-        """Keep the weight itself in bounds, so that it can come back from them at once: once a step, before it is read."""
+        """Clamp the parameter itself, once a step, so that it can leave the bound at once."""
         with torch.no_grad():
             self.sharpness.clamp_(max=self.sharpest)
 
@@ -141,23 +141,23 @@ class TrainedClip(Task, SupportsEmbedding):
         images = self.embed_images(batch.video, batch.frame_mask)
         texts, _, _ = self.embed_texts(cast("list[str]", batch.captions))
         keys = copy_to_device(self.keys(cast("list[str]", batch.captions)), images.device)
-        # Validation batches may differ in size between processes, so each is judged by itself.
+        # Validation batches may differ in size between processes, so each process has its own negatives.
         return contrastive_loss(images, texts, keys, self.scale(), over_ranks=self.training)
 
     def keys(self, captions: list[str]) -> Tensor:
-        """B, on the host: equal for captions that the text encoder cannot tell apart (case, blanks, what is cut off)."""
+        """B, on the host: equal for captions with the same tokens."""
         return torch.tensor([hash(self.text.vocabulary.ids(caption)) for caption in captions])
 
     def loss(self, player: str, shared: ContrastiveLoss) -> Loss:
         rows = shared.rows
-        terms = {"image_to_text": shared.picked_text, "text_to_image": shared.picked_image}
+        terms = {"image_to_text": shared.text_hits, "text_to_image": shared.image_hits}
         return Loss(
             Mean(shared.loss, rows),
-            {f"retrieval/{name}": Mean(picked.float(), rows) for name, picked in terms.items()}
+            {f"retrieval/{name}": Mean(hits.float(), rows) for name, hits in terms.items()}
             | {"temperature": Mean(rows / shared.scale.detach(), rows)},
         )
 
-    # how the outside treats it -------------------------------------------------------------------------------------
+    # structure -----------------------------------------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
         return [self.image, *([self.text.transformer] if self.text.transformer is not None else [])]
@@ -174,12 +174,12 @@ class TrainedClip(Task, SupportsEmbedding):
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Of length 1, in float32."""
+    """Scale to length 1, in float32."""
     return F.normalize(vectors.float(), dim=-1)
 
 
-def mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """B N D → B D, of the places where the mask (B N) is True."""
+def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """B N D → B D: the mean where the mask (B N) is True"""
     values = values.float()
     if mask is None:
         return values.mean(1)
@@ -195,8 +195,8 @@ class ContrastiveLoss:
     """Sums over the rows of this process."""
 
     loss: Tensor
-    picked_text: Tensor  # pictures whose best caption is theirs
-    picked_image: Tensor  # captions whose best picture is theirs
+    text_hits: Tensor  # images whose nearest caption is theirs
+    image_hits: Tensor  # captions whose nearest image is theirs
     rows: int
     scale: Tensor  # 1/temperature
 
@@ -206,24 +206,23 @@ def contrastive_loss(images: Tensor, texts: Tensor, keys: Tensor, scale: Tensor,
 
         loss = ½ Σᵢ [ −log e^{s·xᵢyᵢ} / Σ_{j ∈ N(i)} e^{s·xᵢyⱼ}  −log e^{s·xᵢyᵢ} / Σ_{j ∈ N(i)} e^{s·xⱼyᵢ} ]
 
-    N(i) is i and all j with another caption. A second picture of the same caption is as right an answer as the first: counted as a wrong
-    one it would push pictures away from their own caption, the more so the fewer captions there are, and no weights could bring the loss
-    to 0. So equal captions neither reward nor punish one another. With `over_ranks` the batch is that of all processes, whose rows are
-    equally many; each process takes the loss of its own rows.
+    N(i) is i and all j with another caption: an image of the same caption is not a negative, or it would be pushed away from its own
+    caption. With `over_ranks` the negatives are those of all processes, which must have equally many rows; each process computes the
+    loss of its own rows.
     """
     with torch.autocast(images.device.type, enabled=False):  # a logit of 100 has steps of 0.5 in bf16
         images, texts = images.float(), texts.float()
-        everyone = distributed.all_gather_with_grad if over_ranks else lambda value: value
-        all_images, all_texts, all_keys = everyone(images), everyone(texts), everyone(keys)
+        gather = distributed.all_gather_with_grad if over_ranks else lambda value: value
+        all_images, all_texts, all_keys = gather(images), gather(texts), gather(keys)
         rows, first = len(keys), len(keys) * distributed.data_rank() if over_ranks else 0
         own = torch.arange(first, first + rows, device=keys.device)
-        same = keys[:, None] == all_keys[None]  # B N
-        alike = same & (own[:, None] != torch.arange(len(all_keys), device=keys.device))
+        same_caption = keys[:, None] == all_keys[None]  # B N
+        excluded = same_caption & (own[:, None] != torch.arange(len(all_keys), device=keys.device))
         to_texts, to_images = scale * images @ all_texts.T, scale * texts @ all_images.T  # B N
         loss = sum(
-            F.cross_entropy(logits.masked_fill(alike, -torch.inf), own, reduction="sum")
+            F.cross_entropy(logits.masked_fill(excluded, -torch.inf), own, reduction="sum")
             for logits in (to_texts, to_images)
         )
-        text, image = (same.gather(1, logits.argmax(1, keepdim=True)).sum() for logits in (to_texts, to_images))
+        text, image = (same_caption.gather(1, logits.argmax(1, keepdim=True)).sum() for logits in (to_texts, to_images))
     assert isinstance(loss, Tensor)
     return ContrastiveLoss(loss / 2, text, image, rows, scale)

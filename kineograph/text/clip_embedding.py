@@ -1,4 +1,4 @@
-"""Embeddings of pictures and captions in one space, for the stages that stand on a CLIP: those that come with the data, or the CLIP's own."""
+"""CLIP embeddings for stages that are conditioned on them: precomputed with the data, or by a CLIP."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ IMAGE, TEXT = "image_embed", "text_embed"  # in Batch.extra: B D
 
 @runtime_checkable
 class Clip(SupportsEmbedding, Protocol):
-    """A trained clip stage, or the adapter for one of transformers."""
+    """A trained clip stage, or a CLIP of transformers."""
 
     width: int  # channels of an embedding
-    text_width: int  # of a token's encoding
-    length: int  # tokens a caption
-    picture_size: tuple[int, int]  # height and width of the pictures that it embeds
+    text_width: int  # channels of a token's encoding
+    length: int  # tokens of a caption
+    picture_size: tuple[int, int]  # height and width of its input
 
 
 class ClipSource(Config):
-    """A CLIP that is no stage."""
+    """A CLIP that is not a stage."""
 
     kind: Literal["transformers", "given"] = "transformers"
-    """transformers: a frozen model of that library. given: embeddings come with the data, and there is no CLIP."""
+    """transformers: a frozen model of that library. given: no CLIP; embeddings come with the data."""
     name: str | None = None
     """transformers: a local folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
     width: int | None = Field(None, ge=2)
@@ -42,85 +42,84 @@ class ClipSource(Config):
     text_width: int | None = Field(None, ge=1)
     """given: channels of the text encodings in the data (`text_embeds`); null: there are none."""
     length: int | None = Field(None, ge=2)
-    """Tokens a caption. transformers: null reads as many as the model does. given: required beside text_width."""
+    """Tokens of a caption. transformers: null takes the model's. given: required with text_width."""
 
     @model_validator(mode="after")
-    def _fits(self) -> ClipSource:
+    def _check_kind(self) -> ClipSource:
         if self.kind == "transformers":
             if not self.name:
                 raise ValueError("kind=transformers needs name: a local folder or a hub name")
             for name in ("width", "text_width"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"{name} is read by kind given only: a model says it itself; leave it out")
+                    raise ValueError(f"{name} is for kind given only: remove it")
             return self
         if self.name is not None:
-            raise ValueError("name is read by kind transformers only: leave it out")
+            raise ValueError("name is for kind transformers only: remove it")
         if self.width is None:
             raise ValueError("kind=given needs width: the channels of the embeddings in the data")
         if (self.text_width is None) != (self.length is None):
-            raise ValueError(
-                "text_width and length of the text encodings in the data go together: give both, or neither"
-            )
+            raise ValueError("text_width and length describe the text encodings in the data: set both, or neither")
         return self
 
 
 ClipChoice = str | ClipSource
-"""The name of a clip stage (or runs/x/stage), or a CLIP that is no stage."""
+"""The name of a clip stage (or runs/x/stage), or a ClipSource."""
 
 
 class CaptionEmbeddings(NamedTuple):
-    """Captions as a CLIP embeds them."""
+    """A CLIP's embeddings of captions."""
 
     embed: Tensor  # B D, of length 1
-    encodings: Tensor | None  # B L E; None: there are none
+    encodings: Tensor | None  # B L E, if any
     mask: Tensor | None  # B L, True = a real token
-    empty: Tensor  # B: nothing is said (a blank caption, a row of zeros), so that it counts as no text
+    empty: Tensor  # B: True for a blank caption or a row of zeros, which is the null text
 
 
 class ClipEmbedder(nn.Module):
-    """What a stage asks for embeddings. Those that come with the data take precedence: with both kinds of them no CLIP is ever run, and
-    one of transformers not even loaded. A clip stage is put among the stages of the Task that asks; it is neither trained nor saved there.
+    """Returns the precomputed embeddings of a batch, or computes them; a CLIP of transformers is loaded only then.
+
+    A clip stage is added to the task's `stages`, where it is neither trained nor saved.
     """
 
     width: int
-    text_width: int | None  # None: there are no encodings
+    text_width: int | None  # None: no encodings
     length: int | None
 
     def __init__(self, choice: ClipChoice, context: BuildContext, stages: dict[str, Task]) -> None:
         super().__init__()
-        self._clip: dict[str, Clip] = {}  # a plain dict: a stage is no submodule
+        self._clip: dict[str, Clip] = {}  # a plain dict: a stage is not a submodule
         self.adapter: PretrainedClip | None = None
         if isinstance(choice, str):
             stage = context.stage(choice)
             if not isinstance(stage, Clip):
                 raise ConfigError(f"clip={choice} gives no embeddings: name a stage whose task is clip")
             stages["clip"] = stage
-            self._take(stage)
-            _tell_blur(choice, stage.picture_size, context)
+            self._set_clip(stage)
+            _note_blur(choice, stage.picture_size, context)
         elif choice.kind == "transformers":
             assert choice.name is not None
             self.adapter = PretrainedClip(choice.name, choice.length, context.note)
-            self._take(self.adapter)
-            _tell_blur(choice.name, self.adapter.picture_size, context)
+            self._set_clip(self.adapter)
+            _note_blur(choice.name, self.adapter.picture_size, context)
         else:
             assert choice.width is not None
             self.width, self.text_width, self.length = choice.width, choice.text_width, choice.length
 
-    def _take(self, clip: Clip) -> None:
+    def _set_clip(self, clip: Clip) -> None:
         self._clip["clip"] = clip
         self.width, self.text_width, self.length = clip.width, clip.text_width, clip.length
 
     @property
     def reads_captions(self) -> bool:
-        """Whether there is a CLIP to ask, and not embeddings of the data alone."""
+        """Whether there is a CLIP, not only precomputed embeddings."""
         return bool(self._clip)
 
-    def clip(self, wanted: str) -> Clip:
-        """The CLIP itself, or an InputError for data that lack what is wanted."""
+    def clip(self, field: str) -> Clip:
+        """The CLIP, to compute a field that the data lack."""
         if not self._clip:
             raise InputError(
-                f"there is no {wanted} here, and clip.kind=given has nothing to make it with: give it with the data, or set clip to a "
-                "clip stage or to {kind: transformers, name: …}"
+                f"the data have no {field}, and clip.kind=given cannot compute it: add it to the data, or set clip to a clip stage "
+                "or to {kind: transformers, name: …}"
             )
         return self._clip["clip"]
 
@@ -128,18 +127,18 @@ class ClipEmbedder(nn.Module):
     def images(self, batch: Batch) -> Tensor:
         """B D, of length 1."""
         if IMAGE in batch.extra:
-            return unit(self._checked(batch.extra[IMAGE], IMAGE))
+            return unit(self._check_width(batch.extra[IMAGE], IMAGE))
         clip = self.clip(IMAGE)
         if batch.pixels is None:
-            raise InputError(f"these samples have neither {IMAGE} nor pixels: give one of them")
+            raise InputError(f"these samples have neither {IMAGE} nor pixels: add one of them")
         return clip.embed_images(batch.video, batch.frame_mask)
 
     @torch.no_grad()
     def texts(self, batch: Batch, encodings: bool = True) -> CaptionEmbeddings:
-        """Without `encodings`, embeddings in the data are enough."""
+        """Embeddings of a batch's captions; without `encodings` only the pooled ones."""
         if TEXT in batch.extra and (not encodings or batch.text_embeds is not None):
-            embed = self._checked(batch.extra[TEXT], TEXT)
-            empty = (embed == 0).all(-1) | self._blank(batch.captions, embed)
+            embed = self._check_width(batch.extra[TEXT], TEXT)
+            empty = (embed == 0).all(-1) | self._find_blank(batch.captions, embed)
             found = batch.text_embeds if encodings else None
             if found is not None and (found.shape[2] != self.text_width or found.shape[1] != self.length):
                 raise InputError(
@@ -152,44 +151,44 @@ class ClipEmbedder(nn.Module):
             return CaptionEmbeddings(unit(embed), found, mask if found is not None else None, empty)
         if batch.captions is None:
             missing = TEXT if TEXT not in batch.extra else "text_embeds"
-            raise InputError(f"these samples have neither captions nor {missing}: give one of them")
+            raise InputError(f"these samples have neither captions nor {missing}: add one of them")
         return self.captions(batch.captions, encodings)
 
     @torch.no_grad()
     def captions(self, captions: list[str], encodings: bool = True) -> CaptionEmbeddings:
         embed, found, mask = self.clip(TEXT).embed_texts(captions)
-        empty = self._blank(captions, embed)
+        empty = self._find_blank(captions, embed)
         return (
             CaptionEmbeddings(embed, found, mask, empty) if encodings else CaptionEmbeddings(embed, None, None, empty)
         )
 
     def precomputed(self, batch: Batch, encodings: bool = True) -> dict[str, Tensor]:
-        """What a cache holds of a batch. Blank captions become rows of zeros, which `texts` knows again."""
+        """The fields of a batch for a cache. Blank captions become rows of zeros, which `texts` recognizes."""
         texts = self.texts(batch, encodings)
-        made = {IMAGE: self.images(batch), TEXT: texts.embed.masked_fill(texts.empty[:, None], 0)}
+        fields = {IMAGE: self.images(batch), TEXT: texts.embed.masked_fill(texts.empty[:, None], 0)}
         if texts.encodings is not None and texts.mask is not None:
-            made |= {"text_embeds": texts.encodings, "text_mask": texts.mask}
-        return made
+            fields |= {"text_embeds": texts.encodings, "text_mask": texts.mask}
+        return fields
 
-    def _checked(self, embed: Tensor, name: str) -> Tensor:
+    def _check_width(self, embed: Tensor, name: str) -> Tensor:
         if embed.ndim != 2 or embed.shape[1] != self.width:
             raise InputError(
-                f"{name} in the data has shape {tuple(embed.shape[1:])}, and clip has {self.width} channels: make them alike"
+                f"{name} in the data has shape {tuple(embed.shape[1:])}, and clip has {self.width} channels: compute it with the same CLIP"
             )
         return embed
 
     @staticmethod
-    def _blank(captions: list[str] | None, like: Tensor) -> Tensor:
+    def _find_blank(captions: list[str] | None, like: Tensor) -> Tensor:
         if captions is None:
             return torch.zeros(len(like), dtype=torch.bool, device=like.device)
         return copy_to_device(torch.tensor([not caption.strip() for caption in captions]), like.device)
 
 
-def _tell_blur(name: str, looks_at: tuple[int, int], context: BuildContext) -> None:
-    """A picture that is enlarged is another picture to a CLIP than the sharp one that it learned from."""
-    given = (context.shape.height, context.shape.width)
-    if min(given) < min(looks_at):
+def _note_blur(name: str, expects: tuple[int, int], context: BuildContext) -> None:
+    """Note that images smaller than a CLIP's input look blurred to it."""
+    size = (context.shape.height, context.shape.width)
+    if min(size) < min(expects):
         context.note(
-            f"clip={name} looks at pictures of {looks_at[0]}×{looks_at[1]} and is shown ones of data.size={given[0]}×{given[1]}, enlarged, which "
-            "look blurred to it: raise data.size (a decoder's `size` says what it draws), or give embeddings with the data"
+            f"clip={name} takes images of {expects[0]}×{expects[1]}: those of data.size={size[0]}×{size[1]} are enlarged and look blurred to "
+            "it; raise data.size (a decoder's own `size` may stay), or give embeddings with the data"
         )

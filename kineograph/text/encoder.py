@@ -1,4 +1,4 @@
-"""The null text of classifier-free guidance: one learned token, the same in training and in sampling."""
+"""The null text of classifier-free guidance, and the encoder of precomputed embeddings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from kineograph.core.protocols import TextEncoder
 
 
 class NullText(nn.Module):
+    """A learned token, the same in training and in sampling."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.token = nn.Parameter(torch.randn(width) * width**-0.5)
 
     def forward(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows where `dropped` (B) become the null token alone; so do rows without any real token. Embeddings are B L D, mask is B L."""
+        """Replace the rows of B L D where `dropped` (B), and rows without a real token, by the null token alone."""
         dropped = dropped | ~mask.any(dim=1)
         first = torch.zeros_like(mask)
         first[:, 0] = True
@@ -23,7 +25,9 @@ class NullText(nn.Module):
         return torch.where(dropped[:, None, None], null, embeddings), torch.where(dropped[:, None], first, mask)
 
 
-class GivenText(TextEncoder):
+class PrecomputedText(TextEncoder):
+    """kind=given: embeddings come with the data."""
+
     trained = False
     reads_captions = False
 
@@ -34,7 +38,7 @@ class GivenText(TextEncoder):
 
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
         raise InputError(
-            "text.kind=given has no encoder for captions: give embeddings with the data, or set text.kind to learned, t5 or clip"
+            "text.kind=given cannot encode captions: give embeddings with the data, or set text.kind to learned, t5 or clip"
         )
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:

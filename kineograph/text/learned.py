@@ -1,4 +1,4 @@
-"""A text encoder trained with the model: a vocabulary found in the training captions, and a small transformer."""
+"""A text encoder trained with the model: byte-pair encoding of the training captions, and a small transformer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASSET = "text/tokenizer.json"
 
 
 class Vocabulary:
-    """Caption → token ids, begun with BOS, ended with EOS and padded with PAD. Made of bytes, so that no caption has unknown letters."""
+    """Caption → token ids: BOS, byte-level pieces, EOS, padded with PAD. No letter is unknown."""
 
     def __init__(self, text: str, length: int, note: Callable[[str], None]) -> None:
         from tokenizers import Tokenizer
@@ -34,12 +34,12 @@ class Vocabulary:
         self.text, self.length, self.note = text, length, note
         self.tokenizer = Tokenizer.from_str(text)
         self.size: int = self.tokenizer.get_vocab_size()
-        self._pieces = lru_cache(maxsize=1 << 16)(self._encode)  # of words: captions differ, words come again
-        self._said = False
+        self._pieces = lru_cache(maxsize=1 << 16)(self._encode)  # of words: they recur, captions do not
+        self._noted = False
 
     @staticmethod
     def learn(captions: Iterable[str], size: int) -> str:
-        """Byte-pair merges over the captions, as the JSON of the tokenizers library."""
+        """Learn byte-pair merges. → the JSON of the tokenizers library"""
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
@@ -60,18 +60,17 @@ class Vocabulary:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def ids(self, caption: str) -> tuple[int, ...]:
-        """No merge crosses a space, so a caption's pieces are those of its words, each with the space before it. Word by word they come from memory,
-        ten times as fast: with hundreds of captions a step, the library would keep a GPU waiting."""
+        """Encode word by word, with a cache: no merge crosses a space. Ten times as fast as the library, for which a GPU would wait."""
         words = caption.split(" ")
         if words == caption.split():
             pieces = [piece for word in words for piece in self._pieces(word)]
-        else:  # runs of spaces and other white space are pieces of their own
+        else:  # other white space has pieces of its own
             pieces = self._encode(caption)
         room = self.length - 2
-        if len(pieces) > room and not self._said:
-            self._said = True
+        if len(pieces) > room and not self._noted:
+            self._noted = True
             self.note(
-                f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(pieces) + 2} (said once)"
+                f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {len(pieces) + 2} (noted once)"
             )
         ids = (BOS, *pieces[:room], EOS)
         return ids + (PAD,) * (self.length - len(ids))
@@ -99,7 +98,7 @@ class LearnedText(TextEncoder):
         self.positions = LearnedPositions((self.length,), self.width) if config.positions == "learned" else None
         init_weights(self, 1)
         if config.positions != "learned" and config.depth:
-            # What blocks add is of about unit variance, and drowns smaller tokens; larger ones would drown the vectors of their places.
+            # Unit variance, like the blocks' outputs; with learned positions it would drown their embeddings.
             nn.init.normal_(self.tokens.weight)
         shape = TransformerConfig(
             width=self.width, depth=max(config.depth, 1), heads=config.heads, dropout=config.dropout

@@ -1,4 +1,4 @@
-"""T5 and CLIP text encoders through transformers: frozen, loaded when the first caption must be encoded."""
+"""T5 and CLIP text encoders of transformers: frozen, loaded when the first caption is encoded."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ if TYPE_CHECKING:
 
 KEY = "text.name"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
 
 
-def _t5(width: int, layers: int, heads: int, inner: int) -> int:
-    """Parameters of an encoder of T5 v1.1: 32,128 words; in each layer attention with heads of 64, a gated MLP and two norms."""
+def _count_t5(width: int, layers: int, heads: int, inner: int) -> int:
+    """Parameters of a T5 v1.1 encoder: 32,128 tokens; attention with heads of 64, a gated MLP and two norms in each layer."""
     return 32128 * width + layers * (4 * width * 64 * heads + 3 * width * inner + 2 * width) + 32 * heads + width
 
 
-_T5 = {size[0]: _t5(*size) for size in ((512, 8, 6, 1024), (768, 12, 12, 2048), (1024, 24, 16, 2816), (2048, 24, 32, 5120), (4096, 24, 64, 10240))}  # fmt: skip
+_T5_SIZES = ((512, 8, 6, 1024), (768, 12, 12, 2048), (1024, 24, 16, 2816), (2048, 24, 32, 5120), (4096, 24, 64, 10240))
+_T5_PARAMETERS = {size[0]: _count_t5(*size) for size in _T5_SIZES}
 """By width: small, base, large, xl, xxl."""
 
 
 class PretrainedText(TextEncoder):
-    """The encoder itself is no submodule: it is neither trained, saved nor averaged, and with embeddings from a cache it is never loaded."""
+    """The transformers model is not a submodule: it is not trained, saved or averaged, and never loaded if embeddings are cached."""
 
     trained = False
     reads_captions = True
@@ -49,34 +51,34 @@ class PretrainedText(TextEncoder):
         self.kind, self.length, self.note = config.kind, config.length, note
         self.reads_padding = config.padding == "read"
         self.name, self.local = resolve_name(config.name)
-        if self.local and not is_fake_or_meta():  # where sizes matter it may be yet to come
+        if self.local and not is_fake_or_meta():  # doctor estimates sizes before the folder exists
             check_folder(Path(self.name), KEY)
-        self.width = config.width or _width_of(_described(self.name, self.local, self.kind), self.name)
-        self.ids = lru_cache(maxsize=65536)(self._ids)
+        self.width = config.width or _read_width(_read_config(self.name, self.local, self.kind), self.name)
         self.null = NullText(self.width)
-        self._parts: dict[str, Any] = {}  # a plain dict, so that modules in it do not become submodules
-        self._said = False
+        self._parts: dict[str, Any] = {}  # a plain dict, so that modules in it are not submodules
 
     def count(self) -> int:
-        """Parameters of the encoder: by the headers of its files; where they are not here, as the T5 of that width has them (0: not known)."""
+        """Parameters of the encoder, from the headers of its files; without them, those of the T5 of that width (0: unknown)."""
         try:
             files = open_weights(Path(self.name).expanduser(), TRANSFORMERS_STEM)
         except InputError:
-            return _T5.get(self.width, 0) if self.kind == "t5" else 0
-        read = ("shared.", "encoder.") if self.kind == "t5" else ("text_model.",)  # other halves stay on the disk
-        named = [name for name in files if name.startswith(read) and name != "encoder.embed_tokens.weight"]
-        return sum(math.prod(files.shape(name)) for name in named)
+            return _T5_PARAMETERS.get(self.width, 0) if self.kind == "t5" else 0
+        prefixes = ("shared.", "encoder.") if self.kind == "t5" else ("text_model.",)  # not the decoder or vision tower
+        names = [name for name in files if name.startswith(prefixes) and name != "encoder.embed_tokens.weight"]
+        return sum(math.prod(files.shape(name)) for name in names)
 
     def _load(self, device: torch.device) -> None:
         from transformers import CLIPTextModel, T5EncoderModel
 
         family = T5EncoderModel if self.kind == "t5" else CLIPTextModel
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # T5 overflows in float16
-        options: dict[str, Any] = {"local_files_only": True} if self.local else {}
-        self._parts["tokenizer"] = _load_tokenizer(self.name, self.local, self.kind)
-        with _without_bars():
+        tokenizer = _load_tokenizer(self.name, self.local, self.kind)
+        self._parts["tokenizer"] = CaptionTokenizer(tokenizer, self.length, "text.length", self.note)
+        with _hide_progress_bars():
             model = load_pretrained(
-                lambda: family.from_pretrained(self.name, use_safetensors=True, dtype=dtype, **options),
+                lambda: family.from_pretrained(
+                    self.name, use_safetensors=True, dtype=dtype, **download_options(self.local)
+                ),
                 KEY,
                 self.name,
                 self.kind,
@@ -84,92 +86,90 @@ class PretrainedText(TextEncoder):
         _check_fits(self.width, self.length, model.config.to_dict(), self.name)
         self._parts["model"] = freeze(model)
 
-    def _ids(self, caption: str) -> tuple[tuple[int, ...], int]:
-        """Token ids padded to the length, and how many are real."""
-        ids, whole = token_ids(self._parts["tokenizer"], caption, self.length)
-        if whole > self.length and not self._said:
-            self._said = True
-            self.note(f"captions are cut to text.length={self.length} tokens: {caption[:60]!r} has {whole} (said once)")
-        return ids, min(whole, self.length)
-
     @torch.no_grad()
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
         device = self.null.token.device
         if not self._parts:
             self._load(device)
         model = self._parts["model"].to(device)
-        ids, mask = batch_token_ids([self.ids(caption) for caption in captions], self.length, device)
+        ids, mask = self._parts["tokenizer"](captions, device)
         if self.reads_padding:
             mask = torch.ones_like(mask)
-        seen = None if self.reads_padding else build_attention_mask(model, mask, causal=self.kind == "clip")
-        embeddings = model(input_ids=ids, attention_mask=seen).last_hidden_state.float()
+        attention = None if self.reads_padding else build_attention_mask(model, mask, causal=self.kind == "clip")
+        embeddings = model(input_ids=ids, attention_mask=attention).last_hidden_state.float()
         return embeddings * mask[..., None], mask
 
     def release(self) -> None:
-        """Give the encoder's memory back; the next caption loads it again."""
+        """Free the encoder's memory; the next caption loads it again."""
         self._parts.clear()
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
         return self.null(embeddings, mask, dropped)
 
 
-def check_encoder(config: TextConfig, hub: bool) -> None:
-    """Refuse what could not be loaded or read later: a folder that is not there or lacks something, another width. `hub`: or a name there."""
-    assert config.name is not None
-    name, local = resolve_name(config.name)
-    if not (local or hub):
-        return
-    _check_fits(config.width, config.length, _described(name, local, config.kind), name)
-    if local:
-        open_weights(Path(name), TRANSFORMERS_STEM)  # whether its files can be read at all: by their headers
-    _load_tokenizer(name, local, config.kind)
+class CaptionTokenizer:
+    """Captions → token ids, cut or padded to a length, and cached."""
+
+    def __init__(self, tokenizer: Any, length: int, key: str, note: Callable[[str], None]) -> None:
+        self.tokenizer, self.length, self.key, self.note = tokenizer, length, key, note
+        self._encode = lru_cache(maxsize=65536)(self._encode_caption)
+        self._noted = False
+
+    def __call__(self, captions: list[str], device: torch.device) -> tuple[Tensor, Tensor]:
+        """→ ids B L, mask B L (True = a real token)"""
+        rows = [self._encode(caption) for caption in captions]
+        ids = copy_to_device(torch.tensor([ids for ids, _ in rows]), device)
+        lengths = copy_to_device(torch.tensor([count for _, count in rows]), device)
+        return ids, torch.arange(self.length, device=device) < lengths[:, None]
+
+    def _encode_caption(self, caption: str) -> tuple[tuple[int, ...], int]:
+        """→ padded ids, number of real ones"""
+        ids: list[int] = self.tokenizer(caption, truncation=False, verbose=False)["input_ids"]
+        total = len(ids)
+        if total > self.length:
+            ids = self.tokenizer(caption, truncation=True, max_length=self.length)["input_ids"]  # keeps the end token
+            if not self._noted:
+                self._noted = True
+                self.note(
+                    f"captions are cut to {self.key}={self.length} tokens: {caption[:60]!r} has {total} (noted once)"
+                )
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        return tuple(ids) + (pad,) * (self.length - len(ids)), min(total, self.length)
 
 
-def _check_fits(width: int | None, length: int, described: dict[str, Any], name: str) -> None:
-    """`described` is the encoder's own config."""
-    channels, positions = _width_of(described, name), described.get("max_position_embeddings")
-    if width not in (None, channels):
-        raise InputError(f"text.width={width} does not fit {name}: its embeddings have {channels} channels")
-    if positions is not None and length > positions:
-        raise InputError(f"text.length={length} is more than {name} reads: at most {positions}")
+def build_attention_mask(model: Any, mask: Tensor, causal: bool) -> Tensor:
+    """B L → B 1 L L, in the form that attention takes. With B L, transformers would wait for the device at every call."""
+    from transformers import __version__
+
+    if int(__version__.split(".")[0]) < 5:  # which accepts B L only
+        return mask.long()
+    length = mask.shape[1]
+    visible = mask[:, None, None].expand(-1, 1, length, -1)
+    if causal:
+        visible = visible & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    if model.config._attn_implementation != "eager":
+        return visible.contiguous()
+    dtype = next(model.parameters()).dtype
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-def _described(name: str, local: bool, kind: str) -> dict[str, Any]:
-    """What an encoder's config.json says of it."""
-    if local:
-        check_folder(Path(name), KEY)
-        found = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    else:
-        from transformers import AutoConfig
-
-        found = load_pretrained(lambda: AutoConfig.from_pretrained(name), KEY, name, kind).to_dict()
-    return found.get("text_config") or found  # a whole CLIP keeps its text tower's config inside
-
-
-def _width_of(described: dict[str, Any], name: str) -> int:
-    width = described.get("d_model") or described.get("hidden_size")
-    if not width:
-        raise InputError(f"{KEY}={name}: config.json has neither d_model nor hidden_size; set text.width")
-    return int(width)
-
-
-def _load_tokenizer(name: str, local: bool, kind: str) -> Any:
-    from transformers import AutoTokenizer
-
-    options: dict[str, Any] = {"local_files_only": True} if local else {}
-    return load_pretrained(lambda: AutoTokenizer.from_pretrained(find_tokenizer(name), **options), KEY, name, kind)
+# Loading ---------------------------------------------------------------------------------------------------------------
 
 
 def resolve_name(name: str) -> tuple[str, bool]:
-    """A folder, whether it is there or not, or a hub name as it is; and whether it is a folder."""
+    """→ the folder, which may not exist, or the hub name; and whether it is a folder"""
     folder = Path(name).expanduser()
     if not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         return name, False
     return str(folder), True
 
 
+def download_options(local: bool) -> dict[str, Any]:
+    return {"local_files_only": True} if local else {}
+
+
 def load_pretrained(load: Callable[[], Any], key: str, name: str, kind: str) -> Any:
-    """What transformers loads, or an InputError with the first line of its reason."""
+    """Call `load`; turn transformers' errors into an InputError."""
     try:
         return load()
     except (OSError, ValueError, ImportError, SafetensorError) as error:
@@ -179,66 +179,75 @@ def load_pretrained(load: Callable[[], Any], key: str, name: str, kind: str) -> 
         ) from None
 
 
-def token_ids(tokenizer: Any, caption: str, length: int) -> tuple[tuple[int, ...], int]:
-    """A caption's ids, cut or padded to the length, and how many it has uncut."""
-    ids: list[int] = tokenizer(caption, truncation=False, verbose=False)["input_ids"]
-    whole = len(ids)
-    if whole > length:
-        ids = tokenizer(caption, truncation=True, max_length=length)["input_ids"]  # keeps the end token
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    return tuple(ids) + (pad,) * (length - len(ids)), whole
+def _load_tokenizer(name: str, local: bool, kind: str) -> Any:
+    from transformers import AutoTokenizer
 
-
-def batch_token_ids(
-    rows: list[tuple[tuple[int, ...], int]], length: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """What `token_ids` found of each caption → ids B L, and which of them are real, B L."""
-    ids = copy_to_device(torch.tensor([ids for ids, _ in rows]), device)
-    lengths = copy_to_device(torch.tensor([count for _, count in rows]), device)
-    return ids, torch.arange(length, device=device) < lengths[:, None]
-
-
-def build_attention_mask(model: Any, mask: Tensor, causal: bool) -> Tensor:
-    """Which tokens each one sees, B 1 L L, in the form that attention takes it in. Given the real tokens alone (B L), transformers would ask at every
-    call whether that is all of them, and wait for the device's answer."""
-    from transformers import __version__
-
-    if int(__version__.split(".")[0]) < 5:  # which knows no other form
-        return mask.long()
-    length = mask.shape[1]
-    seen = mask[:, None, None].expand(-1, 1, length, -1)
-    if causal:
-        seen = seen & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    if model.config._attn_implementation != "eager":
-        return seen.contiguous()
-    dtype = next(model.parameters()).dtype
-    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-
-
-_TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
-
-
-def find_tokenizer(name: str) -> str:
-    """Where an encoder's tokenizer lies: beside its weights, or in the folder `tokenizer` beside that, as diffusers' pipelines have it."""
-    folder = Path(name)
-    beside = folder.parent / "tokenizer"
-    if folder.is_dir() and not _has_tokenizer(folder) and _has_tokenizer(beside):
-        return str(beside)
-    return name
+    options = download_options(local)
+    return load_pretrained(lambda: AutoTokenizer.from_pretrained(find_tokenizer(name), **options), KEY, name, kind)
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """No bars of transformers between our own lines."""
+def _hide_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
+
+
+# Checks ----------------------------------------------------------------------------------------------------------------
+
+
+def check_encoder(config: TextConfig, hub: bool) -> None:
+    """Check that an encoder can be loaded and fits the config. `hub`: also if it must be downloaded."""
+    assert config.name is not None
+    name, local = resolve_name(config.name)
+    if not (local or hub):
+        return
+    _check_fits(config.width, config.length, _read_config(name, local, config.kind), name)
+    if local:
+        open_weights(Path(name), TRANSFORMERS_STEM)  # reads the headers
+    _load_tokenizer(name, local, config.kind)
+
+
+def _check_fits(width: int | None, length: int, encoder: dict[str, Any], name: str) -> None:
+    channels, positions = _read_width(encoder, name), encoder.get("max_position_embeddings")
+    if width not in (None, channels):
+        raise InputError(f"text.width={width} does not fit {name}: its embeddings have {channels} channels")
+    if positions is not None and length > positions:
+        raise InputError(f"text.length={length} is too long for {name}: use at most {positions}")
+
+
+def _read_config(name: str, local: bool, kind: str) -> dict[str, Any]:
+    """An encoder's config.json; of a whole CLIP, its text tower's."""
+    if local:
+        check_folder(Path(name), KEY)
+        config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+    else:
+        from transformers import AutoConfig
+
+        config = load_pretrained(lambda: AutoConfig.from_pretrained(name), KEY, name, kind).to_dict()
+    return config.get("text_config") or config
+
+
+def _read_width(encoder: dict[str, Any], name: str) -> int:
+    width = encoder.get("d_model") or encoder.get("hidden_size")
+    if not width:
+        raise InputError(f"{KEY}={name}: config.json has neither d_model nor hidden_size; set text.width")
+    return int(width)
+
+
+def find_tokenizer(name: str) -> str:
+    """The folder of an encoder's tokenizer: its own, or `tokenizer` beside it, as in diffusers' pipelines."""
+    folder = Path(name)
+    sibling = folder.parent / "tokenizer"
+    if folder.is_dir() and not _has_tokenizer(folder) and _has_tokenizer(sibling):
+        return str(sibling)
+    return name
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -246,7 +255,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """A folder that transformers can load without network, or an InputError that says what is missing."""
+    """Check that transformers can load a folder without network."""
     if not folder.is_dir():
         raise InputError(
             f"{key}={folder} does not exist: give a folder with config.json, model.safetensors and a tokenizer, or a hub name"
@@ -255,7 +264,7 @@ def check_folder(folder: Path, key: str) -> None:
     if not (folder / "config.json").is_file():
         missing.append("config.json")
     if not any((folder / name).is_file() for name in _WEIGHTS):
-        missing.append("model.safetensors (weights in .bin files are pickles and are not read)")
+        missing.append("model.safetensors (weights in .bin files are pickles and are refused)")
     if not _has_tokenizer(Path(find_tokenizer(str(folder)))):
         missing.append("a tokenizer (tokenizer.json, spiece.model or vocab.json)")
     if missing:

@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused_with_its_neighbours():
         build((18, 16))
     with pytest.raises(ConfigError, match="12 is not a multiple of groups=8"):
         build(widths=[8, 12], groups=8, temporal=2)
-    with pytest.raises(ConfigError, match=r"temporal=4 halves time at 2 levels.*give more widths"):
+    with pytest.raises(ConfigError, match=r"temporal=4 downsamples time at 2 levels.*give more widths"):
         build(widths=[8, 8])
     with pytest.raises(ConfigError, match="multiples of 4 pixels"):
         build(tile=6)
@@ -207,7 +207,7 @@ def test_clips_wait_for_their_turn_when_all_at_once_would_be_too_many(monkeypatc
     latents = task.encode(clips)
     pixels = task.decode(latents)
     four = 4 * 4 * (2 * 2 + 1) * 16 * 16 * 8
-    monkeypatch.setattr("kineograph.codec.causal_vae.AT_ONCE", four)
+    monkeypatch.setattr("kineograph.codec.causal_vae.MAX_MAP", four)
     assert torch.allclose(task.encode(clips), latents, atol=1e-5)
     assert torch.allclose(task.decode(latents), pixels, atol=1e-5)
     assert peak(task.posterior, clips)[0] < 1.2 * peak(task.posterior, clips[:4])[0]

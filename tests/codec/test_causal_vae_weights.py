@@ -166,7 +166,7 @@ def test_the_released_config_and_its_names_fit():
 
 def test_what_does_not_fit_is_refused(folder, ours, tmp_path):
     for key, value in {"act_fn": "gelu", "use_quant_conv": True, "temporal_compression_ratio": 8}.items():
-        with pytest.raises(InputError, match=f"{key}={value!r} is not known here"):
+        with pytest.raises(InputError, match=f"{key}={value!r} is not supported"):
             config_from_diffusers({**RELEASED, key: value})
     with pytest.raises(InputError, match="is of a AutoencoderKL: causal_vae reads AutoencoderKLCogVideoX"):
         config_from_diffusers({"_class_name": "AutoencoderKL"})

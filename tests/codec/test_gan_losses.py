@@ -70,8 +70,8 @@ def test_the_discriminator_is_shown_runs_of_real_frames_that_stand_for_their_cli
     keep = torch.tensor([[1.0] * 7, [1.0] * 5 + [0.0] * 2, [1.0] * 2 + [0.0] * 5])
     starts = set()
     for step in range(40):
-        scene = DiscriminatorFrames.of(_reconstruction(keep, step), AdversarialConfig(frames=3))
-        times = scene.places.view(3, 3) - torch.arange(3)[:, None] * 7
+        scene = DiscriminatorFrames.sample(_reconstruction(keep, step), AdversarialConfig(frames=3))
+        times = scene.indices.view(3, 3) - torch.arange(3)[:, None] * 7
         assert scene.frames == 3
         assert (times.diff(dim=1) == 1).all()
         assert times[0].max() < 7 and times[1].max() < 5 and times[2, 0] == 0
@@ -84,8 +84,8 @@ def test_the_discriminator_is_shown_runs_of_real_frames_that_stand_for_their_cli
 @pytest.mark.parametrize("frames", [None, 7, 20])
 def test_the_discriminator_is_shown_everything_unless_less_is_asked_for(frames):
     keep = torch.tensor([[1.0] * 7, [1.0] * 5 + [0.0] * 2])
-    scene = DiscriminatorFrames.of(_reconstruction(keep, 0), AdversarialConfig(frames=frames))
-    assert scene.places is None and scene.frames == 7 and scene.weights.tolist() == keep.flatten().tolist()
+    scene = DiscriminatorFrames.sample(_reconstruction(keep, 0), AdversarialConfig(frames=frames))
+    assert scene.indices is None and scene.frames == 7 and scene.weights.tolist() == keep.flatten().tolist()
 
 
 def _reconstruction(keep, step):

@@ -107,7 +107,7 @@ def test_what_is_no_pipeline_is_refused(folder: Path, tmp_path: Path) -> None:
         read_folder(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"model_index.json"):
         read_folder(folder / "vae")
-    with pytest.raises(InputError, match="names no image_encoder"):
+    with pytest.raises(InputError, match="has no image_encoder"):
         read_folder(folder).component("image_encoder")
     with pytest.raises(InputError, match="is a AutoencoderKLCogVideoX"):
         read_folder(folder).config("vae", "AutoencoderKL")

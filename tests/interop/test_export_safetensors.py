@@ -74,10 +74,10 @@ def test_an_occupied_place_is_refused_and_an_empty_folder_is_taken(run: RunFolde
     out.mkdir()
     export_safetensors(run, out)
     before = everything(tmp_path)
-    with pytest.raises(InputError, match="there already"):
+    with pytest.raises(InputError, match="exists and is not an empty folder"):
         export_safetensors(run, out)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="there already"):
+    with pytest.raises(InputError, match="exists and is not an empty folder"):
         export_safetensors(run, tmp_path / "file")
     assert everything(tmp_path) == before | {"file"}
 

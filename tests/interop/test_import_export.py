@@ -262,7 +262,7 @@ def test_a_lora_knows_its_base(released: Path, tmp_path: Path) -> None:
 
     assert brought("same") == []  # the same numbers, elsewhere
     for name, shape, message in (
-        ("deep", {"num_layers": 3}, "depth=2 there and 3 here; name the folder"),  # each matrix would fit
+        ("deep", {"num_layers": 3}, "depth=2 there and 3 here; give the folder"),  # each matrix would fit
         ("image", {"in_channels": 8}, "in_channels=4 there and 8 here"),
         ("wide", {"num_attention_heads": 4}, "heads=2 there and 4 here"),
     ):
@@ -273,7 +273,7 @@ def test_a_lora_knows_its_base(released: Path, tmp_path: Path) -> None:
     shard = sorted((tmp_path / "tuned" / "transformer").glob("*.safetensors"))[0]
     save_file({key: value + 1 for key, value in load_file(shard).items()}, shard, metadata={"format": "pt"})
     (line,) = brought("tuned")
-    assert "was trained on tiny, and" in line and "holds other weights of the same shape" in line
+    assert "was trained on tiny;" in line and "holds other weights of the same shape" in line
 
     save_file(load_file(file), tmp_path / "bare.safetensors")  # as of others: nothing is told
     file = tmp_path / "bare.safetensors"
@@ -392,7 +392,7 @@ def test_a_table_of_another_length_is_told(tmp_path: Path) -> None:
     tree["stages"]["generator"].setdefault("data", {})["frames"] = 1
     run.config_file.write_text(json.dumps(tree), encoding="utf-8")
     export_diffusers(run, tmp_path / "two", note=said.append)
-    assert any("learned positions for clips of 5 frames alone" in line and "of 1 frames" in line for line in said)
+    assert any("learned positions for clips of 5 frames only" in line and "on 1 frames" in line for line in said)
 
 
 def test_weights_are_found_from_any_folder(released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ import yaml
 from kineograph import cli
 from kineograph.core.config import Tree, flatten, load_file, read_yaml
 from kineograph.core.errors import InputError
-from kineograph.interop.sat_config import _flat, _Reading, translate
+from kineograph.interop.sat_config import _flatten, _Translator, translate
 from kineograph.run.plan import make_plan
 
 SAT = Path(__file__).parent / "sat"
 TRAIN, MODEL = SAT / "train.yaml", SAT / "model_5b_lora.yaml"
-KEYS = {path: _flat(load_file(path)) for path in (TRAIN, MODEL)}
+KEYS = {path: _flatten(load_file(path)) for path in (TRAIN, MODEL)}
 LEFT = re.compile(r"^# not translated: (\S+) = (.*)$", re.MULTILINE)
 
 
@@ -134,9 +134,9 @@ def test_nothing_is_dropped_in_silence() -> None:
 @pytest.mark.parametrize("key", [key for keys in KEYS.values() for key in keys])
 def test_every_key_makes_a_difference(key: str) -> None:
     """A word that no key can mean shows in what is printed: in its place, or as not translated."""
-    reading = _Reading({})
+    reading = _Translator({})
     reading.left = KEYS[TRAIN] | KEYS[MODEL] | {key: "strange-word"}
-    ours = flatten(reading.translated())
+    ours = flatten(reading.translate())
     assert "strange-word" in [*ours.values(), *reading.left.values()] or any(
         "strange" in line for line in reading.remarks
     )
@@ -206,7 +206,7 @@ def test_a_file_of_training_alone(tmp_path: Path) -> None:
 
 def test_strangers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("stages: {}\n")
-    with pytest.raises(InputError, match="no config of SAT"):
+    with pytest.raises(InputError, match="not a config of SAT"):
         translate([tmp_path / "other.yaml"])
 
 

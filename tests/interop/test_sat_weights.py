@@ -13,12 +13,12 @@ from torch import Tensor
 from kineograph.core.errors import InputError
 from kineograph.interop.lora_file import merge_lora
 from kineograph.interop.sat_weights import (
-    adapters,
+    convert_transformer,
+    convert_vae,
+    extract_adapters,
+    infer_transformer_config,
     locate_sat,
     read_sat_file,
-    transformer_config,
-    transformer_state,
-    vae_state,
 )
 from tests.interop.tiny import tiny_transformer, tiny_vae
 
@@ -96,10 +96,10 @@ SHAPES: list[dict[str, Any]] = [
 def test_a_transformer_comes_back_exactly(shape: dict[str, Any]) -> None:
     model = tiny_transformer(**shape)
     expected = model.state_dict()
-    found = transformer_state(as_sat(expected), WHERE)
+    found = convert_transformer(as_sat(expected), WHERE)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    config = transformer_config(found, WHERE)
+    config = infer_transformer_config(found, WHERE)
     if shape.get("patch_size_t") is None:
         config["max_text_seq_length"] = 12  # not in the shapes: that of the releases is taken
     wrong = {key: value for key, value in config.items() if model.config[key] != value}
@@ -110,7 +110,7 @@ def test_the_fixed_positions_of_2b_are_left_out() -> None:
     """They are sines, which every implementation makes itself; only a learned table is weights."""
     expected = tiny_transformer().state_dict()
     sat = as_sat(expected) | {"model.diffusion_model.mixins.pos_embed.pos_embedding": torch.zeros(1, 20, 32)}
-    assert transformer_state(sat, WHERE).keys() == expected.keys()
+    assert convert_transformer(sat, WHERE).keys() == expected.keys()
 
 
 def test_adapters_of_a_tuned_checkpoint_are_added_with_alpha_1() -> None:
@@ -128,32 +128,32 @@ def test_adapters_of_a_tuned_checkpoint_are_added_with_alpha_1() -> None:
                 stem = key.removesuffix("weight")
                 tuned |= {f"{stem}matrix_A.{part}": down, f"{stem}matrix_B.{part}": up}
                 deltas[f"transformer_blocks.{layer[1]}.attn1.{name}.weight"] = up @ down / rank
-    state = transformer_state(tuned, WHERE)
+    state = convert_transformer(tuned, WHERE)
     assert state.keys() == model.state_dict().keys() and len(deltas) == 8
-    found = dict(merge_lora(state, adapters(tuned, WHERE)))
+    found = dict(merge_lora(state, extract_adapters(tuned, WHERE)))
     for name, value in model.state_dict().items():
         torch.testing.assert_close(found[name], value + deltas.get(name, 0), rtol=1e-5, atol=1e-5)
     lost = next(key for key in tuned if "matrix_B" in key)
     with pytest.raises(InputError, match="lacks one"):
-        adapters({key: value for key, value in tuned.items() if key != lost}, WHERE)
-    assert adapters(sat, WHERE) == {}
+        extract_adapters({key: value for key, value in tuned.items() if key != lost}, WHERE)
+    assert extract_adapters(sat, WHERE) == {}
 
 
 def test_a_vae_comes_back_exactly() -> None:
     expected = tiny_vae().state_dict()
     for prefix in ("", "first_stage_model."):
-        found = vae_state({prefix + key: value for key, value in vae_as_sat(expected).items()}, WHERE)
+        found = convert_vae({prefix + key: value for key, value in vae_as_sat(expected).items()}, WHERE)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_strangers_are_named() -> None:
     with pytest.raises(InputError, match=r"mp_rank_00_model_states.pt holds transformer\.layers\.0\.odd"):
-        transformer_state({"model.diffusion_model.transformer.layers.0.odd.weight": torch.zeros(1)}, WHERE)
+        convert_transformer({"model.diffusion_model.transformer.layers.0.odd.weight": torch.zeros(1)}, WHERE)
     with pytest.raises(InputError, match="holds strange"):
-        vae_state({"strange": torch.zeros(1)}, WHERE)
+        convert_vae({"strange": torch.zeros(1)}, WHERE)
     with pytest.raises(InputError, match=r"lacks patch_embed.proj.weight"):
-        transformer_config({}, WHERE)
+        infer_transformer_config({}, WHERE)
 
 
 def test_files_are_found_and_read_as_tensors_alone(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert not Trap.sprung
     torch.save({"module": {"a": torch.zeros(100)}}, path)
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(InputError, match="cut short"):
+    with pytest.raises(InputError, match="truncated"):
         read_sat_file(path)
     torch.save({"step": 3}, path)
     with pytest.raises(InputError, match="no state dict"):

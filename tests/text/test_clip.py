@@ -93,8 +93,8 @@ def test_loss_is_the_symmetric_cross_entropy():
     wanted = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
     found = contrastive_loss(images, texts, torch.arange(5), scale, over_ranks=True)
     torch.testing.assert_close(found.loss / 5, wanted)
-    assert int(found.picked_text) == int((logits.argmax(1) == target).sum())
-    assert int(found.picked_image) == int((logits.argmax(0) == target).sum())
+    assert int(found.text_hits) == int((logits.argmax(1) == target).sum())
+    assert int(found.image_hits) == int((logits.argmax(0) == target).sum())
 
 
 def test_logits_are_float32_under_autocast():
@@ -119,7 +119,7 @@ def test_equal_captions_are_no_negatives():
     assert all(part.loss < whole for part in parts)
     alone = contrastive_loss(images, texts, torch.zeros(4, dtype=torch.long), scale, False)
     assert float(alone.loss) == 0  # one caption for all: nothing to tell apart
-    assert int(alone.picked_text) == int(alone.picked_image) == 4
+    assert int(alone.text_hits) == int(alone.image_hits) == 4
 
 
 def _row_loss(images, texts, rows, scale):
