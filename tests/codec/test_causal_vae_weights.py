@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(folder, ours, tmp_path):
     for key, value in {"act_fn": "gelu", "use_quant_conv": True, "temporal_compression_ratio": 8}.items():
         with pytest.raises(InputError, match=f"{key}={value!r} is not supported"):
             config_from_diffusers({**RELEASED, key: value})
-    with pytest.raises(InputError, match="is of a AutoencoderKL: causal_vae reads AutoencoderKLCogVideoX"):
+    with pytest.raises(InputError, match="is of a AutoencoderKL: causal_vae needs AutoencoderKLCogVideoX"):
         config_from_diffusers({"_class_name": "AutoencoderKL"})
     weights = weights_to_diffusers(ours)
     broken = Path(shutil.copytree(folder / "vae", tmp_path / "broken"))
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_refused(folder, ours, tmp_path):
         load_diffusers_vae(broken, SHAPE)
     with pytest.raises(InputError, match=r"conv_in\.conv\.weight is 8 × 3 × 3 × 3 × 3, but its config says 8 × 1"):
         load_diffusers_vae(folder, Shape(9, 64, 96, 1, 8.0))
-    with pytest.raises(InputError, match=r"config\.json does not exist: name a diffusers folder"):
+    with pytest.raises(InputError, match=r"config\.json does not exist: give a diffusers folder"):
         load_diffusers_vae(tmp_path, SHAPE)
     with pytest.raises(InputError, match="norm=frame, chunk=2"):
         config_to_diffusers(load_diffusers_vae(folder, SHAPE, norm="frame"))

@@ -186,7 +186,7 @@ def test_pictures_of_other_sizes_are_resized_without_aliasing():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="no multiple of patch=3"):
+    with pytest.raises(ConfigError, match="not a multiple of patch=3"):
         make(patch=3)
     with pytest.raises(ConfigError, match=r"text\.kind=none"):
         make(text={"kind": "none"})

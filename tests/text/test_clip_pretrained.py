@@ -181,9 +181,9 @@ def test_what_is_wrong_is_said(folder, tmp_path):
 
 
 def test_sizes_in_other_words():
-    assert Preprocessing({"size": 20}, 16).resized(40, 80) == (20, 40)
-    assert Preprocessing({"size": {"height": 16, "width": 16}}, 16).resized(40, 80) == (16, 16)
-    assert Preprocessing({"do_center_crop": False}, 16).resized(40, 80) == (16, 16)
+    assert Preprocessing({"size": 20}, 16).target_size(40, 80) == (20, 40)
+    assert Preprocessing({"size": {"height": 16, "width": 16}}, 16).target_size(40, 80) == (16, 16)
+    assert Preprocessing({"do_center_crop": False}, 16).target_size(40, 80) == (16, 16)
     assert Preprocessing({"size": {"shortest_edge": 20}}, 16)(torch.rand(1, 3, 40, 80)).shape == (1, 3, 16, 16)
 
 

@@ -203,10 +203,10 @@ def test_none_is_no_text():
     [
         ({"kind": "t5"}, "needs name"),
         ({"kind": "given"}, "needs width"),
-        ({"kind": "none", "length": 12}, "length is read by kind"),
-        ({"kind": "clip", "name": "x", "vocabulary": 300}, "vocabulary is read by kind learned only"),
-        ({"kind": "t5", "name": "x", "positions": "none"}, "positions is read by kind learned only"),
-        ({"depth": 0}, "depth=0 has none: raise depth, or say positions: none"),
+        ({"kind": "none", "length": 12}, "length is for kind"),
+        ({"kind": "clip", "name": "x", "vocabulary": 300}, "vocabulary is for kind learned only"),
+        ({"kind": "t5", "name": "x", "positions": "none"}, "positions is for kind learned only"),
+        ({"depth": 0}, "depth=0 has none: raise depth, or set positions=none"),
         ({"width": 30}, "multiple of"),
         ({"witdh": 3}, "width"),
     ],
@@ -301,7 +301,7 @@ def test_they_answer_what_transformers_does_with_its_own_mask(folders, kind, att
     model.set_attn_implementation(attention)
     captions = ["a red 3", "a blue cat moves left up", ""]
     found, mask = text.encode(captions)
-    ids = torch.tensor([text.ids(caption)[0] for caption in captions])
+    ids, _ = text._parts["tokenizer"](captions, torch.device("cpu"))
     expected = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state * mask[..., None]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -341,7 +341,7 @@ def test_padding_may_be_read_as_cogvideox_reads_it(folders):
     hidden, read = (build(kind="t5", name=str(folders["t5"]), length=6, padding=p) for p in ("hidden", "read"))
     embeddings, mask = read.encode(["a red 3"])
     assert mask.all()
-    ids = torch.tensor([read.ids("a red 3")[0]])
+    ids, _ = read._parts["tokenizer"](["a red 3"], torch.device("cpu"))
     torch.testing.assert_close(embeddings, read._parts["model"](input_ids=ids).last_hidden_state)
     assert (hidden.encode(["a red 3"])[0][0, 4:] == 0).all()
     assert embeddings[0, 4:].abs().sum() > 0
