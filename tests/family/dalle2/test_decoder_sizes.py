@@ -88,7 +88,7 @@ def test_a_clip_that_is_shown_enlarged_pictures_is_told_of(make):
     clip.picture_size = (32, 32)
     notes: list[str] = []
     make(stages={"clip": clip}, size=16, notes=notes)
-    assert len(notes) == 1 and "clip=clip looks at pictures of 32×32" in notes[0] and "raise data.size" in notes[0]
+    assert len(notes) == 1 and "clip=clip takes images of 32×32" in notes[0] and "raise data.size" in notes[0]
     notes.clear()
     make(stages={"clip": clip}, size=32, draws=16, notes=notes)
     assert notes == []
