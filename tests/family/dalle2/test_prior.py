@@ -398,7 +398,7 @@ def test_text_embeddings_of_the_data_serve_where_no_clip_reads_captions():
     batch.extra["text_embed"] = ToyClip().embed_texts(batch.captions)[0]
     found = task.embed(prompts_of(2, captions=batch.captions, batch=batch))
     assert torch.equal(found, task.embed(prompts_of(2, batch=batch)))
-    with pytest.raises(InputError, match="nothing to make it with"):
+    with pytest.raises(InputError, match="cannot compute it"):
         task.embed(prompts_of(2, captions=batch.captions))
 
 
