@@ -418,7 +418,7 @@ def test_clips_are_shown_through_the_folders_vae_in_tiles_where_asked(released: 
     assert task.can_reconstruct() and (shown[0] - shown[1]).abs().max() > 1e-3
     with pytest.raises(ConfigError, match="tile applies to the VAE of weights only"):
         parse(CogVideoXConfig, {**keys, "codec": "vae", "tile": [16, 16]})
-    with pytest.raises(InputError, match=r"tile=\[12, 16\]: its sides are multiples of 8"):
+    with pytest.raises(InputError, match=r"tile=\[12, 16\]: use multiples of 8"):
         CogVideoX.build(parse(CogVideoXConfig, {**keys, "tile": [12, 16]}), BuildContext(Shape(5, 32, 32, 3, 8.0)))
 
 
