@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from kineograph.core import distributed
-from tests.train.together import together
+from tests.train.ranks import run_ranks
 
 
 def test_one_process_hears_itself() -> None:
@@ -25,7 +25,7 @@ def test_everyone_hears_everyone_in_order() -> None:
         return [heard, rows.tolist()]
 
     said = [{"rank": rank, "text": "é\n" * rank} for rank in range(3)]
-    assert together(3, work) == [[said, [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]]] * 3
+    assert run_ranks(3, work) == [[said, [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]]] * 3
 
 
 def test_those_who_see_the_same_data_are_counted_once() -> None:
@@ -34,7 +34,7 @@ def test_those_who_see_the_same_data_are_counted_once() -> None:
         distributed.set_data_group(rank // 2, 2, groups[rank % 2])
         return [distributed.data_all_gather_object(rank), distributed.all_gather_object(rank)]
 
-    assert together(4, work) == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
+    assert run_ranks(4, work) == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
 
 
 def test_people_hear_the_first_process_alone() -> None:
@@ -43,4 +43,4 @@ def test_people_hear_the_first_process_alone() -> None:
         distributed.on_first_rank(heard.append)("hello")
         return heard
 
-    assert together(2, work) == [["hello"], []]
+    assert run_ranks(2, work) == [["hello"], []]

@@ -24,7 +24,7 @@ from kineograph.train.config import TrainConfig
 from kineograph.train.dtensors import to_local
 from kineograph.train.stepper import Stepper
 from tests.doctor.test_doctor import MUSE, TREE, opened
-from tests.train.together import together
+from tests.train.ranks import run_ranks
 
 
 def planned(processes: int, *overrides: str, tree: dict = TREE, probing: bool = False) -> Estimate:
@@ -76,7 +76,7 @@ def test_a_process_holds_what_was_said(keys: str) -> None:
             "ema": sum(to_local(value).numel() * value.element_size() for value in average.average.values()),
         }
 
-    first, _ = together(2, hold)
+    first, _ = run_ranks(2, hold)
     assert first == {name: getattr(found, name) for name in first}
     alone = held(1).optimizer
     assert found.optimizer < 0.8 * alone if "shard" in keys or "tensor" in keys else found.optimizer == alone
@@ -148,7 +148,7 @@ def test_workers_are_shared_out_over_the_processes_of_a_machine(monkeypatch: pyt
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         return count_workers(TrainConfig())
 
-    assert together(1, auto) == [4]
+    assert run_ranks(1, auto) == [4]
 
 
 # The commands ----------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_dry_run_in_a_group_waits_for_nobody(toy: str) -> None:
             dry_run([toy], out=lines.append, processes=2)
         return len(lines)
 
-    first, second = together(2, check)
+    first, second = run_ranks(2, check)
     assert first and not second
 
 

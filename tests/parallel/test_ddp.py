@@ -13,8 +13,8 @@ from kineograph.core.errors import ConfigError
 from kineograph.train.config import TrainConfig
 from kineograph.train.ddp import GradientAverage
 from kineograph.train.stepper import Stepper
+from tests.train.ranks import run_ranks
 from tests.train.test_stepper import batch, duel, toy
-from tests.train.together import together
 
 SHAPES = {"one": (3, 2), "two": (4,), "three": (2, 2), "four": (1,)}
 
@@ -46,7 +46,7 @@ def average(missing: dict[int, list[str]], bucket_mb: float, find_unused: bool =
             "calls": calls
         }
 
-    return together(2, work)
+    return run_ranks(2, work)
 
 
 @pytest.mark.parametrize(("bucket_mb", "buckets"), [(25.0, (1, 1)), (1e-6, (3, 4))])
@@ -76,7 +76,7 @@ def test_a_rank_with_all_gradients_does_not_wait_for_the_device() -> None:
         GradientAverage(named, 25.0)()
         return reads
 
-    assert together(2, work) == [0, 1]
+    assert run_ranks(2, work) == [0, 1]
 
 
 def test_without_find_unused_a_missing_gradient_is_an_error() -> None:
@@ -88,7 +88,7 @@ def test_without_find_unused_a_missing_gradient_is_an_error() -> None:
             GradientAverage(named, 25.0, find_unused=False)()
         return str(error.value)
 
-    first, second = together(2, work)
+    first, second = run_ranks(2, work)
     assert "find_unused=false: parameters got no gradient in this step (2, the first is two)" in first
     assert first == second
 
@@ -108,7 +108,7 @@ def test_find_unused_applies_to_tasks_with_two_players(find_unused: bool) -> Non
             return str(error)
         return "" if bool((task.generator.spare == 0).all()) else "moved"
 
-    first, second = together(2, work)
+    first, second = run_ranks(2, work)
     assert first == second
     assert first == "" if find_unused else "the first is generator.spare" in first
 
@@ -135,4 +135,4 @@ def test_ddp_reduces_once_a_step() -> None:
             stepper.step(step, [batch(step, slots[:2]), batch(step, slots[2:])])
         return reduced
 
-    assert together(2, work) == [3, 3]
+    assert run_ranks(2, work) == [3, 3]

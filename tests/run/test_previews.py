@@ -183,7 +183,7 @@ def test_nobody_waits_while_the_first_process_encodes(tmp_path: Path) -> None:
     """Its encoder stands still until both have begun the step that follows the pictures."""
     from kineograph.run import previews
     from kineograph.train.stepper import Stepper
-    from tests.train.together import together
+    from tests.train.ranks import run_ranks
 
     deadline = time.monotonic() + 60
 
@@ -210,7 +210,7 @@ def test_nobody_waits_while_the_first_process_encodes(tmp_path: Path) -> None:
 
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    first, second = together(2, work)
+    first, second = run_ranks(2, work)
     assert first[0] == "step" and "clip" in first
     assert second == ["step"]
     samples = tmp_path / "0" / "run" / "generator" / "samples" / "step-00000003"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kineograph.cli import main
-from tests.torture import lives
+from tests.torture import processes
 
 # A GAN stage (two players, a codebook with moving averages) and a transformer stage, both as small as they get.
 CONFIG = {
@@ -37,7 +37,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    lives.warm()
+    processes.import_modules()
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +55,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def live(config: Path, run: Path, *more: str, death: lives.Death | None = None) -> lives.Life:
+def live(config: Path, run: Path, *more: str, death: processes.Kill | None = None) -> processes.ProcessResult:
     """The command in a process forked from this one, which has imported everything."""
     run.parent.mkdir(exist_ok=True)
     log = run.parent / f"log-{len(list(run.parent.glob('log-*')))}"
-    return lives.wait([lives.start(command(config, run, *more)[3:], log, run, death)], log)
+    return processes.wait([processes.start(command(config, run, *more)[3:], log, run, death)], log)
 
 
-def train(config: Path, run: Path, *more: str) -> lives.Life:
+def train(config: Path, run: Path, *more: str) -> processes.ProcessResult:
     done = live(config, run, *more)
     assert done.codes == [0], done.text
     return done
@@ -101,7 +101,7 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
 )
 def test_killed_inside_a_save(config: Path, whole: dict, tmp_path: Path, place: str, nth: int) -> None:
     run = tmp_path / "run"
-    died = live(config, run, death=lives.Death("save", nth=nth, place=("checkpoint", place)))
+    died = live(config, run, death=processes.Kill("save", nth=nth, place=("checkpoint", place)))
     assert died.killed, died.text
     train(config, run)
     assert losses(run) == whole
@@ -110,7 +110,7 @@ def test_killed_inside_a_save(config: Path, whole: dict, tmp_path: Path, place: 
 def test_killed_anywhere_again_and_again(config: Path, whole: dict, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for touch in (60, 25, 120, 45):
-        died = live(config, run, death=lives.Death("touch", nth=touch))
+        died = live(config, run, death=processes.Kill("touch", nth=touch))
         assert died.killed, died.text
     train(config, run)
     assert losses(run) == whole

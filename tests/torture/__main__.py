@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.torture import faults, kills, lives
+from tests.torture import faults, kills, processes
 from tests.torture.elastic import elastic
 from tests.torture.kills import Layout, Tally
 from tests.torture.tiny import write_config
@@ -39,7 +39,7 @@ def main() -> int:
     wanted.add_argument("--only", choices=("kills", "faults"), help="one half of it")
     wanted.add_argument("--alone", action="store_true", help="single processes only")
     asked = wanted.parse_args()
-    lives.warm()
+    processes.import_modules()
     began = time.monotonic()
     rng = random.Random(asked.seed)
     place = Path(tempfile.mkdtemp(prefix="torture-"))
@@ -57,16 +57,16 @@ def main() -> int:
 def _all_faults(place: Path, alone: bool, rng: random.Random) -> list[tuple[str, faults.Outcome]]:
     outcomes: list[tuple[str, faults.Outcome]] = []
     config = write_config(place / "tiny.yaml")
-    kills.measure(config, place / "undisturbed", kills.ALONE)
+    kills.run_undisturbed(config, place / "undisturbed", kills.ALONE)
     outcomes += _meet(faults.EVERYWHERE + faults.ALONE_ONLY, place, config, place / "undisturbed", kills.ALONE)
     if not alone:
         config = write_config(place / "together.yaml", **WITHOUT_DROPOUT)
         for layout in (DDP, FSDP):
             reference = place / f"undisturbed-{layout.name.split()[-1]}"
-            kills.measure(config, reference, layout)
+            kills.run_undisturbed(config, reference, layout)
             chosen = faults.EVERYWHERE if layout is FSDP else (faults.sigterm, faults.missing_shard)
             outcomes += _meet(chosen, place / layout.name, config, reference, layout)
-            restarted = faults.Place(place / layout.name / "elastic", config, reference, layout)
+            restarted = faults.Scenario(place / layout.name / "elastic", config, reference, layout)
             restarted.folder.mkdir(parents=True)
             outcomes.append((layout.name, elastic(restarted, 3, rng)))
             print(f"{layout.name}: {outcomes[-1][1].name}: {outcomes[-1][1].wrong or 'as promised'}", flush=True)
@@ -83,12 +83,12 @@ def _all_kills(place: Path, asked: Any, rng: random.Random, deadline: float) -> 
         plans += [
             ("2 processes, DDP", [DDP], 0.15, 0.0, WITHOUT_DROPOUT),
             ("2 processes, FSDP2", [FSDP], 0.2, 0.0, WITHOUT_DROPOUT),
-            ("another layout in each life: 1, 2 (DDP), 2 (FSDP2), 4 (hybrid)", [ONE, DDP, FSDP, HYBRID], 0.25, ROUNDING, WITHOUT_DROPOUT),
+            ("another layout after each kill: 1, 2 (DDP), 2 (FSDP2), 4 (hybrid)", [ONE, DDP, FSDP, HYBRID], 0.25, ROUNDING, WITHOUT_DROPOUT),
         ]  # fmt: skip
     for number, (name, layouts, share, tolerance, changes) in enumerate(plans):
         count = round(asked.kills * share)
         tallies.append(
-            kills.torture(place / f"kills-{number}", layouts, count, rng, deadline, _say, tolerance, name, changes)
+            kills.kill_runs(place / f"kills-{number}", layouts, count, rng, deadline, _say, tolerance, name, changes)
         )
     return tallies
 
@@ -98,7 +98,7 @@ def _say(line: str) -> None:
 
 
 def _meet(chosen: Any, place: Path, config: Path, reference: Path, layout: Layout) -> list[tuple[str, faults.Outcome]]:
-    return [(layout.name, o) for o in faults.meet(chosen, place / "faults", config, reference, layout, _say)]
+    return [(layout.name, o) for o in faults.run_faults(chosen, place / "faults", config, reference, layout, _say)]
 
 
 def _report(asked: Any, tallies: list[Tally], outcomes: list[tuple[str, faults.Outcome]], seconds: float) -> bool:

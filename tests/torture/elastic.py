@@ -11,14 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from tests.torture import lives
-from tests.torture.faults import Outcome, Place
+from tests.torture import processes
+from tests.torture.faults import Outcome, Scenario
 
 ROOT = Path(__file__).parents[2]
-_RUNNER = "from tests.torture import lives; lives.lighten(); from kineograph.cli import main; main()"
+_RUNNER = "from tests.torture import processes; processes.limit_work(); from kineograph.cli import main; main()"
 
 
-def elastic(place: Place, kills: int, rng: random.Random) -> Outcome:
+def elastic(place: Scenario, kills: int, rng: random.Random) -> Outcome:
     """Kill a random worker of `torchrun --max-restarts`, several times."""
     out = Outcome(
         f"torchrun --max-restarts={kills}: {kills} workers killed", "starts all again, goes on by itself, ends with 0"
@@ -41,7 +41,7 @@ def elastic(place: Place, kills: int, rng: random.Random) -> Outcome:
         done = 0
         for _ in range(kills):
             target = place.lines() + rng.randint(1, 6)
-            deadline = time.monotonic() + lives.PATIENCE
+            deadline = time.monotonic() + processes.TIMEOUT
             while place.lines() < target and job.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.005)
             workers = _workers(job.pid, script)
@@ -49,7 +49,7 @@ def elastic(place: Place, kills: int, rng: random.Random) -> Outcome:
                 os.kill(rng.choice(workers), signal.SIGKILL)
                 done += 1
         try:
-            code = job.wait(2 * lives.PATIENCE)
+            code = job.wait(2 * processes.TIMEOUT)
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
             code = job.wait()
@@ -57,7 +57,7 @@ def elastic(place: Place, kills: int, rng: random.Random) -> Outcome:
     text = log.read_text()
     out.codes.append(code)
     out.message = f"{done} kills; " + next(
-        (line for line in text.splitlines() if "from step" in line), "no life took up a checkpoint"
+        (line for line in text.splitlines() if "from step" in line), "no restart resumed from a checkpoint"
     )
     out.expect(code == 0, f"it ended with {code}: {text[-1500:]}")
     out.expect(done == kills, f"{done} of {kills} workers were killed: the run was too short")

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.torture import judging, lives
+from tests.torture import comparison, processes
 from tests.torture.kills import ALONE, STAGES, Layout, train_once
 from tests.torture.tiny import CONFIG, write_config
 
@@ -35,31 +35,33 @@ class Outcome:
         if not holds:
             self.wrong.append(otherwise)
 
-    def ended(self, life: lives.Life, code: int, *words: str) -> None:
+    def ended(self, result: processes.ProcessResult, code: int, *words: str) -> None:
         """With this code, these words in its message, and no traceback."""
-        self.codes.append(max(life.codes, key=abs))
+        self.codes.append(max(result.codes, key=abs))
         said = [
-            line for line in life.text.splitlines() if any(word in line for word in words)
-        ] or life.text.splitlines()[-1:]
+            line for line in result.text.splitlines() if any(word in line for word in words)
+        ] or result.text.splitlines()[-1:]
         self.message = self.message or (said[0][:300] if said else "")
-        self.expect(set(life.codes) == {code}, f"it ended with {life.codes} instead of {code}: {life.text[-600:]}")
+        self.expect(
+            set(result.codes) == {code}, f"it ended with {result.codes} instead of {code}: {result.text[-600:]}"
+        )
         for word in words:
-            self.expect(word in life.text, f"nothing says {word!r}: {life.text[-600:]}")
-        self.expect("Traceback" not in life.text, f"a traceback: {life.text[-1500:]}")
-        self.expect(not life.hung, "it hung")
+            self.expect(word in result.text, f"nothing says {word!r}: {result.text[-600:]}")
+        self.expect("Traceback" not in result.text, f"a traceback: {result.text[-1500:]}")
+        self.expect(not result.hung, "it hung")
 
     def went_on(self, run: Path, reference: Path, tolerance: float = 0.0) -> None:
         """As if nothing had happened."""
-        found, wrong = judging.curve(run)
-        expected, _ = judging.curve(reference)
-        wrong += judging.differences(found, expected, tolerance)
-        wrong += judging.missing(found, expected)
-        wrong += judging.weights_differ(run, reference, STAGES, tolerance)
+        found, wrong = comparison.read_curve(run)
+        expected, _ = comparison.read_curve(reference)
+        wrong += comparison.find_differences(found, expected, tolerance)
+        wrong += comparison.find_missing(found, expected)
+        wrong += comparison.compare_weights(run, reference, STAGES, tolerance)
         self.wrong += wrong[:5]
 
 
 @dataclass
-class Place:
+class Scenario:
     """Where a scenario works, and what it is held against."""
 
     folder: Path
@@ -71,30 +73,31 @@ class Place:
     def run(self) -> Path:
         return self.folder / "run"
 
-    def train(self, death: lives.Death | None = None) -> lives.Life:
-        return train_once(self.config, self.run, self.layout, self.folder / "log", death)
+    def train(self, kill: processes.Kill | None = None) -> processes.ProcessResult:
+        return train_once(self.config, self.run, self.layout, self.folder / "log", kill)
 
     def start(self, *more: str, before: Callable[[], None] | None = None) -> list[int]:
         words = ["train", str(self.config), "--run", str(self.run), *self.layout.words, *more]
         (self.folder / "log").unlink(missing_ok=True)
         return [
-            lives.start(words, self.folder / "log", self.run, None, env, before) for env in self.layout.environment()
+            processes.start(words, self.folder / "log", self.run, None, env, before)
+            for env in self.layout.environment()
         ]
 
-    def wait(self, children: list[int]) -> lives.Life:
-        return lives.wait(children, self.folder / "log")
+    def wait(self, children: list[int]) -> processes.ProcessResult:
+        return processes.wait(children, self.folder / "log")
 
     def lines(self) -> int:
         path = self.run / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def until(self, lines: int) -> None:
-        deadline = time.monotonic() + lives.PATIENCE
+        deadline = time.monotonic() + processes.TIMEOUT
         while self.lines() < lines and time.monotonic() < deadline:
             time.sleep(0.002)
 
 
-def sigterm(place: Place) -> Outcome:
+def sigterm(place: Scenario) -> Outcome:
     """As a scheduler preempts: SIGTERM, then SIGKILL after a grace period."""
     out = Outcome("SIGTERM with a grace period", "saves, ends with 75, goes on")
     for lines in (3, 9, 20):
@@ -102,13 +105,13 @@ def sigterm(place: Place) -> Outcome:
         place.until(min(lines, 28))
         for child in children:
             os.kill(child, signal.SIGTERM)
-        life = place.wait(children)
-        out.ended(life, 75, "SIGTERM", "run the same command to go on")
-        out.expect(life.seconds < 30, f"it took {life.seconds:.0f} s of its grace")
+        result = place.wait(children)
+        out.ended(result, 75, "SIGTERM", "run the same command to go on")
+        out.expect(result.seconds < 30, f"it took {result.seconds:.0f} s of its grace")
         out.expect((place.run / "stopped").exists(), "there is no `stopped`")
-        found, _ = judging.curve(place.run)
+        found, _ = comparison.read_curve(place.run)
         steps = {s: max((k[2] for k in found if k[:2] == (s, "train")), default=0) for s in STAGES}
-        saved = judging.saved_steps(place.run, STAGES)
+        saved = comparison.saved_steps(place.run, STAGES)
         out.expect({s: n for s, n in steps.items() if n} == saved, f"steps {steps} were made and {saved} saved")
     out.ended(place.train(), 0)
     out.expect(not (place.run / "stopped").exists(), "`stopped` is still there")
@@ -117,7 +120,7 @@ def sigterm(place: Place) -> Outcome:
 
 
 @contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[bool]:
+def mount_small_disk(folder: Path, size: str) -> Iterator[bool]:
     """A file system of its own, where this process may mount one."""
     folder.mkdir(parents=True, exist_ok=True)
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True)
@@ -132,27 +135,27 @@ def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True, capture_output=True)
 
 
-def full_disk(place: Place) -> Outcome:
+def full_disk(place: Scenario) -> Outcome:
     out = Outcome("full disk while saving", "ends with 1 and the reason, goes on when there is room")
-    with small_disk(place.run, "90k") as mounted:
+    with mount_small_disk(place.run, "90k") as mounted:
         if mounted:
-            life = place.train()
-            out.ended(life, 1, "No space left on device", "run the same command to go on")
-            out.expect(bool(judging.saved_steps(place.run, STAGES)), "no checkpoint was complete before")
+            result = place.train()
+            out.ended(result, 1, "No space left on device", "run the same command to go on")
+            out.expect(bool(comparison.saved_steps(place.run, STAGES)), "no checkpoint was complete before")
             out.expect(not list(place.run.rglob(".writing-*")), "half a checkpoint is left")
             remount(place.run, "size=100m")
         else:
             out.name += " (no file system could be mounted: a limit on the size of files instead)"
-            life = place.wait(place.start(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))))
-            out.ended(life, 1, "File too large", "run the same command to go on")
+            result = place.wait(place.start(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))))
+            out.ended(result, 1, "File too large", "run the same command to go on")
         out.ended(place.train(), 0)
         out.went_on(place.run, place.reference)
     return out
 
 
-def read_only(place: Place) -> Outcome:
+def read_only(place: Scenario) -> Outcome:
     out = Outcome("read-only run folder", "ends with 2 before anything is made")
-    with small_disk(place.run, "1m") as mounted:
+    with mount_small_disk(place.run, "1m") as mounted:
         if mounted:
             remount(place.run, "ro")
         elif os.geteuid() == 0:
@@ -166,10 +169,10 @@ def read_only(place: Place) -> Outcome:
     return out
 
 
-def disk_fills_up(place: Place) -> Outcome:
+def disk_fills_up(place: Scenario) -> Outcome:
     """Between two saves, by what another program writes: it is the log that finds no room."""
     out = Outcome("disk fills up between two saves", "ends with 1 and the reason, goes on when there is room")
-    with small_disk(place.run, "1m") as mounted:
+    with mount_small_disk(place.run, "1m") as mounted:
         if not mounted:
             out.name += " (not tried: no file system could be mounted)"
             return out
@@ -187,14 +190,14 @@ def disk_fills_up(place: Place) -> Outcome:
     return out
 
 
-def _damaged(place: Place, name: str, damage: Callable[[Path], None], word: str) -> Outcome:
+def _resume_after_damage(place: Scenario, name: str, damage: Callable[[Path], None], word: str) -> Outcome:
     out = Outcome(name, "is noticed and said, the one before is used")
     children = place.start()
     place.until(22)
     for child in children:
         os.kill(child, signal.SIGKILL)
     place.wait(children)
-    saved = judging.saved_steps(place.run, STAGES)
+    saved = comparison.saved_steps(place.run, STAGES)
     stage = [s for s in STAGES if s in saved][-1]
     newest = place.run / stage / "checkpoints" / f"step-{saved[stage]:08d}"
     damage(sorted(p for p in newest.rglob("*.safetensors"))[-1])
@@ -203,26 +206,26 @@ def _damaged(place: Place, name: str, damage: Callable[[Path], None], word: str)
     return out
 
 
-def flipped_byte(place: Place) -> Outcome:
+def flipped_byte(place: Scenario) -> Outcome:
     def flip(path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[len(content) * 2 // 3] ^= 4
         path.write_bytes(content)
 
-    return _damaged(place, "flipped byte in a checkpoint", flip, "does not match its checksum")
+    return _resume_after_damage(place, "flipped byte in a checkpoint", flip, "does not match its checksum")
 
 
-def missing_shard(place: Place) -> Outcome:
-    return _damaged(place, "missing file (or shard) of a checkpoint", Path.unlink, "is missing")
+def missing_shard(place: Scenario) -> Outcome:
+    return _resume_after_damage(place, "missing file (or shard) of a checkpoint", Path.unlink, "is missing")
 
 
-def nan_batch(place: Place) -> Outcome:
+def nan_batch(place: Scenario) -> Outcome:
     out = Outcome("NaN batch", "the update is skipped and counted; many in a row end the run with 1")
     poisoned = {"task": "tests.torture.tiny.Poisoned", "poison": [4]}
     config = write_config(place.folder / "nan.yaml", stages__toy=poisoned)
-    whole = Place(place.folder, config, place.reference, place.layout)
+    whole = Scenario(place.folder, config, place.reference, place.layout)
     out.ended(whole.train(), 0)
-    found, _ = judging.curve(place.run)
+    found, _ = comparison.read_curve(place.run)
     after = [found["toy", "train", step] for step in range(5, 13)]
     out.expect(after[0]["loss"] is None and after[0]["skipped"] == 1, f"step 5 is {after[0]}")
     out.expect(all(r["loss"] is not None and r["skipped"] == 1 for r in after[1:]), "steps after it are not finite")
@@ -233,7 +236,7 @@ def nan_batch(place: Place) -> Outcome:
     return out
 
 
-def corrupt_media(place: Place) -> Outcome:
+def corrupt_media(place: Scenario) -> Outcome:
     from PIL import Image
 
     out = Outcome("corrupt media", "is left out and listed; too many end the run")
@@ -244,7 +247,7 @@ def corrupt_media(place: Place) -> Outcome:
     (media / "03.png").write_bytes((media / "03.png").read_bytes()[:40])
     (media / "07.png").write_bytes(b"no picture")
     data = {"data__source": "folder", "data__folder": str(media)}
-    broken = Place(place.folder, write_config(place.folder / "media.yaml", **data), place.reference, place.layout)
+    broken = Scenario(place.folder, write_config(place.folder / "media.yaml", **data), place.reference, place.layout)
     out.ended(broken.train(), 0)
     listed = (place.run / "skipped.jsonl").read_text() if (place.run / "skipped.jsonl").exists() else ""
     out.expect("03.png" in listed and "07.png" in listed, f"skipped.jsonl holds {listed!r}")
@@ -256,11 +259,11 @@ def corrupt_media(place: Place) -> Outcome:
     return out
 
 
-def worker_killed(place: Place) -> Outcome:
+def worker_killed(place: Scenario) -> Outcome:
     out = Outcome("data worker killed", "ends with 1 and the reason, goes on")
     children = place.start("train.workers=1", "train.steps=100000")
     place.until(4)
-    workers = _below(children[0])
+    workers = _data_workers(children[0])
     out.expect(bool(workers), "no worker was found")
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
@@ -270,7 +273,7 @@ def worker_killed(place: Place) -> Outcome:
     return out
 
 
-def _below(pid: int) -> list[int]:
+def _data_workers(pid: int) -> list[int]:
     """Processes that read data for this one, and not what starts them."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -286,7 +289,7 @@ def _below(pid: int) -> list[int]:
     return [child for _, child in found if child not in parents]
 
 
-def clock_jump(place: Place) -> Outcome:
+def clock_jump(place: Scenario) -> Outcome:
     out = Outcome("clock jumps by days, forth and back", "changes nothing")
 
     def jump() -> None:
@@ -303,12 +306,12 @@ def clock_jump(place: Place) -> Outcome:
     return out
 
 
-def two_on_one(place: Place) -> Outcome:
+def two_on_one(place: Scenario) -> Outcome:
     out = Outcome("two processes on one run folder", "the second ends with 3, the first is not disturbed")
     first = place.start()
     place.until(2)
-    second = lives.start(["train", str(place.config), "--run", str(place.run)], place.folder / "second", place.run)
-    out.ended(lives.wait([second], place.folder / "second"), 3, "is in use by", str(first[0]))
+    second = processes.start(["train", str(place.config), "--run", str(place.run)], place.folder / "second", place.run)
+    out.ended(processes.wait([second], place.folder / "second"), 3, "is in use by", str(first[0]))
     out.ended(place.wait(first), 0)
     out.went_on(place.run, place.reference)
     return out
@@ -318,12 +321,12 @@ EVERYWHERE = (sigterm, full_disk, flipped_byte, missing_shard, clock_jump, nan_b
 ALONE_ONLY = (read_only, disk_fills_up, corrupt_media, worker_killed)
 
 
-def meet(faults: tuple[Callable[[Place], Outcome], ...], folder: Path, config: Path, reference: Path, layout: Layout,
+def run_faults(faults: tuple[Callable[[Scenario], Outcome], ...], folder: Path, config: Path, reference: Path, layout: Layout,
          tell: Callable[[str], None]) -> list[Outcome]:  # fmt: skip
     """Each in a folder of its own."""
     found = []
     for fault in faults:
-        place = Place(folder / fault.__name__, config, reference, layout)
+        place = Scenario(folder / fault.__name__, config, reference, layout)
         shutil.rmtree(place.folder, ignore_errors=True)
         place.folder.mkdir(parents=True)
         try:

@@ -25,8 +25,8 @@ from kineograph.interop.export_run import export_safetensors
 from kineograph.train import checkpoint
 from kineograph.train.dtensors import full_tensor, to_local
 from kineograph.train.saver import Saver
+from tests.train.ranks import run_ranks
 from tests.train.test_checkpoint import flip
-from tests.train.together import together
 
 ROWS = torch.arange(35.0).view(7, 5)  # 7 rows: uneven on 2 and 4 processes
 WHOLE = {
@@ -63,7 +63,7 @@ def save(folder: Path, step: int, world: int, layout: str, rank: int, **state) -
 
 @pytest.mark.parametrize(("world", "layout"), [(2, "replicate"), (4, "shard"), (4, "hybrid"), (2, "columns")])
 def test_what_many_save_one_reads(tmp_path: Path, world: int, layout: str) -> None:
-    together(world, lambda rank: save(tmp_path, 3, world, layout, rank))
+    run_ranks(world, lambda rank: save(tmp_path, 3, world, layout, rank))
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.is_sharded and found.step == 3
     back = found.tensors("model")
@@ -78,7 +78,7 @@ def test_what_many_save_one_reads(tmp_path: Path, world: int, layout: str) -> No
 
 @pytest.mark.parametrize(("world", "layout"), [(2, "replicate"), (4, "hybrid")])
 def test_every_number_is_written_once_by_all_in_turn(tmp_path: Path, world: int, layout: str) -> None:
-    together(world, lambda rank: save(tmp_path, 3, world, layout, rank))
+    run_ranks(world, lambda rank: save(tmp_path, 3, world, layout, rank))
     files = sorted((tmp_path / "step-00000003/model").iterdir())
     numbers = []
     for path in files:
@@ -89,7 +89,7 @@ def test_every_number_is_written_once_by_all_in_turn(tmp_path: Path, world: int,
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
-    together(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
+    run_ranks(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert {Path(name).suffix for name in names} == {".safetensors", ".json"}
     for name in names:
@@ -107,7 +107,7 @@ def test_another_number_of_processes_and_another_layout_fill_their_tensors(tmp_p
     if saved_by == 1:
         checkpoint.save(tmp_path, 3, {"model": WHOLE}, {})
     else:
-        together(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
+        run_ranks(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
 
     def fill(rank: int) -> None:
         for layout in ("shard", "hybrid"):
@@ -119,7 +119,7 @@ def test_another_number_of_processes_and_another_layout_fill_their_tensors(tmp_p
                 full = value.full_tensor() if hasattr(value, "full_tensor") else value
                 assert torch.equal(full, WHOLE[name]), (layout, name)
 
-    together(4, fill)
+    run_ranks(4, fill)
     alone = {name: torch.zeros_like(value) for name, value in WHOLE.items()}
     checkpoint.checkpoint_at(tmp_path, 3).load_into("model", alone)
     assert all(torch.equal(alone[name], value) for name, value in WHOLE.items())
@@ -129,7 +129,7 @@ def test_a_run_in_shards_is_exported_as_plain_files_and_counted(tmp_path: Path) 
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.config_file.write_text("stages: {codec: {task: vqgan}}\n")
-    together(2, lambda rank: save(run.checkpoints("codec"), 3, 2, "shard", rank))
+    run_ranks(2, lambda rank: save(run.checkpoints("codec"), 3, 2, "shard", rank))
     export_safetensors(run, tmp_path / "out")
     back = checkpoint.read_safetensors(tmp_path / "out/codec.safetensors")
     assert all(torch.equal(back[name], value) for name, value in WHOLE.items())
@@ -144,7 +144,7 @@ def test_the_digest_tells_weights_apart(tmp_path: Path) -> None:
             with Saver(tmp_path) as saver:
                 saver.save(step, {"model": {"rows": ROWS * step}, "ema": {"rows": ROWS}}, {})
 
-    together(2, work)
+    run_ranks(2, work)
     third, fourth = checkpoint.checkpoint_at(tmp_path, 3), checkpoint.checkpoint_at(tmp_path, 4)
     assert third.digest() == third.digest() != third.digest(ema=False)
     assert third.digest(ema=False) != fourth.digest(ema=False)
@@ -170,9 +170,9 @@ def test_stacked_matrices_are_saved_in_full_and_split_again(tmp_path: Path) -> N
         checkpoint.checkpoint_at(tmp_path, 1).load_into("model", {"qkv": qkv, "norm": norm})
         assert torch.equal(full_tensor(qkv), full) and torch.equal(norm, torch.ones(2))
 
-    together(2, write)
+    run_ranks(2, write)
     assert torch.equal(checkpoint.checkpoint_at(tmp_path, 1).tensors("model")["qkv"], full)
-    together(2, read)
+    run_ranks(2, read)
     with pytest.raises(InputError, match=r"qkv has shape \[12, 2\], and this task needs \[5\]"):
         checkpoint.checkpoint_at(tmp_path, 1).load_into("model", {"qkv": torch.zeros(5)})
 
@@ -190,7 +190,7 @@ def test_stacked_matrices_are_saved_in_full_and_split_again(tmp_path: Path) -> N
 )
 def test_a_damaged_or_missing_shard_is_noticed(tmp_path: Path, damage, reason: str) -> None:
     checkpoint.save(tmp_path, 2, {"model": WHOLE}, {})
-    together(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
+    run_ranks(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
     damage(tmp_path / "step-00000003/model/shard-00002-model-00001-of-00001.safetensors")
 
     def look(rank: int) -> list:
@@ -198,7 +198,7 @@ def test_a_damaged_or_missing_shard_is_noticed(tmp_path: Path, damage, reason: s
         found = checkpoint.latest_on_all_ranks(tmp_path, notes.append)
         return [found.step if found else None, notes, checkpoint.latest(tmp_path).step]
 
-    first, second = together(2, look)
+    first, second = run_ranks(2, look)
     assert first[0] == second[0] == first[2] == second[2] == 2  # all go on from the same one
     assert len(first[1]) == 1 and reason in first[1][0] and "shard-00002" in first[1][0]
     assert second[1] == []  # said once
@@ -206,7 +206,7 @@ def test_a_damaged_or_missing_shard_is_noticed(tmp_path: Path, damage, reason: s
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_full_disk_on_one_process_fails_all_and_changes_nothing(tmp_path: Path, who: int) -> None:
-    together(2, lambda rank: save(tmp_path, 2, 2, "shard", rank))
+    run_ranks(2, lambda rank: save(tmp_path, 2, 2, "shard", rank))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def fail(rank: int) -> str:
@@ -219,14 +219,14 @@ def test_a_full_disk_on_one_process_fails_all_and_changes_nothing(tmp_path: Path
             save(tmp_path, 3, 2, "shard", rank)
         return str(error.value)
 
-    for told in together(2, fail):
+    for told in run_ranks(2, fail):
         assert f"step-00000003: process {who}:" in told and "No space left on device" in told and "same command" in told
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("place", ["flush_and_hash", "commit"])
 def test_a_process_killed_while_saving_leaves_the_old_checkpoint(tmp_path: Path, place: str) -> None:
-    together(2, lambda rank: save(tmp_path, 2, 2, "shard", rank))
+    run_ranks(2, lambda rank: save(tmp_path, 2, 2, "shard", rank))
     victim = 0 if place == "commit" else 1
 
     def die(rank: int) -> str:
@@ -236,16 +236,16 @@ def test_a_process_killed_while_saving_leaves_the_old_checkpoint(tmp_path: Path,
             save(tmp_path, 3, 2, "shard", rank)
         return str(error.value)
 
-    answers = together(2, die, deadly=True)
+    answers = run_ranks(2, die, deadly=True)
     assert answers[victim] is None and "cannot save" in answers[1 - victim]
     assert checkpoint.saved_steps(tmp_path) == [2]
     assert checkpoint.latest(tmp_path).step == 2
-    together(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
+    run_ranks(2, lambda rank: save(tmp_path, 3, 2, "shard", rank))
     assert checkpoint.latest(tmp_path).step == 3
 
 
 def test_of_a_stream_the_process_furthest_behind_decides(tmp_path: Path) -> None:
-    together(2, lambda rank: save(tmp_path, 3, 2, "shard", rank, data={"shards": 8 - 2 * rank}))
+    run_ranks(2, lambda rank: save(tmp_path, 3, 2, "shard", rank, data={"shards": 8 - 2 * rank}))
     assert checkpoint.checkpoint_at(tmp_path, 3).state()["data"] == {"shards": 6}
 
 
@@ -256,7 +256,7 @@ def test_a_mesh_of_one_process_saves_one_file(tmp_path: Path) -> None:
             saver.save(1, {"model": {"rows": distribute_tensor(ROWS.clone(), mesh, [Shard(0)])}}, {})
         assert dist.get_world_size() == 1
 
-    together(1, work)
+    run_ranks(1, work)
     found = checkpoint.latest(tmp_path)
     assert found is not None and not found.is_sharded
     assert torch.equal(found.tensors("model")["rows"], ROWS)

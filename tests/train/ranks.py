@@ -16,7 +16,7 @@ from typing import Any
 PATIENCE = 120.0
 
 
-def together(world: int, work: Callable[[int], Any], deadly: bool = False) -> list[Any]:
+def run_ranks(world: int, work: Callable[[int], Any], deadly: bool = False) -> list[Any]:
     """Run `work(rank)` in `world` processes at once. → what each returns, by rank, through JSON; None where it was killed (`deadly`)."""
     with tempfile.TemporaryDirectory() as place:
         children = [_start(rank, world, work, Path(place)) for rank in range(world)]

@@ -1,8 +1,8 @@
-"""Lives of a run: processes that train until they are done, or until something kills them.
+"""Processes that train until they are done or something kills them.
 
-Each is forked from this process, which has imported everything: a life costs a fraction of a second, and is a real process that runs the real
-command line. Where it dies is chosen in three ways: at a moment (the clock), at the n-th time that it touches a file of the run folder
-(every open, rename, removal; counted by an audit hook), or a few milliseconds into a part of the save.
+Each is forked from this process, which has imported everything, and runs the real command line. It is killed in one of
+three ways: at a moment, at the n-th access to a file of the run folder (every open, rename and removal, counted by an
+audit hook), or a few milliseconds into a part of the save.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 GRACE = 3.0  # between a launcher's SIGTERM and its SIGKILL
-PATIENCE = 120.0  # seconds after which a life counts as hanging
+TIMEOUT = 120.0  # seconds after which a process counts as hanging
 _BOTH = (("checkpoint", "flush_and_hash"), ("checkpoint", "commit"), ("checkpoint", "prune"), ("checkpoint", "update_state"),
          ("saver", "HostBuffers.copy"))  # fmt: skip
-ALONE = (*_BOTH, ("checkpoint", "save_file"))
-TOGETHER = (*_BOTH, ("distributed_checkpoint", "write"), ("saver", "_gather_results"))
+SINGLE_PLACES = (*_BOTH, ("checkpoint", "save_file"))
+SHARDED_PLACES = (*_BOTH, ("distributed_checkpoint", "write"), ("saver", "_gather_results"))
 
 
 @dataclass
-class Death:
-    """How a life shall end before its time."""
+class Kill:
+    """When a process is killed."""
 
     way: str  # moment, touch or save
     seconds: float = 0.0
@@ -42,28 +42,28 @@ class Death:
 
 
 @dataclass
-class Life:
-    """What became of one process, or of several that trained together."""
+class ProcessResult:
+    """How one process ended, or several that trained together."""
 
     codes: list[int]
     text: str
     seconds: float
     hung: bool = False
-    put_down: list[bool] = field(default_factory=list)  # by us, in a launcher's place, after another had ended
+    ended_by_us: list[bool] = field(default_factory=list)  # as a launcher does, after another had ended
 
     @property
     def killed(self) -> bool:
-        """Whether a process died as it was meant to."""
+        """Whether a process was killed as planned."""
         died = [code == -signal.SIGKILL for code in self.codes]
-        return not self.hung and any(d and not p for d, p in zip(died, self.put_down, strict=True))
+        return not self.hung and any(d and not p for d, p in zip(died, self.ended_by_us, strict=True))
 
 
-def die() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def warm() -> None:
-    """Import what a life needs, once."""
+def import_modules() -> None:
+    """Import what the processes need, once."""
     import torch._dynamo  # noqa: F401
 
     import kineograph.cli
@@ -72,8 +72,8 @@ def warm() -> None:
     import tests.torture.tiny  # noqa: F401
 
 
-def lighten() -> None:
-    """Inside a life: one thread, and no curves drawn, which would be most of a tiny run's time."""
+def limit_work() -> None:
+    """Use one thread, and draw no curves, which would take most of a tiny run's time."""
     import torch
 
     from kineograph.run.previews import Previews
@@ -83,7 +83,7 @@ def lighten() -> None:
 
 
 def start(
-    words: list[str], log: Path, run: Path, death: Death | None = None, env: dict[str, str] | None = None,
+    words: list[str], log: Path, run: Path, kill: Kill | None = None, env: dict[str, str] | None = None,
     before: Callable[[], Any] | None = None,
 ) -> int:  # fmt: skip
     """Fork a process that runs `kineo WORDS`, its output going to `log`. → its id."""
@@ -99,9 +99,9 @@ def start(
         sys.stdout = os.fdopen(1, "w", closefd=False)  # whatever the parent has put in their place
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.environ.update(env or {})
-        lighten()
-        if death is not None:
-            arm(death, run)
+        limit_work()
+        if kill is not None:
+            arm_kill(kill, run)
         if before is not None:
             before()
         from kineograph.cli import main
@@ -118,15 +118,15 @@ def start(
         os._exit(code)
 
 
-def arm(death: Death, run: Path) -> None:
-    """Inside the process that is to die."""
-    if death.way == "touch":
-        at_touch(run, death.nth, die)
-    elif death.way == "save":
-        _at_call(death)
+def arm_kill(kill: Kill, run: Path) -> None:
+    """Call this in the process to be killed."""
+    if kill.way == "touch":
+        call_at_touch(run, kill.nth, kill_self)
+    elif kill.way == "save":
+        _kill_at_call(kill)
 
 
-def at_every_touch(run: Path, then: Callable[[], None]) -> None:
+def call_at_every_touch(run: Path, then: Callable[[], None]) -> None:
     """Call `then` whenever a file below `run` is opened, renamed, made or removed."""
     inside = f"{run}/"
 
@@ -139,7 +139,7 @@ def at_every_touch(run: Path, then: Callable[[], None]) -> None:
     sys.addaudithook(hear)
 
 
-def at_touch(run: Path, nth: int, then: Callable[[], None]) -> None:
+def call_at_touch(run: Path, nth: int, then: Callable[[], None]) -> None:
     """Call `then` the n-th time."""
     seen = 0
 
@@ -149,14 +149,14 @@ def at_touch(run: Path, nth: int, then: Callable[[], None]) -> None:
         if seen == nth:
             then()
 
-    at_every_touch(run, count)
+    call_at_every_touch(run, count)
 
 
-def _at_call(death: Death) -> None:
+def _kill_at_call(kill: Kill) -> None:
     import importlib
 
-    module = importlib.import_module(f"kineograph.train.{death.place[0]}")
-    *path, name = death.place[1].split(".")
+    module = importlib.import_module(f"kineograph.train.{kill.place[0]}")
+    *path, name = kill.place[1].split(".")
     for part in path:
         module = getattr(module, part)
     original, seen = getattr(module, name), 0
@@ -164,19 +164,21 @@ def _at_call(death: Death) -> None:
     def deadly(*arguments: Any, **named: Any) -> Any:
         nonlocal seen
         seen += 1
-        if seen == death.nth:
-            if death.seconds == 0:
-                die()
-            threading.Timer(death.seconds, die).start()
+        if seen == kill.nth:
+            if kill.seconds == 0:
+                kill_self()
+            threading.Timer(kill.seconds, kill_self).start()
         return original(*arguments, **named)
 
     setattr(module, name, deadly)
 
 
 def wait(children: list[int], log: Path, kill_at: float | None = None, victims: list[int] | None = None,
-         number: int = signal.SIGKILL) -> Life:  # fmt: skip
-    """Until all have ended; `victims` get the signal after `kill_at` seconds. Of a group whose member has ended badly the others are
-    ended as launchers do: SIGTERM, and SIGKILL after a grace period."""
+         number: int = signal.SIGKILL) -> ProcessResult:  # fmt: skip
+    """Wait until all have ended. `victims` get the signal after `kill_at` seconds.
+
+    When one process fails, the others are ended as launchers do: SIGTERM, then SIGKILL after a grace period.
+    """
     began = time.monotonic()
     codes: dict[int, int] = {}
     hung = False
@@ -202,7 +204,7 @@ def wait(children: list[int], log: Path, kill_at: float | None = None, victims: 
                     os.kill(child, signal.SIGKILL if warned else signal.SIGTERM)
                     put_down.add(child)
             warned = True
-        if passed > PATIENCE and not hung:
+        if passed > TIMEOUT and not hung:
             hung = True
             for child in children:
                 if child not in codes:
@@ -210,15 +212,20 @@ def wait(children: list[int], log: Path, kill_at: float | None = None, victims: 
         time.sleep(0.002)
     text = log.read_text(errors="replace") if log.exists() else ""
     ended = [child in put_down for child in children]
-    return Life([codes[child] for child in children], text, time.monotonic() - began, hung, ended)
+    return ProcessResult([codes[child] for child in children], text, time.monotonic() - began, hung, ended)
 
 
-def random_death(rng: random.Random, seconds: float, touches: int, left: float = 1.0, world: int = 1) -> Death:
-    """Somewhere in a life that takes `seconds` and `touches` files when the whole run is still to be made; `left` of it is."""
+def random_kill(rng: random.Random, seconds: float, touches: int, left: float = 1.0, world: int = 1) -> Kill:
+    """A kill somewhere in a process that would take `seconds` and `touches` files for a whole run, of which `left` remains."""
     way = rng.choice(["moment", "touch", "save"])
     if way == "moment":
-        return Death("moment", seconds=rng.uniform(0, seconds * max(0.4, left)))
+        return Kill("moment", seconds=rng.uniform(0, seconds * max(0.4, left)))
     if way == "touch":
-        return Death("touch", nth=rng.randint(1, max(20, round(touches * left))))
+        return Kill("touch", nth=rng.randint(1, max(20, round(touches * left))))
     nth = rng.randint(1, max(2, round(10 * left)))
-    return Death("save", rng.choice([0.0, rng.uniform(0, 0.004)]), nth, rng.choice(ALONE if world == 1 else TOGETHER))
+    return Kill(
+        "save",
+        rng.choice([0.0, rng.uniform(0, 0.004)]),
+        nth,
+        rng.choice(SINGLE_PLACES if world == 1 else SHARDED_PLACES),
+    )

@@ -1,4 +1,4 @@
-"""Whether a run that was disturbed went on as if it had not been."""
+"""Compare a run that was killed and resumed with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kineograph.train import checkpoint
 Curve = dict[tuple[str, str, int], dict[str, Any]]
 
 
-def curve(run: Path) -> tuple[Curve, list[str]]:
-    """Lines of metrics.jsonl by stage, split and step, without timings; and what is wrong with them as they stand."""
+def read_curve(run: Path) -> tuple[Curve, list[str]]:
+    """Lines of metrics.jsonl by stage, split and step, without timings; and errors in the file."""
     found: Curve = {}
     wrong = []
     path = run / "metrics.jsonl"
@@ -25,16 +25,16 @@ def curve(run: Path) -> tuple[Curve, list[str]]:
         try:
             record = json.loads(line)
         except ValueError:
-            wrong.append(f"metrics.jsonl line {number + 1} is no JSON")
+            wrong.append(f"metrics.jsonl line {number + 1} is not JSON")
             continue
         key = (record["stage"], record["split"], record["step"])
         if key in found:
-            wrong.append(f"{key} stands there twice")
+            wrong.append(f"{key} is there twice")
         found[key] = {name: value for name, value in record.items() if not name.startswith("time/")}
     return found, wrong
 
 
-def differences(found: Curve, reference: Curve, tolerance: float = 0.0) -> list[str]:
+def find_differences(found: Curve, reference: Curve, tolerance: float = 0.0) -> list[str]:
     """Lines that are not those of the undisturbed run."""
     wrong = []
     for key, record in found.items():
@@ -49,7 +49,7 @@ def differences(found: Curve, reference: Curve, tolerance: float = 0.0) -> list[
     return wrong
 
 
-def missing(found: Curve, reference: Curve) -> list[str]:
+def find_missing(found: Curve, reference: Curve) -> list[str]:
     """Lines of the undisturbed run that a finished one lacks."""
     return [f"{key} is missing" for key in reference.keys() - found.keys()]
 
@@ -60,7 +60,7 @@ def _equal(a: Any, b: Any, tolerance: float) -> bool:
     return a == b
 
 
-def weights_differ(run: Path, reference: Path, stages: list[str], tolerance: float = 0.0) -> list[str]:
+def compare_weights(run: Path, reference: Path, stages: list[str], tolerance: float = 0.0) -> list[str]:
     """Every tensor of the last checkpoints: weights, averages, moments."""
     wrong = []
     for stage in stages:
@@ -93,8 +93,8 @@ def saved_steps(run: Path, stages: list[str]) -> dict[str, int]:
     return found
 
 
-def lost(before: dict[str, int], text: str, after: dict[str, int]) -> list[str]:
-    """Steps that lay in a complete checkpoint and were begun again, or are gone."""
+def find_lost_steps(before: dict[str, int], text: str, after: dict[str, int]) -> list[str]:
+    """Steps of a complete checkpoint that were trained again, or are gone."""
     wrong = []
     for stage, step in before.items():
         told = re.search(rf"^{stage}: \w+, .* parameters.*$", text, re.MULTILINE)
