@@ -1,6 +1,6 @@
-"""What a stage needs before it is trained: parameters, memory, arithmetic and time; and which switches would need less.
+"""Estimate what a stage's training takes: parameters, memory, FLOPs and time; and which settings would take less memory.
 
-Memory and arithmetic come from tracing.py, speed from probing.py. A device that is not here can be imagined by its memory.
+Memory and FLOPs come from step_trace.py, the speed from speed.py. A GPU that is not here is described by its memory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kineograph.core.config import merge, nest, parse
 from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.task import Codec, Task, find_codec, player_parameters
-from kineograph.doctor.machine import free_memory, matmul_rate
+from kineograph.doctor.machine import free_memory, measure_matmul_flops
 from kineograph.doctor.sharded_memory import Division, count_shards
 from kineograph.doctor.speed import PROBE_SECONDS, Speed, read_two_batches, time_steps
-from kineograph.doctor.step_trace import ONE, READ, Memory, Traced, tensors_of, trace_step
+from kineograph.doctor.step_trace import ONE, READ, Memory, StepTrace, tensors_of, trace_step
 from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.data import StageData, count_workers
 from kineograph.stage.spec import StagePlan
@@ -30,23 +30,23 @@ from kineograph.train.config import TrainConfig
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.precision import resolve_precision
 
-SLOWEST_PROBE = 3.0  # seconds that one sample's step may be expected to take on a CPU
-EFFICIENCY = 0.3  # of a plain matrix product's speed that training is expected to reach, to plan the probe
-ROOM = 0.9  # share of the free memory that a run may take
+SLOWEST_PROBE = 3.0  # expected seconds per sample on a CPU beyond which no step is timed
+EFFICIENCY = 0.3  # expected share of a matrix product's FLOP/s, to decide how many steps to time
+MAX_MEMORY_SHARE = 0.9  # of the free memory
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run is to fit."""
+    """The device that a run must fit on."""
 
     device: torch.device
     free: int  # bytes
     precision: str
-    imagined: bool = False  # a GPU of so much memory, which is not here
+    is_hypothetical: bool = False  # a GPU of that memory which is not here
 
     @staticmethod
     def of(train: TrainConfig, memory: int | None = None, world: World = ONE) -> Target:
-        """The device that each process of the run would take, or a GPU of `memory` bytes. On a CPU they share the machine's memory."""
+        """The device of each process, or a GPU of `memory` bytes. Processes on a CPU share the machine's memory."""
         if memory is None:
             device = distributed.resolve_device(train.device)
             free = free_memory(device) // (world.local if device.type == "cpu" else 1)
@@ -54,12 +54,12 @@ class Target:
         return Target(torch.device("cuda"), memory, "bf16" if train.precision == "auto" else train.precision, True)
 
     def __str__(self) -> str:
-        return "a GPU of that size" if self.imagined else str(self.device)
+        return "a GPU of that size" if self.is_hypothetical else str(self.device)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One stage. `speed` is None where nothing was probed, and `unprobed` says why."""
+    """What one stage takes. `speed` is None if no step was timed; `not_timed` says why."""
 
     stage: StagePlan
     task: str
@@ -67,19 +67,19 @@ class Estimate:
     trained: dict[str, int]  # parameters by player
     frozen: int
     tokens: int | None
-    code: str | None  # what the codec makes of a clip
+    encoded: str | None  # the shape of a clip's tokens or latents
     memory: Memory
-    traced: str | None  # why memory is not from the whole micro-batch, if it is not
+    scaled_because: str | None  # why memory was measured on a few samples and scaled up
     flops: float  # of a whole step
-    micro: int  # rows a micro-batch, of the largest bucket where there are several
+    micro: int  # rows of a micro-batch, of the largest bucket
     speed: Speed | None = None
-    unprobed: str | None = None
-    measured: bool = False  # memory is what the device really took
-    sample_bytes: float = 0.0  # activations that one more sample takes
-    savings: dict[str, Memory] = field(default_factory=dict)  # switch → memory with it, the one that saves most first
-    together: tuple[tuple[str, ...], Memory] | None = None  # switches that make it fit, where none does alone
-    world: World = ONE  # processes that the run is meant for; memory is that of one of them
-    judged: int = 0  # bytes more while it judges, where blocks lie in parts
+    not_timed: str | None = None
+    measured: bool = False  # memory was measured on the device
+    sample_bytes: float = 0.0  # activations per additional sample
+    savings: dict[str, Memory] = field(default_factory=dict)  # setting → memory with it, smallest first
+    combined: tuple[tuple[str, ...], Memory] | None = None  # settings that fit together, if none does alone
+    world: World = ONE  # the planned processes; memory is that of one of them
+    all_blocks: int = 0  # additional bytes during validation, when sharded blocks are gathered
 
     @property
     def free(self) -> int:
@@ -95,20 +95,20 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= ROOM * self.free
+        return self.memory.total <= MAX_MEMORY_SHARE * self.free
 
     def largest_batch(self) -> int:
-        """Samples a micro-batch for which there is memory, about."""
-        left = ROOM * self.free - self.memory.total
+        """About the largest micro-batch that fits."""
+        left = MAX_MEMORY_SHARE * self.free - self.memory.total
         return max(0, self.micro + math.floor(left / max(1.0, self.sample_bytes)))
 
     @property
     def step_seconds(self) -> float | None:
-        """Compute and reading side by side where there are workers, one after the other where there are none."""
+        """Workers read while the device computes; without workers one waits for the other."""
         if self.speed is None:
             return None
         train = self.stage.train
-        reading = self.speed.read_seconds * train.batch_size / data_world(train, self.world)
+        reading = self.speed.read_seconds * train.batch_size / count_data_ranks(train, self.world)
         workers = count_workers(train, self.world.local)
         return max(self.speed.step_seconds, reading / workers) if workers else self.speed.step_seconds + reading
 
@@ -118,64 +118,60 @@ class Estimate:
 
 
 def micro_batch(train: TrainConfig, data: StageData | None = None, world: World = ONE) -> int:
-    """Rows of one process's micro-batch; of the largest bucket, where there are several."""
+    """Rows of one process's micro-batch, of the largest bucket."""
     rows = train.batch_size
     if data is not None and data.buckets is not None:
         shape, _ = data.largest_bucket()
         rows = next(
             n for other, n in zip(data.buckets.shapes, data.buckets.batch_sizes(rows), strict=True) if other == shape
         )
-    return max(1, rows // (train.accumulate * data_world(train, world)))
+    return max(1, rows // (train.accumulate * count_data_ranks(train, world)))
 
 
-def data_world(train: TrainConfig, world: World) -> int:
-    """Processes that see data of their own."""
+def count_data_ranks(train: TrainConfig, world: World) -> int:
+    """Processes that read different data."""
     return train.parallel.data_rank_of(0, world.processes)[1]
 
 
-def estimate(
+def estimate_stage(
     builder: PlanBuilder,
     stage: StagePlan,
     data: StageData,
-    probing: bool = True,
+    timed: bool = True,
     memory: int | None = None,
     world: World = ONE,
 ) -> Estimate:
-    """Examine one stage of the builder's plan; `memory` is that of a GPU which is not here, `world` the processes of which this is one."""
+    """Estimate one stage of the builder's plan, for this device or a GPU of `memory` bytes, as one process of `world`."""
     train, target = stage.train, Target.of(stage.train, memory, world)
     micro = micro_batch(train, data, world)
     (sample, _), _ = read_two_batches(data, READ)
-    numbers: torch.device | None = None
-    why = None
+    real_device: torch.device | None = None
+    scaled_because = None
 
-    def traced(changes: dict[str, Any] | None = None, rows: int = micro) -> Traced:
-        """With other values of `train.*`, or of the stage's own keys."""
+    def trace_with(changes: dict[str, Any] | None = None, rows: int = micro) -> StepTrace:
+        """Trace a step with other values of `train.*`, or of the stage's own keys."""
         changes = changes or {}
         own = {key: value for key, value in changes.items() if not key.startswith("train.")}
         over = {key.removeprefix("train."): value for key, value in changes.items() if key.startswith("train.")}
         precision = over.get("precision", target.precision)
-        config = _changed(stage.spec.config, own) if own else None
-        wide = 4 if target.device.type == "cpu" and precision == "fp32" else 2  # text encoders: bf16 on GPUs
-        over_train = train.model_copy(update=over)
-        return trace_step(builder, stage, over_train, precision, sample, rows, numbers, config, world, wide)
+        config = _change_config(stage.spec.config, own) if own else None
+        width = 4 if target.device.type == "cpu" and precision == "fp32" else 2  # text encoders are bf16 on GPUs
+        changed = train.model_copy(update=over)
+        return trace_step(builder, stage, changed, precision, sample, rows, real_device, config, world, width)
 
     try:
-        found = traced()
+        trace = trace_with()
     except KineoError:
         raise
-    except Exception as error:  # a Task may look at numbers (`if loss > 1`), which these tensors do not have
-        _refuse_real(builder, stage, target, error)
-        numbers = torch.device("cpu") if target.imagined else target.device
-        why = f"it needs real numbers ({type(error).__name__})"
-        found = traced()
-    task = found.task
-    # Some of what a step holds does not grow with the batch, such as a weight's fresh gradient: two sizes tell it apart.
-    half = traced(rows=micro // 2) if micro > 1 else None
-    slope = (
-        (found.memory.activations - half.memory.activations) / (micro - micro // 2)
-        if half
-        else found.memory.activations
-    )
+    except Exception as error:  # a Task may read tensor values (`if loss > 1`), which fake tensors do not have
+        _check_room_for_real(builder, stage, target, error)
+        real_device = torch.device("cpu") if target.is_hypothetical else target.device
+        scaled_because = f"it needs real numbers ({type(error).__name__})"
+        trace = trace_with()
+    task, activations = trace.task, trace.memory.activations
+    # Part of a step's memory does not grow with the batch, such as a new gradient: two sizes tell it apart.
+    half = trace_with(rows=micro // 2) if micro > 1 else None
+    slope = (activations - half.memory.activations) / (micro - micro // 2) if half else activations
     trained = {player: sum(p.numel() for p in player_parameters(task, player).values()) for player in task.players}
     result = Estimate(
         stage=stage,
@@ -184,51 +180,52 @@ def estimate(
         trained=trained,
         frozen=sum(t.numel() for t in tensors_of(task) if isinstance(t, nn.Parameter)) - sum(trained.values()),
         tokens=task.tokens_per_clip(),
-        code=_code(task, stage),
-        memory=found.memory,
-        traced=why,
-        flops=found.flops * train.accumulate * data_world(train, world),
+        encoded=_describe_encoded(task, stage),
+        memory=trace.memory,
+        scaled_because=scaled_because,
+        flops=trace.flops * train.accumulate * count_data_ranks(train, world),
         micro=micro,
         sample_bytes=slope,
         world=world,
-        judged=found.judged,
+        all_blocks=trace.all_blocks,
     )
     savings = {f"train.accumulate={2 * train.accumulate}": half.memory} if half and micro % 2 == 0 else {}
-    switches = _switches(found, stage, target, world)
-    for switch, changes in switches.items():
-        savings[switch] = _without(found.memory, switch) or traced(changes).memory
-    if probing:
-        result = _probed(result, builder, data, found.flops)
-    if result.unprobed and target.device.type == "cpu" and target.precision == "fp32":
-        savings["a GPU, in bf16"] = traced({"train.precision": "bf16"}).memory
-    less = {switch: memory for switch, memory in savings.items() if memory.total < found.memory.total}
+    settings = _memory_settings(trace, stage, target, world)
+    for setting, changes in settings.items():
+        savings[setting] = _remove_part(trace.memory, setting) or trace_with(changes).memory
+    if timed:
+        result = _add_speed(result, builder, data, trace.flops)
+    if result.not_timed and target.device.type == "cpu" and target.precision == "fp32":
+        savings["a GPU, in bf16"] = trace_with({"train.precision": "bf16"}).memory
+    less = {setting: memory for setting, memory in savings.items() if memory.total < trace.memory.total}
     result = replace(result, savings=dict(sorted(less.items(), key=lambda pair: pair[1].total)))
-    return replace(result, together=_together(result, switches, traced))
+    return replace(result, combined=_combine_settings(result, settings, trace_with))
 
 
-def _refuse_real(builder: PlanBuilder, stage: StagePlan, target: Target, error: Exception) -> None:
-    """Real numbers are tried where there is surely room for them: a doctor must not take the machine down."""
+def _check_room_for_real(builder: PlanBuilder, stage: StagePlan, target: Target, error: Exception) -> None:
+    """Refuse to build a task of real tensors unless it surely fits: an estimate must not exhaust the machine."""
     try:
         with fake_tensors():
             size = Division().bytes_of(tensors_of(builder.build(stage.name, torch.device("cpu"))))
-    except Exception:  # not even built: its size is not known
+    except Exception:  # it cannot even be built, so its size is unknown
         size = None
-    there = free_memory(torch.device("cpu") if target.imagined else target.device)
-    if (size is None and target.imagined) or (size is not None and 8 * size > there):
+    free = free_memory(torch.device("cpu") if target.is_hypothetical else target.device)
+    if (size is None and target.is_hypothetical) or (size is not None and 8 * size > free):
         raise InputError(
-            f"stage {stage.name} cannot be examined without numbers ({type(error).__name__}: {str(error)[:200]}), and is too large to be tried here"
+            f"stage {stage.name} cannot be traced on fake tensors ({type(error).__name__}: {str(error)[:200]}), "
+            "and is too large to be run here"
         ) from error
 
 
-def _changed(config: Any, changes: dict[str, Any]) -> Any:
+def _change_config(config: Any, changes: dict[str, Any]) -> Any:
     tree = config.model_dump(exclude_unset=True)
     for key, value in changes.items():
         tree = merge(tree, nest(key, value))
     return parse(type(config), tree)
 
 
-def _code(task: Task, stage: StagePlan) -> str | None:
-    """What the stage's codec makes of a clip."""
+def _describe_encoded(task: Task, stage: StagePlan) -> str | None:
+    """The shape of a clip's tokens or latents."""
     codec = task if isinstance(task, Codec) else find_codec(task)
     if codec is None:
         return None
@@ -237,113 +234,117 @@ def _code(task: Task, stage: StagePlan) -> str | None:
     return f"{sides} tokens of {codec.vocabulary:,} codes" if codec.vocabulary else f"{sides} latents"
 
 
-# Switches --------------------------------------------------------------------------------------------------------
+# Settings --------------------------------------------------------------------------------------------------------
 
 _CACHED = "kineo cache beforehand"
 _NO_AVERAGE = "train.ema.decay=0"
-_LEAN = "train.optimizer=adamw_8bit"
+_LOW_MEMORY = "train.optimizer=adamw_8bit"
 
 
-def _switches(found: Traced, stage: StagePlan, target: Target, world: World) -> dict[str, dict[str, Any]]:
-    """What could be set to need less memory: as a person would write it → the keys that it changes."""
+def _memory_settings(trace: StepTrace, stage: StagePlan, target: Target, world: World) -> dict[str, dict[str, Any]]:
+    """Settings that may take less memory, as typed → the keys that they change."""
     train = stage.train
-    switches: dict[str, dict[str, Any]] = {}
-    if found.task.blocks():
-        for value in _others(train, "checkpointing", {False: 0, "light": 1, "selective": 2, True: 3}):
-            switches[f"train.checkpointing={str(value).lower()}"] = {"train.checkpointing": value}
+    settings: dict[str, dict[str, Any]] = {}
+    if trace.task.blocks():
+        for value in _leaner_values(train, "checkpointing", {False: 0, "light": 1, "selective": 2, True: 3}):
+            settings[f"train.checkpointing={str(value).lower()}"] = {"train.checkpointing": value}
     if target.device.type == "cuda" and target.precision == "fp32":
-        switches["train.precision=bf16"] = {"train.precision": "bf16"}
+        settings["train.precision=bf16"] = {"train.precision": "bf16"}
     if (
         world.processes > 1
         and train.parallel == ParallelConfig()
-        and len(found.task.players) == 1
-        and found.task.blocks()
+        and len(trace.task.players) == 1
+        and trace.task.blocks()
     ):
-        switches["train.parallel=shard"] = {"train.parallel": ParallelConfig(layout="shard")}
+        settings["train.parallel=shard"] = {"train.parallel": ParallelConfig(layout="shard")}
     savers = stage.spec.task.memory_savers(stage.spec.config) if issubclass(stage.spec.task, HasMemorySavers) else {}
     for key, value in savers.items():
-        switches[f"stages.{stage.name}.{key}={value}"] = {key: value}
-    if found.memory.ema:
-        switches[_NO_AVERAGE] = {}
-    switches[_LEAN] = {}
+        settings[f"stages.{stage.name}.{key}={value}"] = {key: value}
+    if trace.memory.ema:
+        settings[_NO_AVERAGE] = {}
+    settings[_LOW_MEMORY] = {}
     if (
-        found.memory.text
+        trace.memory.text
         and issubclass(stage.spec.task, SupportsCaching)
         and stage.spec.task.can_cache(stage.spec.config)
     ):
-        switches[_CACHED] = {}
-    return switches
+        settings[_CACHED] = {}
+    return settings
 
 
-def _others(train: TrainConfig, key: str, leanness: dict[Any, int]) -> list[Any]:
-    """Values of a key that are leaner than the one it has, of those that this config knows."""
+def _leaner_values(train: TrainConfig, key: str, leanness: dict[Any, int]) -> list[Any]:
+    """Values of a key that take less memory than its present one."""
     annotation = TrainConfig.model_fields[key].annotation
     known = {False, True} | {value for part in get_args(annotation) for value in get_args(part)}
     return [value for value, rank in leanness.items() if value in known and rank > leanness[getattr(train, key)]]
 
 
-def _without(memory: Memory, switch: str) -> Memory | None:
-    """For switches that take away a part, which need no tracing."""
-    if switch == _NO_AVERAGE:
+def _remove_part(memory: Memory, setting: str) -> Memory | None:
+    """The memory with a setting that removes one part of it, which needs no trace; None for other settings."""
+    if setting == _NO_AVERAGE:
         return replace(memory, ema=0)
-    if switch == _LEAN:
-        return replace(memory, optimizer=memory.lean_optimizer)
-    return replace(memory, text=0) if switch == _CACHED else None
+    if setting == _LOW_MEMORY:
+        return replace(memory, optimizer=memory.low_memory_optimizer)
+    return replace(memory, text=0) if setting == _CACHED else None
 
 
-def _together(
-    found: Estimate, switches: dict[str, dict[str, Any]], traced: Callable[..., Traced]
+def _combine_settings(
+    estimate_stage: Estimate, settings: dict[str, dict[str, Any]], trace_with: Callable[..., StepTrace]
 ) -> tuple[tuple[str, ...], Memory] | None:
-    """Where no switch is enough alone: one after another, that which saves most first, until it fits, each sample on its own if need be."""
-    room = ROOM * found.free
-    if found.fits or any(memory.total <= room for memory in found.savings.values()):
+    """If no setting fits alone, add them up, largest saving first, until the stage fits; if need be with micro-batches of one."""
+    room = MAX_MEMORY_SHARE * estimate_stage.free
+    if estimate_stage.fits or any(memory.total <= room for memory in estimate_stage.savings.values()):
         return None
-    taken: list[str] = []
+    chosen: list[str] = []
     changes: dict[str, Any] = {}
-    memory = found.memory
-    for switch in found.savings:
-        if switch not in switches or any(key in changes for key in switches[switch]):
+    for setting in estimate_stage.savings:
+        if setting not in settings or any(key in changes for key in settings[setting]):
             continue
-        taken.append(switch)
-        changes |= switches[switch]
-        memory = _all_without(traced(changes).memory, taken)
+        chosen.append(setting)
+        changes |= settings[setting]
+        memory = _remove_parts(trace_with(changes).memory, chosen)
         if memory.total <= room:
-            return tuple(taken), memory
-    if found.micro > 1:
-        alone = _all_without(traced(changes, 1).memory, taken)
-        if alone.total <= room:
-            accumulate = found.stage.train.accumulate * found.micro
-            return (*taken, f"train.accumulate={accumulate}"), alone
+            return tuple(chosen), memory
+    if estimate_stage.micro > 1:
+        memory = _remove_parts(trace_with(changes, 1).memory, chosen)
+        if memory.total <= room:
+            return (*chosen, f"train.accumulate={estimate_stage.stage.train.accumulate * estimate_stage.micro}"), memory
     return None
 
 
-def _all_without(memory: Memory, switches: list[str]) -> Memory:
-    for switch in switches:
-        memory = _without(memory, switch) or memory
+def _remove_parts(memory: Memory, settings: list[str]) -> Memory:
+    for setting in settings:
+        memory = _remove_part(memory, setting) or memory
     return memory
 
 
 # Real steps ------------------------------------------------------------------------------------------------------
 
 
-def _probed(found: Estimate, builder: PlanBuilder, data: StageData, flops: float) -> Estimate:
-    """The estimate with the speed of a few real steps, or with the reason why there are none."""
-    if found.target.imagined:
-        return replace(found, unprobed="that device is not here")
-    parallel, sizes = found.stage.train.parallel, found.stage.train.parallel.mesh_shape(*found.world)
-    if sizes.tensor * sizes.sequence * count_shards(parallel, sizes) > 1:
-        return replace(found, unprobed="several processes hold the model together, and one alone cannot try that")
-    if not found.largest_batch():
-        return replace(found, unprobed="not even one sample fits in the memory of this device")
-    samples = min(found.micro, found.largest_batch())
-    if found.device.type == "cpu":
-        one = flops / found.micro / (EFFICIENCY * matmul_rate())  # seconds
-        if one > SLOWEST_PROBE:
-            reason = f"one sample alone would take about {one:.0f} s on this CPU; run kineo doctor on the machine that trains"
-            return replace(found, unprobed=reason)
-        samples = max(1, min(samples, int(PROBE_SECONDS / 2 / one)))
-    speed, peak = time_steps(builder, found.stage, data, found.device, samples, found.micro)
-    if peak is not None and samples == found.micro:
-        state = found.memory.total - found.memory.activations - found.memory.text
-        found = replace(found, memory=replace(found.memory, activations=max(0, peak - state)), measured=True)
-    return replace(found, speed=speed)
+def _add_speed(estimate_stage: Estimate, builder: PlanBuilder, data: StageData, flops: float) -> Estimate:
+    """Add the speed of a few real steps, or the reason why none was timed."""
+    if estimate_stage.target.is_hypothetical:
+        return replace(estimate_stage, not_timed="that device is not here")
+    parallel, mesh = (
+        estimate_stage.stage.train.parallel,
+        estimate_stage.stage.train.parallel.mesh_shape(*estimate_stage.world),
+    )
+    if mesh.tensor * mesh.sequence * count_shards(parallel, mesh) > 1:
+        return replace(estimate_stage, not_timed="several processes share the model, and one alone cannot run it")
+    if not estimate_stage.largest_batch():
+        return replace(estimate_stage, not_timed="not even one sample fits in the memory of this device")
+    samples = min(estimate_stage.micro, estimate_stage.largest_batch())
+    if estimate_stage.device.type == "cpu":
+        seconds = flops / estimate_stage.micro / (EFFICIENCY * measure_matmul_flops())
+        if seconds > SLOWEST_PROBE:
+            reason = (
+                f"one sample would take about {seconds:.0f} s on this CPU; run kineo doctor on the machine that trains"
+            )
+            return replace(estimate_stage, not_timed=reason)
+        samples = max(1, min(samples, int(PROBE_SECONDS / 2 / seconds)))
+    speed, peak = time_steps(builder, estimate_stage.stage, data, estimate_stage.device, samples, estimate_stage.micro)
+    if peak is not None and samples == estimate_stage.micro:
+        state = estimate_stage.memory.total - estimate_stage.memory.activations - estimate_stage.memory.text
+        memory = replace(estimate_stage.memory, activations=max(0, peak - state))
+        estimate_stage = replace(estimate_stage, memory=memory, measured=True)
+    return replace(estimate_stage, speed=speed)

@@ -1,4 +1,4 @@
-"""The machine that this is: devices, memory, speed, packages."""
+"""This machine: devices, memory, speed, packages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -14,23 +15,19 @@ from pathlib import Path
 
 import torch
 
-OPTIONAL = (  # package, what it is for, how it is installed
+# Package, purpose, how to install it.
+OPTIONAL = (
     ("wandb", "train.trackers=[wandb]", "pip install 'kineograph[wandb]'"),
     ("torchmetrics", "FID, KID and IS", "pip install 'kineograph[metrics]'"),
     ("diffusers", "CogVideoX weights in and out", "pip install 'kineograph[cogvideox]'"),
     ("peft", "LoRA adapters", "pip install 'kineograph[cogvideox]'"),
 )
-NEEDED = (
-    "torch",
-    "numpy",
-    "pydantic",
-    "pillow",
-    "av",
-    "tokenizers",
-    "transformers",
-    "safetensors",
-    "vector-quantize-pytorch",
-)
+
+
+def required_packages() -> list[str]:
+    """The packages that pyproject.toml declares without an extra."""
+    declared = importlib.metadata.requires("kineograph") or []
+    return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in declared if "extra ==" not in line]
 
 
 @dataclass(frozen=True)
@@ -40,38 +37,33 @@ class Device:
     free: int
 
 
-def version_of(package: str) -> str | None:
-    """Without importing it."""
+def installed_version(package: str) -> str | None:
+    """The version of a package, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def gpus() -> list[Device]:
-    found = []
+def list_gpus() -> list[Device]:
+    gpus = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        found.append(Device(torch.cuda.get_device_name(index), total, free))
-    return found
+        gpus.append(Device(torch.cuda.get_device_name(index), total, free))
+    return gpus
 
 
-def driver() -> str | None:
-    """Of the NVIDIA kernel module, where there is one."""
+def driver_version() -> str | None:
+    """The version of the NVIDIA driver, if there is one."""
     try:
-        return (
-            Path("/proc/driver/nvidia/version")
-            .read_text(encoding="utf-8")
-            .splitlines()[0]
-            .split("Kernel Module")[-1]
-            .split()[0]
-        )
+        line = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+        return line.split("Kernel Module")[-1].split()[0]
     except (OSError, IndexError):
         return None
 
 
-def memory() -> tuple[int, int]:
-    """Bytes of main memory: all, and what is available to a new process."""
+def main_memory() -> tuple[int, int]:
+    """Bytes of main memory: total, and available to a new process."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
@@ -82,24 +74,24 @@ def memory() -> tuple[int, int]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a run may take on a device."""
+    """Bytes of a device that a run may use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)  # what this process keeps in reserve is free to it
-    return memory()[1]
+        return free + torch.cuda.memory_reserved(device)  # torch's own reserve is free to us
+    return main_memory()[1]
 
 
-def cores() -> int:
+def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def busy() -> float:
-    """Processes that want to run, by core, over the last minute."""
-    return os.getloadavg()[0] / cores() if hasattr(os, "getloadavg") else 0.0
+def load_per_core() -> float:
+    """Runnable processes per core over the last minute."""
+    return os.getloadavg()[0] / count_cores() if hasattr(os, "getloadavg") else 0.0
 
 
-def disk_free(path: Path) -> int:
-    """Where `path` lies or will lie."""
+def free_disk(path: Path) -> int:
+    """Free bytes of the disk that holds `path`, or will hold it."""
     path = path.resolve()
     while not path.exists():
         path = path.parent
@@ -107,17 +99,17 @@ def disk_free(path: Path) -> int:
 
 
 def release_memory() -> None:
-    """Give back what was only needed for a while."""
+    """Return unused memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def system() -> str:
+def describe_system() -> str:
     return f"{platform.system()} {platform.release()}, {platform.machine()}"
 
 
-# Dense 16-bit matrix products of the tensor cores, 10¹² operations a second, as their makers state them; the first name that fits counts.
+# Peak TFLOP/s of dense 16-bit matrix products, by the makers' data sheets; the first name that matches counts.
 _PEAKS = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -138,7 +130,7 @@ _PEAKS = (
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Of a GPU of this name in 16 bits; None where it is not known, or for fp32, which has several speeds."""
+    """Peak FLOP/s of a GPU in 16 bits; None if it is unknown, or for fp32, which has several speeds."""
     if precision not in ("bf16", "fp16"):
         return None
     words = name.split()
@@ -149,8 +141,8 @@ def peak_flops(name: str, precision: str) -> float | None:
 
 
 @lru_cache(maxsize=1)
-def matmul_rate() -> float:
-    """Floating-point operations a second of this CPU, on a plain float32 matrix product."""
+def measure_matmul_flops() -> float:
+    """FLOP/s of this CPU in a float32 matrix product."""
     size = 512
     a = torch.full((size, size), 0.5)
     torch.mm(a, a)

@@ -1,4 +1,4 @@
-"""`kineo doctor` and `kineo train --dry-run`: the machine, and what a run will need of it, before anything is spent."""
+"""The lines that `kineo doctor` and `kineo train --dry-run` print: the machine, and what each stage takes of it."""
 
 from __future__ import annotations
 
@@ -11,64 +11,54 @@ import torch
 from kineograph.core import distributed, kernels
 from kineograph.core.distributed import World
 from kineograph.doctor import machine
-from kineograph.doctor.estimate import ROOM, Estimate, data_world, estimate
+from kineograph.doctor.estimate import MAX_MEMORY_SHARE, Estimate, count_data_ranks, estimate_stage
 from kineograph.doctor.sharded_memory import count_shards
-from kineograph.doctor.step_trace import Memory
 from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData, count_workers, find_missing_weights
 from kineograph.stage.spec import Plan
+from kineograph.train.config import TrainConfig
 from kineograph.train.precision import resolve_precision
 
-_LABEL = 14  # characters
-"""The key of each source that says where its data lie."""
-
+_LABEL_WIDTH = 14
 
 # The machine -----------------------------------------------------------------------------------------------------
 
 
 def report_environment(out: Callable[[str], None]) -> None:
+    """Print versions, devices, free memory and packages."""
     from kineograph import __version__
 
-    total, available = machine.memory()
-    line = _line(out)
-    line("kineograph", f"{__version__}, Python {platform.python_version()}, {machine.system()}")
+    line = _labelled(out)
+    line("kineograph", f"{__version__}, Python {platform.python_version()}, {machine.describe_system()}")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    line("torch", f"{torch.__version__}, {cuda}" + (f", driver {machine.driver()}" if machine.driver() else ""))
-    line(
-        "cpu",
-        f"{machine.cores()} cores, {size(available)} of {size(total)} memory free, {machine.matmul_rate() / 1e9:.0f} GFLOP/s in float32",
-    )
-    for index, gpu in enumerate(machine.gpus()):
-        line(f"cuda:{index}", f"{gpu.name}, {size(gpu.free)} of {size(gpu.memory)} free")
-        why = kernels.explain_missing(torch.device("cuda", index))
-        if why is not None:
+    driver = machine.driver_version()
+    line("torch", f"{torch.__version__}, {cuda}" + (f", driver {driver}" if driver else ""))
+    total, available = machine.main_memory()
+    gflops = machine.measure_matmul_flops() / 1e9
+    memory = f"{format_size(available)} of {format_size(total)} memory free"
+    line("cpu", f"{machine.count_cores()} cores, {memory}, {gflops:.0f} GFLOP/s in float32")
+    for index, gpu in enumerate(machine.list_gpus()):
+        line(f"cuda:{index}", f"{gpu.name}, {format_size(gpu.free)} of {format_size(gpu.memory)} free")
+        reason = kernels.explain_missing(torch.device("cuda", index))
+        if reason is not None:
             line(
-                "",
-                f"without FlashAttention 3, which is faster over long clips ({why}): kineo weights get {kernels.NAME}",
+                "", f"no FlashAttention 3, which speeds up long clips ({reason}): run kineo weights get {kernels.NAME}"
             )
-    line("disk", f"{size(machine.disk_free(Path('runs')))} free where runs are written")
+    line("disk", f"{format_size(machine.free_disk(Path('runs')))} free for runs/")
     device = distributed.resolve_device()
     compiles = "on" if device.type == "cuda" else "off"
-    line(
-        "auto picks",
-        f"device {device}, precision {resolve_precision('auto', device)}, compile {compiles}, {_workers()} data workers",
-    )
-    find_missing_weights = [name for name in machine.NEEDED if machine.version_of(name) is None]
-    line("packages", ", ".join(f"{name} {found}" for name in machine.NEEDED if (found := machine.version_of(name))))
-    for name in find_missing_weights:
-        line("missing", f"{name}: pip install -e . installs everything that is needed")
+    precision = resolve_precision("auto", device)
+    workers = count_workers(TrainConfig())
+    line("auto picks", f"device {device}, precision {precision}, compile {compiles}, {workers} data workers")
+    versions = {name: machine.installed_version(name) for name in machine.required_packages()}
+    line("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    for name, version in versions.items():
+        if version is None:
+            line("missing", f"{name}: run pip install -e . to install all required packages")
     for name, purpose, remedy in machine.OPTIONAL:
-        found = machine.version_of(name)
-        line(
-            "optional",
-            f"{name} {found}, for {purpose}" if found else f"{name} is not installed, for {purpose}: {remedy}",
-        )
-
-
-def _workers() -> int:
-    from kineograph.train.config import TrainConfig
-
-    return count_workers(TrainConfig())
+        version = machine.installed_version(name)
+        text = f"{name} {version}, for {purpose}" if version else f"{name} is not installed, for {purpose}: {remedy}"
+        line("optional", text)
 
 
 # A plan ----------------------------------------------------------------------------------------------------------
@@ -77,181 +67,172 @@ def _workers() -> int:
 def report_plan(
     plan: Plan, data: dict[str, StageData], out: Callable[[str], None], world: World, memory: int | None = None
 ) -> None:
+    """Print what each stage of a plan takes, on this device or on a GPU of `memory` bytes."""
     builder = PlanBuilder(plan, data, out)
     seconds: list[float | None] = []
     for stage in plan.stages:
         if stage.name not in data:
-            out(f"{stage.name}: skipped, as stages.{stage.name}.skip says\n")
+            out(f"{stage.name}: skipped (stages.{stage.name}.skip=true)\n")
             continue
-        found = estimate(builder, stage, data[stage.name], memory=memory, world=world)
-        for text in describe_estimate(found, data[stage.name]):
-            out(text)
+        estimate = estimate_stage(builder, stage, data[stage.name], memory=memory, world=world)
+        for line in describe_estimate(estimate, data[stage.name]):
+            out(line)
         out("")
-        seconds.append(found.seconds)
+        seconds.append(estimate.seconds)
     known = [value for value in seconds if value is not None]
     if known and len(known) == len(seconds):
         where = "this machine" if world.processes == 1 else f"{world.processes} devices like this one"
-        out(f"{plan.name}: about {clock(sum(known))} for all stages on {where}, without validation and pictures")
+        out(f"{plan.name}: about {format_time(sum(known))} for all stages on {where}, without validation and samples")
 
 
-def describe_estimate(found: Estimate, data: StageData) -> list[str]:
-    """One stage, in lines."""
+def describe_estimate(estimate: Estimate, data: StageData) -> list[str]:
+    """Describe one stage, in lines."""
     lines: list[str] = []
-    line = _line(lines.append)
-    train, memory = found.stage.train, found.memory
-    players = (
-        f" ({', '.join(f'{name} {count(n)}' for name, n in found.trained.items())})" if len(found.trained) > 1 else ""
-    )
-    frozen = f", {count(found.frozen)} frozen" if found.frozen else ""
+    line = _labelled(lines.append)
+    stage, memory = estimate.stage, estimate.memory
+    players = ", ".join(f"{name} {format_count(n)}" for name, n in estimate.trained.items())
     lines.append(
-        f"{found.stage.name}: {found.task}, {count(sum(found.trained.values()))} parameters to train{players}{frozen}"
+        f"{stage.name}: {estimate.task}, {format_count(sum(estimate.trained.values()))} parameters to train"
+        + (f" ({players})" if len(estimate.trained) > 1 else "")
+        + (f", {format_count(estimate.frozen)} frozen" if estimate.frozen else "")
     )
-    shape = found.stage.spec.data.shape
+    missing = find_missing_weights(stage, data, hub=False)
+    if missing is not None:
+        line("MISSING", f"{missing}; estimated without them")
     items = len(data.source)
-    lacks = find_missing_weights(found.stage, data, hub=False)
-    if lacks is not None:
-        line("MISSING", f"{lacks}; estimated without")
-    line("data", f"{found.stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
-    clip = f"{shape.frames} frame{'s' * (shape.frames > 1)} of {shape.height} × {shape.width}, {shape.channels} channel{'s' * (shape.channels > 1)}"
+    line("data", f"{stage.spec.data.source}, {f'{items:,} items' if items < 2**32 else 'endless'}")
+    shape = stage.spec.data.shape
     line(
         "clip",
-        clip
-        + (f" → {found.code}" if found.code else "")
-        + (f"; {found.tokens:,} in a sequence" if found.tokens else ""),
+        f"{_plural(shape.frames, 'frame')} of {shape.height} × {shape.width}, {_plural(shape.channels, 'channel')}"
+        + (f" → {estimate.encoded}" if estimate.encoded else "")
+        + (f"; {estimate.tokens:,} in a sequence" if estimate.tokens else ""),
     )
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer, "EMA": memory.ema}
     parts |= {"text encoder": memory.text} if memory.text else {}
     parts |= {"gathered blocks": memory.gathered} if memory.gathered else {}
-    listed = " · ".join(f"{name} {size(part)}" for name, part in parts.items())
-    kind = "measured" if found.measured else "estimated"
-    line(
-        "memory",
-        f"{listed} · activations {size(memory.activations)} (micro-batch {found.micro}, {found.precision}) = {size(memory.total)}, {kind}",
-    )
-    for place, text in enumerate(_shared(found)):
-        line("" if place else "processes", text)
-    if found.traced:
-        line("", f"activations are scaled up from a few samples: {found.traced}")
-    line("fits" if found.fits else "DOES NOT FIT", _fitting(found))
-    for place, (switch, lean) in enumerate(found.savings.items()):
-        line("" if place else "less memory", _saving(found, switch, lean))
-    if found.together is not None:
-        switches, lean = found.together
-        line("together", f"{' '.join(switches)}: {size(lean.total)}, fits")
-    line("arithmetic", f"{operations(found.flops)} a step of {train.batch_size} sample{'s' * (train.batch_size > 1)}")
-    lines += _pace(found)
+    listed = " · ".join(f"{name} {format_size(part)}" for name, part in parts.items())
+    activations = f"{format_size(memory.activations)} (micro-batch {estimate.micro}, {estimate.precision})"
+    kind = "measured" if estimate.measured else "estimated"
+    line("memory", f"{listed} · activations {activations} = {format_size(memory.total)}, {kind}")
+    for index, text in enumerate(_describe_processes(estimate)):
+        line("" if index else "processes", text)
+    if estimate.scaled_because:
+        line("", f"activations are scaled up from a few samples: {estimate.scaled_because}")
+    line("fits" if estimate.fits else "DOES NOT FIT", _describe_fit(estimate))
+    for index, (setting, smaller) in enumerate(estimate.savings.items()):
+        fits = "" if estimate.fits else ", fits" if _fits(estimate, smaller.total) else ", does not fit yet"
+        saved = f"{format_size(memory.total - smaller.total)} less, {format_size(smaller.total)} in all"
+        line("" if index else "less memory", f"{setting}: {saved}{fits}")
+    if estimate.combined is not None:
+        settings, smaller = estimate.combined
+        line("together", f"{' '.join(settings)}: {format_size(smaller.total)}, fits")
+    batch_size = stage.train.batch_size
+    line("arithmetic", f"{format_flops(estimate.flops)} per step of {_plural(batch_size, 'sample')}")
+    _describe_speed(estimate, line)
     return lines
 
 
-def _shared(found: Estimate) -> list[str]:
-    """How the processes that are meant share the stage, and what of that the estimate does not know."""
-    train, world = found.stage.train, found.world
+def _describe_processes(estimate: Estimate) -> list[str]:
+    """How the planned processes share the stage, and what the estimate does not know."""
+    train, world = estimate.stage.train, estimate.world
     if world.processes == 1:
         return []
-    parallel, sizes = train.parallel, train.parallel.mesh_shape(*world)
-    rows = f"{train.batch_size // data_world(train, world)} of a step's {train.batch_size} samples"
-    lines = [f"{world.processes}, {rows} each; the memory is that of one of them"]
-    over = count_shards(parallel, sizes)
-    if over > 1:
+    parallel, mesh = train.parallel, train.parallel.mesh_shape(*world)
+    rows = f"{train.batch_size // count_data_ranks(train, world)} of a step's {train.batch_size} samples"
+    lines = [f"{world.processes}, {rows} each; the memory is that of one process"]
+    shards = count_shards(parallel, mesh)
+    if shards > 1:
         lines.append(
-            f"blocks lie in parts over {over} of them, what is outside of blocks is whole in each; gathered blocks are reckoned, not measured"
+            f"blocks are sharded over {shards} processes, all else is replicated; gathered blocks are computed"
         )
-        lines.append(f"while it judges, all blocks are gathered: {size(found.judged)} more, and fewer activations")
+        lines.append(f"validation gathers all blocks: {format_size(estimate.all_blocks)} more, and fewer activations")
     if parallel.layout == "hybrid" and parallel.shard is None:
-        lines.append(f"{world.local} to a machine, as far as is known here: train.parallel.shard says it for sure")
-    if sizes.tensor > 1:
-        lines.append(f"matrices of blocks are cut over {sizes.tensor}")
+        lines.append(f"assuming {world.local} processes per machine: set train.parallel.shard to be sure")
+    if mesh.tensor > 1:
+        lines.append(f"the matrices of blocks are split over {mesh.tensor} processes")
     if parallel.model_ranks > 1:
-        key = "tensor" if sizes.tensor > 1 else "sequence"
-        lines.append(f"activations are those of a process without train.parallel.{key}: each will have fewer")
+        key = "tensor" if mesh.tensor > 1 else "sequence"
+        lines.append(f"activations are estimated without train.parallel.{key}, which makes them smaller")
     return lines
 
 
-def _saving(found: Estimate, switch: str, lean: Memory) -> str:
-    fits = "" if found.fits else ", fits" if lean.total <= ROOM * found.free else ", does not fit yet"
-    return f"{switch}: {size(found.memory.total - lean.total)} less, {size(lean.total)} in all{fits}"
+def _fits(estimate: Estimate, size: float) -> bool:
+    return size <= MAX_MEMORY_SHARE * estimate.free
 
 
-def _fitting(found: Estimate) -> str:
-    room = f"{size(found.memory.total)} of {size(found.free)} {'on' if found.target.imagined else 'free on'} {found.target}"
-    largest = found.largest_batch()
-    if found.fits:
+def _describe_fit(estimate: Estimate) -> str:
+    free = "on" if estimate.target.is_hypothetical else "free on"
+    room = f"{format_size(estimate.memory.total)} of {format_size(estimate.free)} {free} {estimate.target}"
+    largest = estimate.largest_batch()
+    if estimate.fits:
         return f"{room}; micro-batches up to about {largest:,} would"
+    fitting = [setting for setting, memory in estimate.savings.items() if _fits(estimate, memory.total)]
     if largest == 0:
-        alone = [switch for switch, saved in found.savings.items() if saved.total <= ROOM * found.free]
-        return f"{room}; " + (f"what helps: {', or '.join(alone)}" if alone else _not_one(found))
-    remedies = [f"train.accumulate={_enough(found, largest)} (micro-batches of at most {largest})"]
-    remedies += [
-        switch
-        for switch, saved in found.savings.items()
-        if not switch.startswith("train.accumulate") and saved.total <= ROOM * found.free
-    ]
-    return f"{room}; what helps: {', or '.join(remedies)}, or train.batch_size={min(largest, found.stage.train.batch_size)}"
+        return f"{room}; " + (f"use {', or '.join(fitting)}" if fitting else _describe_last_resort(estimate))
+    remedies = [f"train.accumulate={_fewest_micro_batches(estimate, largest)} (micro-batches of at most {largest})"]
+    remedies += [setting for setting in fitting if not setting.startswith("train.accumulate")]
+    remedies += [f"train.batch_size={min(largest, estimate.stage.train.batch_size)}"]
+    return f"{room}; use {', or '.join(remedies)}"
 
 
-def _not_one(found: Estimate) -> str:
-    """What helps when the memory does not even hold one sample, and no switch alone is enough."""
-    if found.together is not None:
-        return f"what helps: {' with '.join(found.together[0])}"
-    state, room = found.memory.total - found.memory.activations, ROOM * found.free
-    lean = found.savings.get("train.checkpointing=true")
-    if lean is not None and state + lean.activations / found.micro <= room:
-        fitting = max(1, int((room - state) / (lean.activations / found.micro)))
-        return f"what helps: train.checkpointing=true with train.accumulate={_enough(found, fitting)}"
+def _describe_last_resort(estimate: Estimate) -> str:
+    """What to do if not even one sample fits and no setting alone is enough."""
+    if estimate.combined is not None:
+        return f"use {' with '.join(estimate.combined[0])}"
+    state = estimate.memory.total - estimate.memory.activations
+    room = MAX_MEMORY_SHARE * estimate.free
+    checkpointed = estimate.savings.get("train.checkpointing=true")
+    if checkpointed is not None and state + checkpointed.activations / estimate.micro <= room:
+        rows = max(1, int((room - state) / (checkpointed.activations / estimate.micro)))
+        return f"use train.checkpointing=true with train.accumulate={_fewest_micro_batches(estimate, rows)}"
     remedy = "make clips smaller (data.frames, data.size)" if state < room else "make the model smaller"
-    return f"weights, gradients, optimizer and EMA take {size(state)}, one sample {size(found.sample_bytes)}: {remedy} or use a larger device"
+    sizes = f"weights, gradients, optimizer and EMA take {format_size(state)}, one sample {format_size(estimate.sample_bytes)}"
+    return f"{sizes}: {remedy} or use a larger device"
 
 
-def _enough(found: Estimate, largest: int) -> int:
-    """The fewest micro-batches a step, each small enough."""
-    train = found.stage.train
-    share = train.batch_size // data_world(train, found.world)
-    return next(k for k in range(1, share + 1) if share % k == 0 and share // k <= largest)
+def _fewest_micro_batches(estimate: Estimate, largest: int) -> int:
+    """The smallest train.accumulate whose micro-batches have at most `largest` rows."""
+    train = estimate.stage.train
+    rows = train.batch_size // count_data_ranks(train, estimate.world)
+    return next(k for k in range(1, rows + 1) if rows % k == 0 and rows // k <= largest)
 
 
-def _pace(found: Estimate) -> list[str]:
-    lines: list[str] = []
-    line = _line(lines.append)
-    train, speed = found.stage.train, found.speed
-    if speed is None or found.step_seconds is None or found.seconds is None:
-        line("speed", f"not probed: {found.unprobed}")
-        return lines
-    how = f"{speed.steps} steps of {speed.samples} sample{'s' * (speed.samples > 1)} on {found.device}"
-    eager = (
-        ", without torch.compile, which makes training faster"
-        if found.device.type == "cuda" and not speed.compiled and train.compile
-        else ""
-    )
-    if found.world.processes > 1:
-        how += f", as one of {found.world.processes} processes that had nothing to exchange"
-    line(
-        "speed",
-        f"{3600 / found.step_seconds:,.0f} steps an hour, {train.batch_size / found.step_seconds:,.0f} samples/s (probed: {how}{eager})",
-    )
-    if found.step_seconds > 1.2 * speed.step_seconds:
-        workers = count_workers(train, found.world.local)
-        why = "readers do not keep up" if workers else "reading waits for computing"
-        line(
-            "",
-            f"{why} ({1000 * speed.read_seconds:.1f} ms a sample): raise train.workers, now {workers}, to {min(machine.cores(), 2 * workers + 1)}",
-        )
-    if found.device.type == "cpu" and (load := machine.busy()) > 0.5:
-        line(
-            "",
-            f"other processes keep this machine busy ({load:.1f} a core over the last minute): alone, training is faster",
-        )
-    line("time", f"{clock(found.seconds)} for {train.steps:,} steps, without validation and pictures")
-    return lines
+def _describe_speed(estimate: Estimate, line: Callable[[str, str], None]) -> None:
+    train, speed = estimate.stage.train, estimate.speed
+    if speed is None or estimate.step_seconds is None or estimate.seconds is None:
+        line("speed", f"not timed: {estimate.not_timed}")
+        return
+    how = f"{speed.steps} steps of {_plural(speed.samples, 'sample')} on {estimate.device}"
+    if estimate.world.processes > 1:
+        how += f", as one of {estimate.world.processes} processes that had nothing to exchange"
+    if estimate.device.type == "cuda" and not speed.compiled and train.compile:
+        how += ", without torch.compile, which makes training faster"
+    rate = train.batch_size / estimate.step_seconds
+    line("speed", f"{3600 / estimate.step_seconds:,.0f} steps an hour, {rate:,.0f} samples/s (timed: {how})")
+    if estimate.step_seconds > 1.2 * speed.step_seconds:
+        workers = count_workers(train, estimate.world.local)
+        reason = "data workers are too slow" if workers else "computing waits for reading"
+        more = min(machine.count_cores(), 2 * workers + 1)
+        milliseconds = 1000 * speed.read_seconds
+        line("", f"{reason} ({milliseconds:.1f} ms a sample): raise train.workers from {workers} to {more}")
+    if estimate.device.type == "cpu" and (load := machine.load_per_core()) > 0.5:
+        line("", f"other processes slow this machine down ({load:.1f} per core over the last minute)")
+    line("time", f"{format_time(estimate.seconds)} for {train.steps:,} steps, without validation and samples")
 
 
-# Numbers for people ----------------------------------------------------------------------------------------------
+# Formatting ------------------------------------------------------------------------------------------------------
 
 
-def _line(out: Callable[[str], None]) -> Callable[[str, str], None]:
-    return lambda label, text: out(f"  {label:<{_LABEL}}{text}")
+def _labelled(out: Callable[[str], None]) -> Callable[[str, str], None]:
+    return lambda label, text: out(f"  {label:<{_LABEL_WIDTH}}{text}")
 
 
-def size(number: float) -> str:
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
+def format_size(number: float) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
@@ -259,18 +240,18 @@ def size(number: float) -> str:
     return f"{number:.3g} TiB"
 
 
-def operations(number: float) -> str:
+def format_flops(number: float) -> str:
     return f"{number / 1e12:,.3g} TFLOP" if number >= 1e12 else f"{number / 1e9:.3g} GFLOP"
 
 
-def count(number: int) -> str:
+def format_count(number: int) -> str:
     for limit, unit in ((1e9, "billion"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.3g} {unit}"
     return str(number)
 
 
-def clock(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:

@@ -1,4 +1,4 @@
-"""A few real steps on the real device, where that takes seconds: how fast training will be."""
+"""Time a few real training steps on the real device."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ from kineograph.stage.spec import StagePlan
 from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import Stepper
 
-PROBE_SECONDS = 2.0  # of timed steps a stage
+PROBE_SECONDS = 2.0  # of timed steps per stage
 
 
 @dataclass(frozen=True)
 class Speed:
     step_seconds: float
-    samples: int  # a probed step
+    samples: int  # in a timed step
     steps: int  # that were timed
     read_seconds: float  # to read one sample
     compiled: bool
 
 
 def read_two_batches(data: StageData, rows: int) -> tuple[list[Batch], float]:
-    """Two batches of training samples (of the largest bucket, where there are several), and the seconds that a sample of the second took."""
+    """Read two batches of training samples, of the largest bucket. → the batches, and the seconds per sample of the second."""
     loader = Loader(data.source, data.seed, data.stage.train.batch_size)
     shape, items = data.largest_bucket()
-    places = [items[place % len(items)] for place in range(2 * rows)]
-    reading = loader.ordered_batches(places, rows, shape)
-    first = next(reading)  # opens files and fills caches
+    batches = loader.ordered_batches([items[index % len(items)] for index in range(2 * rows)], rows, shape)
+    first = next(batches)  # opens files and fills caches
     started = time.perf_counter()
-    second = next(reading)
+    second = next(batches)
     return [first, second], (time.perf_counter() - started) / rows
 
 
 def time_steps(
     builder: PlanBuilder, stage: StagePlan, data: StageData, device: torch.device, samples: int, micro: int
 ) -> tuple[Speed, int | None]:
-    """Steps of `samples` rows, told for micro-batches of `micro`; and the most bytes that a GPU held."""
+    """Time steps of `samples` rows, scaled to micro-batches of `micro`. → the speed, and the peak memory of a GPU in bytes."""
     train = stage.train
     compiled = train.compile is True
     changes = {"batch_size": samples, "accumulate": 1, "compile": compiled, "parallel": ParallelConfig()}
@@ -55,26 +54,26 @@ def time_steps(
     stepper.compile_stages()
     task.train()
     batches, read_seconds = read_two_batches(data, samples)
-    given = [fill_text_embeddings(batch, task) for batch in batches]
+    batches = [fill_text_embeddings(batch, task) for batch in batches]
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     first = max(0, train.steps - 8)
-    stepper.step(first, [given[0]])  # allocates the optimizer's moments, warms caches up
-    _wait(device)
-    began, steps = time.perf_counter(), 0
-    while steps < 1 or (steps < 50 and time.perf_counter() - began < PROBE_SECONDS):
-        stepper.step(first + steps % 8, [given[steps % 2]])
+    stepper.step(first, [batches[0]])  # allocates the optimizer's moments and warms caches up
+    _synchronize(device)
+    started, steps = time.perf_counter(), 0
+    while steps < 1 or (steps < 50 and time.perf_counter() - started < PROBE_SECONDS):
+        stepper.step(first + steps % 8, [batches[steps % 2]])
         steps += 1
         if steps % 4 == 0:
-            _wait(device)
-    _wait(device)
-    taken = (time.perf_counter() - began) / steps
-    # One micro-batch after the other; the update itself is small beside them.
-    speed = Speed(taken * micro / samples * train.accumulate, samples, steps, read_seconds, compiled)
+            _synchronize(device)
+    _synchronize(device)
+    seconds = (time.perf_counter() - started) / steps
+    # Micro-batches run one after another; the update itself is cheap.
+    speed = Speed(seconds * micro / samples * train.accumulate, samples, steps, read_seconds, compiled)
     return speed, torch.cuda.max_memory_allocated(device) if on_gpu else None
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The arithmetic of a stage's step, counted once before it trains, for `time/tflops` and `time/mfu`."""
+"""Count the FLOPs of a training step once, for `time/tflops` and `time/mfu`."""
 
 from __future__ import annotations
 
@@ -22,30 +22,25 @@ from kineograph.train.step_timer import StepFlops
 def count_step_flops(
     plan: Plan, stage: StagePlan, task: Task, data: StageData, device: torch.device, note: Callable[[str], None]
 ) -> StepFlops | None:
-    """None where nobody asks: on a CPU without `train.peak_tflops`, and in all processes but the first, which logs; and where steps differ,
-    with buckets."""
+    """Count the FLOPs of a step; None if they are not logged (a CPU without `train.peak_tflops`, other ranks) or differ (buckets)."""
     train = stage.train
     if not distributed.is_first() or (device.type != "cuda" and train.peak_tflops is None) or data.buckets is not None:
         return None
     precision = resolve_precision(train.precision, device)
-    if train.peak_tflops is not None:
-        peak: float | None = train.peak_tflops * 1e12
-    else:
-        peak = peak_flops(torch.cuda.get_device_name(device), precision)
+    known = train.peak_tflops
+    peak = known * 1e12 if known is not None else peak_flops(torch.cuda.get_device_name(device), precision)
     rows = max(1, train.batch_size // train.accumulate)
-    # What is computed twice is no use; and however many processes share the work, it is the same.
+    # MFU counts useful work: without recomputation, and the same for any number of processes.
     plain = train.model_copy(update={"checkpointing": False, "parallel": ParallelConfig()})
     try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            distributed.single_process(),
-        ):  # the numbers that training draws must not depend on this
+        # Training must draw the same random numbers with and without this.
+        with torch.random.fork_rng(devices=[]), distributed.single_process():
             (sample, _), _ = read_two_batches(data, min(READ, rows))
             builder = PlanBuilder(plan, {stage.name: data}, lambda line: None, {stage.name: task.assets()})
-            found = trace_step(builder, stage, plain, precision, sample, rows)
-    except Exception as error:  # a Task that looks at numbers, which these tensors do not have
+            trace = trace_step(builder, stage, plain, precision, sample, rows)
+    except Exception as error:  # a Task that reads tensor values, which fake tensors do not have
         note(
-            f"{stage.name}: the arithmetic of a step was not counted ({type(error).__name__}), so there is no time/mfu"
+            f"{stage.name}: the FLOPs of a step could not be counted ({type(error).__name__}), so there is no time/mfu"
         )
         return None
-    return StepFlops(found.flops * train.accumulate, peak)
+    return StepFlops(trace.flops * train.accumulate, peak)

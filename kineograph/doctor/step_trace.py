@@ -1,4 +1,4 @@
-"""One training step on tensors that have a shape and no numbers: its memory and arithmetic, for a model of any size on any machine."""
+"""Trace one training step on fake tensors: its memory and FLOPs, for a model of any size on any machine."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from kineograph.train.parallel import ParallelConfig
 from kineograph.train.stepper import Stepper
 
 ONE = World()
-READ = 4  # real samples that a batch without numbers is shaped after
+READ = 4  # real samples that give a fake batch its shape
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process. Activations are everything that lives only during a step, at its peak, for one micro-batch."""
+    """Bytes of one process. Activations are the peak of everything that lives only during a micro-batch."""
 
-    weights: int  # trained and frozen, with those of earlier stages
+    weights: int  # trained and frozen, including earlier stages
     gradients: int
     optimizer: int
     ema: int
     activations: int
-    text: int = 0  # weights of frozen text encoders, where captions are encoded while training
-    gathered: int = 0  # blocks that lie in parts, where they are whole for a while (dividing.py)
-    lean_optimizer: int = 0  # what `optimizer` would be with train.optimizer=adamw_8bit
+    text: int = 0  # weights of frozen text encoders that encode captions during training
+    gathered: int = 0  # sharded blocks while they are gathered (sharded_memory.py)
+    low_memory_optimizer: int = 0  # `optimizer` with train.optimizer=adamw_8bit
 
     @property
     def total(self) -> int:
@@ -55,15 +55,15 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Traced:
+class StepTrace:
     task: Task
     memory: Memory
-    flops: float  # of one micro-batch, by however many processes
-    judged: int = 0  # bytes of blocks that lie in parts, where they are whole for judging
+    flops: float  # of one micro-batch
+    all_blocks: int = 0  # bytes of sharded blocks when they are gathered for validation
 
 
-class _Ledger(TorchDispatchMode):
-    """Counts what happens inside: the most bytes that were alive at once of what was made, and floating-point operations."""
+class _AllocationCounter(TorchDispatchMode):
+    """Counts the peak bytes of the tensors made inside, and FLOPs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        # Not FlopCounterMode: its hooks on modules do not bear torch.autograd.grad inside a loss.
+        # Not FlopCounterMode: its module hooks break with torch.autograd.grad inside a loss.
         count = flop_registry.get(function._overloadpacket)
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
@@ -83,7 +83,7 @@ class _Ledger(TorchDispatchMode):
         return result
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """What was there before."""
+        """Leave out tensors that existed before."""
         self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def _add(self, storage: Any) -> None:
@@ -93,9 +93,9 @@ class _Ledger(TorchDispatchMode):
         self._known.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key, size).atexit = False
+        weakref.finalize(storage, self._free, key, size).atexit = False
 
-    def _gone(self, key: int, size: int) -> None:
+    def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
 
@@ -107,77 +107,80 @@ def trace_step(
     precision: str,
     sample: Batch,
     micro: int,
-    numbers: torch.device | None = None,
+    real_device: torch.device | None = None,
     config: StageConfig | None = None,
     world: World = ONE,
-    encoders_in: int = 2,
-) -> Traced:
-    """One step's gradients on a micro-batch of `micro` rows shaped after `sample`; with `numbers`, on a small one for real there, and scaled.
+    encoder_width: int = 2,
+) -> StepTrace:
+    """Trace the gradients of a micro-batch of `micro` rows shaped like `sample`, on fake tensors.
 
-    Without numbers the device does not matter but for its precision: the tensors pretend to lie in main memory. `config` in place of the stage's.
-    The step is that of one process, of the whole model; what it holds of it in a `world` under `train.parallel` is worked out from that.
-    `encoders_in`: bytes a parameter of frozen text encoders.
+    With `real_device` a smaller one is run there for real, and scaled up. `config` replaces the stage's. One process runs
+    the whole model; its share in a `world` under `train.parallel` is computed. `encoder_width`: bytes per text encoder weight.
     """
-    rows = min(micro, READ) if numbers else micro
-    device = numbers or torch.device("cpu")
-    if not numbers:
-        precision = "bf16" if precision == "fp16" else precision  # the same size, and CPUs have it
-    with nullcontext() if numbers else fake_tensors():
+    rows = min(micro, READ) if real_device else micro
+    device = real_device or torch.device("cpu")
+    if not real_device:
+        precision = "bf16" if precision == "fp16" else precision  # of the same size, and CPUs support it
+    with nullcontext() if real_device else fake_tensors():
         torch.manual_seed(0)
         task = builder.build(stage.name, device, config)
         alone = {"compile": False, "precision": precision, "parallel": ParallelConfig()}
         stepper = Stepper(task, train.model_copy(update=alone), stage.players, device)
         task.train()
-        batch = _widened(sample, rows, task).to(device)
-        everything = tensors_of(task)
+        batch = _repeat_rows(sample, rows, task).to(device)
+        existing = tensors_of(task)
         trained = {player: player_parameters(task, player) for player in task.players}
         owned = [p for named in trained.values() for p in named.values()]
-        for p in owned:  # as they are after the first micro-batch, so that they do not count as activations
+        # As after the first micro-batch, so that gradients do not count as activations.
+        for p in owned:
             p.grad = torch.zeros_like(p)
-        ledger = _Ledger()
-        ledger.ignore([*everything, *(p.grad for p in owned if p.grad is not None), *_tensors_in(batch)])
-        with ledger, warnings.catch_warnings(action="ignore"):  # CPU kernels that mind bf16: none of them runs
-            stepper.accumulate_gradients(
-                max(0, train.steps - 1), [batch]
-            )  # late in training, when every player has joined in
+        counter = _AllocationCounter()
+        counter.ignore([*existing, *(p.grad for p in owned if p.grad is not None), *_tensors_in(batch)])
+        # Ignored: warnings about bf16 on CPUs, since no kernel runs. The last step, at which every player is active.
+        with counter, warnings.catch_warnings(action="ignore"):
+            stepper.accumulate_gradients(max(0, train.steps - 1), [batch])
         averaged = [
             p for player, named in trained.items() if stage.players[player].ema.decay > 0 for p in named.values()
         ]
-        here = divide_task(task, train.parallel, world, precision)
+        shares = divide_task(task, train.parallel, world, precision)
         moments = [
-            here.part(p, optimizer.state_bytes(name))
+            shares.share_of(p, optimizer.state_bytes(name))
             for optimizer in stepper.optimizers.values()
             for name, p in optimizer.parameters.items()
         ]
         memory = Memory(
-            weights=here.bytes_of(everything),
-            gradients=here.bytes_of(owned),
+            weights=shares.bytes_of(existing),
+            gradients=shares.bytes_of(owned),
             optimizer=round(sum(moments)),
-            ema=round(sum(here.part(p, p.numel() * max(4, p.element_size())) for p in averaged)),  # float32 at least
-            activations=round(ledger.peak * micro / rows),
-            text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task, encoders_in),
-            gathered=here.gathered,
-            lean_optimizer=round(sum(here.part(p, LowMemoryState(p, eight_bits=True).bytes) for p in owned)),
+            ema=round(
+                sum(shares.share_of(p, p.numel() * max(4, p.element_size())) for p in averaged)
+            ),  # at least float32
+            activations=round(counter.peak * micro / rows),
+            text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task, encoder_width),
+            gathered=shares.gathered,
+            low_memory_optimizer=round(
+                sum(shares.share_of(p, LowMemoryState(p, eight_bits=True).bytes) for p in owned)
+            ),
         )
-    return Traced(task, memory, ledger.flops * micro / rows, here.judged)
+    return StepTrace(task, memory, counter.flops * micro / rows, shares.all_blocks)
 
 
-def _widened(batch: Batch, rows: int, task: Task) -> Batch:
-    """As many rows as wanted, of the same shapes. What a frozen text encoder would make of captions is put in its place."""
+def _repeat_rows(batch: Batch, rows: int, task: Task) -> Batch:
+    """Repeat the first row, with zeros in place of the embeddings of frozen encoders."""
     wide = batch.map(lambda tensor: tensor[:1].expand(rows, *tensor.shape[1:]).clone())
     captions = (batch.captions * math.ceil(rows / len(batch.captions)))[:rows] if batch.captions else None
     wide = fill_text_embeddings(replace(wide, slots=torch.arange(rows), captions=captions), task)
     clip = next((part for part in task.modules() if isinstance(part, ClipEmbedder)), None)
-    if clip is not None and clip.adapter is not None:  # it would have to be loaded
-        stand_ins = {name: torch.zeros(rows, clip.width) for name in ("image_embed", "text_embed")}
-        wide.extra = stand_ins | wide.extra
+    if clip is not None and clip.adapter is not None:  # a pretrained CLIP, which is not loaded
+        zeros = {name: torch.zeros(rows, clip.width) for name in ("image_embed", "text_embed")}
+        wide.extra = zeros | wide.extra
         wide.text_embeds = torch.zeros(rows, clip.adapter.length, clip.adapter.text_width)
         wide.text_mask = torch.ones(rows, clip.adapter.length, dtype=torch.bool)
     return wide
 
 
 def fill_text_embeddings(batch: Batch, task: Task) -> Batch:
-    """With stand-ins for what a frozen text encoder makes of captions: it is large, and runs once a caption in a cache."""
+    """Put zeros in place of a frozen text encoder's embeddings: it is large, and a cache runs it once per caption."""
     text = next((part for part in task.modules() if isinstance(part, TextEncoder) and not part.trained), None)
     if text is None or batch.text_embeds is not None:
         return batch
@@ -189,9 +192,9 @@ def fill_text_embeddings(batch: Batch, task: Task) -> Batch:
     )
 
 
-def encoder_bytes(task: nn.Module, wide: int = 2) -> int:
-    """Of the pretrained text encoders that a task loads when it meets a caption; `wide`: bytes a parameter."""
-    return wide * sum(module.count() for module in task.modules() if isinstance(module, PretrainedText))
+def encoder_bytes(task: nn.Module, width: int = 2) -> int:
+    """Bytes of the pretrained text encoders that a task loads for its first caption, at `width` bytes per weight."""
+    return width * sum(module.count() for module in task.modules() if isinstance(module, PretrainedText))
 
 
 def tensors_of(task: nn.Module) -> list[Tensor]:

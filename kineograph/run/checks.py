@@ -1,4 +1,4 @@
-"""What could not be trained is refused here, before anything is written."""
+"""Refuse a plan that cannot be trained, before anything is written."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def check_stages(
     planned: World | None = None,
     elsewhere: bool = False,
 ) -> None:
-    """Refuse what could not be trained (a device that is not there, sizes that do not fit a codec) before anything is written.
+    """Refuse stages that cannot be trained: a missing device, sizes that do not fit a codec, an `init` that does not fit.
 
-    With `building`, every stage is built, of tensors without numbers, which takes no memory and little time. `planned`: processes of the run
-    that is meant, in place of those that are there; `elsewhere`: on a GPU that is not this machine's.
+    With `building`, every stage is built of fake tensors. `planned`: the processes of the planned run, instead of those
+    running now; `elsewhere`: it will run on the GPU of another machine.
     """
     several = distributed.is_active() if planned is None else planned.processes > 1
-    builder = PlanBuilder(plan, data, lambda line: None)
+    builder, cpu = PlanBuilder(plan, data, lambda line: None), torch.device("cpu")
     for stage in plan.stages:
         if stage.name not in data:
             continue
@@ -55,25 +55,22 @@ def check_stages(
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
         if building and planned is None:
-            lacks = find_missing_weights(stage, data[stage.name], hub=True)
-            if lacks is not None:
-                raise InputError(lacks)
+            missing = find_missing_weights(stage, data[stage.name], hub=True)
+            if missing is not None:
+                raise InputError(missing)
         if folder is not None:
-            _check_warm_start(plan, stage, folder)
-            _check_trained(plan, stage, folder)
-            _check_codec(plan, stage, folder, data[stage.name])
-        data[stage.name].loader(planned=planned).check()  # refuses batches that do not divide
+            _check_init(plan, stage, folder)
+            _check_references(plan, stage, folder, data[stage.name])
+        data[stage.name].loader(planned=planned).check()  # batches must divide among the processes
         if building:
             try:
                 with fake_tensors():
-                    task = builder.build(stage.name, torch.device("cpu"))
+                    task = builder.build(stage.name, cpu)
                     if folder is not None:
-                        check_init_shapes(
-                            task, stage, StageLoader(folder), lambda name: builder.build(name, torch.device("cpu"))
-                        )
+                        check_init_shapes(task, stage, StageLoader(folder), lambda name: builder.build(name, cpu))
             except KineoError:
                 raise
-            except Exception:  # a Task that looks at numbers while it is built: training will tell
+            except Exception:  # a Task that reads tensor values while it is built: training will check it
                 continue
             if isinstance(task, ChecksPrecision):
                 task.check_precision(precision)
@@ -85,35 +82,28 @@ def check_stages(
 
 
 def _check_show(stage: StagePlan, task: Task) -> None:
-    """Undecoded samples need a task that has such."""
+    """Refuse train.show=latents for a task that has no latents."""
     train = stage.train
-    if (
-        train.show == "latents"
-        and train.sample_every
-        and isinstance(task, SupportsSampling)
-        and not isinstance(task, SupportsLatentSampling)
-    ):
+    if train.show != "latents":
+        return
+    if train.sample_every and isinstance(task, SupportsSampling) and not isinstance(task, SupportsLatentSampling):
         raise ConfigError(
-            f"stages.{stage.name}.train.show=latents: {stage.spec.config.task} draws pixels, and has nothing that is not decoded; use media"
+            f"stages.{stage.name}.train.show=latents: {stage.spec.config.task} draws pixels and has no latents; use media"
         )
-    if train.show == "latents" and train.grids:
+    if train.grids:
         raise ConfigError(
             f"stages.{stage.name}.train.show=latents decodes nothing, so train.grids={list(train.grids)} cannot be drawn"
         )
 
 
-def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
-    """`init` must lead to weights: a file, an earlier stage of this run, or a trained stage of another.
-
-    A stage that has begun stands on its own checkpoint, and what it began with may be gone.
-    """
+def _check_init(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
+    """Refuse an `init` without weights. A stage with a checkpoint no longer needs its `init`, which may be gone."""
     init, where = stage.spec.config.init, f"stages.{stage.name}.init"
     if init is None or checkpoint.saved_steps(folder.checkpoints(stage.name)):
         return
     earlier = [other.name for other in plan.stages[: plan.stages.index(stage)]]
     if init in earlier:
-        skipped = next(other for other in plan.stages if other.name == init).spec.config.skip
-        if skipped and not checkpoint.saved_steps(folder.checkpoints(init)):
+        if plan.stage(init).spec.config.skip and not checkpoint.saved_steps(folder.checkpoints(init)):
             raise InputError(f"{where}={init}: that stage is skipped and has no checkpoint; train it first")
         return
     if is_remote(init):
@@ -125,27 +115,21 @@ def _check_warm_start(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
         return
     if "/" not in init:
         raise InputError(
-            f"{where}={init} is neither a file.safetensors nor a path runs/NAME/STAGE nor a URL nor wandb:ENTITY/PROJECT/NAME:VERSION "
-            f"nor an earlier stage ({', '.join(earlier) or 'none'})"
+            f"{where}={init} is not an earlier stage ({', '.join(earlier) or 'there is none'}): use one of those, a path "
+            "runs/NAME/STAGE, a file.safetensors, a URL or wandb:ENTITY/PROJECT/NAME:VERSION"
         )
     run, name = locate_stage(init, folder)
     checkpoint.select(run.checkpoints(name))
 
 
-def _check_trained(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:
-    """A stage that this one stands on and that will not be trained now must be trained already."""
+def _check_references(plan: Plan, stage: StagePlan, folder: RunFolder, data: StageData) -> None:
+    """Refuse references to stages that are untrained and not trained now, and a cache that another codec has made."""
     skipped = {other.name for other in plan.stages if other.spec.config.skip}
-    for key in stage.spec.config.references:
-        wanted = getattr(stage.spec.config, key)
-        if isinstance(wanted, str) and ("/" in wanted or wanted in skipped):
-            run, name = locate_stage(wanted, folder)
-            if not checkpoint.saved_steps(run.checkpoints(name)):
-                raise InputError(f"stages.{stage.name}.{key}={wanted}: that stage has no checkpoint; train it first")
-
-
-def _check_codec(plan: Plan, stage: StagePlan, folder: RunFolder, data: StageData) -> None:
-    """Codes that were made elsewhere, where the codec will not be trained now; else the stage finds out when its codec is trained."""
-    codec = dict(stage.spec.config).get("codec")
-    skipped = {other.name for other in plan.stages if other.spec.config.skip}
-    if isinstance(codec, str) and ("/" in codec or codec in skipped):
-        check_codec(data, StageLoader(folder).find_codec(stage.spec))
+    for key, reference in stage.spec.referenced_stages().items():
+        if "/" not in reference and reference not in skipped:
+            continue
+        run, name = locate_stage(reference, folder)
+        if not checkpoint.saved_steps(run.checkpoints(name)):
+            raise InputError(f"stages.{stage.name}.{key}={reference}: that stage has no checkpoint; train it first")
+        if key == "codec":
+            check_codec(data, StageLoader(folder).find_codec(stage.spec))

@@ -14,16 +14,18 @@ from kineograph.core.errors import InputError, NoData
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.source import BlankSource, source_name
 from kineograph.doctor import machine
-from kineograph.doctor.report import report_environment, report_plan, size
-from kineograph.run import layers
+from kineograph.doctor.report import format_size, report_environment, report_plan
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import read_launcher_env
-from kineograph.run.plan import make_plan
+from kineograph.run.layers import read_config
+from kineograph.run.plan import Resume, make_plan, resolve_run
 from kineograph.run.stage_data import open_data
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan
+from kineograph.train.trackers import check_trackers
 
-_PLACES = {"folder": "folder", "memmap": "folder", "cache": "folder", "webdataset": "shards"}
+# The key of each source that names its files.
+_PATH_KEYS = {"folder": "folder", "memmap": "folder", "cache": "folder", "webdataset": "shards"}
 
 
 def examine(
@@ -32,78 +34,73 @@ def examine(
     memory: float | None = None,
     processes: int | None = None,
 ) -> None:
-    """Without arguments the environment; with a preset, files or overrides also what each stage needs.
+    """Report the environment; with a preset, files or overrides also what each stage takes.
 
-    `memory`: GiB of a GPU that the run is meant for, in place of the device that is here. `processes`: those that will train, in place of
-    those that a launcher started.
+    `memory`: GiB of the GPU to estimate for, instead of the device that is here. `processes`: the number that will train,
+    instead of those that a launcher started.
     """
     for option, value in (("--memory", memory), ("--processes", processes)):
         if value is not None and not arguments:
-            raise InputError(f"{option} {value:g} says what a preset or file is to fit into: name one")
+            raise InputError(f"{option} {value:g} needs a preset or file to estimate: name one")
     with distributed.single_process():
         report_environment(out)
         if arguments:
-            plan, world = make_plan(_with_places(layers.read_config(arguments))), planned_world(processes)
+            plan, world = make_plan(_fill_paths(read_config(arguments))), planned_world(processes)
             out("")
-            data = _open(plan, out, world, without_data=True, elsewhere=memory is not None)
+            data = _open_data(plan, out, world, blank_if_missing=True, elsewhere=memory is not None)
             report_plan(plan, data, out, world, None if memory is None else int(memory * 2**30))
 
 
-def _with_places(tree: Tree) -> Tree:
-    """Where a source's data lie need not be said yet: what they are estimated for is data.frames × data.size."""
-    tree["data"] = _with_place(tree.get("data") or {})
+def _fill_paths(tree: Tree) -> Tree:
+    """Let the paths of the data be missing: the estimate depends on data.frames and data.size only."""
+    tree["data"] = _fill_path(tree.get("data") or {})
     for stage in (tree.get("stages") or {}).values():
         if stage.get("data"):
-            stage["data"] = _with_place(stage["data"])
+            stage["data"] = _fill_path(stage["data"])
     return tree
 
 
-def _with_place(data: Tree) -> Tree:
-    key = _PLACES.get(source_name(data)) if data.get("source") else None
-    return data if key is None or data.get(key) else {**data, key: "(not said)"}
+def _fill_path(data: Tree) -> Tree:
+    key = _PATH_KEYS.get(source_name(data)) if data.get("source") else None
+    return data if key is None or data.get(key) else {**data, key: "(not given)"}
 
 
 def dry_run(
     arguments: Sequence[str],
     run: str | Path | None = None,
-    resume: str = "auto",
+    resume: Resume = "auto",
     out: Callable[[str], None] = print,
     processes: int | None = None,
 ) -> None:
-    """Everything that comes before training, and nothing that writes: resolve, check the data, build, estimate."""
-    from kineograph.run.plan import resolve_run
-    from kineograph.train.trackers import check_trackers
-
+    """Do everything that comes before training and write nothing: resolve, check the data, build, estimate."""
     with distributed.single_process():
-        plan, folder = resolve_run(arguments, run, resume)  # type: ignore[arg-type]
+        plan, folder = resolve_run(arguments, run, resume)
         check_trackers(plan.stages[0].train.trackers)
-        there = "exists, so training would go on there" if folder.exists() else "is new"
-        out(f"run folder {folder.path} {there}; {size(machine.disk_free(folder.path))} of disk are free")
+        state = "exists, so training would resume there" if folder.exists() else "is new"
+        out(f"run folder {folder.path} {state}; {format_size(machine.free_disk(folder.path))} of disk are free")
         world = planned_world(processes)
-        report_plan(plan, _open(plan, out, world, folder), out, world)
+        report_plan(plan, _open_data(plan, out, world, folder), out, world)
         out("dry run: nothing was trained and nothing was written")
 
 
 def planned_world(processes: int | None) -> World:
-    """Those that a launcher started, or as many as are asked for: on machines with as many GPUs as this one, or on one where it has no more
-    than one."""
-    place = read_launcher_env()
+    """The processes that a launcher started, or `processes`: on machines with as many GPUs as this one, if it has several."""
+    launched = read_launcher_env()
     if processes is None:
-        return World(place.world, place.local_world) if place is not None else World()
+        return World(launched.world, launched.local_world) if launched is not None else World()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return World(processes, min(processes, gpus) if gpus > 1 else processes)
 
 
-def _open(
+def _open_data(
     plan: Plan,
     out: Callable[[str], None],
     world: World,
     folder: RunFolder | None = None,
-    without_data: bool = False,
+    blank_if_missing: bool = False,
     elsewhere: bool = False,
 ) -> dict[str, StageData]:
-    """Open and scan the data of every stage that trains; `without_data`: where there are none, blank clips of their shape stand in. `elsewhere`:
-    the run is meant for another machine's GPU."""
+    """Open and scan the data of every stage that trains. `elsewhere`: on the GPU of another machine."""
     data: dict[str, StageData] = {}
     for stage in plan.stages:
         if stage.spec.config.skip:
@@ -111,12 +108,12 @@ def _open(
         try:
             data[stage.name] = open_data(stage, plan.seed, note=out, opened=data)
         except NoData as error:
-            if not without_data:
+            if not blank_if_missing:
                 raise
             out(f"{stage.name}: {error}")
             out(f"{stage.name}: estimated without data, for clips of data.frames × data.size")
             blank = BlankSource(stage.spec.data.shape)
             data[stage.name] = StageData(stage, plan.seed, blank, blank, {})
-    building = world.processes > 1  # one alone is built for the estimate
-    check_stages(plan, data, folder, building, planned=world, elsewhere=elsewhere)
+    # For one process the estimate builds each stage anyway.
+    check_stages(plan, data, folder, building=world.processes > 1, planned=world, elsewhere=elsewhere)
     return data

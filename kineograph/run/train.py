@@ -233,7 +233,7 @@ class _StageTraining:
         except BaseException as error:
             with suppress(OSError):  # report the first error, not one of cleaning up
                 data.write_skipped(skipped_file, loader)
-                previews.curves()
+                previews.draw_curves()
             # torch reports the death of a worker wherever the process happens to be.
             message = str(error)
             if isinstance(error, RuntimeError) and "DataLoader worker" in message and "killed by signal" in message:
@@ -242,7 +242,7 @@ class _StageTraining:
         for skipped in distributed.all_gather_object(loader.skipped):
             loader.skipped.update(skipped)
         data.write_skipped(skipped_file, loader)
-        previews.curves()
+        previews.draw_curves()
 
     def _open_metrics(self, stepper: Stepper) -> TrainingMetrics | None:
         if not self.stage.train.metrics:

@@ -157,7 +157,7 @@ def test_what_cannot_be_fetched_leaves_what_was_there(monkeypatch, wheels, tmp_p
 
 def test_doctor_says_what_a_hopper_gpu_does_without(monkeypatch, wheels):
     gpu(monkeypatch, 9)
-    monkeypatch.setattr(machine, "gpus", lambda: [machine.Device("NVIDIA H200", 2**37, 2**36)])
+    monkeypatch.setattr(machine, "list_gpus", lambda: [machine.Device("NVIDIA H200", 2**37, 2**36)])
     lines: list[str] = []
     report_environment(lines.append)
     said = (

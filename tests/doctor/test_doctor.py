@@ -71,7 +71,7 @@ def opened(tree: dict, *overrides: str) -> tuple[Plan, dict[str, StageData], Pla
 def estimated(tree: dict, *overrides: str, probe: bool = False) -> list[Estimate]:
     plan, data, builder = opened(tree, *overrides)
     return [
-        estimate.estimate(builder, stage, data[stage.name], probe)
+        estimate.estimate_stage(builder, stage, data[stage.name], probe)
         for stage in plan.stages
         if not stage.spec.config.skip
     ]
@@ -102,7 +102,7 @@ def test_parameters_and_state_are_counted() -> None:
 def test_the_state_is_what_a_real_stepper_holds() -> None:
     plan, data, builder = opened(TREE)
     stage = plan.stages[0]
-    found = estimate.estimate(builder, stage, data["first"], probing=False)
+    found = estimate.estimate_stage(builder, stage, data["first"], timed=False)
     stepper = Stepper(builder.build("first", torch.device("cpu")), stage.train, stage.players)
     stepper.step(0, next(data["first"].loader().steps(0, 1)))
     moments = sum(
@@ -169,11 +169,11 @@ def test_players_that_join_late_are_counted() -> None:
 def test_a_task_that_needs_numbers_is_examined_on_a_few_samples() -> None:
     tree = {**TREE, "stages": {"picky": {"task": f"{HERE}.Picky", "width": 32}}}
     (found,) = estimated(tree, "train.batch_size=64")
-    assert found.traced is not None
+    assert found.scaled_because is not None
     (plain,) = estimated(
         {**TREE, "stages": {"plain": {"task": "tests.train.toy_tasks.Toy", "width": 32}}}, "train.batch_size=64"
     )
-    assert plain.traced is None
+    assert plain.scaled_because is None
     assert found.memory.activations == pytest.approx(plain.memory.activations, rel=0.3)
 
 
@@ -183,15 +183,15 @@ def test_a_model_far_larger_than_the_machine_is_estimated(monkeypatch: pytest.Mo
     assert found.trained["model"] > 2e10
     assert found.memory.total > 300e9
     assert found.speed is None
-    assert "not even one sample fits" in str(found.unprobed)
+    assert "not even one sample fits" in str(found.not_timed)
     assert not found.fits
 
 
 def test_a_slow_model_is_not_probed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "matmul_rate", lambda: 1.0)
+    monkeypatch.setattr(estimate, "measure_matmul_flops", lambda: 1.0)
     (found,) = estimated(MUSE, "stages.tokenizer.skip=true", "train.batch_size=32", probe=True)
     assert found.speed is None
-    assert "run kineo doctor on the machine that trains" in str(found.unprobed)
+    assert "run kineo doctor on the machine that trains" in str(found.not_timed)
     # Whoever looks at a large preset on a small machine wants to know what it takes on a large one.
     assert found.savings["a GPU, in bf16"].activations < found.memory.activations
 
@@ -215,7 +215,7 @@ def test_speed_is_probed_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_probing_leaves_the_estimate_of_memory_alone() -> None:
     plan, data, builder = opened(TREE)
-    one, two = (estimate.estimate(builder, plan.stages[1], data["second"], probe) for probe in (False, True))
+    one, two = (estimate.estimate_stage(builder, plan.stages[1], data["second"], probe) for probe in (False, True))
     assert one.memory == two.memory
 
 
@@ -238,7 +238,7 @@ def test_what_does_not_fit_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     assert "DOES NOT FIT" not in told(roomy)
     state = roomy.memory.total - roomy.memory.activations
     for_five = roomy.memory.total - 3 * roomy.sample_bytes
-    monkeypatch.setattr(estimate, "free_memory", lambda device: int(for_five / estimate.ROOM) + 100)
+    monkeypatch.setattr(estimate, "free_memory", lambda device: int(for_five / estimate.MAX_MEMORY_SHARE) + 100)
     _, tight = estimated(TREE)
     text = told(tight)
     assert "DOES NOT FIT" in text
@@ -255,7 +255,7 @@ def test_two_switches_together_where_one_is_not_enough() -> None:
     _, found = estimated(TREE)
     state = found.memory.total - found.memory.activations
     lean = {"train.checkpointing=true": replace(found.memory, activations=800)}  # 100 bytes a sample
-    small = replace(found.target, free=int((state + 250) / estimate.ROOM))
+    small = replace(found.target, free=int((state + 250) / estimate.MAX_MEMORY_SHARE))
     tight = replace(found, target=small, sample_bytes=10.0**4, savings=lean, together=None)
     assert "train.checkpointing=true with train.accumulate=4" in told(tight)
 
@@ -300,15 +300,15 @@ def test_with_a_file_every_stage_is_described(
 
 
 def test_numbers_for_people() -> None:
-    assert [report.size(n) for n in (5, 1536, 3 * 2**20, 139 * 2**30, 1010 * 1024)] == [
+    assert [report.format_size(n) for n in (5, 1536, 3 * 2**20, 139 * 2**30, 1010 * 1024)] == [
         "5 bytes",
         "1.5 KiB",
         "3 MiB",
         "139 GiB",
         "1010 KiB",
     ]
-    assert [report.count(n) for n in (12, 29_992, 35_500_000, 2e9)] == ["12", "30 k", "35.5 M", "2 billion"]
-    assert [report.clock(s) for s in (5, 600, 7200, 864_000)] == ["5 s", "10 min", "2.0 h", "10.0 days"]
+    assert [report.format_count(n) for n in (12, 29_992, 35_500_000, 2e9)] == ["12", "30 k", "35.5 M", "2 billion"]
+    assert [report.format_time(s) for s in (5, 600, 7200, 864_000)] == ["5 s", "10 min", "2.0 h", "10.0 days"]
 
 
 # Devices that are not here, and what would fit there ---------------------------------------------------------------
@@ -328,14 +328,14 @@ HEAVY = {**TREE, "stages": {"only": {"task": f"{HERE}.Heavy", "width": 64}}}
 def imagined(tree: dict, gib: float, *overrides: str) -> Estimate:
     plan, data, builder = opened(tree, *overrides)
     stage = plan.stages[-1]
-    return estimate.estimate(builder, stage, data[stage.name], memory=int(gib * 2**30))
+    return estimate.estimate_stage(builder, stage, data[stage.name], memory=int(gib * 2**30))
 
 
 def test_a_gpu_can_be_imagined() -> None:
     found = imagined(MUSE, 80, "stages.tokenizer.skip=true")
     assert found.free == 80 * 2**30
     assert found.precision == "bf16" and found.device.type == "cuda"
-    assert found.speed is None and found.unprobed == "that device is not here"
+    assert found.speed is None and found.not_timed == "that device is not here"
     assert found.fits
     (here,) = estimated(MUSE, "stages.tokenizer.skip=true")
     assert found.memory.activations < here.memory.activations  # half the bytes
@@ -382,21 +382,23 @@ def test_an_optimizer_of_8_bits_is_a_switch() -> None:
 def test_switches_together_where_none_is_enough() -> None:
     whole = imagined(HEAVY, 80, "train.batch_size=256")
     best = next(iter(whole.savings.values())).total
-    found = imagined(HEAVY, (best - 1000) / estimate.ROOM / 2**30, "train.batch_size=256")
-    assert not found.fits and all(memory.total > estimate.ROOM * found.free for memory in found.savings.values())
-    assert found.together is not None
-    switches, memory = found.together
-    assert len(switches) > 1 and memory.total <= estimate.ROOM * found.free
+    found = imagined(HEAVY, (best - 1000) / estimate.MAX_MEMORY_SHARE / 2**30, "train.batch_size=256")
+    assert not found.fits and all(
+        memory.total > estimate.MAX_MEMORY_SHARE * found.free for memory in found.savings.values()
+    )
+    assert found.combined is not None
+    switches, memory = found.combined
+    assert len(switches) > 1 and memory.total <= estimate.MAX_MEMORY_SHARE * found.free
     applied = [switch for switch in switches if "=" in switch]
     plan, data, builder = opened(HEAVY, "train.batch_size=256", *applied)
-    again = estimate.estimate(builder, plan.stages[0], data["only"], memory=found.free)
+    again = estimate.estimate_stage(builder, plan.stages[0], data["only"], memory=found.free)
     assert again.fits and again.memory == memory
     assert f"together      {' '.join(switches)}: " in told(found)
 
 
 def test_nothing_helps_where_the_weights_alone_are_too_large() -> None:
     found = imagined(TREE, 0.0001)
-    assert found.together is None
+    assert found.combined is None
     assert "make the model smaller or use a larger device" in told(found)
     small = replace(found, memory=replace(found.memory, weights=0, gradients=0, optimizer=0, ema=0), savings={})
     assert "make clips smaller (data.frames, data.size) or use a larger device" in told(small)
@@ -406,7 +408,7 @@ def test_trained_parameters_decide_about_the_state() -> None:
     """As with adapters: what is frozen has weights and nothing else."""
     plan, data, builder = opened(TREE)
     stage = plan.stages[1]
-    found = estimate.estimate(builder, stage, data["second"], probing=False)
+    found = estimate.estimate_stage(builder, stage, data["second"], timed=False)
     assert found.memory.gradients == 4 * found.trained["model"] < found.memory.weights
     assert found.memory.optimizer == 2 * found.memory.gradients
 
@@ -432,7 +434,7 @@ class Converted(Toy):
 def test_a_task_that_converts_its_weights_is_estimated_with_real_ones() -> None:
     tree = {**TREE, "stages": {"only": {"task": f"{HERE}.Converted", "width": 16}}}
     (found,) = estimated(tree)
-    assert found.traced is not None and "needs real numbers" in found.traced
+    assert found.scaled_because is not None and "needs real numbers" in found.scaled_because
 
 
 class Fussy(Picky):
@@ -441,7 +443,7 @@ class Fussy(Picky):
 
 def test_what_needs_numbers_is_not_tried_where_there_is_no_room() -> None:
     tree = {**TREE, "stages": {"only": {"task": f"{HERE}.Fussy", "width": 100_000}}}
-    with pytest.raises(InputError, match="only cannot be examined without numbers"):
+    with pytest.raises(InputError, match="only cannot be traced on fake tensors"):
         imagined(tree, 80)
 
 
@@ -452,7 +454,7 @@ def test_a_run_without_its_data_is_estimated_all_the_same(tmp_path: Path, capsys
     text = capsys.readouterr().out
     assert "gone does not exist" in text and "estimated without data" in text
     assert "fits" in text and "8 GiB on a GPU of that size" in text
-    with pytest.raises(InputError, match="--memory 8 says"):
+    with pytest.raises(InputError, match="--memory 8 needs"):
         examine([], memory=8)
 
 

@@ -30,7 +30,7 @@ from tests.train.ranks import run_ranks
 def planned(processes: int, *overrides: str, tree: dict = TREE, probing: bool = False) -> Estimate:
     plan, data, builder = opened(tree, *overrides)
     stage = plan.stages[-1]
-    return estimate.estimate(builder, stage, data[stage.name], probing, world=World(processes, processes))
+    return estimate.estimate_stage(builder, stage, data[stage.name], probing, world=World(processes, processes))
 
 
 def held(processes: int, *overrides: str) -> Memory:
@@ -46,7 +46,7 @@ def held(processes: int, *overrides: str) -> Memory:
 def said(processes: int, keys: str = "replicate") -> str:
     """Of a stage, as the doctor describes it."""
     plan, data, _ = opened(TREE, f"train.parallel={keys}")
-    meant = replace(some_estimate(), stage=plan.stages[1], world=World(processes, processes), judged=1024)
+    meant = replace(some_estimate(), stage=plan.stages[1], world=World(processes, processes), all_blocks=1024)
     return "\n".join(describe_estimate(meant, data["second"]))
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_known_is_said() -> None:
 def test_what_one_process_cannot_try_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "PROBE_SECONDS", 0.1)
     cut = replace(some_estimate(), stage=opened(TREE, "train.parallel={tensor: 2}")[0].stages[1], world=World(2, 2))
-    assert "one alone cannot try that" in str(estimate._probed(cut, None, None, 1.0).unprobed)  # type: ignore[arg-type]
+    assert "one alone cannot run it" in str(estimate._add_speed(cut, None, None, 1.0).not_timed)  # type: ignore[arg-type]
     found = planned(2, probing=True)
     assert found.speed is not None and found.step_seconds is not None
     assert found.speed.samples == 4  # its part of the batch
@@ -219,7 +219,7 @@ def test_processes_are_planned_and_not_started(
     with pytest.raises(SystemExit) as end:
         main(["train", toy, "--processes", "2"])
     assert end.value.code == 2 and "--dry-run" in capsys.readouterr().err
-    with pytest.raises(InputError, match="--processes 2 says"):
+    with pytest.raises(InputError, match="--processes 2 needs"):
         examine([], processes=2)
     assert planned_world(None) == (1, 1) and planned_world(16) == (16, 16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -17,7 +17,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.data.digit_captions import parse_caption
 from kineograph.run.cache import cache_run
-from kineograph.run.previews import _real
+from kineograph.run.previews import _trim_padding
 from kineograph.train import checkpoint
 from tests.run import clip_tasks
 from tests.run.clip_tasks import BASE, train
@@ -221,10 +221,10 @@ def test_padding_is_not_shown() -> None:
     mask = torch.tensor([[True, False, False], [True, True, True]])
     batch = Batch(slots=torch.arange(2), frame_mask=mask)
     pixels = torch.rand(2, 3, 1, 2, 2)
-    short, whole = _real(pixels, batch)
+    short, whole = _trim_padding(pixels, batch)
     assert torch.equal(short, pixels[0, :1])
     assert torch.equal(whole, pixels[1])
-    assert len(_real(pixels, Batch(slots=torch.arange(2)))[0]) == 3
+    assert len(_trim_padding(pixels, Batch(slots=torch.arange(2)))[0]) == 3
 
 
 # A Dataset of one's own ----------------------------------------------------------------------------------------------

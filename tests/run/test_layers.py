@@ -181,7 +181,7 @@ def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
         (["gone.yaml"], "gone.yaml does not exist"),
         (["small", "train.stepps=3"], "unknown key train.stepps: did you mean train.steps?"),
         (["small", "trian.steps=3"], "unknown key trian: did you mean train?"),
-        (["small", "data.size=-16"], "data.size=-16: height and width are at least 1 pixel"),
+        (["small", "data.size=-16"], "data.size=-16: height and width must be at least 1 pixel"),
         (["small", "data.siez=3"], "did you mean data.size?"),
         (["small", "stages.second.data.glyps=3"], "did you mean stages.second.data.glyphs?"),
         (["small", "stages.first.train.lrr=3"], "did you mean stages.first.train.lr?"),

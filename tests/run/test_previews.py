@@ -133,7 +133,7 @@ def test_training_goes_on_where_pictures_find_no_memory(tmp_path: Path, monkeypa
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore advice")
 
-    monkeypatch.setattr("kineograph.run.previews.Previews._reconstructions", full)
+    monkeypatch.setattr("kineograph.run.previews.Previews._draw_reconstructions", full)
     lines: list[str] = []
     stage = shown(tmp_path, lines=lines)
     told = "\n".join(lines)
@@ -171,7 +171,7 @@ def test_curves_are_drawn_at_the_end_of_each_stage_and_between_only_now_and_then
 ) -> None:
     drawn = []
     monkeypatch.setattr("kineograph.run.previews.draw_curves", lambda *files: drawn.append(files))
-    monkeypatch.setattr("kineograph.run.previews.REDRAWN", apart)
+    monkeypatch.setattr("kineograph.run.previews.CURVES_EVERY", apart)
     shown(tmp_path, train__steps=3, train__sample_every=1)
     assert len(drawn) == times  # of the codec's stage one, of the generator's one a showing and one at its end
 
