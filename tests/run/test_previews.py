@@ -137,7 +137,7 @@ def test_training_goes_on_where_pictures_find_no_memory(tmp_path: Path, monkeypa
     lines: list[str] = []
     stage = shown(tmp_path, lines=lines)
     told = "\n".join(lines)
-    assert "step 3: not all samples were drawn, the GPU has no memory for them beside training; it goes on" in told
+    assert "step 3: not all samples were drawn, since the GPU has no memory left beside training, which goes on" in told
     assert (
         "train.show=latents decodes none" in told and "Tried to allocate 9 GiB.)" in told and "More advice" not in told
     )

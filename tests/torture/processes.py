@@ -79,7 +79,7 @@ def limit_work() -> None:
     from kineograph.run.previews import Previews
 
     torch.set_num_threads(1)
-    Previews.curves = lambda self: None  # type: ignore[method-assign]
+    Previews.draw_curves = lambda self: None  # type: ignore[method-assign]
 
 
 def start(
