@@ -504,7 +504,7 @@ def test_what_is_wrong_is_no_missing_data(
     (heavy.parent / "raw.bin").write_bytes(b"123")
     with pytest.raises(SystemExit) as end:
         main(["doctor", str(heavy), *words, "--memory", "8"])
-    assert end.value.encoded == 2
+    assert end.value.code == 2
     out, err = capsys.readouterr()
     assert re.search(message, err) and "estimated without data" not in out
 

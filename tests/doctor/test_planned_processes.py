@@ -195,7 +195,7 @@ def test_one_process_of_a_launcher_speaks_for_all(
             try:
                 main(command)
             except SystemExit as end:
-                code = int(end.encoded or 0)
+                code = int(end.code or 0)
             assert code == 0
             told[rank] = capsys.readouterr().out
         assert told[1] == ""
@@ -218,7 +218,7 @@ def test_processes_are_planned_and_not_started(
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", toy, "--processes", "2"])
-    assert end.value.encoded == 2 and "--dry-run" in capsys.readouterr().err
+    assert end.value.code == 2 and "--dry-run" in capsys.readouterr().err
     with pytest.raises(InputError, match="--processes 2 needs"):
         examine([], processes=2)
     assert planned_world(None) == (1, 1) and planned_world(16) == (16, 16)
