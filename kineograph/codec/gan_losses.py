@@ -88,10 +88,10 @@ def codec_loss(
 ) -> Loss:
     """The loss of the generator or of the discriminator. `codes`: size of the codebook; `last`: the weights that
     produce the pixels, for the adaptive weight λ."""
-    judge = bind_discriminator(discriminator, config.adversarial, shared)
+    discriminate = bind_discriminator(discriminator, config.adversarial, shared)
     if player == "discriminator":
-        return discriminator_loss(shared, config.adversarial, judge)
-    return generator_loss(shared, config, codes, lpips, judge, last)
+        return discriminator_loss(shared, config.adversarial, discriminate)
+    return generator_loss(shared, config, codes, lpips, discriminate, last)
 
 
 def bind_discriminator(
@@ -109,7 +109,7 @@ def generator_loss(
     config: CodecLossConfig,
     codes: int | None,
     lpips: Lpips | None,
-    judge: DiscriminatorFn | None,
+    discriminate: DiscriminatorFn | None,
     last: Sequence[Tensor],
 ) -> Loss:
     """reconstruction + quantizer (or w_k KL) + w_p perceptual + w_a λ adversarial"""
@@ -131,12 +131,12 @@ def generator_loss(
             fake, lambda images: lpips(select_frames(images, indices), select_frames(real, indices)), weights
         )
         total = total + straight_through(weight * terms["perceptual"], (fake * reference * weight).sum())
-    if judge is not None:
+    if discriminate is not None:
         adversarial = config.adversarial
         assert adversarial is not None
         selection = DiscriminatorFrames.sample(shared, adversarial)
         terms["adversarial"], gradient = gradient_at(
-            fake, lambda images: generator_hinge(selection.logits(judge, images)), selection.weights
+            fake, lambda images: generator_hinge(selection.logits(discriminate, images)), selection.weights
         )
         strength = torch.full_like(count, adversarial.weight)
         if adversarial.adaptive:
@@ -149,15 +149,19 @@ def generator_loss(
     return Loss(Mean(total, count), named | _codebook_metrics(shared, codes))
 
 
-def discriminator_loss(shared: Reconstruction, config: AdversarialConfig | None, judge: DiscriminatorFn | None) -> Loss:
+def discriminator_loss(
+    shared: Reconstruction, config: AdversarialConfig | None, discriminate: DiscriminatorFn | None
+) -> Loss:
     """hinge + γ/2 · R1 penalty, the latter every `penalty_every` steps. Only for adversarial steps."""
     assert config is not None
-    assert judge is not None
+    assert discriminate is not None
     selection = DiscriminatorFrames.sample(shared, config)
     images = [shared.real, shared.fake.detach()]
     if config.penalty and shared.noise.step % config.penalty_every == 0:
         images.append(perturb(shared.real, shared.noise))
-    real, fake, *perturbed = selection.logits(judge, *images).chunk(len(images))  # no norm looks across the batch
+    real, fake, *perturbed = selection.logits(discriminate, *images).chunk(
+        len(images)
+    )  # no norm looks across the batch
     each = discriminator_hinge(real, fake)
     terms = {"hinge": each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
     if perturbed:
@@ -251,10 +255,10 @@ class DiscriminatorFrames:
         offsets = torch.arange(noise.batch, device=keep.device)[:, None] * length
         return DiscriminatorFrames((times + offsets).flatten(), config.frames, chosen.flatten(), weights.flatten())
 
-    def logits(self, judge: DiscriminatorFn, *images: Tensor) -> Tensor:
+    def logits(self, discriminate: DiscriminatorFn, *images: Tensor) -> Tensor:
         """The logits of several versions of the batch, each F C H W, concatenated."""
         selected = torch.cat([select_frames(version, self.indices) for version in images])
-        return judge(selected, self.frames, self.keep.repeat(len(images)))
+        return discriminate(selected, self.frames, self.keep.repeat(len(images)))
 
 
 def select_frames(images: Tensor, indices: Tensor | None) -> Tensor:

@@ -35,7 +35,7 @@ class Reading:
 
     presence: Tensor  # B 10
     colour: Tensor  # B 10 7
-    direction: Tensor | None  # B 10 9; None for pictures
+    direction: Tensor | None  # B 10 9; None for images
     place: Tensor  # B 10 9
 
 

@@ -139,16 +139,16 @@ class ClipEmbedder(nn.Module):
         if TEXT in batch.extra and (not encodings or batch.text_embeds is not None):
             embed = self._check_width(batch.extra[TEXT], TEXT)
             empty = (embed == 0).all(-1) | self._find_blank(batch.captions, embed)
-            found = batch.text_embeds if encodings else None
-            if found is not None and (found.shape[2] != self.text_width or found.shape[1] != self.length):
+            tokens = batch.text_embeds if encodings else None
+            if tokens is not None and (tokens.shape[2] != self.text_width or tokens.shape[1] != self.length):
                 raise InputError(
-                    f"text encodings of {found.shape[1]} tokens × {found.shape[2]} channels do not fit clip's {self.length} × "
+                    f"text encodings of {tokens.shape[1]} tokens × {tokens.shape[2]} channels do not fit clip's {self.length} × "
                     f"{self.text_width}: make them with the same CLIP, or set clip.length and clip.text_width"
                 )
             mask = batch.text_mask
-            if found is not None and mask is None:
-                mask = (found != 0).any(-1)
-            return CaptionEmbeddings(unit(embed), found, mask if found is not None else None, empty)
+            if tokens is not None and mask is None:
+                mask = (tokens != 0).any(-1)
+            return CaptionEmbeddings(unit(embed), tokens, mask if tokens is not None else None, empty)
         if batch.captions is None:
             missing = TEXT if TEXT not in batch.extra else "text_embeds"
             raise InputError(f"these samples have neither captions nor {missing}: add one of them")
@@ -156,10 +156,10 @@ class ClipEmbedder(nn.Module):
 
     @torch.no_grad()
     def captions(self, captions: list[str], encodings: bool = True) -> CaptionEmbeddings:
-        embed, found, mask = self.clip(TEXT).embed_texts(captions)
+        embed, tokens, mask = self.clip(TEXT).embed_texts(captions)
         empty = self._find_blank(captions, embed)
         return (
-            CaptionEmbeddings(embed, found, mask, empty) if encodings else CaptionEmbeddings(embed, None, None, empty)
+            CaptionEmbeddings(embed, tokens, mask, empty) if encodings else CaptionEmbeddings(embed, None, None, empty)
         )
 
     def precomputed(self, batch: Batch, encodings: bool = True) -> dict[str, Tensor]:
