@@ -1,4 +1,4 @@
-"""What travels from data to models: one sample, a batch of them, and the prompts of a sampling call.
+"""What passes from data to models: a sample, a batch, and the prompts of a sampling call.
 
 Pixels leave the loader as uint8 and become float in [0, 1] on the device. At every model boundary they are
 B T C H W; an image is a clip with T = 1.
@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass
 class Sample:
-    """One item as a source gives it. A source fills what it has."""
+    """One item of a data source, which fills the fields that it has."""
 
     pixels: Tensor | None = None  # T C H W, uint8
     frame_mask: Tensor | None = None  # T, bool; False = padding
@@ -39,16 +39,16 @@ class Sample:
     latents: Tensor | None = None  # float: latents, or a posterior's mean and log-variance
     text_embeds: Tensor | None = None  # L D, float
     text_mask: Tensor | None = None  # L, bool
-    extra: dict[str, Tensor] = field(default_factory=dict)  # what only one family reads: image embeddings, sketches
+    extra: dict[str, Tensor] = field(default_factory=dict)  # fields of some families: image embeddings, sketches
 
 
 @dataclass
 class Batch:
-    """Samples side by side. `slots` are their places in the global batch, the key of their noise."""
+    """Stacked samples. `slots` are their positions in the global batch, which key their noise."""
 
     slots: Tensor  # B, int64
     pixels: Tensor | None = None  # B T C H W, uint8
-    frame_mask: Tensor | None = None  # B T, bool; None: nothing is padding, so that nothing need be masked
+    frame_mask: Tensor | None = None  # B T, bool; None: no padding, so attention needs no mask
     fps: Tensor | None = None  # B
     captions: list[str] | None = None
     tokens: Tensor | None = None  # B t h w
@@ -56,7 +56,7 @@ class Batch:
     text_embeds: Tensor | None = None  # B L D
     text_mask: Tensor | None = None  # B L
     extra: dict[str, Tensor] = field(default_factory=dict)
-    spare: bool = False  # another process has these rows too, and counts them: here they only keep it company
+    spare: bool = False  # rows repeated from another rank to fill the batch; excluded from metrics
 
     def __len__(self) -> int:
         return self.slots.shape[0]
@@ -79,12 +79,12 @@ class Batch:
                 changed[item.name] = {name: change(tensor) for name, tensor in value.items()}
         return replace(self, **changed)
 
-    def rows(self, places: Sequence[int]) -> Batch:
+    def rows(self, indices: Sequence[int]) -> Batch:
         """These rows, in this order."""
-        chosen = torch.tensor(places)
+        chosen = torch.tensor(indices)
         batch = self.map(lambda tensor: tensor[chosen.to(tensor.device)])
         return replace(
-            batch, captions=[self.captions[place] for place in places] if self.captions is not None else None
+            batch, captions=[self.captions[index] for index in indices] if self.captions is not None else None
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -147,8 +147,8 @@ class Prompts:
     height: int | None = None
     width: int | None = None
     prime: Tensor | None = None  # B T C H W, float in [0, 1]: frames to continue from
-    mask: Tensor | None = None  # B H W, bool: where the picture in `prime` is to be drawn anew
-    batch: Batch | None = None  # real samples beside the prompts, for what samples from an image (super-resolution …)
+    mask: Tensor | None = None  # B H W, bool: the part of `prime` to inpaint
+    batch: Batch | None = None  # real samples beside the prompts, for tasks that start from an image
 
     def __len__(self) -> int:
         return self.noise.batch

@@ -26,8 +26,10 @@ _alone = False
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Inside, this process counts as the only one: for what it does without the others, which must not wait for them. Not while a checkpoint
-    is saved in the background: that goes on together. (No variable of the thread: compiled code asks too.)"""
+    """Treat this process as the only one, for work that the others do not share. Not while a checkpoint is saved in the background.
+
+    The flag is no thread-local: compiled code reads it too.
+    """
     global _alone
     before, _alone = _alone, True
     try:
@@ -53,7 +55,7 @@ def is_first() -> bool:
 
 
 def local_rank() -> int:
-    """This process's number on its machine, as its launcher says."""
+    """This process's number on its machine, from the launcher."""
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
@@ -63,7 +65,7 @@ def local_world() -> int:
 
 
 class World(NamedTuple):
-    """Processes that share a run: those that are there, or those that one is planned for."""
+    """Processes that share a run, present or planned."""
 
     processes: int = 1
     local: int = 1
@@ -75,7 +77,7 @@ def current_world() -> World:
 
 
 def describe_peer_failure(error: BaseException) -> str | None:
-    """What to tell of an error that means that another process is gone, or does not answer; None of any other."""
+    """A message for an error that means that another process is gone or does not answer; None for other errors."""
     text = str(error)
     if not isinstance(error, RuntimeError) or not re.search(
         r"gloo|Gloo|NCCL|nccl|TCPStore|Connection (reset|closed)", text
@@ -90,7 +92,7 @@ def describe_peer_failure(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class _Data:
-    """This process among those with data of their own, and their process group; None: all processes."""
+    """This process's data rank, their number, and their process group; None: all processes."""
 
     rank: int
     world: int
@@ -101,13 +103,13 @@ _data: _Data | None = None  # like torch's own default group: one layout at a ti
 
 
 def set_data_group(rank: int, world: int, group: dist.ProcessGroup | None) -> None:
-    """From now on this process is data rank `rank` of `world`, which `group` joins."""
+    """Make this process data rank `rank` of `world` in `group`."""
     global _data
     _data = _Data(rank, world, group)
 
 
 def reset_data_group() -> None:
-    """From now on every process has data of its own."""
+    """Make every process a data rank."""
     global _data
     _data = None
 
@@ -121,7 +123,7 @@ def data_world() -> int:
 
 
 def is_data_leader() -> bool:
-    """Whether this process is the first of those that see its data: what it sends counts for all of them."""
+    """Whether this process is the first of its data rank, and sends for all of it."""
     return rank() % (world() // data_world()) == 0
 
 
@@ -140,7 +142,7 @@ def all_reduce_(value: Tensor) -> Tensor:
 
 
 def broadcast_(value: Tensor) -> Tensor:
-    """What the first data rank has, in place, for random numbers that all must share: their own are for dropout."""
+    """Broadcast from the first data rank, in place, for random numbers that all ranks share."""
     if is_active():
         dist.broadcast(value, group=_group(), group_src=0)
     return value

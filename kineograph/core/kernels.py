@@ -23,7 +23,7 @@ import torch
 
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import check_hash
-from kineograph.core.weights import cache_folder
+from kineograph.core.weight_cache import cache_folder
 from kineograph.core.wheel_file import WheelFile
 
 NAME = "flash-attention-3"

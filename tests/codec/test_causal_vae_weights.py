@@ -142,7 +142,7 @@ def test_sharded_weights_are_read_and_checked_against_their_index(folder, ours, 
     said = json.loads(index.read_text())
     said["weight_map"].popitem()
     index.write_text(json.dumps(said))
-    with pytest.raises(InputError, match=r"which .*index\.json does not name"):
+    with pytest.raises(InputError, match=r"which .*index\.json does not list"):
         load_diffusers_vae(tmp_path, SHAPE)
 
 
@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused(folder, ours, tmp_path):
     with pytest.raises(InputError, match=r"broken lacks decoder\..* and \d+ more"):
         load_diffusers_vae(broken, SHAPE)
     (broken / "diffusion_pytorch_model.safetensors").write_bytes(b"short")
-    with pytest.raises(InputError, match="is not a whole safetensors file"):
+    with pytest.raises(InputError, match="is not a complete safetensors file"):
         load_diffusers_vae(broken, SHAPE)
     (broken / "diffusion_pytorch_model.safetensors").unlink()
     (broken / "diffusion_pytorch_model.bin").touch()

@@ -144,7 +144,7 @@ def test_what_cannot_be_fetched_leaves_what_was_there(monkeypatch, wheels, tmp_p
         kernels.fetch_libraries([], print)
     with pytest.raises(InputError, match="--from names no wheel of nvidia-cuda-runtime-cu12"):
         kernels.fetch_libraries(wheels[:1], print)
-    with pytest.raises(InputError, match="is not there"):
+    with pytest.raises(InputError, match="does not exist"):
         kernels.fetch_libraries([tmp_path / "xformers.whl"], print)
     assert kernels.describe_state() == "–"
     kernels.fetch_libraries(wheels, print)

@@ -114,9 +114,9 @@ def test_integers_and_events() -> None:
     assert (int(k.min()), int(k.max())) == (0, 6)
     assert (torch.bincount(k) / len(k) - 1 / 7).abs().max() < 5 * math.sqrt(1 / 7 / len(k))
     noise = Noise.for_rows(0, 0, MANY)
-    assert abs(noise.happens("drop", 0.1).float().mean() - 0.1) < 5 * math.sqrt(0.09 / MANY)
-    assert not noise.happens("drop", 0.0).any()
-    assert noise.happens("drop", 1.0).all()
+    assert abs(noise.bernoulli("drop", 0.1).float().mean() - 0.1) < 5 * math.sqrt(0.09 / MANY)
+    assert not noise.bernoulli("drop", 0.0).any()
+    assert noise.bernoulli("drop", 1.0).all()
 
 
 def test_tensor_and_integer_arithmetic_agree() -> None:

@@ -73,7 +73,7 @@ def test_asking_does_not_let_go(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.lock():
         assert RunFolder(tmp_path).in_use()
-        with pytest.raises(RunInUse, match="this very process"), RunFolder(tmp_path).lock():
+        with pytest.raises(RunInUse, match="in use by this process"), RunFolder(tmp_path).lock():
             pass
         assert other_process(tmp_path).returncode == 3
     assert other_process(tmp_path).returncode == 0

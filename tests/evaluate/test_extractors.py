@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from kineograph.core import weights as cache
+from kineograph.core import weight_cache as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 from kineograph.evaluate.extractor import efficientnet, i3d, inception

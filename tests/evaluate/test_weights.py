@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from kineograph.cli import app
 from kineograph.codec import perceptual
 from kineograph.codec.vqgan import VQGAN, VQGANConfig
-from kineograph.core import weights as cache
+from kineograph.core import weight_cache as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import read_arrays, sha256_of

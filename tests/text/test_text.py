@@ -285,7 +285,7 @@ def test_a_file_that_was_cut_short_is_named_at_the_start_and_when_it_is_read(fol
     file.write_bytes(file.read_bytes()[:3000])
     config = TextConfig(kind="t5", name=str(tmp_path / "t5"), length=6)
     with pytest.raises(
-        InputError, match=r"model\.safetensors is not a whole safetensors file.*copy or download it again"
+        InputError, match=r"model\.safetensors is not a complete safetensors file.*copy or download it again"
     ):
         config.check_pretrained((), hub=False)
     with pytest.raises(InputError, match="cannot be loaded as t5"):

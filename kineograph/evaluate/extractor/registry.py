@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kineograph.core import weights as cache
+from kineograph.core import weight_cache as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import sha256_of
@@ -110,7 +110,7 @@ def open_extractor(value: str, device: torch.device, report: Callable[[str], Non
     if value in NETWORKS:
         try:
             file = cache.find(value)
-        except cache.NotThere as error:
+        except cache.WeightsNotFetched as error:
             raise WeightsMissing(str(error)) from None
         network = build_network(cache.load(file.path), file.path, value)
         return Extractor(network, f"{value} {file.short}", device, report)

@@ -9,7 +9,7 @@ import torch
 
 from kineograph.codec import perceptual
 from kineograph.core import distributed
-from kineograph.core import weights as cache
+from kineograph.core import weight_cache as cache
 from kineograph.core.safe_unpickle import sha256_of
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, MetricSkipped, Result, WeightsMissing
 
@@ -29,8 +29,8 @@ class LpipsDistance:
         value = context.extractors.choice(cls.name, "lpips-vgg16")
         path = Path(value)
         try:
-            file = cache.find(value) if cache.is_name(path) else cache.Found(path, sha256_of(path))
-        except cache.NotThere as error:
+            file = cache.find(value) if cache.is_name(path) else cache.StoredWeights(path, sha256_of(path))
+        except cache.WeightsNotFetched as error:
             raise WeightsMissing(str(error)) from None
         except FileNotFoundError:
             raise MetricSkipped(f"--extractor lpips={value} does not exist") from None

@@ -85,7 +85,7 @@ class LatentSpace:
         if missing:
             x0 = torch.cat([x0[:, :1].expand(-1, missing, -1, -1, -1), x0], dim=1)
         if first is not None and training:
-            kept = ~noise.happens("image dropout", self.config.image.dropout)
+            kept = ~noise.bernoulli("image dropout", self.config.image.dropout)
             first = first * kept.view(-1, 1, 1, 1, 1)
         times = None
         if batch.frame_mask is not None:
@@ -122,7 +122,7 @@ class LatentSpace:
         count = 2 + noise.integers("clip frames", x0.shape[1] - 2)  # B
         shown = torch.arange(prefix.shape[1], device=x0.device) < count[:, None]  # B t−1
         alone = torch.cat([first, torch.zeros_like(prefix[:, 1:])], dim=1)
-        has_prefix = noise.happens("clip shown", self.config.image.clip)
+        has_prefix = noise.bernoulli("clip shown", self.config.image.clip)
         return torch.where(has_prefix.view(-1, 1, 1, 1, 1), prefix * shown[:, :, None, None, None], alone)
 
     def encode_prefix(self, pixels: Tensor) -> Tensor:

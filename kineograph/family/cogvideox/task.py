@@ -27,7 +27,7 @@ from kineograph.core.config import load_file
 from kineograph.core.noise import Noise
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, is_fake_or_meta
-from kineograph.core.weight_files import files_digest
+from kineograph.core.weight_files import digest_folder
 from kineograph.family.cogvideox import sampling, tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, check_weights_folder
 from kineograph.family.cogvideox.diffusers_weights import check_state, load_network
@@ -150,7 +150,7 @@ class CogVideoX(
 
     def forward(self, batch: Batch, noise: Noise) -> SampleErrors:
         clips = self.space.encode_batch(batch, noise, self.training)
-        dropped = noise.happens("caption dropout", self.config.caption_dropout) if self.training else None
+        dropped = noise.bernoulli("caption dropout", self.config.caption_dropout) if self.training else None
         text = self.texts.encode_batch(batch, dropped)
         # Timesteps are stratified over the batch, shifted by a draw per step in training and fixed in validation.
         t = self._draw_timesteps(noise, 0, self.diffusion.steps, "time" if self.training else None)
@@ -211,10 +211,10 @@ class CogVideoX(
         """Digests of the VAE and text encoder in `weights`, and whether first frames are stored."""
         facts: dict[str, Any] = {"first_frame": "kept" if config.first_frame else False}
         if config.codec is None:
-            facts["vae"] = files_digest(Path(str(config.weights)).expanduser() / "vae")
+            facts["vae"] = digest_folder(Path(str(config.weights)).expanduser() / "vae")
             facts["tile"] = config.tile
         if config.text.name is not None:
-            facts["text_encoder"] = files_digest(Path(config.text.name).expanduser())
+            facts["text_encoder"] = digest_folder(Path(config.text.name).expanduser())
         return facts
 
     def always_encode(self) -> bool:

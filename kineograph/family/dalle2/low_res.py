@@ -53,7 +53,7 @@ def blur(pixels: Tensor, sigma: float) -> Tensor:
 def spoil(small: Tensor, config: AugmentConfig, noise: Noise) -> tuple[Tensor, Tensor]:
     """What training shows of the smaller picture (B C h w in [−1, 1]), and how much noise each row got, B."""
     if config.blur:
-        chosen = noise.happens("low-res blur", config.blur)
+        chosen = noise.bernoulli("low-res blur", config.blur)
         small = torch.where(chosen[:, None, None, None], blur(small, config.blur_sigma), small)
     level = noise.uniform("low-res level") * config.noise
     return (add_noise(small, level, noise) if config.noise else small), level

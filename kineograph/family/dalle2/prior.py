@@ -64,7 +64,7 @@ class Prior(Task, SupportsCaching):
 
     def errors(self, images: Tensor, texts: CaptionEmbeddings, noise: Noise) -> Tensor:
         if self.training:
-            dropped = noise.happens("caption dropout", self.config.caption_dropout)
+            dropped = noise.bernoulli("caption dropout", self.config.caption_dropout)
             texts = texts._replace(empty=texts.empty | dropped)
         x0 = images * self.scale
         t = noise.integers("time", self.diffusion.steps)

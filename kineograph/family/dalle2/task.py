@@ -169,7 +169,7 @@ class Decoder(
         """Which rows lose their image embedding, and which their text; independent draws."""
         if not self.training:
             return None, None
-        return noise.happens("image dropout", self.config.image_dropout), noise.happens(
+        return noise.bernoulli("image dropout", self.config.image_dropout), noise.bernoulli(
             "text dropout", self.config.text_dropout
         )
 

@@ -59,7 +59,7 @@ class MuseCritic(Task, SupportsSampling):
         with torch.no_grad():
             tokens = self.generator.tokens(batch)
             share = self.generator.config.caption_dropout
-            dropped = noise.happens("caption dropout", share) if self.training else None
+            dropped = noise.bernoulli("caption dropout", share) if self.training else None
             condition = self.generator.condition(batch, dropped)
             masked, rows = self.generator.predict(tokens, condition, noise)
             filled, wrong = self.generator.resample_masked(rows, masked, tokens, noise, self.config.temperature)

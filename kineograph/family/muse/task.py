@@ -145,7 +145,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
 
     def forward(self, batch: Batch, noise: Noise) -> MaskedLoss:
         tokens = self.tokens(batch)
-        dropped = noise.happens("caption dropout", self.config.caption_dropout) if self.training else None
+        dropped = noise.bernoulli("caption dropout", self.config.caption_dropout) if self.training else None
         condition = self.condition(batch, dropped)
         masked, rows = self.predict(tokens, condition, noise)
         targets = tokens.flatten().index_select(0, masked.rows)

@@ -113,8 +113,8 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
     def condition(self, batch: Batch, noise: Noise | None = None) -> Condition:
         """What a batch of clips comes with; in training some rows without their caption, some without their sketch."""
         teach = noise if self.training else None
-        dropped = teach.happens("caption dropout", self.config.caption_dropout) if teach is not None else None
-        blank = teach.happens("sketch dropout", self.config.sketch_dropout) if teach is not None else None
+        dropped = teach.bernoulli("caption dropout", self.config.caption_dropout) if teach is not None else None
+        blank = teach.bernoulli("sketch dropout", self.config.sketch_dropout) if teach is not None else None
         return Condition(*encode_batch(self.text, batch, dropped), self.read_sketch(batch, blank))
 
     # training ------------------------------------------------------------------------------------------------------

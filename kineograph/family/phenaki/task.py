@@ -138,7 +138,7 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
 
     def words(self, batch: Batch, noise: Noise, drop: bool) -> TextEmbeddings:
         """The text of a batch; to train with guidance, a share of the captions is dropped."""
-        dropped = noise.happens("caption dropout", self.config.caption_dropout) if drop else None
+        dropped = noise.bernoulli("caption dropout", self.config.caption_dropout) if drop else None
         return encode_batch(self.text, batch, dropped)
 
     # training ------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
         if not (self.training and self.config.primed and times > 1):
             return clips.keep
         real = times if clips.keep is None else clips.keep[:, :: rows * columns].sum(dim=1)  # B
-        begun = (noise.uniform("primed times") * (real - 1)).ceil() * noise.happens("primed", self.config.primed)  # B
+        begun = (noise.uniform("primed times") * (real - 1)).ceil() * noise.bernoulli("primed", self.config.primed)  # B
         later = torch.arange(times, device=begun.device) >= begun[:, None]  # B t
         later = repeat(later, "b t -> b (t n)", n=rows * columns)
         return later if clips.keep is None else later & clips.keep

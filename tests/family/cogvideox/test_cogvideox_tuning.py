@@ -182,7 +182,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(make: 
         with pytest.raises(InputError, match=r"lacks transformer_blocks\.2\."):
             make(weights=str(folder), depth=3, **keys)
         (folder / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"short")
-        with pytest.raises(InputError, match="is not a whole safetensors file"):
+        with pytest.raises(InputError, match="is not a complete safetensors file"):
             make(weights=str(folder), **keys)
 
 

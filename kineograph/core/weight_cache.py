@@ -1,6 +1,6 @@
-"""Weights that many runs use (extractors of metrics, perceptual losses): safetensors in a cache folder, found by name.
+"""Weights that many runs share (metric extractors, perceptual losses): safetensors in a cache folder, by name.
 
-`kineo weights get NAME` puts them there. Beside each lies a JSON file that says where it came from and what its hash is.
+`kineo weights get NAME` puts them there. A JSON file beside each records its source and hash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kineograph.core.safe_unpickle import sha256_of
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredWeights:
     path: Path
     sha256: str
 
@@ -27,8 +27,8 @@ class Found:
         return self.sha256[:12]
 
 
-class NotThere(InputError):
-    """Weights that have not been fetched; the message says how."""
+class WeightsNotFetched(InputError):
+    """Weights are not in the cache; the message names the command that fetches them."""
 
 
 def cache_folder() -> Path:
@@ -39,38 +39,38 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kineograph"
 
 
-def place_of(name: str) -> Path:
+def path_of(name: str) -> Path:
     return cache_folder() / "weights" / f"{name}.safetensors"
 
 
 def is_name(value: str | Path) -> bool:
-    """Whether this can only be a name: a bare word, and no file."""
+    """Whether a value is the name of weights and not a file."""
     text = str(value)
     return "/" not in text and "." not in text and not Path(text).exists()
 
 
-def find(name: str) -> Found:
-    """Fetched weights, their hash checked against the one noted when they were written."""
-    path = place_of(name)
+def find(name: str) -> StoredWeights:
+    """Weights in the cache, with their hash checked against the recorded one."""
+    path = path_of(name)
     if not path.is_file():
-        raise NotThere(f"the weights {name} are not on this machine: run kineo weights get {name}")
+        raise WeightsNotFetched(f"the weights {name} are not on this machine: run kineo weights get {name}")
     try:
-        noted = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["sha256"]
+        recorded = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
-        noted = None
-    found = sha256_of(path)
-    if found != noted:
+        recorded = None
+    actual = sha256_of(path)
+    if actual != recorded:
         raise InputError(
-            f"{path} is damaged: its SHA-256 is {found}, and {noted or 'none'} was noted; run kineo weights get {name} again"
+            f"{path} is damaged: its SHA-256 is {actual}, not {recorded or 'recorded'}; run kineo weights get {name} again"
         )
-    return Found(path, found)
+    return StoredWeights(path, actual)
 
 
-def store(name: str, tensors: dict[str, Tensor], **told: str) -> Found:
-    """Write weights for `find`, whole or not at all. The file's hash depends on nothing but the tensors and their names."""
+def store(name: str, tensors: dict[str, Tensor], **record: str) -> StoredWeights:
+    """Write weights for `find`, whole or not at all, with `record` in the JSON file. The hash depends on tensors and names only."""
     from safetensors.torch import save_file
 
-    path = place_of(name)
+    path = path_of(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -82,9 +82,9 @@ def store(name: str, tensors: dict[str, Tensor], **told: str) -> Found:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
-    # Until this line the old note does not fit the new file, which `find` reports: get it again.
-    write_json(path.with_suffix(".json"), {"sha256": sha256, **told})
-    return Found(path, sha256)
+    # Killed before this line, `find` reports a damaged file: the old record does not fit it.
+    write_json(path.with_suffix(".json"), {"sha256": sha256, **record})
+    return StoredWeights(path, sha256)
 
 
 def load(path: Path) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def load(path: Path) -> dict[str, Tensor]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     try:
-        with unset_fake_temporarily():  # in a stage of tensors without numbers too
+        with unset_fake_temporarily():  # fake tensors have no data to compare or copy
             return load_file(path)
     except Exception as error:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from None
