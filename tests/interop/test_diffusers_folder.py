@@ -84,7 +84,7 @@ def test_an_index_that_lies_is_named(folder: Path) -> None:
 
     assert first.name in said({"ghost.weight": first.name}) and "ghost.weight" in said({"ghost.weight": first.name})
     assert second.name in said({name: second.name}) and name in said({name: second.name})
-    assert name in said({}, without=name) and "does not name" in said({}, without=name)
+    assert name in said({}, without=name) and "does not list" in said({}, without=name)
     assert "beside it" in said({name: f"../{first.name}"})
 
 
