@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from kineograph.data.decode import media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
 
 _DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
-
-Progress = Callable[[int, int], None]
+T = TypeVar("T")
 
 
 @dataclass
@@ -79,18 +78,18 @@ def _format_range(name: str, values: list[float] | list[int], form: str = "g") -
     return f"{name}: {min(values):{form}} to {max(values):{form}}, median {statistics.median(values):{form}}"
 
 
-def check_folder(path: Path | str, threads: int | None = None, progress: Progress | None = None) -> Report:
+def check_folder(path: Path | str) -> Report:
     """Decode everything, to the last frame."""
     root = Path(path).expanduser()
     listing = list_folder(root, "")
     report = Report(root, problems=list(listing.problems))
     if listing.media:
-        _check_media(report, listing.media, threads, progress)
+        _check_media(report, listing.media)
         _check_captions(report, listing.media, listing.others)
     arrays = [name for name in listing.others if name.endswith(".npy")]
     tars = [name for name in listing.others if name.endswith(".tar")]
     if tars:
-        _check_shards(report, tars, arrays, threads, progress)
+        _check_shards(report, tars, arrays)
     elif not listing.media:
         _check_arrays(report, arrays)
     if not report.count and not report.problems:
@@ -100,16 +99,9 @@ def check_folder(path: Path | str, threads: int | None = None, progress: Progres
     return report
 
 
-def _map_threads(
-    function: Callable[[str], Any], names: Sequence[str], threads: int | None, progress: Progress | None
-) -> list[Any]:
-    results = []
-    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
-        for result in pool.map(function, names):
-            results.append(result)
-            if progress:
-                progress(len(results), len(names))
-    return results
+def _map_threads(function: Callable[[str], T], names: Sequence[str]) -> list[T]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, names))
 
 
 def parse_bucket_config(path: Path | str, settings: Sequence[str]) -> FolderConfig:
@@ -133,14 +125,14 @@ def bucket_lines(config: FolderConfig) -> list[str]:
     return buckets.lines()
 
 
-def _check_media(report: Report, names: list[str], threads: int | None, progress: Progress | None) -> None:
+def _check_media(report: Report, names: list[str]) -> None:
     def measure(name: str) -> MediaInfo | Problem:
         try:
             return probe_media(report.path / name, PurePosixPath(name).suffix, name, decode_all=True)
         except Unreadable as error:
             return Problem(name, error.reason)
 
-    results = _map_threads(measure, names, threads, progress)
+    results = _map_threads(measure, names)
     report.media += [result for result in results if isinstance(result, MediaInfo)]
     report.problems += [result for result in results if isinstance(result, Problem)]
     report.kinds.update(f"{media_kind(name)}s ({PurePosixPath(name).suffix.lower()[1:]})" for name in names)
@@ -218,9 +210,7 @@ def _check_arrays(report: Report, names: list[str]) -> None:
 # Tar shards -------------------------------------------------------------------------------------------------------
 
 
-def _check_shards(
-    report: Report, names: Sequence[str], arrays: Sequence[str], threads: int | None, progress: Progress | None
-) -> None:
+def _check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -> None:
     """Decode every member of every tar, and find each sample's row in each folder of embeddings."""
     from kineograph.data.embeddings import AlignedEmbeddings
     from kineograph.data.shard_writer import INDEX_WIDTH
@@ -228,9 +218,7 @@ def _check_shards(
 
     report.kinds["shards (tar)"] += len(names)
     keys: list[list[str]] = []
-    for note, problems, sample_keys in _map_threads(
-        lambda name: _check_shard(report.path, name), names, threads, progress
-    ):
+    for note, problems, sample_keys in _map_threads(lambda name: _check_shard(report.path, name), names):
         report.notes.append(note)
         report.problems += problems
         keys.append(sample_keys)

@@ -29,8 +29,6 @@ def scan(
     max_unreadable: float,
     note: Callable[[str], None] | None = None,
     result_file: Path | None = None,
-    threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
     kind: str = "items",
 ) -> list[Skipped]:
     """Read all items of a source of up to 10,000 files; → the unreadable ones, or an InputError if they are too many.
@@ -42,7 +40,7 @@ def scan(
         return []
     skipped = _load_scan(result_file, fingerprint) if result_file is not None else None
     if skipped is None:
-        skipped = _decode_all(source, threads, progress)
+        skipped = _decode_all(source)
         if result_file is not None:
             save_scan(result_file, source, skipped)
     check_unreadable_share(skipped, len(source), max_unreadable)
@@ -52,7 +50,7 @@ def scan(
     return skipped
 
 
-def _decode_all(source: Source, threads: int | None, progress: Callable[[int, int], None] | None) -> list[Skipped]:
+def _decode_all(source: Source) -> list[Skipped]:
     def try_read(index: int) -> Skipped | None:
         try:
             source.read(index, numpy_rng(0, index, "scan"))
@@ -60,14 +58,9 @@ def _decode_all(source: Source, threads: int | None, progress: Callable[[int, in
             return Skipped(error.path, error.reason)
         return None
 
-    skipped = []
     # Threads: Pillow and FFmpeg release the interpreter lock, and no process has to be started.
-    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
-        for done, result in enumerate(pool.map(try_read, range(len(source))), 1):
-            skipped += [result] if result else []
-            if progress:
-                progress(done, len(source))
-    return skipped
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [skipped for skipped in pool.map(try_read, range(len(source))) if skipped]
 
 
 def save_scan(path: Path, source: Source, skipped: Iterable[tuple[str, str]]) -> None:
