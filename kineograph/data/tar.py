@@ -125,7 +125,7 @@ class _FastTarInfo(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _FastTarInfo:
         if len(buf) != tarfile.BLOCKSIZE or buf[156:157] != tarfile.REGTYPE or buf[257:262] != b"ustar" or buf[345]:
             return super().frombuf(buf, encoding, errors)
-        info = cls(buf[:100].rstrip(b"\0").decode("utf-8", "surrogateescape"))
+        info = cls(buf[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape"))
         info.size = tarfile.nti(buf[124:136])  # type: ignore[attr-defined]
         return info
 

@@ -1,9 +1,13 @@
+import importlib.machinery
+import sys
+import types
+
 import numpy as np
 import pytest
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.data.source import DataConfig, assign_splits, select_split
+from kineograph.data.source import BlankSource, DataConfig, assign_splits, open_source, parse_data_config, select_split
 
 NAMES = [f"a/{index}.png" for index in range(2000)]
 
@@ -67,3 +71,30 @@ def test_no_test_split():
 def test_shares_must_leave_something():
     with pytest.raises(ConfigError, match="leave nothing to train on"):
         parse(DataConfig, {"validation": 0.6, "test": 0.5}, "data")
+
+
+class OwnConfig(DataConfig):
+    word: str = "none"
+
+
+class OwnSource(BlankSource):
+    """A user's own source."""
+
+    Config = OwnConfig
+
+    @classmethod
+    def open(cls, config, split, seed):
+        source = cls(config.shape)
+        source.note = f"{config.word} {split} {seed}"
+        return source
+
+
+def test_a_users_own_source_by_dotted_path(monkeypatch):
+    module = types.ModuleType("my_sources")
+    module.Own = OwnSource
+    module.__spec__ = importlib.machinery.ModuleSpec("my_sources", None)
+    monkeypatch.setitem(sys.modules, "my_sources", module)
+    config = parse_data_config({"source": "my_sources.Own", "size": 8, "word": "mine"})
+    source = open_source(config, "test", 3)
+    assert source.note == "mine test 3" and source.fields == {"pixels"} and source.skipped == {}
+    assert source.fingerprint() is None and source.list_missing_captions() == []
