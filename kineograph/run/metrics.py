@@ -1,4 +1,4 @@
-"""Metrics while a stage trains: the judgement of `kineo evaluate`, of the weights as they are now."""
+"""Metrics during training: those of `kineo evaluate`, on the present weights."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from kineograph.stage.spec import Plan, StagePlan
 
 
 class TrainingMetrics:
-    """Called by the Trainer with (step, the task as it is judged). The same items, noise and seed at every step, and as `kineo evaluate` takes them."""
+    """Evaluates when the Trainer calls it with (step, task). Items, noise and seed are those of `kineo evaluate`, at every step."""
 
     def __init__(self, plan: Plan, stage: StagePlan, data: StageData, stages: StageLoader) -> None:
         self.plan, self.stage, self.data, self.stages = plan, stage, data, stages
-        self.chosen = {metric.name: metric for metric in map(find_metric, stage.train.metrics)}
+        self.metrics = {metric.name: metric for metric in map(find_metric, stage.train.metrics)}
         self.extractors = Extractors(stages.device)
 
     def check(self, task: Task) -> None:
-        """Refuse to start without the weights that a metric looks through: training would go on, and nobody would have judged it."""
-        reasons: dict[str, list[MetricSkipped]] = {name: [] for name in self.chosen}
-        self._judge(task).open(self.chosen, reasons)
-        for name, found in reasons.items():
-            for reason in found:
+        """Refuse to start without the pretrained weights of a metric."""
+        reasons: dict[str, list[MetricSkipped]] = {name: [] for name in self.metrics}
+        self._make_evaluator(task).open(self.metrics, reasons)
+        for name, skipped in reasons.items():
+            for reason in skipped:
                 if isinstance(reason, WeightsMissing):
-                    raise InputError(f"train.metrics names {name}: {reason}; or leave it out")
+                    raise InputError(f"train.metrics names {name}: {reason}; or remove it")
 
     def __call__(self, step: int, task: Task) -> tuple[dict[str, float], dict[str, Any]]:
-        """Numbers by name (`fid`, `reconstruction/psnr`), and what each metric's rest on: extractor, count."""
-        reasons: dict[str, list[MetricSkipped]] = {name: [] for name in self.chosen}
-        judge = self._judge(task)
-        results, _ = judge.run(self.chosen, reasons)
-        for name in [name for name in self.chosen if name not in results]:
-            why = "; ".join(dict.fromkeys(map(str, reasons[name]))) or (
-                f"{self.stage.spec.config.task} does not offer {', '.join(sorted(self.chosen[name].needs))}"
+        """→ values by name (`fid`, `reconstruction/psnr`), and each metric's labels: extractor, number of samples"""
+        reasons: dict[str, list[MetricSkipped]] = {name: [] for name in self.metrics}
+        evaluator = self._make_evaluator(task)
+        results, _ = evaluator.run(self.metrics, reasons)
+        for name in [name for name in self.metrics if name not in results]:
+            reason = "; ".join(dict.fromkeys(map(str, reasons[name]))) or (
+                f"{self.stage.spec.config.task} does not offer {', '.join(sorted(self.metrics[name].needs))}"
             )
-            self.stages.note(f"{self.stage.name}: {name} rests: {why}")
-            del self.chosen[name]  # said once
+            self.stages.note(f"{self.stage.name}: {name} is skipped from here on: {reason}")
+            del self.metrics[name]
         values = {
             metric if name == metric else f"{metric}/{name}": value
             for metric, result in results.items()
             for name, value in result.values.items()
         }
-        return values, {name: {"samples": judge.count, **result.labels} for name, result in results.items()}
+        return values, {name: {"samples": evaluator.count, **result.labels} for name, result in results.items()}
 
-    def _judge(self, task: Task) -> StageEvaluator:
+    def _make_evaluator(self, task: Task) -> StageEvaluator:
         return StageEvaluator(
             self.stage.spec,
             task,

@@ -29,105 +29,106 @@ def open_data(
 ) -> StageData:
     """Open and check a stage's data before anything is written.
 
-    `folder` is the run's, where an earlier scan of the files may be remembered; `opened` holds the data of earlier stages: the same config is read once.
+    `folder` is the run folder, which may hold an earlier scan; `opened` holds the data of earlier stages, to share equal sources.
     """
-    config = stage.spec.data
-    # The last one knows all that those before it have found.
-    same = next((other for other in reversed((opened or {}).values()) if other.stage.spec.data == config), None)
-    if same is not None:
-        found = StageData(stage, seed, same.source, same.validation, dict(same.skipped), same.test)
+    opened, config = opened if opened is not None else {}, stage.spec.data
+    # The last one has the scans of all before it.
+    shared = next((other for other in reversed(opened.values()) if other.stage.spec.data == config), None)
+    if shared is not None:
+        data = StageData(stage, seed, shared.source, shared.validation, dict(shared.skipped), shared.test)
     else:
         source = open_source(config, "train", seed, dataset)
         if len(source) == 0:
             raise InputError(
                 f"data.source={config.source} has no training items: lower data.validation and data.test, or add data"
             )
-        skipped = dict(scan(source, config.max_unreadable, note, _memory(folder, stage, "train")))
+        skipped = dict(scan(source, config.max_unreadable, note, _find_scan(folder, stage, "train")))
         if source.note:
             note(source.note)
         if config.validation == 0:
             note("data.validation=0: validation runs on training data")
-        found = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), {"train": skipped})
-    if "test" in stage.train.grids and found.test is None:
-        found.test = open_source(config, "test", seed, dataset)
-        if len(found.test) == 0:  # most sources refuse that themselves, some only when they are asked
-            raise InputError("train.grids names test, and that split is empty: set data.test=0.1, for one")
-    held_out = [split for split in _looked_at(stage.train) if not _same_items(found.split(split), found.source)]
+        data = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), {"train": skipped})
+    if "test" in stage.train.grids and data.test is None:
+        data.test = open_source(config, "test", seed, dataset)
+        if len(data.test) == 0:  # most sources refuse an empty split themselves
+            raise InputError("train.grids names test, and that split is empty: set data.test, such as data.test=0.1")
+    held_out = [
+        split for split in _held_out_splits(stage.train) if not _have_same_items(data.split(split), data.source)
+    ]
     for split in held_out:
-        if split not in found.skipped:
-            _scan_held_out(found, split, note, _memory(folder, stage, split))
-    if found.buckets is not None:
-        for line in found.buckets.lines(stage.train.batch_size):
+        if split not in data.skipped:
+            _scan_held_out(data, split, note, _find_scan(folder, stage, split))
+    if data.buckets is not None:
+        for line in data.buckets.lines(stage.train.batch_size):
             note(line)
     reads = stage.spec.config.reads()
     if "pixels" in reads:
-        _require_pixels(found)
+        _require_pixels(data)
     if "sketch" in reads:
-        _require_sketch(found)
-    _require_text(found)
+        _require_sketch(data)
+    _require_text(data)
     if "captions" in reads:
-        reader = f"stage {stage.name} ({stage.spec.config.task})"
-        require_captions(found.source, reader)
+        require_captions(data.source, stage.title)
         for split in held_out:
-            require_captions(found.split(split), reader, f"{split} items")
-        if stage.spec.config.init in (opened or {}):
-            opened[stage.spec.config.init].warm_started.append(found)  # type: ignore[index]
-    return found
+            require_captions(data.split(split), stage.title, f"{split} items")
+        if stage.spec.config.init in opened:
+            opened[stage.spec.config.init].warm_started.append(data)
+    return data
 
 
-def _looked_at(train: TrainConfig) -> list[Split]:
-    """Splits that training looks at beside its own."""
+def _held_out_splits(train: TrainConfig) -> list[Split]:
+    """Splits that training reads besides its own."""
     validates = train.validate_every or train.sample_every or (train.metrics and train.evaluate_every)
     splits: list[Split] = ["validation"] if validates else []
     return [*splits, "test"] if train.sample_every and "test" in train.grids else splits
 
 
-def _same_items(one: Source, other: Source) -> bool:
-    """Splits have either all items in common (validation on training data) or none."""
+def _have_same_items(one: Source, other: Source) -> bool:
+    """Two splits share either all items (validation on training data) or none."""
     return one is other or (len(one) == len(other) and one.identity(0) == other.identity(0))
 
 
-def _scan_held_out(data: StageData, split: Split, note: Callable[[str], None], memory: Path | None) -> None:
-    """As the training items were. data.max_unreadable is a share of both together: a split may be a few items, of which one is many."""
+def _scan_held_out(data: StageData, split: Split, note: Callable[[str], None], scan_path: Path | None) -> None:
+    """Scan a held-out split. data.max_unreadable is a share of it and the training items together, since it may have few items."""
     source, config = data.split(split), data.stage.spec.data
-    found = scan(source, 1.0, note, memory, kind=f"{split} items")
-    if len(found) == len(source):
-        lost = {**source.skipped, **dict(found)}
-        told = "".join(f", {path}: {reason}" for path, reason in list(lost.items())[:1])
+    unreadable = scan(source, 1.0, note, scan_path, kind=f"{split} items")
+    if len(unreadable) == len(source):
+        skipped = {**source.skipped, **dict(unreadable)}
+        example = "".join(f", {path}: {reason}" for path, reason in list(skipped.items())[:1])
         raise InputError(
-            f"data.source={config.source} has no {split} item that can be read{told}. Repair or remove what is broken, "
-            f"or raise data.{split}={getattr(config, split):g}, so that more items are held out"
+            f"data.source={config.source} has no {split} item that can be read{example}. Repair or remove the broken files, "
+            f"or raise data.{split}={getattr(config, split):g} to hold out more items"
         )
-    data.skipped[split] = dict(found)
+    data.skipped[split] = dict(unreadable)
     check_unreadable_share(
-        [*data.skipped["train"].items(), *found], len(data.source) + len(source), config.max_unreadable
+        [*data.skipped["train"].items(), *unreadable], len(data.source) + len(source), config.max_unreadable
     )
 
 
 def _require_pixels(data: StageData) -> None:
-    """Codebook ids (or latents, or image embeddings) stand in for pixels only where a stage has a codec (or CLIP) that could have made them."""
-    there, stage = data.source.fields, data.stage
-    if "pixels" in there or (stage.spec.config.references and there & {"tokens", "latents", "image_embed"}):
+    """Refuse data without pixels, unless the stage has a codec (or CLIP) that made their tokens, latents or embeddings."""
+    fields, stage = data.source.fields, data.stage
+    if "pixels" in fields or (stage.spec.config.references and fields & {"tokens", "latents", "image_embed"}):
         return
-    who = f"stage {stage.name} ({stage.spec.config.task})"
     remedy = (
-        "train it on pixels in a run of its own, which the stages that use it name as runs/NAME/STAGE, or set "
+        "train it on pixels in a run of its own and refer to it as runs/NAME/STAGE, or set "
         f"stages.{stage.name}.skip=true once it is trained"
-        if "tokens" in there
+        if "tokens" in fields
         else "give videos (or images), or video_codebook_ids"
     )
     raise InputError(
-        f"{who} reads pixels, and the items of data.source={stage.spec.data.source} hold {', '.join(sorted(there))} only: {remedy}"
+        f"{stage.title} reads pixels, and the items of data.source={stage.spec.data.source} have only "
+        f"{', '.join(sorted(fields))}: {remedy}"
     )
 
 
 def _require_text(data: StageData) -> None:
-    """Text embeddings of the right width in the data, where they are all the text that there is."""
+    """Refuse text.kind=given without text embeddings of the right width in the data."""
     stage, source = data.stage, data.source
     text = dict(stage.spec.config).get("text")
     if not isinstance(text, TextConfig) or text.kind != "given":
         return
-    who = f"stage {stage.name} ({stage.spec.config.task}) with text.kind=given"
+    who = f"{stage.title} with text.kind=given"
     if "text_embeds" not in source.fields:
         raise InputError(
             f"{who} reads text embeddings, and the items of data.source={stage.spec.data.source} have none: give them as text_embeds in "
@@ -146,11 +147,11 @@ def _require_sketch(data: StageData) -> None:
     stage = data.stage
     if "sketch" not in data.source.fields:
         raise InputError(
-            f"stage {stage.name} ({stage.spec.config.task}) draws after sketches, and the items of data.source={stage.spec.data.source} have none: "
+            f"{stage.title} draws from sketches, and the items of data.source={stage.spec.data.source} have none: "
             "set data.sketch=true (moving_digits) or data.sketches=FOLDER (folder), give them as `sketch` in your own Dataset, "
             f"or leave stages.{stage.name}.sketch out"
         )
 
 
-def _memory(folder: Path | None, stage: StagePlan, split: Split) -> Path | None:
+def _find_scan(folder: Path | None, stage: StagePlan, split: Split) -> Path | None:
     return scan_file(folder, stage, split) if folder is not None and folder.is_dir() else None

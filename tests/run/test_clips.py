@@ -338,7 +338,7 @@ def test_ids_that_the_codec_could_not_have_made_are_refused(
 
 def test_a_codec_cannot_be_trained_on_ids(tmp_path: Path) -> None:
     with pytest.raises(
-        KineoError, match=r"stage codec .* reads pixels, and the items .* hold caption, tokens only.*runs/NAME/STAGE"
+        KineoError, match=r"stage codec .* reads pixels, and the items .* have only caption, tokens.*runs/NAME/STAGE"
     ):
         train(tmp_path, dataset=Encoded(), data=OWN["data"], data__stills=0.0, data__count=None)
     assert not (tmp_path / "run").exists()

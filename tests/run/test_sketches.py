@@ -165,7 +165,7 @@ def test_a_story_after_a_sketch_needs_a_stage_that_knows_sketches(tmp_path):
 
 def test_missing_sketches_are_refused_before_anything_is_written(tmp_path):
     words = ["nuwa-sketch-tiny", *QUICK, *SMALL, "stages.generator.data.sketch=false"]
-    with pytest.raises(InputError, match=r"stage generator \(nuwa\) draws after sketches.*data\.sketch=true"):
+    with pytest.raises(InputError, match=r"stage generator \(nuwa\) draws from sketches.*data\.sketch=true"):
         train(words, run=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
