@@ -121,7 +121,7 @@ class Stepper:
             self.sharded = ShardedTask(task, self.layout, self.precision)
 
     def compile_stages(self) -> None:
-        """The frozen stages too, where training is compiled: for steps that ask them each time, since no cache holds their answers."""
+        """Compile the frozen stages too, for a task that runs them every step because no cache holds their outputs."""
         if self.compiles:
             for stage in self.task.stages.values():
                 compile_task(stage, graphs=False)
