@@ -30,9 +30,9 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, protected_namespaces=())
 
     def check_pretrained(self, given: Collection[str], hub: bool) -> None:
-        """Refuse, with an InputError that begins with the key, what others trained (a folder of weights, a text encoder) and would not be found
-        when it is read, or does not fit. Training asks before it begins, and an estimate says what is not there; sections are asked in turn.
-        `given`: what the data's items hold. `hub`: names on a hub are looked up too. Nothing large is read or fetched.
+        """Refuse pretrained weights (a folder, a text encoder) that are missing or do not fit, with an InputError that begins with the key.
+
+        `given`: the fields of the data. `hub`: also look names up on the hub. Nothing large is read or downloaded.
         """
         for _, section in self:
             if isinstance(section, Config):
@@ -43,11 +43,11 @@ class StageConfig(Config):
     """Keys that every stage has. A Task's own `Config` adds its own beside them."""
 
     references: ClassVar[tuple[str, ...]] = ()
-    """Which of the keys name another stage (`codec`)."""
-    draws_with: ClassVar[tuple[str, ...]] = ()
-    """Which name a stage that only drawing needs (`prior`): it is loaded then, and may be trained later."""
-    draws_like: ClassVar[str | None] = None
-    """Which of the keys names the stage whose `sample` counts wherever this one's own does not say (`generator`)."""
+    """The keys that name another stage (`codec`)."""
+    sample_references: ClassVar[tuple[str, ...]] = ()
+    """The keys that name a stage which only sampling needs (`prior`): it is loaded then, and may be trained later."""
+    inherits_sample: ClassVar[str | None] = None
+    """The key that names the stage whose `sample` section gives the defaults of this one's (`generator`)."""
     task: str
     """Which Task trains here: a module of family, codec or text (`muse`), or a dotted path to a class of yours."""
     skip: bool = False
@@ -92,7 +92,7 @@ def parse(cls: type[C], tree: Mapping[str, Any], where: str = "") -> C:
 
 
 def _explain(cls: type[Config], problem: Any, where: str) -> tuple[str, str]:
-    """→ the key and its value, and what is wrong with them."""
+    """→ the key and its value, and the message."""
     path, known = _keys(cls, problem["loc"])
     key = ".".join([where, *path] if where else path)
     if problem["type"] == "extra_forbidden":
@@ -108,7 +108,7 @@ def _explain(cls: type[Config], problem: Any, where: str) -> tuple[str, str]:
 
 
 def _keys(cls: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """The keys in a pydantic location, which also names the members of unions (`compile`, `literal['auto']`), and those known beside the last."""
+    """The keys of a pydantic location, without the names of union members (`literal['auto']`), and the keys known beside the last."""
     path: list[str] = []
     model: type[BaseModel] | None = cls
     holder: type[BaseModel] | None = cls  # of the last key
@@ -129,7 +129,7 @@ def _keys(cls: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[s
 
 
 def _member(union: Any, name: str) -> type[BaseModel] | None:
-    """The model that pydantic calls so: by its tag, or else by its class."""
+    """The member of a union with this tag or class name."""
     for argument in get_args(union):
         model = _model_in(argument)
         tags = [part.tag for part in getattr(argument, "__metadata__", ()) if isinstance(part, Tag)]
@@ -139,7 +139,7 @@ def _member(union: Any, name: str) -> type[BaseModel] | None:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The message for a key that nothing reads."""
+    """The message for an unknown key."""
     parent, _, last = key.rpartition(".")
     close = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
     hint = (
@@ -163,7 +163,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 # Layers ----------------------------------------------------------------------------------------------------------
 
 
-_WORDS = {"parallel": "layout"}  # sections that may be one word, and the key that it stands for
+_WORDS = {"parallel": "layout"}  # sections that may be one word: the key that the word sets
 
 
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
@@ -180,7 +180,7 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
 
 
 def _of_kind(base: Tree, over: Mapping[str, Any]) -> Tree:
-    """Another `kind` (of quantizer, of text encoder) is another thing: the old one's keys go with it."""
+    """Drop the old keys where `over` sets another `kind` (of quantizer, of text encoder)."""
     return base if over.get("kind", base.get("kind")) == base.get("kind") else {}
 
 
@@ -244,13 +244,13 @@ def read_yaml(text: str, where: str) -> Any:
 
 def load_file(path: Path) -> Tree:
     """One YAML or JSON file as a tree."""
-    is_json = path.suffix.lower() == ".json"  # tabs and escaped surrogates make JSON something that YAML is not
+    is_json = path.suffix.lower() == ".json"  # JSON with tabs or escaped surrogates is not YAML
     try:
         text = path.read_text(encoding="utf-8-sig")
         tree = json.loads(text) if is_json else read_yaml(text, str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:  # what is not UTF-8 or not JSON is a ValueError
+    except (OSError, ValueError, yaml.YAMLError) as error:  # also for text that is not UTF-8 or JSON
         raise ConfigError(f"{path} is not readable {'JSON' if is_json else 'YAML'}: {error}") from None
     if tree is None:
         return {}

@@ -173,7 +173,7 @@ def all_gather_rows(value: Tensor) -> Tensor:
 
 
 def _gather_rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Of each of the `world` processes of a group its rows."""
+    """The rows of each of the `world` processes of a group."""
     counts = [torch.empty(1, dtype=torch.int64, device=value.device) for _ in range(world)]
     dist.all_gather(counts, torch.tensor([len(value)], device=value.device), group=group)
     sizes = torch.cat(counts).tolist()
@@ -184,7 +184,7 @@ def _gather_rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> 
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
-# Words of all processes --------------------------------------------------------------------------------------------
+# Objects of all processes --------------------------------------------------------------------------------------------
 
 
 def barrier() -> None:
@@ -193,7 +193,7 @@ def barrier() -> None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """What rank 0 says, on every rank: anything that JSON can hold (nothing is pickled)."""
+    """Broadcast rank 0's value as JSON (nothing is pickled)."""
     if not is_active():
         return value
     text = torch.tensor(list(json.dumps(value).encode() if is_first() else b""), dtype=torch.uint8)
@@ -205,12 +205,12 @@ def broadcast_object(value: Any) -> Any:
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank says, by rank. `group` is one that speaks on the host and joins all ranks, or None for the usual one."""
+    """The values of all ranks, by rank, as JSON. `group`: a CPU group of all ranks; None: the default one."""
     return _gather_json(value, world(), group, "cpu") if is_active() else [value]
 
 
 def data_all_gather_object(value: Any, device: torch.device | str = "cpu") -> list[Any]:
-    """What every data rank says, in their order: for numbers that are added up. `device` is one on which they speak."""
+    """The values of all data ranks, in order, as JSON. `device`: one that their group can communicate on."""
     return _gather_json(value, data_world(), _group(), device) if is_active() else [value]
 
 
@@ -220,22 +220,22 @@ def _gather_json(value: Any, world: int, group: dist.ProcessGroup | None, device
 
 
 def print_note(line: str) -> None:
-    """To the person who watches."""
+    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def on_first_rank(note: Callable[[str], None]) -> Callable[[str], None]:
-    """What is said to people, by the first process alone."""
+    """`note`, called on the first rank only."""
 
-    def said(line: str) -> None:
+    def note_if_first(line: str) -> None:
         if is_first():
             note(line)
 
-    return said
+    return note_if_first
 
 
 def all_gather_floats(values: Sequence[float]) -> list[list[float]]:
-    """[rank][i] of a few numbers that every process has."""
+    """[rank][i] of equally many numbers of every process."""
     mine = torch.tensor(values, dtype=torch.float64)
     if not is_active():
         return [mine.tolist()]
@@ -245,18 +245,18 @@ def all_gather_floats(values: Sequence[float]) -> list[list[float]]:
 
 
 def gather_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """[rank][i] of CPU tensors, however many each process has and of whatever shape: on the first one. Elsewhere its own alone."""
+    """[rank][i] of CPU tensors, of any number and shape per process: all on the first rank, elsewhere its own alone."""
     specs = all_gather_object([[str(value.dtype).removeprefix("torch."), *value.shape] for value in tensors])
     if not is_first():
         for value in tensors:
             dist.send(value.contiguous(), 0)
         return [list(tensors) if other == rank() else [] for other in range(world())]
-    found = [list(tensors)]
+    gathered = [list(tensors)]
     for other, tensor_specs in enumerate(specs[1:], start=1):
-        found.append([torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, *shape in tensor_specs])
-        for value in found[-1]:
+        gathered.append([torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, *shape in tensor_specs])
+        for value in gathered[-1]:
             dist.recv(value, other)
-    return found
+    return gathered
 
 
 def resolve_device(name: str = "auto") -> torch.device:

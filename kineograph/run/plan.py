@@ -109,7 +109,7 @@ def _check_references(stages: tuple[StagePlan, ...]) -> None:
     earlier: list[str] = []
     for stage in stages:
         config = stage.spec.config
-        for key in (*config.references, *config.draws_with):
+        for key in (*config.references, *config.sample_references):
             name = getattr(config, key)
             if isinstance(name, str) and "/" not in name and name not in earlier:
                 raise ConfigError(

@@ -99,7 +99,7 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
         raise ConfigError(f"{where}.task is required and not set")
     task = find_task(stage["task"], f"{where}.task")
     keys = {key: value for key, value in stage.items() if key not in _OUTSIDE_TASK}
-    if task.Config.draws_like is not None and not tree.get("resolved"):
+    if task.Config.inherits_sample is not None and not tree.get("resolved"):
         keys = merge({"sample": _inherited_sample(tree, task, stage)}, keys)
     config = parse(task.Config, keys, where)
     own = stage.get("data") or {}
@@ -109,7 +109,7 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
 
 def _inherited_sample(tree: Tree, task: type[Task], stage: Tree) -> Tree:
     """The `sample` keys that a stage takes over from the stage it draws like, which may be of another run."""
-    run, _, name = str(stage.get(str(task.Config.draws_like))).rpartition("/")
+    run, _, name = str(stage.get(str(task.Config.inherits_sample))).rpartition("/")
     if run:
         folder = RunFolder(run)
         tree = folder.config() if folder.exists() else {}

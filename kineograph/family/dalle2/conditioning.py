@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from kineograph.text.conditioning import TextEmbeddings, encode_batch, encode_nu
 from kineograph.text.encoder import NullText
 
 
+@runtime_checkable
 class Prior(Protocol):
     """A stage that makes image embeddings of captions."""
 

@@ -27,7 +27,7 @@ class DecoderSample(DiffusionSample):
 
 class DecoderConfig(StageConfig, UnetConfig):
     references: ClassVar[tuple[str, ...]] = ("clip", "codec")
-    draws_with: ClassVar[tuple[str, ...]] = ("prior", "low_res")
+    sample_references: ClassVar[tuple[str, ...]] = ("prior", "low_res")
     size: Size | None = None
     """Height and width of what is drawn: the data's pictures made smaller. Null: data.size, which is what the CLIP is shown in either case."""
     clip: ClipChoice | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,7 @@ def _check(task: Decoder, prompts: Prompts, options: DecoderSample) -> None:
         )
 
 
-def _limit(task: Decoder, options: DecoderSample) -> Any:
+def _limit(task: Decoder, options: DecoderSample) -> Callable[[Tensor], Tensor]:
     """Pixels have a range; latents have none."""
     if options.clip == "none" or task.config.codec is not None:
         return lambda x0: x0
@@ -167,17 +168,19 @@ def _small_picture(task: Decoder, prompts: Prompts, options: DecoderSample) -> T
     return shrink(task.resize_reference(real.float() / 255)[:, 0], size)
 
 
-def _below(task: Decoder, prompts: Prompts) -> Any:
+def _below(task: Decoder, prompts: Prompts) -> Decoder | None:
     """The stage that draws the smaller picture; None: there is none, or it is not trained and a real picture is at hand."""
     try:
-        return task.drawing_stage("low_res")
+        return task.lower_decoder()
     except NotTrained:  # pictures while this stage trains are made of real ones
         if prompts.batch is None or prompts.batch.pixels is None or prompts.prime is not None:
             raise
         return None
 
 
-def _drawn_below(task: Decoder, below: Any, prompts: Prompts, options: DecoderSample, size: tuple[int, int]) -> Tensor:
+def _drawn_below(
+    task: Decoder, below: Decoder, prompts: Prompts, options: DecoderSample, size: tuple[int, int]
+) -> Tensor:
     name = task.config.low_res
     if (below.shape.height, below.shape.width) != size:
         raise InputError(
@@ -204,13 +207,13 @@ def prime_size(task: Decoder, options: DecoderSample) -> tuple[int, int] | None:
     """A given picture comes in the size of what the U-Net that enlarges it first reads: more pixels would be made up, and lost again."""
     if options.start is None or not task.can_upscale():
         return task.config.low_res_size
-    below: Any = task.drawing_stage("low_res")
+    below = task.lower_decoder()
     if below is None:
         raise _no_start(options)
     return below.prime_size(below.config.sample.model_copy(update={"start": _start_below(task, below, options)}))
 
 
-def _start_below(task: Decoder, below: Any, options: DecoderSample) -> str | None:
+def _start_below(task: Decoder, below: Decoder, options: DecoderSample) -> str | None:
     """`sample.start` as the stage below is told it."""
     if not below.can_upscale():
         raise _no_start(options)

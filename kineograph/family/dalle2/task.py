@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from kineograph.core.capabilities import (
     SupportsInpainting,
     SupportsSampling,
     SupportsUpscaling,
-    takes_captions,
 )
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise, key_of
@@ -285,13 +284,23 @@ class Decoder(
         if "captions" in self.reads:
             return True
         try:
-            below = self.drawing_stage("low_res")
+            below = self.lower_decoder()
         except InputError:  # not trained: it enlarges given pictures only
             return False
-        return below is not None and takes_captions(below)
+        return below is not None and below.takes_captions()
+
+    def lower_decoder(self) -> Decoder | None:
+        """The stage that draws the picture to enlarge; None: none is named."""
+        stage = self.drawing_stage("low_res")
+        if stage is not None and not isinstance(stage, Decoder):
+            raise InputError(f"low_res={self.config.low_res} is not a dalle2 stage: name the decoder below this one")
+        return stage
 
     def prior(self) -> Prior | None:
-        return cast("Prior | None", self.drawing_stage("prior"))
+        stage = self.drawing_stage("prior")
+        if stage is not None and not isinstance(stage, Prior):
+            raise InputError(f"prior={self.config.prior} gives no image embeddings: name a stage of dalle2.prior")
+        return stage
 
     def sample(self, prompts: Prompts, options: DecoderSample) -> Tensor:
         return sampling.draw(self, prompts, options)[:, None]

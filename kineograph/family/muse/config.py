@@ -69,7 +69,7 @@ class MuseConfig(StageConfig, TransformerConfig):
 
 class CriticConfig(StageConfig, TransformerConfig):
     references: ClassVar[tuple[str, ...]] = ("generator",)
-    draws_like: ClassVar[str | None] = "generator"
+    inherits_sample: ClassVar[str | None] = "generator"
     generator: str
     """The trained Muse stage (or runs/x/stage) whose samples are judged. Its text encoder is read too."""
     positions: Literal["learned", "sincos"] = "learned"

@@ -85,7 +85,7 @@ class PhenakiConfig(StageConfig, TransformerConfig):
 
 class CriticConfig(StageConfig, TransformerConfig):
     references: ClassVar[tuple[str, ...]] = ("generator",)
-    draws_like: ClassVar[str | None] = "generator"
+    inherits_sample: ClassVar[str | None] = "generator"
     generator: str
     """The trained Phenaki stage (or runs/x/stage) whose samples are judged. Its text encoder is read too."""
     rotary: bool = True
