@@ -125,7 +125,7 @@ class SampleRequest:
 def check_format(format: str | None, fps: float | None = None, allowed: tuple[str, ...] = FORMATS) -> None:
     """Refuse a format before anything is drawn; clips are GIFs by default."""
     if format is not None and format not in allowed:
-        raise InputError(f"--format {format} is not supported here: use {' or '.join(allowed)}")
+        raise InputError(f"--format {format} is not supported here: use {', '.join(allowed[:-1])} or {allowed[-1]}")
     if fps is not None and format == "png":
         raise InputError(f"--fps {fps:g} has no effect with --format png: leave one out")
     if fps is not None and fps > MAX_FPS and format in (None, "gif"):
