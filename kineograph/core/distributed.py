@@ -156,13 +156,20 @@ def all_gather_with_grad(value: Tensor) -> Tensor:
     """
     if not is_active():
         return value
-    from torch.distributed._functional_collectives import all_to_all_single_autograd
-
     # The backward pass of an all-to-all of copies is the sum over ranks, with gloo too.
-    copies = value.expand(data_world(), *value.shape).flatten(0, 1).contiguous()
     sizes = [len(value)] * data_world()
     group = _group() or dist.distributed_c10d._get_default_group()
-    return all_to_all_single_autograd(copies, sizes, sizes, group)
+    return all_to_all_with_grad(value.expand(data_world(), *value.shape).flatten(0, 1), sizes, sizes, group)
+
+
+def all_to_all_with_grad(
+    value: Tensor, output_sizes: list[int], input_sizes: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Exchange rows: send `input_sizes[r]` of them to rank r of the group and receive `output_sizes[r]`."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    # The copy waits for the result. Compiled modules lose the gradient of one that is not waited for.
+    return all_to_all_single_autograd(value.contiguous(), output_sizes, input_sizes, group).clone()
 
 
 def all_gather_rows(value: Tensor) -> Tensor:

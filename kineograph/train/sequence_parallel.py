@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from kineograph.core.distributed import all_to_all_with_grad
 from kineograph.core.parallel_plan import ParallelPlan
 from kineograph.core.task import Task
 from kineograph.train.tensor_parallel import parallel_plans
@@ -62,15 +62,11 @@ class _Tokens:
 
     def scatter(self, value: Tensor) -> Tensor:
         """N … of which each process gets its tokens → (ranks n) …: this process's tokens from each."""
-        return all_to_all_single_autograd(
-            value.contiguous(), [self.sizes[self.rank]] * self.world, self.sizes, self.group
-        )
+        return all_to_all_with_grad(value, [self.sizes[self.rank]] * self.world, self.sizes, self.group)
 
     def gather(self, value: Tensor) -> Tensor:
         """(ranks n) …: this process's tokens for each process → N …"""
-        return all_to_all_single_autograd(
-            value.contiguous(), self.sizes, [self.sizes[self.rank]] * self.world, self.group
-        )
+        return all_to_all_with_grad(value, self.sizes, [self.sizes[self.rank]] * self.world, self.group)
 
     def all_gather(self, value: Tensor) -> Tensor:
         """B n … → B N …, the same on all. An all-to-all of copies: unlike all_gather, it takes uneven sizes."""

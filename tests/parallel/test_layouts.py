@@ -45,6 +45,7 @@ BOTH: Cases = {
     "cogvideox-keep": ({"task": "cogvideox"}, KEEP),
     "cogvideox-poison": ({"task": "cogvideox", "poison": 1}, SHARD),
     "cogvideox-tensor": ({"task": "cogvideox"}, TENSOR),
+    "cogvideox-tensor-recompute": ({"task": "cogvideox", "train": RECOMPUTE}, TENSOR),
     "cogvideox-sequence": ({"task": "cogvideox"}, SEQUENCE),
     "cogvideox-sequence-recompute": ({"task": "cogvideox", "train": RECOMPUTE}, SEQUENCE),
     "cogvideox-lora-sequence": ({"task": "cogvideox-lora"}, SEQUENCE),
