@@ -98,18 +98,24 @@ class Batch:
         """Stack samples; clips of different lengths are padded at the end and masked."""
         first = samples[0]
         batch = Batch(slots=torch.tensor(slots, dtype=torch.int64))
-        if first.pixels is not None:
-            longest = max(sample.pixels.shape[0] for sample in samples)  # type: ignore[union-attr]
-            batch.pixels = torch.stack([_pad_frames(sample.pixels, longest) for sample in samples])  # type: ignore[arg-type]
-            mask = torch.stack([_pad_frames(_frame_mask(sample), longest, False) for sample in samples])
-            batch.frame_mask = None if mask.all() else mask
-        elif all(sample.frame_mask is not None for sample in samples):
-            mask = torch.stack([sample.frame_mask for sample in samples])  # type: ignore[misc]
+        clips = [sample.pixels for sample in samples if sample.pixels is not None]
+        masks = [sample.frame_mask for sample in samples if sample.frame_mask is not None]
+        if clips:
+            longest = max(map(len, clips))
+            batch.pixels = torch.stack([_pad_frames(clip, longest) for clip in clips])
+            masks = [
+                torch.ones(len(clip), dtype=torch.bool) if sample.frame_mask is None else sample.frame_mask
+                for sample, clip in zip(samples, clips, strict=True)
+            ]
+            masks = [_pad_frames(mask, longest, False) for mask in masks]
+        if len(masks) == len(samples):
+            mask = torch.stack(masks)
             batch.frame_mask = None if mask.all() else mask
         if all(sample.fps is not None for sample in samples):
             batch.fps = torch.tensor([sample.fps for sample in samples], dtype=torch.float32)
-        if all(sample.caption is not None for sample in samples):
-            batch.captions = [sample.caption for sample in samples]  # type: ignore[misc]
+        captions = [sample.caption for sample in samples if sample.caption is not None]
+        if len(captions) == len(samples):
+            batch.captions = captions
         for name in ("tokens", "latents", "text_embeds", "text_mask"):
             if getattr(first, name) is not None:
                 setattr(batch, name, torch.stack([getattr(sample, name) for sample in samples]))
@@ -119,12 +125,6 @@ class Batch:
                 parts = [_pad_frames(part, max(map(len, parts))) for part in parts]
             batch.extra[name] = torch.stack(parts)
         return batch
-
-
-def _frame_mask(sample: Sample) -> Tensor:
-    if sample.frame_mask is not None:
-        return sample.frame_mask
-    return torch.ones(sample.pixels.shape[0], dtype=torch.bool)  # type: ignore[union-attr]
 
 
 def _pad_frames(frames: Tensor, length: int, value: bool | None = None) -> Tensor:

@@ -305,9 +305,7 @@ def test_an_unknown_metric_is_refused_before_anything_is_written(tmp_path: Path)
 
 def test_weights_that_a_metric_lacks_are_noticed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KINEO_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(
-        InputError, match=r"train\.metrics names fid: .*kineo weights get inception-v3.*or remove it"
-    ):
+    with pytest.raises(InputError, match=r"train\.metrics names fid: .*kineo weights get inception-v3.*or remove it"):
         train(tmp_path, train__metrics=["fid"])
     assert not any(record["stage"] == "generator" for record in lines(tmp_path / "run"))
 
