@@ -34,17 +34,8 @@ DIRECTIONS = {  # names → (rows, columns) a step; the first four are those of 
     "down left": (1, -1),
     "down right": (1, 1),
 }
-PLACES = (
-    "top left",
-    "top",
-    "top right",
-    "left",
-    "centre",
-    "right",
-    "bottom left",
-    "bottom",
-    "bottom right",
-)  # 3 × 3, by rows
+# 3 × 3, by rows
+PLACES = ("top left", "top", "top right", "left", "centre", "right", "bottom left", "bottom", "bottom right")
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def test_a_stream_goes_on_at_its_shard(tmp_path: Path, shards: Path, base: dict[
     lines: list[str] = []
     whole = train(tmp_path, "whole", lines, train__steps=6, **keys)
     seen = [captions for _, _, captions in clip_tasks.SEEN]
-    assert any("resume goes back to the beginning of the oldest shard" in line for line in lines)
+    assert any("resume restarts at the beginning of the oldest unfinished shard" in line for line in lines)
     train(tmp_path, "parts", train__steps=4, **keys)
     saved = position(tmp_path / "parts", 4)
     assert saved["shards"] > 1 and saved == position(whole, 4)
