@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_with_its_neighbours():
         build(widths=[8, 12], groups=8, temporal=2)
     with pytest.raises(ConfigError, match=r"temporal=4 downsamples time at 2 levels.*give more widths"):
         build(widths=[8, 8])
-    with pytest.raises(ConfigError, match="multiples of 4 pixels"):
+    with pytest.raises(ConfigError, match="multiples of 4, the pixels"):
         build(tile=6)
     with pytest.raises(ConfigError, match="tile_overlap"):
         build(tile=8, tile_overlap=[0.9, 0.1])
