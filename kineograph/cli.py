@@ -60,9 +60,9 @@ def options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks
 @app.command()
 def presets() -> None:
     """List the presets: family, stages, hardware, time, expected result."""
-    from kineograph.run.presets import table
+    from kineograph.run.presets import print_presets
 
-    table()
+    print_presets()
 
 
 @app.command(context_settings={"ignore_unknown_options": False})
@@ -424,9 +424,9 @@ def doctor(
 @app.command()
 def runs(folder: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("runs")) -> None:
     """List runs: stage, step, state, best score."""
-    from kineograph.run.listing import show_runs
+    from kineograph.run.listing import print_runs
 
-    show_runs(folder)
+    print_runs(folder)
 
 
 def _print_to_stderr(line: str) -> None:

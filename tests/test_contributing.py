@@ -95,11 +95,11 @@ def test_padding_frames_do_not_count(task):
 
 def test_the_preset_is_one(flow, tmp_path):
     from kineograph.run.plan import make_plan
-    from kineograph.run.presets import header
+    from kineograph.run.presets import read_header
 
     path = tmp_path / "flow-tiny.yaml"
     path.write_text(block("yaml"), encoding="utf-8")
-    assert set(header(path)) == {"Summary", "Command", "Hardware", "Time", "Expect"}
+    assert set(read_header(path)) == {"Summary", "Command", "Hardware", "Time", "Expect"}
     plan = make_plan(load_file(path))
     assert [stage.name for stage in plan.stages] == ["generator"]
     assert plan.stages[0].spec.task is flow.TASK

@@ -1,10 +1,10 @@
-"""`kineo data make`: moving digits written as a real dataset, in each form that is read back.
+"""`kineo data make`: write moving digits as a dataset, in each format that can be read back.
 
     gif, mp4, png   000017.gif beside 000017.txt (its caption); png is one picture an item
     memmap          videos.npy, uint8, N T C H W · labels.npy, int64, N × digits, in the order of the caption · captions.txt, one a line
     webdataset      shard-000000.tar … with KEY.gif (or mp4, png, jpg, webp), KEY.txt and KEY.json for each item; embeddings beside
 
-The folder appears under its name when all of it is there: a kill leaves a hidden folder beside it and nothing else.
+The folder gets its name when it is complete; a killed process leaves a hidden folder beside it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kineograph.media.clips import write_clip
 from kineograph.media.frames import to_images
 
 KINDS = ("moving-digits",)
-CLIP_FRAMES = 16  # unless `frames` says otherwise; png has one
-# Keys of data.* that choose among items (here --count and --split do), or give what no file has (shows=sketch writes sketches).
+CLIP_FRAMES = 16  # default of `frames`; png has one
+# Keys of data.* that --count and --split replace, and `sketch`, which no file can hold (shows=sketch writes sketches).
 _NOT_HERE = ("source", "validation", "test", "max_unreadable", "count", "sketch")
 _SHARD = 1000
 _LINE_EVERY = 10.0  # seconds between lines when there is no terminal
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is written where."""
+class _Job:
+    """What to write, and where."""
 
     source: MovingDigits
     count: int
@@ -67,10 +67,10 @@ def write_dataset(
 ) -> Path:
     """Write `count` items into a new or empty folder. → the folder.
 
-    `embeddings` is a run whose CLIP stage embeds pictures and captions (`RUN` or `RUN/STAGE`), or something that does so.
+    `embeddings` is a run whose CLIP stage embeds pictures and captions (`RUN` or `RUN/STAGE`), or an embedder.
     """
     if what.replace("_", "-") not in KINDS:
-        raise InputError(f"{what!r} is not a dataset that can be made: use {', '.join(KINDS)}")
+        raise InputError(f"{what!r} cannot be made: use {', '.join(KINDS)}")
     if as_ not in FORMATS:
         raise InputError(f"--as {as_}: use {', '.join(FORMATS)}")
     if split not in get_args(Split):
@@ -82,8 +82,8 @@ def write_dataset(
     config, shard, suffix = _read_settings(settings, as_)
     embedder = open_embedder(embeddings) if isinstance(embeddings, str) else embeddings
     source = MovingDigits(config, split)  # type: ignore[arg-type]
-    with _folder(Path(out)) as folder:
-        FORMATS[as_](Job(source, count, folder, suffix, shard, embedder))
+    with _open_folder(Path(out)) as folder:
+        FORMATS[as_](_Job(source, count, folder, suffix, shard, embedder))
     return Path(out)
 
 
@@ -102,11 +102,11 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
     shard, media = tree.pop("shard", _SHARD), tree.pop("format", None)
     if not isinstance(shard, int) or isinstance(shard, bool) or not 1 <= shard <= LARGEST:
         raise InputError(f"shard={shard!r}: give the number of items a tar file, 1 to {LARGEST}")
-    still = as_ == "png" or media in _STILL
-    config = parse(MovingDigitsConfig, {"frames": 1 if still else CLIP_FRAMES, **tree})
+    is_still = as_ == "png" or media in _STILL
+    config = parse(MovingDigitsConfig, {"frames": 1 if is_still else CLIP_FRAMES, **tree})
     if config.stills and as_ == "memmap":
         raise InputError(
-            f"stills={config.stills:g} cannot be kept in a memmap, whose items are all clips: leave it out, or use gif, mp4 or webdataset"
+            f"stills={config.stills:g} does not fit a memmap, whose items are all clips: remove it, or use gif, mp4 or webdataset"
         )
     if media is None:
         media = as_ if as_ in _MEDIA else "png" if config.frames == 1 else "gif"
@@ -120,20 +120,20 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
 
 
 @contextmanager
-def _folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out` that takes its name at the end."""
-    place = out.resolve()
+def _open_folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out`, renamed to it at the end."""
+    target = out.resolve()
     try:
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise InputError(f"{out} exists and is not an empty folder: name a new one, nothing is ever overwritten")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        hidden = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise InputError(f"{out} exists and is not empty: name a new folder, since nothing is overwritten")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         hidden.mkdir()
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error.strerror}") from None
     try:
         yield hidden
-        os.rename(hidden, place)
+        os.rename(hidden, target)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
@@ -141,20 +141,20 @@ def _folder(out: Path) -> Iterator[Path]:
 # Formats ---------------------------------------------------------------------------------------------------------
 
 
-def _write_files(job: Job) -> None:
-    for index in _counted(job):
+def _write_files(job: _Job) -> None:
+    for index in _show_progress(job):
         sample = job.source.read(index)
         path = write_clip(job.folder / f"{job.name(index)}{job.suffix}", sample.pixels, sample.fps)  # type: ignore[arg-type]
         path.with_suffix(".txt").write_text(f"{sample.caption}\n", encoding="utf-8")
 
 
-def _write_memmap(job: Job) -> None:
+def _write_memmap(job: _Job) -> None:
     config = job.source.config
     shape = (job.count, config.frames, config.channels, *config.size)
     videos = np.lib.format.open_memmap(job.folder / "videos.npy", mode="w+", dtype=np.uint8, shape=shape)
     labels = np.empty((job.count, config.digits), dtype=np.int64)
     with open(job.folder / "captions.txt", "w", encoding="utf-8") as captions:
-        for index in _counted(job):
+        for index in _show_progress(job):
             sample = job.source.read(index)
             videos[index] = sample.pixels.numpy()  # type: ignore[union-attr]
             labels[index] = [figure.digit for figure in job.source.facts(index)]
@@ -163,17 +163,17 @@ def _write_memmap(job: Job) -> None:
     np.save(job.folder / "labels.npy", labels)
 
 
-def _write_shards(job: Job) -> None:
+def _write_shards(job: _Job) -> None:
     with ShardWriter(job.folder, job.shard, job.embedder) as writer:
-        for index in _counted(job):
+        for index in _show_progress(job):
             sample = job.source.read(index)
-            figures = _facts(job.source.facts(index))
+            figures = _list_figures(job.source.facts(index))
             facts = {"identity": job.source.identity(index), "fps": sample.fps, "figures": figures}
-            media = _encoded(job, sample.pixels, sample.fps)  # type: ignore[arg-type]
+            media = _encode_media(job, sample.pixels, sample.fps)  # type: ignore[arg-type]
             writer.add(media, job.suffix[1:], str(sample.caption), facts, sample.pixels, sample.frame_mask)
 
 
-def _encoded(job: Job, pixels: Tensor, fps: float) -> bytes:
+def _encode_media(job: _Job, pixels: Tensor, fps: float) -> bytes:
     if job.suffix in (".jpg", ".webp"):
         buffer = io.BytesIO()
         form, options = ("JPEG", {"quality": 95}) if job.suffix == ".jpg" else ("WEBP", {"lossless": True})
@@ -186,7 +186,7 @@ def _encoded(job: Job, pixels: Tensor, fps: float) -> bytes:
 
 
 def open_embedder(reference: str) -> SupportsEmbedding:
-    """The CLIP stage of a run (`RUN`), or the stage that is named (`RUN/STAGE`)."""
+    """Load the CLIP stage of a run (`RUN`), or a given stage (`RUN/STAGE`)."""
     from kineograph.core import distributed
     from kineograph.core.registry import find_task
     from kineograph.core.run_folder import RunFolder
@@ -202,33 +202,33 @@ def open_embedder(reference: str) -> SupportsEmbedding:
     else:
         run = RunFolder.existing(path)
         names = list(run.config()["stages"])
-    embedding = [
+    embedders = [
         name for name in names if issubclass(find_task(run.config()["stages"][name]["task"]), SupportsEmbedding)
     ]
-    if not embedding:
+    if not embedders:
         raise InputError(
             f"--embeddings {reference}: none of the stages {', '.join(names)} embeds pictures and texts; name a run with a stage of task: clip"
         )
-    clip = StageLoader(run, distributed.resolve_device()).load(embedding[0])
+    clip = StageLoader(run, distributed.resolve_device()).load(embedders[0])
     assert isinstance(clip, SupportsEmbedding)
     return clip
 
 
-def _facts(facts: Facts) -> list[dict[str, Any]]:
+def _list_figures(facts: Facts) -> list[dict[str, Any]]:
     return [{key: value for key, value in vars(figure).items() if value is not None} for figure in facts]
 
 
 _MEDIA = ("gif", "mp4", "png")
 _STILL = ("png", "jpg", "webp")
-FORMATS: dict[str, Callable[[Job], None]] = {
+FORMATS: dict[str, Callable[[_Job], None]] = {
     **dict.fromkeys(_MEDIA, _write_files),
     "memmap": _write_memmap,
     "webdataset": _write_shards,
 }
 
 
-def _counted(job: Job) -> Iterator[int]:
-    """Indices, with a bar on a terminal and a line now and then elsewhere."""
+def _show_progress(job: _Job) -> Iterator[int]:
+    """Yield the indices; show a bar on a terminal, and elsewhere a line every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track

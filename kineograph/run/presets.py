@@ -1,6 +1,6 @@
-"""`kineo presets`: what ships, read from the head of each preset's file.
+"""`kineo presets`: list the presets, from the header of each file.
 
-A preset begins with comment lines of the form `# Key: text`, each key once and in any order, before anything else:
+A preset begins with comment lines of the form `# Key: text`, each key once, in any order:
 
     # Summary: what it is, in one line
     # Command: kineo train NAME
@@ -8,7 +8,7 @@ A preset begins with comment lines of the form `# Key: text`, each key once and 
     # Time: how long it takes there
     # Expect: the result to expect
 
-A text may go on in comment lines that are indented by two spaces or more after the `#`.
+A text continues in comment lines that are indented by two spaces or more after the `#`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Preset:
     expect: str
 
 
-def header(path: Path) -> dict[str, str]:
+def read_header(path: Path) -> dict[str, str]:
     """The `# Key: text` lines at the head of a file."""
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     last = None
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -46,19 +46,19 @@ def header(path: Path) -> dict[str, str]:
         text = line[1:]
         key, colon, value = text.strip().partition(":")
         if colon and key in KEYS:
-            if key in found:
-                raise ConfigError(f"{path}: '# {key}:' stands there twice")
-            found[key], last = value.strip(), key
+            if key in keys:
+                raise ConfigError(f"{path}: '# {key}:' is given twice")
+            keys[key], last = value.strip(), key
         elif last and text.startswith("  "):
-            found[last] = f"{found[last]} {text.strip()}"
+            keys[last] = f"{keys[last]} {text.strip()}"
         else:
             last = None
-    return found
+    return keys
 
 
 def read_preset(path: Path) -> Preset:
     """Header and stages of one preset."""
-    head = header(path)
+    head = read_header(path)
     missing = [key for key in KEYS if not head.get(key)]
     if missing:
         raise ConfigError(f"{path}: the header lacks {', '.join(f'# {key}:' for key in missing)}")
@@ -70,11 +70,11 @@ def read_preset(path: Path) -> Preset:
     return Preset(path.stem, family, tuple(stages), *(head[key] for key in KEYS))
 
 
-def presets() -> list[Preset]:
+def list_presets() -> list[Preset]:
     return [read_preset(find_preset(name)) for name in preset_names()]
 
 
-def table() -> None:
+def print_presets() -> None:
     """Print all presets: family, stages, hardware, time, expected result."""
     from rich.console import Console
     from rich.table import Table
@@ -82,12 +82,10 @@ def table() -> None:
     rows = Table(
         "preset", "family", "stages", "hardware", "time", "expect", box=None, pad_edge=False, header_style="bold"
     )
-    for preset in presets():
+    for preset in list_presets():
         rows.add_row(preset.name, preset.family, " → ".join(preset.stages), preset.hardware, preset.time, preset.expect)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge to fold at
+        console.width = 200  # a file or pipe does not fold lines
     console.print(rows)
-    console.print(
-        "\nkineo train PRESET trains one; kineo doctor PRESET tells what it needs of this machine.", markup=False
-    )
+    console.print("\nkineo train PRESET trains one; kineo doctor PRESET estimates what it takes.", markup=False)

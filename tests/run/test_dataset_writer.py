@@ -109,7 +109,7 @@ def test_split_decides_the_items(tmp_path: Path) -> None:
         ({"settings": ["count=3"]}, "unknown key count"),  # --count says it
         ({"settings": ["frames=few"]}, "frames='few'"),
         ({"settings": ["frames=4"], "as_": "png"}, "frames=4 does not fit png"),
-        ({"settings": ["size=40", "stills=0.3"], "as_": "memmap"}, "stills=0.3 cannot be kept in a memmap"),
+        ({"settings": ["size=40", "stills=0.3"], "as_": "memmap"}, "stills=0.3 does not fit a memmap"),
         ({"settings": ["shard=0"], "as_": "webdataset"}, "shard=0"),
         ({"settings": ["format=avi"], "as_": "webdataset"}, "format=avi: use gif, mp4, png, jpg, webp"),
     ],

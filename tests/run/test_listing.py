@@ -10,7 +10,7 @@ import pytest
 from kineograph.core.errors import InputError
 from kineograph.evaluate import results_file
 from kineograph.evaluate.metric_api import Result
-from kineograph.run.listing import age_of, list_runs, show_runs
+from kineograph.run.listing import format_age, list_runs, print_runs
 from kineograph.train import checkpoint
 from tests.sample.tiny_task import log, make_run
 
@@ -67,7 +67,7 @@ def test_scores_and_age(tmp_path):
     an_hour_ago = time.time() - 3 * 3600
     for path in (run.path, *run.path.rglob("*")):
         os.utime(path, (an_hour_ago, an_hour_ago))
-    assert age_of(one(tmp_path, "run").age) == "3 h ago"
+    assert format_age(one(tmp_path, "run").age) == "3 h ago"
 
 
 def test_broken_folders_are_listed_and_break_nothing(tmp_path, capsys):
@@ -93,7 +93,7 @@ def test_broken_folders_are_listed_and_break_nothing(tmp_path, capsys):
     }  # fmt: skip
     assert "not readable YAML" in one(tmp_path, "torn").problem
     assert "invalid literal" in one(tmp_path, "steps").problem
-    show_runs(tmp_path)
+    print_runs(tmp_path)
     assert capsys.readouterr().out.count("│ broken") == 5
 
 
@@ -101,7 +101,7 @@ def test_one_run_by_its_own_path_and_no_runs(tmp_path, capsys):
     run = make_run(tmp_path / "mine")
     assert [row.name for row in list_runs(run.path)] == ["mine"]
     (tmp_path / "nothing").mkdir()
-    show_runs(tmp_path / "nothing")
+    print_runs(tmp_path / "nothing")
     assert "no runs" in capsys.readouterr().out
     with pytest.raises(InputError, match="not a folder"):
         list_runs(tmp_path / "gone")

@@ -38,7 +38,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_header_and_stages_are_read(shelf: Path) -> None:
     (shelf / "digits.yaml").write_text(HEAD)
-    (found,) = presets.presets()
+    (found,) = presets.list_presets()
     assert found.family == "muse"
     assert found.stages == ("tokenizer", "base", "critic")
     assert found.hardware == "one GPU with 8 GiB"
@@ -52,7 +52,7 @@ def test_a_missing_line_is_named(shelf: Path, key: str) -> None:
         "".join(line for line in HEAD.splitlines(True) if not line.startswith(f"# {key}"))
     )
     with pytest.raises(ConfigError, match=f"# {key}:"):
-        presets.presets()
+        presets.list_presets()
 
 
 def test_stages_of_an_extended_preset_are_shown(shelf: Path) -> None:
@@ -66,7 +66,7 @@ def test_stages_of_an_extended_preset_are_shown(shelf: Path) -> None:
 
 def test_the_table_says_it_all(shelf: Path, capsys: pytest.CaptureFixture) -> None:
     (shelf / "digits.yaml").write_text(HEAD)
-    presets.table()
+    presets.print_presets()
     printed = capsys.readouterr().out
     for text in (
         "digits",
