@@ -125,7 +125,7 @@ def _open_folder(out: Path) -> Iterator[Path]:
     target = out.resolve()
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise InputError(f"{out} exists and is not empty: name a new folder, since nothing is overwritten")
+            raise InputError(f"{out} exists and is not an empty folder: name a new one, since nothing is overwritten")
         target.parent.mkdir(parents=True, exist_ok=True)
         hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         hidden.mkdir()
