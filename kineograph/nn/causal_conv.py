@@ -120,8 +120,8 @@ class LatentNorm(nn.Module):
             for part in (self.conv_y, self.conv_b)
         )  # B T h 1 w 1 C
         rows = self.norm_layer(x).permute(0, 2, 3, 4, 1)  # B T H W C
-        places = rows.unflatten(3, (w, -1)).unflatten(2, (h, -1))  # B T h p w q C
-        return (places * y + b).flatten(4, 5).flatten(2, 3).permute(0, 4, 1, 2, 3)
+        blocks = rows.unflatten(3, (w, -1)).unflatten(2, (h, -1))  # B T h p w q C
+        return (blocks * y + b).flatten(4, 5).flatten(2, 3).permute(0, 4, 1, 2, 3)
 
 
 class CausalResidual(nn.Module):

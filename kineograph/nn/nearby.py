@@ -146,9 +146,9 @@ class NearbyCache:
         first = max(1, length - self.ring)
         positions = torch.arange(first, length, device=keys.device)
         slots = 1 + (positions - 1) % self.ring if self.ring else positions
-        for kept, given in ((self.keys, keys), (self.values, values)):
-            kept[:, :, :1] = given[:, :, :1].to(kept.dtype)
-            kept.index_copy_(2, slots, given[:, :, first:].to(kept.dtype))
+        for kept, new in ((self.keys, keys), (self.values, values)):
+            kept[:, :, :1] = new[:, :, :1].to(kept.dtype)
+            kept.index_copy_(2, slots, new[:, :, first:].to(kept.dtype))
 
 
 class NearbyAttention(nn.Module):

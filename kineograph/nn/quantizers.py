@@ -188,13 +188,13 @@ class VQ(nn.Module):
         distributed.all_reduce_(both)
         return both[:, 0], both[:, 1:]
 
-    def _gather_tokens(self, tokens: Tensor, places: Tensor) -> Tensor:
+    def _gather_tokens(self, tokens: Tensor, indices: Tensor) -> Tensor:
         """Gather tokens by their index in all data ranks' tokens concatenated; the first rank's indices and count apply."""
-        count = places.new_full((1,), tokens.shape[0])
-        drawn = distributed.broadcast_(torch.cat([places, count]))
-        places, count = drawn[:-1], drawn[-1]
-        mine = places // count == distributed.data_rank()
-        return distributed.all_reduce_(tokens[places % count % tokens.shape[0]] * mine[:, None])
+        count = indices.new_full((1,), tokens.shape[0])
+        drawn = distributed.broadcast_(torch.cat([indices, count]))
+        indices, count = drawn[:-1], drawn[-1]
+        mine = indices // count == distributed.data_rank()
+        return distributed.all_reduce_(tokens[indices % count % tokens.shape[0]] * mine[:, None])
 
 
 # Lookup-free quantization ------------------------------------------------------------------------------------------
@@ -330,16 +330,16 @@ class FSQ(nn.Module):
     """Finite scalar quantization: a few bounded numbers, each rounded to a grid. No codebook, no auxiliary loss."""
 
     levels: Tensor
-    places: Tensor
+    strides: Tensor
 
     def __init__(self, width: int, config: FSQConfig) -> None:
         super().__init__()
         self.codes, self.dim = math.prod(config.levels), len(config.levels)
         self.project_in = nn.Conv2d(width, len(config.levels), 1)
         self.project_out = nn.Conv2d(len(config.levels), width, 1)
-        places = [math.prod(config.levels[:i]) for i in range(len(config.levels))]
+        strides = [math.prod(config.levels[:i]) for i in range(len(config.levels))]
         self.register_buffer("levels", torch.tensor(config.levels)[:, None, None], persistent=False)  # d 1 1
-        self.register_buffer("places", torch.tensor(places)[:, None, None], persistent=False)
+        self.register_buffer("strides", torch.tensor(strides)[:, None, None], persistent=False)
 
     def forward(self, z: Tensor, keep: Tensor | None = None) -> Quantized:
         """z: B C h w; `keep` is unused, as there is no loss."""
@@ -357,12 +357,12 @@ class FSQ(nn.Module):
 
     def _to_ids(self, grid: Tensor) -> Tensor:
         """B d h w → B h w"""
-        return ((grid.long() + self.levels // 2) * self.places).sum(1)
+        return ((grid.long() + self.levels // 2) * self.strides).sum(1)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """B h w → B C h w"""
         with full_precision(ids):
-            grid = (ids[:, None] // self.places) % self.levels - self.levels // 2
+            grid = (ids[:, None] // self.strides) % self.levels - self.levels // 2
             return self.project_out(grid.float() / (self.levels // 2))
 
     def compress(self, z: Tensor) -> Tensor:

@@ -58,10 +58,10 @@ class UnetConfig(Config):
     def _levels(self) -> UnetConfig:
         levels = len(self.multipliers)
         for name in ("blocks", "self_attention", "cross_attention"):
-            given = getattr(self, name)
-            if given is not None and len(given) not in (1, levels):
+            values = getattr(self, name)
+            if values is not None and len(values) not in (1, levels):
                 raise ValueError(
-                    f"{name} has {len(given)} values for {levels} levels: give one value, or one per level"
+                    f"{name} has {len(values)} values for {levels} levels: give one value, or one per level"
                 )
         return self
 
@@ -76,11 +76,11 @@ class UnetConfig(Config):
 
     def at_levels(self, name: str) -> tuple[Any, ...]:
         """`blocks`, `self_attention` or `cross_attention` as one value per level."""
-        given = getattr(self, name)
+        values = getattr(self, name)
         levels = len(self.multipliers)
-        if given is None:
+        if values is None:
             return self.at_levels("self_attention") if name == "cross_attention" else (False,) + (True,) * (levels - 1)
-        return given * levels if len(given) == 1 else given
+        return values * levels if len(values) == 1 else values
 
     def check_size(self, height: int, width: int, key: str = "data.size") -> None:
         if height % self.factor or width % self.factor:
@@ -101,14 +101,14 @@ def _build_norm(kind: MapNorm, width: int) -> nn.Module:
 class ResidualBlock(nn.Module):
     """x + conv(silu((1 + scale) · norm(conv(silu(norm(x)))) + shift)), scale and shift from the vector; initialised to the identity."""
 
-    def __init__(self, given: int, width: int, vector: int, config: UnetConfig) -> None:
+    def __init__(self, channels: int, width: int, vector: int, config: UnetConfig) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _build_norm(config.norm, given), _build_norm(config.norm, width)
-        self.conv1 = nn.Conv2d(given, width, 3, padding=1)
+        self.norm1, self.norm2 = _build_norm(config.norm, channels), _build_norm(config.norm, width)
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
         self.modulation = nn.Linear(vector, 2 * width)
         self.drop = nn.Dropout(config.dropout)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
-        self.straight = nn.Conv2d(given, width, 1) if given != width else nn.Identity()
+        self.straight = nn.Conv2d(channels, width, 1) if channels != width else nn.Identity()
         zero_init(self.conv2)
 
     def forward(self, x: Tensor, vector: Tensor, skipped: Tensor | None = None) -> Tensor:
@@ -176,8 +176,8 @@ class Unet(nn.Module):
         self.stem = nn.Conv2d(channels_in * config.patch**2, widths[0], 3, padding=1)
         self.shrink = downsample_conv(widths[0], widths[0]) if config.efficient else None
 
-        def block(given: int, width: int) -> ResidualBlock:
-            return ResidualBlock(given, width, self.vector, config)
+        def block(channels: int, width: int) -> ResidualBlock:
+            return ResidualBlock(channels, width, self.vector, config)
 
         def attention(level: int) -> PixelAttention | None:
             own = config.at_levels("self_attention")[level]
@@ -210,9 +210,9 @@ class Unet(nn.Module):
     def attentions(self) -> Iterator[PixelAttention]:
         """All attention layers, in forward order."""
         for level in (*self.down, None, *self.up):
-            found = self.middle_attention if level is None else cast(Level, level).attention
-            if found is not None:
-                yield found
+            attention = self.middle_attention if level is None else cast(Level, level).attention
+            if attention is not None:
+                yield attention
 
     def checkpoint_units(self) -> list[nn.Module]:
         """Residual blocks and attention layers: the units of activation checkpointing."""
@@ -220,7 +220,7 @@ class Unet(nn.Module):
 
     def memory(self, context: Tensor) -> list[Memory]:
         """Keys and values of a context for every cross-attention."""
-        return [found.cross.memory(context) for found in self.attentions() if found.cross is not None]
+        return [layer.cross.memory(context) for layer in self.attentions() if layer.cross is not None]
 
     def embed_time(self, t: Tensor) -> Tensor:
         """Embed timesteps (B) as sines and cosines of variance about 1/2, B W."""
@@ -244,9 +244,9 @@ class Unet(nn.Module):
             x = self.shrink(x)
         skips = [x]
         for number, level in enumerate(cast(Iterable[Level], self.down)):
-            for place, block in enumerate(level.blocks):
+            for index, block in enumerate(level.blocks):
                 x = block(x, vector)
-                if place + 1 == len(level.blocks):
+                if index + 1 == len(level.blocks):
                     x = attend(level.attention, x)
                 skips.append(x)
             if number < len(self.halves):

@@ -1,6 +1,6 @@
 """Classifier-free guidance as a closure: conditional and unconditional (or negative) rows in one batched call.
 
-    out = other + s · (conditional − other)
+    out = unconditional + s · (conditional − unconditional)
 
 The scale s may change over the steps. With a learned variance only the mean is guided; the variance is the conditional one.
 """
@@ -72,23 +72,25 @@ def scale_table(
     return table.to(device)
 
 
-def apply_guidance(wanted: Tensor, other: Tensor, scale: float | Tensor, channels: int | None = None) -> Tensor:
-    """other + scale · (wanted − other) in float32. Only the first `channels` of dimension 1; the rest is copied from `wanted`."""
-    wanted, other = wanted.float(), other.float()
-    if channels is None or channels == wanted.shape[1]:
-        return other + scale * (wanted - other)
-    mean = apply_guidance(wanted[:, :channels], other[:, :channels], scale)
-    return torch.cat([mean, wanted[:, channels:]], dim=1)
+def apply_guidance(
+    conditional: Tensor, unconditional: Tensor, scale: float | Tensor, channels: int | None = None
+) -> Tensor:
+    """unconditional + scale · (conditional − unconditional) in float32. Only the first `channels` of dimension 1; the rest is copied from `conditional`."""
+    conditional, unconditional = conditional.float(), unconditional.float()
+    if channels is None or channels == conditional.shape[1]:
+        return unconditional + scale * (conditional - unconditional)
+    mean = apply_guidance(conditional[:, :channels], unconditional[:, :channels], scale)
+    return torch.cat([mean, conditional[:, channels:]], dim=1)
 
 
 def make_guided(
     denoise: Callable[[Tensor, int], Tensor], scale: Callable[[int], float]
 ) -> Callable[[Tensor, int], Tensor]:
-    """Wrap `denoise`, which is bound to 2B conditions (B wanted, then B null or negative), into a closure over B rows."""
+    """Wrap `denoise`, which is bound to 2B conditions (B conditional, then B null or negative), into a closure over B rows."""
 
     def call(x: Tensor, step: int) -> Tensor:
-        wanted, other = denoise(torch.cat([x, x]), step).chunk(2)
-        return apply_guidance(wanted, other, scale(step))
+        conditional, unconditional = denoise(torch.cat([x, x]), step).chunk(2)
+        return apply_guidance(conditional, unconditional, scale(step))
 
     return call
 
@@ -102,8 +104,8 @@ def make_guided_denoiser(
     """
 
     def call(x: Tensor, t: Tensor) -> Tensor:
-        wanted, other = denoise(torch.cat([x, x]), torch.cat([t, t])).chunk(2)
+        conditional, unconditional = denoise(torch.cat([x, x]), torch.cat([t, t])).chunk(2)
         at = scale[t].view(-1, *[1] * (x.dim() - 1)) if isinstance(scale, Tensor) else scale
-        return apply_guidance(wanted, other, at, channels=x.shape[1])
+        return apply_guidance(conditional, unconditional, at, channels=x.shape[1])
 
     return call
