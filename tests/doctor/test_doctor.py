@@ -256,7 +256,7 @@ def test_two_switches_together_where_one_is_not_enough() -> None:
     state = found.memory.total - found.memory.activations
     lean = {"train.checkpointing=true": replace(found.memory, activations=800)}  # 100 bytes a sample
     small = replace(found.target, free=int((state + 250) / estimate.MAX_MEMORY_SHARE))
-    tight = replace(found, target=small, sample_bytes=10.0**4, savings=lean, together=None)
+    tight = replace(found, target=small, sample_bytes=10.0**4, savings=lean, combined=None)
     assert "train.checkpointing=true with train.accumulate=4" in told(tight)
 
 

@@ -118,13 +118,13 @@ def test_what_is_not_known_is_said() -> None:
     assert "processes" not in said(1)
     assert "2, 4 of a step's 8 samples each" in said(2)
     cut = said(2, "{tensor: 2}")
-    assert "matrices of blocks are cut over 2" in cut
-    assert "activations are those of a process without train.parallel.tensor" in cut
+    assert "matrices of blocks are split over 2 processes" in cut
+    assert "activations are estimated without train.parallel.tensor" in cut
     assert "without train.parallel.sequence" in said(2, "{sequence: 2}")
     sharded = said(4, "hybrid")
-    assert "blocks lie in parts over 4" in sharded and "while it judges, all blocks are gathered: 1 KiB more" in sharded
-    assert "4 to a machine, as far as is known" in sharded
-    assert "as far as is known" not in said(4, "{layout: hybrid, shard: 2}")
+    assert "blocks are sharded over 4 processes" in sharded and "validation gathers all blocks: 1 KiB more" in sharded
+    assert "assuming 4 processes per machine" in sharded
+    assert "assuming" not in said(4, "{layout: hybrid, shard: 2}")
 
 
 def test_what_one_process_cannot_try_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
