@@ -106,8 +106,8 @@ def test_codecs_pay_the_penalty_at_every_step(case, monkeypatch):
     from kineograph.codec import gan_losses
 
     paid = []
-    slope = gan_losses.slope
-    monkeypatch.setattr(gan_losses, "slope", lambda *given: paid.append(1) or slope(*given))
+    penalty = gan_losses.finite_difference_r1
+    monkeypatch.setattr(gan_losses, "finite_difference_r1", lambda *scores: paid.append(1) or penalty(*scores))
     work = all_cases()[case].ours(all_cases()[case].sized(small=True), CPU)
     paid.clear()
     for _ in range(2):

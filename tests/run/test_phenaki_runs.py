@@ -153,7 +153,7 @@ def test_critics_steer_only_where_something_trained_them(
     ask = ("sample", run, "a 3 moves left", "--out", tmp_path / "x", "--set", "sample.critic_noise=2")
     capsys.readouterr()
     assert kineo(*ask, "--stage", "generator") == 2
-    told = "sample.critic_noise=2.0 is read with a critic's scores only, and this stage has no effect without a critic: leave it out"
+    told = "sample.critic_noise=2.0 has no effect without a critic: remove it"
     assert told in capsys.readouterr().err
     assert kineo(*ask, "--stage", "critic") == 0
 

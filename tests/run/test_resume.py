@@ -97,7 +97,8 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
 
 
 @pytest.mark.parametrize(
-    ("place", "nth"), [("save_file", 4), ("fingerprint", 6), ("write_json", 3), ("sync_folder", 2), ("_remove", 1)]
+    ("place", "nth"),
+    [("save_file", 4), ("flush_and_hash", 6), ("write_json", 3), ("sync_folder", 2), ("remove_leftovers", 1)],
 )
 def test_killed_inside_a_save(config: Path, whole: dict, tmp_path: Path, place: str, nth: int) -> None:
     run = tmp_path / "run"

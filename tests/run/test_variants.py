@@ -121,8 +121,8 @@ def test_training_from_the_cache_is_training_from_pixels(tmp_path: Path) -> None
     pixels, cached = tmp_path / "pixels", tmp_path / "cached"
     assert kineo("train", config, "--run", pixels) == 0
     assert kineo("train", config, "--run", cached, "stages.generator.cache=true") == 0
-    (header,) = (cached / "generator" / "cache").glob("*/shard-*/cache.json")
-    assert json.loads(header.read_text())["complete"] is True
+    (header,) = (cached / "generator" / "cache").glob("pack-*/cache.json")
+    assert json.loads(header.read_text())["done"] == 32
     for name, value in weights(pixels, "generator").items():
         assert torch.allclose(value, weights(cached, "generator")[name], atol=1e-6), name
     # The command alone makes the same cache, and training then finds it.
@@ -132,7 +132,7 @@ def test_training_from_the_cache_is_training_from_pixels(tmp_path: Path) -> None
     fourth = tmp_path / "fourth"
     assert kineo("train", config, "--run", fourth) == 0
     assert kineo("cache", fourth) == 0
-    assert len(list((fourth / "generator" / "cache").glob("*/shard-*/tokens.npy"))) == 1
+    assert len(list((fourth / "generator" / "cache").glob("pack-*/tokens.npy"))) == 1
 
 
 def test_endless_data_cannot_be_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kineograph.core import task as tasks
+from kineograph.train import compile as compile_policy
 from kineograph.train.config import EmaConfig, TrainConfig
 from kineograph.train.stepper import Stepper
 
@@ -66,8 +66,8 @@ def test_blocks_before_the_first_that_trains_are_not_walked_back(make: Make) -> 
 def test_auto_goes_by_the_weights(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     task = make(depth=2)
     weights = sum(p.numel() for p in task.network.blocks.parameters())
-    assert not tasks.is_large(task)
-    monkeypatch.setattr(tasks, "LARGE", weights)
-    assert tasks.is_large(task)
-    monkeypatch.setattr(tasks, "LARGE", weights + 1)
-    assert not tasks.is_large(task)
+    assert not compile_policy.is_large(task)
+    monkeypatch.setattr(compile_policy, "LARGE", weights)
+    assert compile_policy.is_large(task)
+    monkeypatch.setattr(compile_policy, "LARGE", weights + 1)
+    assert not compile_policy.is_large(task)
