@@ -138,8 +138,7 @@ class Item:
 class MovingDigits(Source):
     Config = MovingDigitsConfig
 
-    def __init__(self, config: MovingDigitsConfig, split: Split, unrestricted: bool = False) -> None:
-        """`unrestricted` shows every combination in training too, for a reader that must not prefer the seen ones."""
+    def __init__(self, config: MovingDigitsConfig, split: Split) -> None:
         self.config = config
         self.split = split
         self.held_out = split != "train"
@@ -148,9 +147,8 @@ class MovingDigits(Source):
         self._pool: tuple[list[int], ...] = digit_glyphs.list_glyphs(
             self.held_out, None if self.held_out else config.glyphs
         )
-        share = 0.0 if unrestricted else config.kept_out
-        self._main = Scenes(config, config.frames > 1, share)
-        self._stills = Scenes(config, False, share) if config.stills and not self.held_out else None
+        self._main = Scenes(config, config.frames > 1, config.kept_out)
+        self._stills = Scenes(config, False, config.kept_out) if config.stills and not self.held_out else None
 
     @property
     def canvas(self) -> Canvas:

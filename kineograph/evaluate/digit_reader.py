@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, reduce
+from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -113,13 +113,13 @@ class Reader:
 
     @staticmethod
     def load(path: Path | str = WEIGHTS, device: torch.device | str = "cpu") -> Reader:
-        """Load the shipped weights, or a file that train_reader wrote."""
+        """Load the shipped weights, or a file that tools/train_digit_reader.py wrote."""
         try:
             with safe_open(str(path), framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise InputError(
-                f"{path} is not a readable safetensors file ({error}): write one with python -m kineograph.evaluate.train_reader"
+                f"{path} is not a readable safetensors file ({error}): write one with python tools/train_digit_reader.py"
             ) from None
         net = ReaderNet()
         try:
@@ -158,23 +158,3 @@ def _decode(reading: Reading) -> list[Facts]:
             )
         )
     return result
-
-
-def reading_loss(reading: Reading, targets: Tensor) -> dict[str, Tensor]:
-    """Cross-entropies by attribute. `targets` B figures 4: indices of digit, colour, direction, place; −1: none."""
-    digit = targets[..., 0]
-    exists = digit >= 0
-    present = F.one_hot(digit.clamp(min=0), 10) * exists[..., None]  # B figures 10
-    target = reduce(present, "b f n -> b n", "max").to(reading.presence.dtype)
-    losses = {"digit": 4 * F.binary_cross_entropy_with_logits(reading.presence, target)}
-    for position, (name, logits) in enumerate(
-        (("colour", reading.colour), ("direction", reading.direction), ("place", reading.place)), 1
-    ):
-        if logits is not None:
-            own = torch.einsum("bfn,bnk->bfk", present.to(logits.dtype), logits)
-            label = torch.where(exists, targets[..., position], -1)
-            total = F.cross_entropy(
-                rearrange(own, "b f k -> (b f) k"), rearrange(label, "b f -> (b f)"), ignore_index=-1, reduction="sum"
-            )
-            losses[name] = total / (label >= 0).sum().clamp(min=1)
-    return losses

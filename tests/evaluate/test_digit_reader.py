@@ -5,9 +5,9 @@ from safetensors import safe_open
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
-from kineograph.evaluate import train_reader
-from kineograph.evaluate.digit_reader import FRAMES, SIDE, WEIGHTS, Reader, ReaderNet, preprocess, reading_loss
+from kineograph.evaluate.digit_reader import FRAMES, SIDE, WEIGHTS, Reader, ReaderNet, preprocess
 from kineograph.evaluate.metric.caption_accuracy import measure_ceiling
+from tools import train_digit_reader as train_reader
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_weights_are_small_and_say_how_they_were_made():
 
 
 def test_bad_weights_are_refused(tmp_path):
-    with pytest.raises(InputError, match="train_reader"):
+    with pytest.raises(InputError, match="train_digit_reader"):
         Reader.load(tmp_path / "none.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"not weights")
     with pytest.raises(InputError, match=r"broken\.safetensors"):
@@ -122,7 +122,7 @@ def test_the_reader_trains_on_training_glyphs_in_every_combination():
     from kineograph.data import digit_glyphs
     from kineograph.data.moving_digits import is_kept_out
 
-    source = MovingDigits(MovingDigitsConfig(frames=8), "train", unrestricted=True)
+    source = MovingDigits(MovingDigitsConfig(frames=8, kept_out=0), "train")
     items = [source.item(index) for index in range(300)]
     train = {int(glyph) for glyphs in digit_glyphs.list_glyphs(False) for glyph in glyphs}
     assert {glyph for item in items for glyph in item.glyphs} <= train
@@ -151,7 +151,7 @@ def test_the_reader_learns_one_batch():
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
     history = []
     for _ in range(30):
-        losses = reading_loss(net(frames), targets)
+        losses = train_reader.reading_loss(net(frames), targets)
         total = torch.stack(list(losses.values())).sum()
         optimizer.zero_grad()
         total.backward()

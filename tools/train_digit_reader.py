@@ -1,8 +1,9 @@
 """Trains the digit reader on moving digits of all settings, sizes and lengths, with augmentation.
 
-The command of the shipped weights is in their metadata; `--show` prints it, with the accuracy on held-out items.
+The command of the shipped weights is in their metadata (this file was kineograph.evaluate.train_reader then);
+`--show` prints it, with the accuracy on held-out items.
 
-    python -m kineograph.evaluate.train_reader --device cuda --steps 12000 --batch 512 --workers 14
+    python tools/train_digit_reader.py --device cuda --steps 12000 --batch 512 --workers 14
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, reduce
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -30,8 +31,8 @@ from kineograph.evaluate.digit_reader import (
     WEIGHTS,
     Reader,
     ReaderNet,
+    Reading,
     preprocess,
-    reading_loss,
 )
 
 STILL = DIRECTION_NAMES.index(None)
@@ -56,7 +57,14 @@ def random_config(rng: np.random.Generator, moving: bool) -> MovingDigitsConfig:
             slowest, min(1.6 * default.canvas.speed, (shorter - default.canvas.side) / 0.7 / (frames - 1))
         )
         speed = max(speed, slowest)
-    return MovingDigitsConfig(size=size, frames=frames, digits=digits, speed=speed, coloured=bool(rng.random() < 0.75))
+    return MovingDigitsConfig(
+        size=size,
+        frames=frames,
+        digits=digits,
+        speed=speed,
+        coloured=bool(rng.random() < 0.75),
+        kept_out=0,  # a reader must not prefer the combinations that models are trained on
+    )
 
 
 def encode_targets(facts: Facts) -> np.ndarray:
@@ -89,7 +97,7 @@ class Batches(Dataset):
         return batches
 
     def _read_group(self, rng: np.random.Generator, moving: bool) -> tuple[Tensor, Tensor]:
-        source = MovingDigits(random_config(rng, moving), "train", unrestricted=True)
+        source = MovingDigits(random_config(rng, moving), "train")
         items = [source.item(index) for index in rng.integers(0, 2**40, GROUP).tolist()]
         pixels = torch.from_numpy(np.stack([source.paint(item) for item in items]))
         frames = (preprocess(pixels.float() / 255) * 255).round().to(torch.uint8)  # small to send
@@ -166,6 +174,26 @@ def train(steps: int, batch: int, lr: float, seed: int, device: torch.device, wo
     return net
 
 
+def reading_loss(reading: Reading, targets: Tensor) -> dict[str, Tensor]:
+    """Cross-entropies by attribute. `targets` B figures 4: indices of digit, colour, direction, place; −1: none."""
+    digit = targets[..., 0]
+    exists = digit >= 0
+    present = F.one_hot(digit.clamp(min=0), 10) * exists[..., None]  # B figures 10
+    target = reduce(present, "b f n -> b n", "max").to(reading.presence.dtype)
+    losses = {"digit": 4 * F.binary_cross_entropy_with_logits(reading.presence, target)}
+    for position, (name, logits) in enumerate(
+        (("colour", reading.colour), ("direction", reading.direction), ("place", reading.place)), 1
+    ):
+        if logits is not None:
+            own = torch.einsum("bfn,bnk->bfk", present.to(logits.dtype), logits)
+            label = torch.where(exists, targets[..., position], -1)
+            total = F.cross_entropy(
+                rearrange(own, "b f k -> (b f) k"), rearrange(label, "b f -> (b f)"), ignore_index=-1, reduction="sum"
+            )
+            losses[name] = total / (label >= 0).sum().clamp(min=1)
+    return losses
+
+
 def training_losses(
     net: ReaderNet, kinds: list[tuple[Tensor, Tensor]], seed: int, step: int, device: torch.device
 ) -> dict[str, Tensor]:
@@ -188,7 +216,7 @@ def training_losses(
 def format_command(arguments: argparse.Namespace) -> str:
     """The command that trains the same weights again."""
     options = " ".join(f"--{name} {getattr(arguments, name)}" for name in ("steps", "batch", "lr", "seed", "device"))
-    return f"python -m kineograph.evaluate.train_reader {options}"
+    return f"python tools/train_digit_reader.py {options}"
 
 
 def save(net: ReaderNet, path: Path, command: str) -> None:
@@ -223,7 +251,7 @@ def report(reader: Reader, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m kineograph.evaluate.train_reader",
+        prog="python tools/train_digit_reader.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
