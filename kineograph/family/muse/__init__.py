@@ -1,4 +1,4 @@
-"""Muse: a masked image transformer over the tokens of a VQGAN, with text; its super-resolution stage and its critics."""
+"""Muse: a masked transformer over the image tokens of a VQGAN, conditioned on text; super-resolution; token critics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A token critic as a stage: it learns which of a frozen generator's tokens are wrong, and steers what is drawn again."""
+"""A token critic as a stage: learns which tokens of a frozen generator are wrong, and selects those that sampling masks again."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class MuseCritic(Task, SupportsSampling):
     def __init__(self, config: CriticConfig, context: BuildContext) -> None:
         generator = context.stage(config.generator)
         if not isinstance(generator, Muse):
-            raise ConfigError(f"generator={config.generator} is no muse stage: name the stage whose task is muse")
+            raise ConfigError(f"generator={config.generator} is no muse stage: name a stage with task=muse")
         super().__init__(reads=generator.reads)
         self.config = config
         self.stages["generator"] = generator
         self._check_guidance(config.sample)
-        inner = generator.network
-        text_width = inner.text.in_features if inner.text is not None else None
+        text_width = generator.text.width if generator.text is not None else None
         self.network = MuseNetwork(config, generator.vocabulary, generator.grid, text_width, generator.low_res)
         self.score = nn.Linear(config.width, 1)
 
@@ -42,28 +41,29 @@ class MuseCritic(Task, SupportsSampling):
         return self.stage("generator", Muse)
 
     def _check_guidance(self, options: MuseSample) -> None:
-        drawn = self.generator.config
-        if drawn.text.kind != "none":
+        config = self.generator.config
+        if config.text.kind != "none":
             check_generator_dropout(
-                self.config.generator, options.guidance, drawn.caption_dropout, drawn.init is not None
+                self.config.generator, options.guidance, config.caption_dropout, config.init is not None
             )
 
     def trainable(self, player: str) -> list[nn.Module]:
         return [self.network, self.score]
 
-    def scores(self, tokens: Tensor, condition: Condition) -> Tensor:
-        """How wrong each token looks, B N 1."""
+    def score_tokens(self, tokens: Tensor, condition: Condition) -> Tensor:
+        """B N 1, high = looks wrong."""
         return self.score(self.network(tokens, condition.text, condition.mask, condition.low_res))
 
     def forward(self, batch: Batch, noise: Noise) -> CriticLoss:
+        generator = self.generator
         with torch.no_grad():
-            tokens = self.generator.tokens(batch)
-            share = self.generator.config.caption_dropout
+            tokens = generator.get_tokens(batch)
+            share = generator.config.caption_dropout
             dropped = noise.bernoulli("caption dropout", share) if self.training else None
-            condition = self.generator.condition(batch, dropped)
-            masked, rows = self.generator.predict(tokens, condition, noise)
-            filled, wrong = self.generator.resample_masked(rows, masked, tokens, noise, self.config.temperature)
-        return score_critic(self.scores(filled, condition), masked, wrong)
+            condition = generator.encode_batch(batch, dropped)
+            masked, rows = generator.predict(tokens, condition, noise)
+            filled, wrong = generator.resample_masked(rows, masked, tokens, noise, self.config.temperature)
+        return score_critic(self.score_tokens(filled, condition), masked, wrong)
 
     def loss(self, player: str, shared: CriticLoss) -> Loss:
         return shared.loss()
@@ -71,10 +71,10 @@ class MuseCritic(Task, SupportsSampling):
     def sample(self, prompts: Prompts, options: MuseSample) -> Tensor:
         self._check_guidance(options)
 
-        def critic(condition: Condition) -> Critic:
-            return lambda tokens, step: self.scores(tokens, condition)[..., 0]
+        def make_critic(condition: Condition) -> Critic:
+            return lambda tokens, step: self.score_tokens(tokens, condition)[..., 0]
 
-        return self.generator.decode(self.generator.draw(prompts, options, critic))
+        return self.generator.decode(self.generator.sample_tokens(prompts, options, make_critic))
 
     def compile_targets(self) -> list[nn.Module]:
         return [self.network]

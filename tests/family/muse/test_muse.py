@@ -27,10 +27,10 @@ def test_found_by_name():
 
 def test_masked_only_loss_is_that_of_all_logits(make, batch, noise):
     muse = make(label_smoothing=0.1).eval()
-    tokens = muse.tokens(batch)
+    tokens = muse.get_tokens(batch)
     mask = mask_tokens(noise, 16).mask
-    condition = muse.condition(batch)
-    logits = muse.head.logits(muse.hidden(tokens.masked_fill(mask, muse.mask_id), condition))
+    condition = muse.encode_batch(batch)
+    logits = muse.head.logits(muse.compute_hidden(tokens.masked_fill(mask, muse.mask_id), condition))
     expected = F.cross_entropy(logits[mask], tokens[mask], label_smoothing=0.1)
     found = muse.loss("model", muse(batch, noise))
     torch.testing.assert_close(found.total.value(), expected)
@@ -45,7 +45,7 @@ def test_masked_only_loss_is_that_of_all_logits(make, batch, noise):
 
 def test_hidden_tokens_cannot_be_seen(make, batch, noise):
     muse = make().eval()
-    tokens, condition = muse.tokens(batch), muse.condition(batch)
+    tokens, condition = muse.get_tokens(batch), muse.encode_batch(batch)
     mask = mask_tokens(noise, 16).mask
     changed = torch.where(mask, (tokens + 3) % 16, tokens)
     a, b = (muse.predict(t, condition, noise)[1] for t in (tokens, changed))
@@ -56,7 +56,7 @@ def test_captions_condition_the_network_and_empty_ones_are_the_null_text(make, n
     muse = make().eval()
     tokens = torch.full((2, 16), muse.mask_id)
     both = Batch(slots=torch.arange(2), captions=["a red one", "a blue one"])
-    hidden = muse.hidden(tokens, muse.condition(both))
+    hidden = muse.compute_hidden(tokens, muse.encode_batch(both))
     assert not torch.allclose(hidden[0], hidden[1], atol=1e-3)
     text, mask = encode_captions(muse.text, ["", "  "])
     null, null_mask = encode_null(muse.text, 2, torch.device("cpu"))
@@ -203,9 +203,9 @@ def test_self_conditioning_reads_the_last_hidden_states_on_some_steps(make, batc
     assert 22 <= len(calls) <= 38
     assert any(calls)
     assert not all(calls)
-    tokens, condition = muse.tokens(batch), muse.condition(batch)
-    a = muse.hidden(tokens, condition)
-    assert not torch.allclose(a, muse.hidden(tokens, condition, torch.randn(4, 16, 32)), atol=1e-3)
+    tokens, condition = muse.get_tokens(batch), muse.encode_batch(batch)
+    a = muse.compute_hidden(tokens, condition)
+    assert not torch.allclose(a, muse.compute_hidden(tokens, condition, torch.randn(4, 16, 32)), atol=1e-3)
 
 
 @pytest.mark.parametrize(("key", "other"), [("positions", "sincos"), ("rotary", False), ("label_smoothing", 0.2)])

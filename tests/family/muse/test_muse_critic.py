@@ -36,14 +36,14 @@ def test_found_by_name():
 
 
 def test_only_drawn_places_are_judged_and_only_they_are_changed(generator, batch, noise):
-    tokens, condition = generator.tokens(batch), generator.condition(batch)
+    tokens, condition = generator.get_tokens(batch), generator.encode_batch(batch)
     masked, rows = generator.predict(tokens, condition, noise)
     filled, wrong = generator.resample_masked(rows, masked, tokens, noise)
     mask = mask_tokens(noise, 16).mask
     assert torch.equal(filled[~mask], tokens[~mask])
     assert (filled < generator.mask_id).all()
     critic = make_critic(generator).eval()  # in training some captions are dropped
-    scores = critic.scores(filled, condition)[..., 0]
+    scores = critic.score_tokens(filled, condition)[..., 0]
     expected = F.binary_cross_entropy_with_logits(scores[mask], (filled != tokens)[mask].float())
     found = critic.loss("model", critic(batch, noise))
     torch.testing.assert_close(found.total.value(), expected)
@@ -98,9 +98,11 @@ def test_a_critic_of_a_super_resolution_stage_reads_its_low_res_tokens(make, cod
     large = freeze(make(stages={"small": codec}, size=32, low_res="small"))
     critic = make_critic(large)
     batch = batch_of(2, size=32)
-    before = critic.scores(large.tokens(batch), large.condition(batch))
-    batch.extra["low_res_tokens"] = (large.read_low_res(batch) + 3).view(2, 1, 4, 4) % 16
-    assert not torch.allclose(before, critic.scores(large.tokens(batch), large.condition(batch)), atol=1e-4)
+    before = critic.score_tokens(large.get_tokens(batch), large.encode_batch(batch))
+    batch.extra["low_res_tokens"] = (large.get_low_res_tokens(batch) + 3).view(2, 1, 4, 4) % 16
+    assert not torch.allclose(
+        before, critic.score_tokens(large.get_tokens(batch), large.encode_batch(batch)), atol=1e-4
+    )
 
 
 # the self-critic
@@ -109,11 +111,11 @@ def test_a_critic_of_a_super_resolution_stage_reads_its_low_res_tokens(make, cod
 def test_self_critic_has_labels_at_hidden_places_alone(make, batch, noise):
     muse = make(critic="self", critic_weight=0.5).eval()
     found = muse.loss("model", muse(batch, noise))
-    tokens, condition = muse.tokens(batch), muse.condition(batch)
+    tokens, condition = muse.get_tokens(batch), muse.encode_batch(batch)
     masked, rows = muse.predict(tokens, condition, noise)
     filled, _ = muse.resample_masked(rows, masked, tokens, noise)
     mask = masked.mask
-    scores = muse.critic(muse.hidden(filled, condition))[..., 0]
+    scores = muse.critic(muse.compute_hidden(filled, condition))[..., 0]
     expected = F.binary_cross_entropy_with_logits(scores[mask], (filled != tokens)[mask].float())
     torch.testing.assert_close(found.terms["critic"].value(), expected)
     torch.testing.assert_close(found.total.value(), found.terms["cross_entropy"].value() + 0.5 * expected)
@@ -126,10 +128,10 @@ def test_self_critic_trains_and_decides(make):
     assert not torch.equal(before, muse.critic.weight)
     prompts = Prompts(Noise.for_rows(0, 0, 4), CAPTIONS[:4])
     options = MuseSample(steps=5, critic_noise=0.0)
-    drawn = muse.draw(prompts, options)
+    drawn = muse.sample_tokens(prompts, options)
     with torch.no_grad():
         muse.critic.weight.neg_()
-    assert not torch.equal(drawn, muse.draw(prompts, options))
+    assert not torch.equal(drawn, muse.sample_tokens(prompts, options))
 
 
 def test_guidance_without_dropout_is_refused_as_of_the_generator(make):

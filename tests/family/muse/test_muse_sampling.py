@@ -25,11 +25,11 @@ def test_overfits_captions_and_draws_what_they_ask_for(make):
     muse = make(width=64, heads=4, text={"width": 32, "heads": 2, "depth": 1, "length": 24})
     train(muse, many, 90)
     options = MuseSample(steps=6, guidance=2.0, temperature=0.7, noise=1.0)
-    drawn = muse.draw(prompts(CAPTIONS), options).flatten(1)
-    right = (drawn == muse.tokens(batch)).float().mean(1)
+    drawn = muse.sample_tokens(prompts(CAPTIONS), options).flatten(1)
+    right = (drawn == muse.get_tokens(batch)).float().mean(1)
     assert right.min() > 0.9, right
-    swapped = muse.draw(prompts(CAPTIONS[::-1]), options).flatten(1)
-    assert float((swapped == muse.tokens(batch).flip(0)).float().mean()) > 0.95  # the caption decides, not the row
+    swapped = muse.sample_tokens(prompts(CAPTIONS[::-1]), options).flatten(1)
+    assert float((swapped == muse.get_tokens(batch).flip(0)).float().mean()) > 0.95  # the caption decides, not the row
     unseen = muse.sample(prompts(["a cat on the moon", "Zwölf 🙂"]), options)
     assert unseen.shape == (2, 1, 3, 16, 16)
 
@@ -46,11 +46,14 @@ def test_pixels_are_in_range_and_no_mask_is_left(make):
 def test_reproducible_and_independent_of_chunks(make):
     muse = make().eval()
     options = MuseSample(steps=5)
-    whole = muse.draw(prompts(CAPTIONS[:5]), options)
-    parts = [muse.draw(prompts(CAPTIONS[:2]), options), muse.draw(prompts(CAPTIONS[2:5], first=2), options)]
+    whole = muse.sample_tokens(prompts(CAPTIONS[:5]), options)
+    parts = [
+        muse.sample_tokens(prompts(CAPTIONS[:2]), options),
+        muse.sample_tokens(prompts(CAPTIONS[2:5], first=2), options),
+    ]
     assert torch.equal(whole, torch.cat(parts))
-    assert torch.equal(whole, muse.draw(prompts(CAPTIONS[:5]), options))
-    assert not torch.equal(whole, muse.draw(prompts(CAPTIONS[:5], seed=1), options))
+    assert torch.equal(whole, muse.sample_tokens(prompts(CAPTIONS[:5]), options))
+    assert not torch.equal(whole, muse.sample_tokens(prompts(CAPTIONS[:5], seed=1), options))
 
 
 def test_guidance_in_one_batch_is_two_passes_and_may_act_on_hidden_states(make):
@@ -58,9 +61,9 @@ def test_guidance_in_one_batch_is_two_passes_and_may_act_on_hidden_states(make):
     wanted = Condition(*encode_captions(muse.text, CAPTIONS[:3]))
     other = Condition(*encode_null(muse.text, 3, torch.device("cpu")))
     tokens = torch.randint(0, 17, (3, 16), generator=torch.Generator().manual_seed(0))
-    both = wanted.join(other)
-    hidden = make_guided(lambda x, step: muse.hidden(x, both), lambda step: 3.0)(tokens, 0)
-    a, b = (muse.head.logits(muse.hidden(tokens, condition)) for condition in (wanted, other))
+    both = wanted.concat(other)
+    hidden = make_guided(lambda x, step: muse.compute_hidden(x, both), lambda step: 3.0)(tokens, 0)
+    a, b = (muse.head.logits(muse.compute_hidden(tokens, condition)) for condition in (wanted, other))
     torch.testing.assert_close(muse.head.logits(hidden), b + 3.0 * (a - b), rtol=1e-4, atol=1e-4)
 
 
@@ -69,9 +72,9 @@ def test_one_forward_a_step_for_both_halves(make):
     rows = []
     inner = muse.network.forward
     muse.network.forward = lambda tokens, *rest: rows.append(len(tokens)) or inner(tokens, *rest)
-    muse.draw(prompts(CAPTIONS[:3]), MuseSample(steps=4, guidance=2.0))
-    muse.draw(prompts(CAPTIONS[:3]), MuseSample(steps=4, guidance=1.0))
-    muse.draw(prompts(None), MuseSample(steps=2, guidance=2.0))  # nothing was asked for, so nothing guides
+    muse.sample_tokens(prompts(CAPTIONS[:3]), MuseSample(steps=4, guidance=2.0))
+    muse.sample_tokens(prompts(CAPTIONS[:3]), MuseSample(steps=4, guidance=1.0))
+    muse.sample_tokens(prompts(None), MuseSample(steps=2, guidance=2.0))  # nothing was asked for, so nothing guides
     assert rows == [6] * 4 + [3] * 4 + [4] * 2
 
 
@@ -91,13 +94,13 @@ def test_every_option_of_sampling_does_something(make, change):
     base = MuseSample(steps=6, guidance=change.get("guidance", 3.0) if "guidance_schedule" in change else 3.0)
     with torch.no_grad():
         muse.head.weight.mul_(3)
-    plain = muse.draw(prompts(CAPTIONS), base)
-    assert not torch.equal(plain, muse.draw(prompts(CAPTIONS), base.model_copy(update=change)))
+    plain = muse.sample_tokens(prompts(CAPTIONS), base)
+    assert not torch.equal(plain, muse.sample_tokens(prompts(CAPTIONS), base.model_copy(update=change)))
 
 
 def test_critic_noise_does_something(make):
     muse = make(critic="self").eval()
-    few, much = (muse.draw(prompts(CAPTIONS), MuseSample(steps=6, critic_noise=x)) for x in (0.0, 50.0))
+    few, much = (muse.sample_tokens(prompts(CAPTIONS), MuseSample(steps=6, critic_noise=x)) for x in (0.0, 50.0))
     assert not torch.equal(few, much)
 
 
@@ -106,21 +109,21 @@ def test_negative_prompts_change_the_result_and_steer_away(make):
     with torch.no_grad():
         muse.head.weight.mul_(3)
     options = MuseSample(steps=4, guidance=4.0)
-    plain = muse.draw(prompts(CAPTIONS), options)
-    negative = muse.draw(prompts(CAPTIONS, negative=["a blue one"] * 8), options)
+    plain = muse.sample_tokens(prompts(CAPTIONS), options)
+    negative = muse.sample_tokens(prompts(CAPTIONS, negative=["a blue one"] * 8), options)
     assert not torch.equal(plain, negative)
-    empty = muse.draw(prompts(CAPTIONS, negative=[""] * 8), options)
+    empty = muse.sample_tokens(prompts(CAPTIONS, negative=[""] * 8), options)
     assert torch.equal(plain, empty)  # an empty negative is the null text
-    same = muse.draw(
+    same = muse.sample_tokens(
         prompts(CAPTIONS, negative=CAPTIONS), options
     )  # away from and towards the same: no guidance at all
-    assert torch.equal(same, muse.draw(prompts(CAPTIONS), options.model_copy(update={"guidance": 1.0})))
+    assert torch.equal(same, muse.sample_tokens(prompts(CAPTIONS), options.model_copy(update={"guidance": 1.0})))
 
 
 def test_unconditional_draws_with_and_without_captions(make):
     muse = make(text={"kind": "none"}).eval()
-    a = muse.draw(prompts(None), MuseSample(steps=3))
-    assert torch.equal(a, muse.draw(prompts(CAPTIONS[:4]), MuseSample(steps=3)))
+    a = muse.sample_tokens(prompts(None), MuseSample(steps=3))
+    assert torch.equal(a, muse.sample_tokens(prompts(CAPTIONS[:4]), MuseSample(steps=3)))
 
 
 def test_given_embeddings_are_drawn_from(make):
@@ -131,7 +134,9 @@ def test_given_embeddings_are_drawn_from(make):
     for seed in (0, 1):
         embeds = torch.randn(4, 5, 24, generator=torch.Generator().manual_seed(seed)) * 5
         drawn.append(
-            muse.draw(prompts(None, batch=Batch(slots=torch.arange(4), text_embeds=embeds)), MuseSample(steps=3))
+            muse.sample_tokens(
+                prompts(None, batch=Batch(slots=torch.arange(4), text_embeds=embeds)), MuseSample(steps=3)
+            )
         )
     assert not torch.equal(*drawn)
 
@@ -147,7 +152,7 @@ def test_self_conditioning_carries_hidden_states_from_step_to_step(make):
         return found
 
     muse.network.forward = spy
-    muse.draw(prompts(CAPTIONS[:2]), MuseSample(steps=3))
+    muse.sample_tokens(prompts(CAPTIONS[:2]), MuseSample(steps=3))
     assert float(seen[0][0].abs().sum()) == 0
     assert torch.equal(seen[1][0], seen[0][1])
     assert torch.equal(seen[2][0], seen[1][1])
@@ -165,6 +170,6 @@ def test_what_cannot_be_drawn_is_refused(make):
 def test_sampling_leaves_the_model_in_its_mode(make):
     muse = make(dropout=0.3)
     muse.train()
-    muse.draw(prompts(CAPTIONS[:1]), MuseSample(steps=2))
+    muse.sample_tokens(prompts(CAPTIONS[:1]), MuseSample(steps=2))
     assert muse.training
     assert muse.network.training

@@ -30,9 +30,9 @@ def test_low_res_tokens_are_those_of_the_smaller_image(large, codec):
     task = large()
     batch = batch_of(3, size=32)
     small = torch.nn.functional.interpolate(batch.video[:, 0], (16, 16), mode="bicubic", antialias=True).clamp(0, 1)
-    assert torch.equal(task.read_low_res(batch), codec.encode(small[:, None]).flatten(1))
-    assert task.read_low_res(batch).shape == (3, 16)
-    assert task.tokens(batch).shape == (3, 64)
+    assert torch.equal(task.get_low_res_tokens(batch), codec.encode(small[:, None]).flatten(1))
+    assert task.get_low_res_tokens(batch).shape == (3, 16)
+    assert task.get_tokens(batch).shape == (3, 64)
 
 
 def test_perturbed_low_res_tokens_change_the_logits(large):
@@ -40,11 +40,11 @@ def test_perturbed_low_res_tokens_change_the_logits(large):
     tokens = torch.full((1, 64), task.mask_id)
     text, mask = encode_captions(task.text, CAPTIONS[:1])
     low = torch.zeros(1, 16, dtype=torch.int64)
-    before = task.head.logits(task.hidden(tokens, Condition(text, mask, low)))
+    before = task.head.logits(task.compute_hidden(tokens, Condition(text, mask, low)))
     for place in (0, 15):
         changed = low.clone()
         changed[0, place] = 9
-        after = task.head.logits(task.hidden(tokens, Condition(text, mask, changed)))
+        after = task.head.logits(task.compute_hidden(tokens, Condition(text, mask, changed)))
         change = (after - before).abs().sum(-1)[0].view(8, 8)
         assert change.min() > 0  # every place may look at it
         y, x = 2 * (place // 4), 2 * (place % 4)
@@ -69,20 +69,22 @@ def test_sampling_starts_from_what_the_base_draws(large, base, monkeypatch):
         task.head.weight.mul_(3)
     prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2])
     options = MuseSample(steps=3)
-    drawn = task.draw(prompts, options)
+    drawn = task.sample_tokens(prompts, options)
     assert drawn.shape == (2, 1, 8, 8)
     assert task.sample(prompts, options).shape == (2, 1, 3, 32, 32)
-    expected = base.draw(prompts, base.config.sample).flatten(1)
-    assert torch.equal(task.prompted(prompts)[0].low_res, expected)
-    monkeypatch.setattr(type(base), "prompted_low_res", lambda self, p: None if self is base else (expected + 5) % 16)
-    assert not torch.equal(drawn, task.draw(prompts, options))
+    expected = base.sample_tokens(prompts, base.config.sample).flatten(1)
+    assert torch.equal(task.encode_prompts(prompts)[0].low_res, expected)
+    monkeypatch.setattr(
+        type(base), "get_prompted_low_res", lambda self, p: None if self is base else (expected + 5) % 16
+    )
+    assert not torch.equal(drawn, task.sample_tokens(prompts, options))
 
 
 def test_a_given_picture_is_enlarged(large, codec):
     task = large().eval()
     picture = batch_of(2, size=32).video
     prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2], prime=picture)
-    assert torch.equal(task.prompted(prompts)[0].low_res, task.shrink(picture))
+    assert torch.equal(task.encode_prompts(prompts)[0].low_res, task.encode_low_res(picture))
 
 
 def test_a_codec_may_stand_for_the_base(large):
@@ -112,7 +114,7 @@ def test_a_given_small_picture_is_taken_as_it_is(large, codec):
     assert task.prime_size(task.config.sample) == (16, 16)
     small = torch.rand(2, 1, 3, 16, 16)
     prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2], prime=small)
-    assert torch.equal(task.prompted_low_res(prompts), codec.encode(small).flatten(1))
+    assert torch.equal(task.get_prompted_low_res(prompts), codec.encode(small).flatten(1))
     assert task.describe_start(Prompts(prompts.noise, CAPTIONS[:2])) is None
     assert (
         large(low_res="small").describe_start(Prompts(prompts.noise, CAPTIONS[:2]))
