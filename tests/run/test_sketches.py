@@ -34,18 +34,18 @@ SMALL = [
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Tensor]]:
     """A run that draws after sketches, and those that its training samples were drawn after."""
     seen: list[torch.Tensor] = []
-    real = Nuwa.prompted_sketch
+    real = Nuwa.encode_prompt_sketch
 
     def spy(self, prompts):
         seen.append(prompts.batch.extra["sketch"])
         return real(self, prompts)
 
-    Nuwa.prompted_sketch = spy  # type: ignore[method-assign]
+    Nuwa.encode_prompt_sketch = spy  # type: ignore[method-assign]
     try:
         words = ["nuwa-sketch-tiny", *QUICK, *SMALL, "stages.generator.train.sample_frames=6"]
         return train(words, run=tmp_path_factory.mktemp("runs") / "sketch", quiet=True), seen
     finally:
-        Nuwa.prompted_sketch = real  # type: ignore[method-assign]
+        Nuwa.encode_prompt_sketch = real  # type: ignore[method-assign]
 
 
 def test_samples_while_training_follow_the_sketches_of_the_data(run):
@@ -105,9 +105,9 @@ def test_the_command_takes_a_file_and_tells_how_to_repeat_it(run, tmp_path, caps
 @pytest.mark.parametrize("given", ["clip", "short clip", "picture"])
 def test_a_story_follows_one_sketch_over_all_its_scenes(run, tmp_path, given, monkeypatch, capsys):
     """4 frames a scene, of which 2 are carried on: scene s draws frames 2s to 2s + 3, and sees the sketch under them."""
-    seen, real = [], Nuwa.prompted_sketch
+    seen, real = [], Nuwa.encode_prompt_sketch
     monkeypatch.setattr(
-        Nuwa, "prompted_sketch", lambda self, prompts: [seen.append(prompts.batch), real(self, prompts)][1]
+        Nuwa, "encode_prompt_sketch", lambda self, prompts: [seen.append(prompts.batch), real(self, prompts)][1]
     )
     levels = torch.arange(8 if given == "clip" else 5) * 30 + 20
     sketch = (levels if given != "picture" else levels[:1])[:, None, None, None].expand(-1, 3, 32, 32).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""NUWA: an autoregressive transformer over the tokens of clips, with 3D nearby attention, text and sketches."""
+"""NUWA: an autoregressive transformer over the tokens of clips, with 3D nearby attention, conditioned on text and sketches."""
 
 from __future__ import annotations
 

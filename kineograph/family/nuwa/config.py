@@ -16,16 +16,15 @@ Triple = tuple[int, int, int]
 
 class NuwaSample(Config):
     guidance: float = Field(3.0, ge=0)
-    """Classifier-free guidance; 1 is none, and costs half as much."""
+    """Classifier-free guidance scale; 1 turns it off and halves the cost."""
     temperature: float = Field(1.0, ge=0)
-    """Of drawing tokens; 0 always takes the likeliest."""
+    """Sampling temperature of tokens; 0 takes the most likely one."""
     top_k: int | None = Field(None, ge=1)
-    """Draw among so many likeliest tokens; null: among all."""
+    """Sample among the k most likely tokens; null: among all."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Draw among the likeliest tokens that together have this probability; null: among all."""
+    """Sample among the most likely tokens of this total probability (nucleus sampling); null: among all."""
     overlap: int | None = Field(None, ge=1)
-    """Clips longer than trained: frames of a window that the next one begins with; null: all but the last token time's, so that every
-    new one sees as much as in training."""
+    """Frames shared by consecutive windows of a clip longer than trained; null: all but those of the last latent frame."""
 
 
 class NuwaConfig(StageConfig, TransformerConfig):
@@ -34,55 +33,55 @@ class NuwaConfig(StageConfig, TransformerConfig):
     codec: str
     """The stage (or runs/x/stage) whose tokens are modelled."""
     text: TextConfig = TextConfig()
-    """What reads the captions."""
+    """The text encoder."""
     caption_dropout: float = Field(0.1, ge=0, le=1)
-    """Share of training samples whose caption is replaced by the null text, for classifier-free guidance."""
+    """Share of training samples whose caption becomes the null text, for classifier-free guidance."""
     window: Triple | None = (5, 3, 3)
-    """What a token sees of the tokens before it: how many token times (its own included), rows and columns around its own place, the
-    last two odd; null: all of them."""
+    """Earlier tokens that a token attends to: latent frames (its own included), rows and columns (odd, centred); null: all."""
     dilations: tuple[int, ...] = Field((1, 2, 4), min_length=1)
-    """The window's spacing, taken in turn from block to block; read with a window only."""
+    """Dilation of the window, cycled over the blocks; only with a window."""
     positions: Literal["axial", "rotary"] = "axial"
-    """axial: learned tables of times, rows and columns, added to the tokens. rotary: queries and keys turn by time, row and column."""
+    """axial: learned tables of frames, rows and columns, added. rotary: sines and cosines added, queries and keys rotated."""
     token_shift: bool = True
-    """Each part of a block reads some channels of the tokens before, above and a time earlier instead of its own."""
+    """Attention and MLP take a part of the channels from the tokens one frame back, above and to the left."""
     embedding_gradient: float = Field(1.0, ge=0, le=1)
-    """Share of the gradient that reaches the token embeddings; below 1 they change more slowly than the rest."""
+    """Scale of the gradient of the token embeddings; below 1 they train more slowly than the rest."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all tokens."""
     sketch: str | None = None
-    """Draw after a sketch: the codec stage (or runs/x/stage) of the sketches that come with the data; null: none."""
+    """The codec stage (or runs/x/stage) of the sketches in the data, as a condition; null: no sketches."""
     sketch_window: Triple = (3, 3, 3)
-    """Times, rows and columns of the sketch that a token sees around its own place, all odd."""
+    """Latent frames, rows and columns of the sketch that a token reads, centred on its position; all odd."""
     sketch_dropout: float = Field(0.1, ge=0, le=1)
-    """Share of training samples that see no sketch, so that clips can be drawn without one."""
+    """Share of training samples with a blank sketch, so that clips can be drawn without one."""
     sample: NuwaSample = NuwaSample()
-    """How clips are drawn."""
+    """How clips are sampled."""
 
     def reads(self) -> frozenset[str]:
         return self.text.reads() | ({"sketch"} if self.sketch is not None else set())
 
     @field_validator("dilations", mode="before")
     @classmethod
-    def _one_for_all(cls, value: object) -> object:
+    def _wrap_number(cls, value: object) -> object:
         return (value,) if isinstance(value, int) else value
 
     @model_validator(mode="after")
-    def _windows(self) -> NuwaConfig:
+    def _check(self) -> NuwaConfig:
         if min(self.dilations) < 1:
-            raise ValueError(f"dilations={list(self.dilations)}: a spacing is at least 1")
+            raise ValueError(f"dilations={list(self.dilations)}: use at least 1 each")
         if self.window is not None and (min(self.window) < 1 or not self.window[1] % 2 or not self.window[2] % 2):
             raise ValueError(
-                f"window={list(self.window)}: times, rows and columns start at 1, and rows and columns are odd (5, 3, 3)"
+                f"window={list(self.window)} has no centre: use latent frames, rows and columns of at least 1, "
+                "with odd rows and columns, such as [5, 3, 3]"
             )
         if self.window is None and self.dilations != type(self).model_fields["dilations"].default:
-            raise ValueError("dilations are read with a window only: leave them out with window=null")
+            raise ValueError(f"dilations={list(self.dilations)} has no effect with window=null: remove it")
         if min(self.sketch_window) < 1 or not all(size % 2 for size in self.sketch_window):
-            raise ValueError(f"sketch_window={list(self.sketch_window)}: each size is odd (3, 3, 3)")
+            raise ValueError(f"sketch_window={list(self.sketch_window)}: use odd sizes, such as [3, 3, 3]")
         if self.sketch is None:
             for name in ("sketch_window", "sketch_dropout"):
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} is read with a sketch only: name the sketch's codec, or leave it out")
+                    raise ValueError(f"{name} has no effect with sketch=null: remove it, or name the sketches' codec")
         if self.text.kind != "none":
             check_guidance_dropout(
                 self.sample.guidance, self.caption_dropout, "caption_dropout", known=self.init is not None

@@ -1,4 +1,4 @@
-"""NUWA as a stage: every token of a clip is learned from those before it, and drawn after them."""
+"""The NUWA task: autoregressive training on a codec's tokens, conditioned on text and sketches."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kineograph.core.capabilities import SupportsCaching, SupportsContinuation, 
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean, Task
-from kineograph.family.nuwa.canvas import Easel
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
-from kineograph.family.nuwa.generation import draw
-from kineograph.family.nuwa.network import Condition, NuwaNetwork, OneStep
+from kineograph.family.nuwa.decoding import SessionCache
+from kineograph.family.nuwa.network import Condition, DecodeStep, NuwaNetwork
+from kineograph.family.nuwa.sampling import sample_clips
 from kineograph.nn.head import Head
 from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text, encode_batch
 
 
 @dataclass
-class Scored:
-    """Sums over the tokens of a batch that are no padding."""
+class TokenLoss:
+    """Sums over the tokens of a batch without padding."""
 
     cross_entropy: Tensor
     correct: Tensor
@@ -49,11 +49,11 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
             sketch = sketch_vocabulary, sketch_codec.shape_for(*size)
         self.text = build_text(config.text, context)
         text_width = self.text.width if self.text is not None else None
-        self._network = partial(NuwaNetwork, config, self.vocabulary, self.grid, text_width, sketch)
-        self._head = partial(Head, config.width, self.vocabulary, config.label_smoothing)
-        self.network, self.head = self._network(), self._head()
-        self.one_step = OneStep()
-        self.easel = Easel()
+        self._build_network = partial(NuwaNetwork, config, self.vocabulary, self.grid, text_width, sketch)
+        self._build_head = partial(Head, config.width, self.vocabulary, config.label_smoothing)
+        self.network, self.head = self._build_network(), self._build_head()
+        self.decode_step = DecodeStep()
+        self.sessions = SessionCache()
 
     @classmethod
     def build(cls, config: NuwaConfig, context: BuildContext) -> Nuwa:
@@ -63,77 +63,74 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
     def codec(self) -> Codec:
         return self.stage("codec", Codec)
 
-    def blank(self) -> tuple[NuwaNetwork, Head]:
-        """Another network and head, of the meta device: without numbers."""
+    def build_on_meta(self) -> tuple[NuwaNetwork, Head]:
+        """A second network and head on the meta device."""
         with torch.device("meta"):
-            return self._network(), self._head()
+            return self._build_network(), self._build_head()
 
     # conditions ----------------------------------------------------------------------------------------------------
 
-    def tokens(self, batch: Batch) -> Tensor:
-        """B t h w: from a cache, or from the codec."""
+    def encode_tokens(self, batch: Batch) -> Tensor:
+        """B t h w, from the cache or the codec."""
         return encode_tokens(self.codec, batch, self.grid, "nuwa")
 
-    def sketch_tokens(self, batch: Batch) -> Tensor | None:
-        """Tokens of the sketches that come with a batch, B t h w, the id for nothing where frames are padding. None: there are no sketches."""
+    def encode_sketch(self, batch: Batch) -> Tensor | None:
+        """Sketch tokens of a batch, B t h w, blank at padded frames; None: no sketches, or the model reads none."""
         if "sketch" not in batch.extra or self.network.sketch is None:
             return None
         codec = self.stage("sketch", Codec)
         with torch.no_grad():
             tokens = codec.encode(batch.extra["sketch"].float() / 255, batch.frame_mask)
         if batch.frame_mask is not None:
-            tokens = tokens.masked_fill(
-                ~codec.mask_for(batch.frame_mask)[:, :, None, None], self.network.sketch.nothing
-            )
+            padding = ~codec.mask_for(batch.frame_mask)[:, :, None, None]
+            tokens = tokens.masked_fill(padding, self.network.sketch.blank_id)
         return tokens
 
-    def read_sketch(self, batch: Batch, dropped: Tensor | None = None) -> Tensor | None:
-        """The same for training, B M; rows where `dropped` (B) see nothing."""
+    def encode_prompt_sketch(self, prompts: Prompts) -> Tensor | None:
+        """Sketch tokens for sampling, B t h w, blank without a sketch; None: the model reads no sketches."""
         if self.network.sketch is None:
             return None
-        tokens = self.sketch_tokens(batch)
+        tokens = self.encode_sketch(prompts.batch) if prompts.batch is not None else None
+        if tokens is not None:
+            return tokens
+        shape = (len(prompts), *self.network.sketch.grid)
+        return torch.full(shape, self.network.sketch.blank_id, device=prompts.noise.device)
+
+    def encode_condition(self, batch: Batch, noise: Noise | None = None) -> Condition:
+        """Text and sketch of a batch. In training some rows lose their caption, some their sketch."""
+        noise = noise if self.training else None
+        dropped = noise.bernoulli("caption dropout", self.config.caption_dropout) if noise is not None else None
+        text = encode_batch(self.text, batch, dropped)
+        if self.network.sketch is None:
+            return Condition(*text)
+        tokens = self.encode_sketch(batch)
         if tokens is None:
             raise InputError(
-                "this nuwa draws after sketches, and these samples have none: use data that give one (sketch, T C H W), or set sketch=null"
+                "this nuwa reads sketches, and these samples have none: use data with a sketch (T C H W), or set sketch=null"
             )
-        if dropped is not None:
-            tokens = tokens.masked_fill(dropped[:, None, None, None], self.network.sketch.nothing)
-        return self.network.sketch.cut(tokens)
-
-    def prompted_sketch(self, prompts: Prompts) -> Tensor | None:
-        """The sketches beside the prompts, B t h w; without any, nothing is sketched."""
-        if self.network.sketch is None:
-            return None
-        found = self.sketch_tokens(prompts.batch) if prompts.batch is not None else None
-        if found is not None:
-            return found
-        shape = (len(prompts), *self.network.sketch.grid)
-        return torch.full(shape, self.network.sketch.nothing, device=prompts.noise.device)
-
-    def condition(self, batch: Batch, noise: Noise | None = None) -> Condition:
-        """What a batch of clips comes with; in training some rows without their caption, some without their sketch."""
-        teach = noise if self.training else None
-        dropped = teach.bernoulli("caption dropout", self.config.caption_dropout) if teach is not None else None
-        blank = teach.bernoulli("sketch dropout", self.config.sketch_dropout) if teach is not None else None
-        return Condition(*encode_batch(self.text, batch, dropped), self.read_sketch(batch, blank))
+        if noise is not None:
+            dropped = noise.bernoulli("sketch dropout", self.config.sketch_dropout)
+            tokens = tokens.masked_fill(dropped[:, None, None, None], self.network.sketch.blank_id)
+        return Condition(*text, self.network.sketch.crop(tokens))
 
     # training ------------------------------------------------------------------------------------------------------
 
     def trainable(self, player: str) -> list[nn.Module]:
         return [module for module in (self.network, self.head, self.text) if module is not None]
 
-    def forward(self, batch: Batch, noise: Noise) -> Scored:
-        tokens = self.tokens(batch)  # B t h w
-        condition = self.condition(batch, noise)
+    def forward(self, batch: Batch, noise: Noise) -> TokenLoss:
+        tokens = self.encode_tokens(batch)  # B t h w
+        condition = self.encode_condition(batch, noise)
         hidden = self.network(tokens.flatten(1), condition.text, condition.mask, condition.sketch)  # B N D
         if batch.frame_mask is None:
             weights = torch.ones(tokens.numel(), device=tokens.device)
-        else:  # padding is at the end, so no real token sees it: it is only left out of the score
+        else:
+            # Padding comes last, so no real token attends to it; it only has to leave the loss.
             weights = self.codec.mask_for(batch.frame_mask)[:, :, None, None].expand_as(tokens).flatten().float()
         loss, correct = self.head(hidden.flatten(0, 1), tokens.flatten(), weights)
-        return Scored(loss, correct, weights.sum())
+        return TokenLoss(loss, correct, weights.sum())
 
-    def loss(self, player: str, shared: Scored) -> Loss:
+    def loss(self, player: str, shared: TokenLoss) -> Loss:
         terms = {
             "cross_entropy": Mean(shared.cross_entropy.detach(), shared.count),
             "accuracy": Mean(shared.correct, shared.count),
@@ -147,26 +144,22 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
 
     @torch.no_grad()
     def sample(self, prompts: Prompts, options: NuwaSample) -> Tensor:
-        return draw(self, prompts, options)
+        return sample_clips(self, prompts, options)
 
     @classmethod
     def can_cache(cls, config: NuwaConfig) -> bool:
-        return config.sketch is None  # sketches come as pixels
+        return config.sketch is None  # sketches are encoded from pixels
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        """Tokens, and the text where its encoder is frozen."""
-        return {"tokens": self.tokens(batch), **compute_cached_text(self.text, batch)}
+        """Tokens, and text embeddings if the encoder is frozen."""
+        return {"tokens": self.encode_tokens(batch), **compute_cached_text(self.text, batch)}
 
-    # how the outside treats it -------------------------------------------------------------------------------------
+    # for compilation, sharding and checkpoints ----------------------------------------------------------------------
 
     def compile_targets(self) -> list[nn.Module]:
-        return [
-            self.network,
-            self.one_step,
-            self.head.softmax,
-            *(self.text.compile_targets() if self.text is not None else []),
-        ]
+        text = self.text.compile_targets() if self.text is not None else []
+        return [self.network, self.decode_step, self.head.softmax, *text]
 
     def blocks(self) -> list[nn.Module]:
         return list(self.network.blocks)

@@ -31,7 +31,7 @@ def value(task, batch, noise):
 
 
 def hidden(nuwa, tokens, batch):
-    condition = nuwa.condition(batch)
+    condition = nuwa.encode_condition(batch)
     return nuwa.network(tokens.flatten(1), condition.text, condition.mask, condition.sketch)
 
 
@@ -41,7 +41,7 @@ def test_found_by_name():
 
 def test_the_chunked_loss_is_that_of_all_logits(make, batch, noise):
     nuwa = make(label_smoothing=0.1).eval()
-    tokens = nuwa.tokens(batch)
+    tokens = nuwa.encode_tokens(batch)
     logits = nuwa.head.logits(hidden(nuwa, tokens, batch))
     expected = F.cross_entropy(logits.transpose(1, 2), tokens.flatten(1), label_smoothing=0.1)
     found = nuwa.loss("model", nuwa(batch, noise))
@@ -58,7 +58,7 @@ def test_the_chunked_loss_is_that_of_all_logits(make, batch, noise):
 @pytest.mark.parametrize("keys", VARIANTS)
 def test_no_token_is_learned_from_itself_or_from_later_ones(make, batch, keys):
     nuwa = make(**keys).eval()
-    tokens = nuwa.tokens(batch)
+    tokens = nuwa.encode_tokens(batch)
     plain = hidden(nuwa, tokens, batch)
     for place in (0, 1, SIDE, PLACES - 1, PLACES, 2 * PLACES + 4):
         changed = tokens.flatten(1).clone()
@@ -71,7 +71,7 @@ def test_no_token_is_learned_from_itself_or_from_later_ones(make, batch, keys):
 def test_a_block_sees_the_window_around_the_target_and_nothing_else(make, batch):
     """Of earlier frames all sides, not only what is above and to the left; nothing outside."""
     nuwa = make(depth=1, token_shift=False).eval()
-    tokens = nuwa.tokens(batch)
+    tokens = nuwa.encode_tokens(batch)
     plain = hidden(nuwa, tokens, batch)
     target = (2, 1, 1)
     place = (target[0] * SIDE + target[1]) * SIDE + target[2]
@@ -142,7 +142,7 @@ def test_captions_are_dropped_in_training_at_the_given_rate_and_never_in_validat
 
 def test_captions_condition_every_token(make, batch):
     nuwa = make().eval()
-    tokens = nuwa.tokens(batch)
+    tokens = nuwa.encode_tokens(batch)
     plain = hidden(nuwa, tokens, batch)
     batch.captions = [CAPTIONS[5], *batch.captions[1:]]
     other = hidden(nuwa, tokens, batch)
@@ -204,10 +204,10 @@ def test_dilations_go_round(make):
 def test_one_player_owns_everything_and_the_codec_is_not_in_it(make):
     nuwa = make()
     assert player_parameters(nuwa, "model").keys() == dict(nuwa.named_parameters()).keys()
-    assert not any(name.startswith(("stages", "one_step")) for name, _ in nuwa.named_parameters())
+    assert not any(name.startswith(("stages", "decode_step")) for name, _ in nuwa.named_parameters())
     assert set(nuwa.blocks()) == set(nuwa.network.blocks)
     assert nuwa.tokens_per_clip() == FRAMES * PLACES
-    assert {nuwa.network, nuwa.one_step} <= set(nuwa.compile_targets())
+    assert {nuwa.network, nuwa.decode_step} <= set(nuwa.compile_targets())
     assert nuwa.can_continue()
 
 
@@ -299,16 +299,16 @@ def test_unconditional_needs_no_captions(make, batch, noise):
 def test_settings_that_do_not_fit_are_refused(make):
     with pytest.raises(ConfigError, match="codec=latents gives no tokens"):
         make(stages={"latents": PatchCodec(vocabulary=None)}, codec="latents")
-    for tree, told in (
+    for tree, message in (
         ({"window": [5, 2, 3]}, "odd"),
-        ({"window": [0, 3, 3]}, "odd|start at 1"),
+        ({"window": [0, 3, 3]}, "odd|at least 1"),
         ({"dilations": [1, 0]}, "at least 1"),
-        ({"dilations": [3], "window": None}, "with a window only"),
-        ({"sketch_dropout": 0.5}, "with a sketch only"),
+        ({"dilations": [3], "window": None}, "has no effect with window=null"),
+        ({"sketch_dropout": 0.5}, "has no effect with sketch=null"),
         ({"sketch": "s", "sketch_window": [3, 4, 3]}, "odd"),
         ({"caption_droput": 0.1}, r"did you mean stages\.x\.caption_dropout"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             parse(NuwaConfig, {"codec": "t", **tree}, "stages.x")
     assert parse(NuwaConfig, {"codec": "t", "dilations": 2}).dilations == (2,)
 

@@ -1,4 +1,4 @@
-"""Drawing after sketches: what a place sees of them, padding, none at all, and that they are followed."""
+"""Sketch conditioning: the window of a position, padding, no sketch, and samples that follow their sketch."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import freeze
 from kineograph.family.nuwa import Nuwa, NuwaSample
-from kineograph.family.nuwa.sketch import Around, SketchGlance, around
+from kineograph.family.nuwa.sketch import SketchProjection, SketchWindow, find_window_tokens
 
 from .conftest import CAPTIONS, FRAMES, SIDE, PatchCodec, batch_of, train
 
@@ -42,15 +42,15 @@ def with_sketch(rows: int = 4, seed: int = 0) -> Batch:
 
 
 def hidden(nuwa, batch):
-    condition = nuwa.condition(batch)
-    return nuwa.network(nuwa.tokens(batch).flatten(1), condition.text, condition.mask, condition.sketch)
+    condition = nuwa.encode_condition(batch)
+    return nuwa.network(nuwa.encode_tokens(batch).flatten(1), condition.text, condition.mask, condition.sketch)
 
 
 @pytest.mark.parametrize("grid", [(3, 4, 5), (1, 3, 3)])
 @pytest.mark.parametrize("window", [(3, 3, 3), (1, 5, 1)])
-def test_the_window_lies_around_the_same_place(grid, window):
-    near, exists = around(grid, grid, window)
-    mask = Around(grid, grid, window, 8).mask
+def test_the_window_is_centred_on_the_position(grid, window):
+    indices, inside = find_window_tokens(grid, grid, window)
+    mask = SketchWindow(grid, grid, window, 8).mask
     cells = [(t, y, x) for t in range(grid[0]) for y in range(grid[1]) for x in range(grid[2])]
     for place, cell in enumerate(cells):
         expected = {
@@ -58,18 +58,18 @@ def test_the_window_lies_around_the_same_place(grid, window):
             for number, other in enumerate(cells)
             if all(abs(a - b) <= size // 2 for a, b, size in zip(cell, other, window, strict=True))
         }
-        assert set(near[place][exists[place]].tolist()) == expected
+        assert set(indices[place][inside[place]].tolist()) == expected
         assert set(mask[place].nonzero()[:, 0].tolist()) == expected
 
 
-def test_grids_of_different_sizes_lie_on_one_picture():
-    near, exists = around((1, 4, 4), (1, 2, 2), (1, 1, 1))
-    assert near[:, 0].view(4, 4).tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
-    assert bool(exists.all())
+def test_grids_of_different_sizes_cover_the_same_clip():
+    indices, inside = find_window_tokens((1, 4, 4), (1, 2, 2), (1, 1, 1))
+    assert indices[:, 0].view(4, 4).tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
+    assert bool(inside.all())
 
 
-def test_a_place_sees_the_sketch_around_it_later_times_too(sketched):
-    alone = {"window": (1, 1, 1), "dilations": 1}  # no place hears from another what that one has seen
+def test_a_position_reads_its_window_later_frames_included(sketched):
+    alone = {"window": (1, 1, 1), "dilations": 1}  # no position passes on what it has read
     nuwa = sketched(depth=1, token_shift=False, sketch_window=(3, 1, 1), **alone).eval()
     batch = with_sketch()
     plain = hidden(nuwa, batch)
@@ -79,22 +79,22 @@ def test_a_place_sees_the_sketch_around_it_later_times_too(sketched):
 
 
 @torch.no_grad()
-def test_a_glance_is_a_convolution_where_both_grids_are_the_same():
+def test_the_projection_is_a_convolution_if_both_grids_are_equal():
     grid, window, width = (3, 4, 5), (3, 3, 1), 8
-    glance = SketchGlance(width, Around(grid, grid, window, 8))
+    projection = SketchProjection(width, SketchWindow(grid, grid, window, 8))
     sketch = torch.randn(2, 60, width, generator=torch.Generator().manual_seed(0))
     weight = rearrange(
-        torch.stack([linear.weight for linear in glance.offsets]), "(t h w) o i -> o i t h w", t=3, h=3, w=1
+        torch.stack([linear.weight for linear in projection.offsets]), "(t h w) o i -> o i t h w", t=3, h=3, w=1
     )
     volume = rearrange(sketch, "b (t h w) d -> b d t h w", t=3, h=4)
     expected = rearrange(torch.nn.functional.conv3d(volume, weight, padding=(1, 1, 0)), "b d t h w -> b (t h w) d")
-    torch.testing.assert_close(glance(sketch, 60), expected)
-    torch.testing.assert_close(glance(sketch, 20), expected[:, :20])
+    torch.testing.assert_close(projection(sketch, 60), expected)
+    torch.testing.assert_close(projection(sketch, 20), expected[:, :20])
 
 
 @torch.no_grad()
-def test_a_place_takes_in_the_sketch_before_any_block(sketched):
-    """Without attention to it, and each place by its own token: both grids lie on one picture."""
+def test_the_projection_reads_the_sketch_before_the_first_block(sketched):
+    """Without sketch attention. Both grids cover the same clip."""
     nuwa = sketched(patch=2, depth=1, sketch_window=(1, 1, 1)).eval()
     for block in nuwa.network.blocks:
         block.sketch.out.weight.zero_()
@@ -102,37 +102,37 @@ def test_a_place_takes_in_the_sketch_before_any_block(sketched):
     plain = hidden(nuwa, batch)
     batch.extra["sketch"][:, -1, :, -2:, -2:] = (
         255 - batch.extra["sketch"][:, -1, :, -2:, -2:]
-    )  # seen by the last place alone
+    )  # read by the last position only
     moved = ((hidden(nuwa, batch) - plain).abs().amax(-1) > 1e-6).all(0)
     assert moved.nonzero().tolist() == [[FRAMES * PLACES - 1]]
 
 
 @torch.no_grad()
-def test_a_state_that_starts_again_takes_in_the_new_sketch(sketched):
+def test_a_reset_state_has_the_new_sketch(sketched):
     nuwa = sketched().eval()
     one, other = (with_sketch(seed=seed) for seed in (0, 1))
-    state = nuwa.network.start(nuwa.condition(one), 4, FRAMES)
-    nuwa.network.restart(nuwa.condition(other), state)
-    fresh = nuwa.network.start(nuwa.condition(other), 4, FRAMES)
-    assert torch.equal(state.added, fresh.added)
-    assert not torch.equal(nuwa.network.start(nuwa.condition(one), 4, FRAMES).added, fresh.added)
+    state = nuwa.network.init_state(nuwa.encode_condition(one), 4, FRAMES)
+    nuwa.network.reset_state(nuwa.encode_condition(other), state)
+    fresh = nuwa.network.init_state(nuwa.encode_condition(other), 4, FRAMES)
+    assert torch.equal(state.embedding, fresh.embedding)
+    assert not torch.equal(nuwa.network.init_state(nuwa.encode_condition(one), 4, FRAMES).embedding, fresh.embedding)
 
 
 @pytest.mark.parametrize("patch", [4, 2, 12])
 @torch.no_grad()
-def test_one_by_one_is_all_at_once(sketched, patch):
+def test_step_by_step_equals_one_pass(sketched, patch):
     nuwa = sketched(patch=patch).eval()
     batch = with_sketch()
-    condition, flat = nuwa.condition(batch), nuwa.tokens(batch).flatten(1)
+    condition, flat = nuwa.encode_condition(batch), nuwa.encode_tokens(batch).flatten(1)
     expected = hidden(nuwa, batch)
-    state = nuwa.network.start(condition, 4, FRAMES)
-    nuwa.network.fill(flat[:, :PLACES], state)
+    state = nuwa.network.init_state(condition, 4, FRAMES)
+    nuwa.network.prefill(flat[:, :PLACES], state)
     for place in range(PLACES, FRAMES * PLACES):
-        found = nuwa.one_step(nuwa.network, flat[:, place - 1 : place], torch.tensor([place]), state)
+        found = nuwa.decode_step(nuwa.network, flat[:, place - 1 : place], torch.tensor([place]), state)
         torch.testing.assert_close(found[:, 0], expected[:, place], rtol=0, atol=1e-4)
 
 
-def test_padded_frames_of_a_sketch_are_nothing(sketched):
+def test_padded_frames_of_a_sketch_are_blank(sketched):
     nuwa = sketched().eval()
     batch = with_sketch()
     batch.frame_mask = torch.tensor([[True, True, False, False]] * 4)
@@ -141,7 +141,7 @@ def test_padded_frames_of_a_sketch_are_nothing(sketched):
     assert torch.equal(hidden(nuwa, batch), plain)
     batch.frame_mask = None
     real = hidden(nuwa, batch)[:, : 2 * PLACES]
-    assert not torch.allclose(real, plain[:, : 2 * PLACES], atol=1e-4)  # frame 1 sees frame 2 where it is one
+    assert not torch.allclose(real, plain[:, : 2 * PLACES], atol=1e-4)  # frame 1 reads frame 2 if it is real
 
 
 def test_sketches_are_dropped_in_training_at_the_given_rate(sketched):
@@ -149,11 +149,11 @@ def test_sketches_are_dropped_in_training_at_the_given_rate(sketched):
     batch = with_sketch(200)
     shares = []
     for step in range(2):
-        condition = nuwa.condition(batch, Noise(0, step, batch.slots))
+        condition = nuwa.encode_condition(batch, Noise(0, step, batch.slots))
         shares.append((condition.sketch == LEVELS).all(1).float().mean())
         assert bool(((condition.sketch == LEVELS).any(1) == (condition.sketch == LEVELS).all(1)).all())
     assert float(sum(shares)) / 2 == pytest.approx(0.25, abs=0.06)
-    assert not bool((nuwa.eval().condition(batch, Noise(0, 0, batch.slots)).sketch == LEVELS).any())
+    assert not bool((nuwa.eval().encode_condition(batch, Noise(0, 0, batch.slots)).sketch == LEVELS).any())
 
 
 def test_every_parameter_gets_a_gradient(sketched):
@@ -163,7 +163,7 @@ def test_every_parameter_gets_a_gradient(sketched):
     assert [name for name, p in nuwa.named_parameters() if p.grad is None] == []
 
 
-def test_what_it_needs_is_said(sketched, make):
+def test_requirements(sketched, make):
     nuwa = sketched()
     assert "sketch" in nuwa.reads
     assert "sketch" not in make().reads
@@ -193,7 +193,7 @@ def test_it_follows_sketches_that_it_has_not_seen(sketched):
         assert ((drawn[:, :, :1] - wanted).abs() < 0.05).float().mean() > 0.95
 
 
-def test_without_a_sketch_nothing_is_sketched(sketched):
+def test_no_sketch_equals_a_blank_sketch(sketched):
     nuwa = sketched(depth=1).eval()
     options = NuwaSample(temperature=0, guidance=2)
     drawn = nuwa.sample(prompts(None), options)

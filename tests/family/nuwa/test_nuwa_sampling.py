@@ -1,4 +1,4 @@
-"""Drawing clips: the cache says what the whole pass says, guidance, given frames, clips longer than trained."""
+"""Sampling clips: caches agree with a full pass, guidance, primes, clips longer than trained."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def all_logits(nuwa, tokens: Tensor, condition: Condition) -> Tensor:
 
 @torch.no_grad()
 def greedy(nuwa, given: Tensor, times: int, captions: list[str], scale: float = 1.0) -> Tensor:
-    """The obvious way: the whole prefix again for every token, conditional and unconditional apart. B times h w."""
+    """The naive loop: the whole prefix for every token, conditional and unconditional apart. B t h w."""
     wanted = Condition(*encode_captions(nuwa.text, captions))
     null = Condition(*encode_captions(nuwa.text, [""] * len(captions)))
     tokens = torch.zeros(len(captions), times * PLACES, dtype=torch.int64)
@@ -63,25 +63,25 @@ def greedy(nuwa, given: Tensor, times: int, captions: list[str], scale: float = 
     ],
 )
 @torch.no_grad()
-def test_one_by_one_is_all_at_once(make, batch, keys, given):
+def test_step_by_step_equals_one_pass(make, batch, keys, given):
     """Rows of different captions, with and without given frames; logits within 1e-4."""
     nuwa = make(**keys).eval()
-    tokens = nuwa.tokens(batch)
-    condition = nuwa.condition(batch)
+    tokens = nuwa.encode_tokens(batch)
+    condition = nuwa.encode_condition(batch)
     expected = all_logits(nuwa, tokens, condition)
     flat = tokens.flatten(1)
-    state = nuwa.network.start(condition, len(batch), FRAMES)
+    state = nuwa.network.init_state(condition, len(batch), FRAMES)
     if given:
-        nuwa.network.fill(flat[:, : given * PLACES], state)
+        nuwa.network.prefill(flat[:, : given * PLACES], state)
     for place in range(given * PLACES, FRAMES * PLACES):
         before = flat[:, place - 1 : place] if place else torch.full((4, 1), nuwa.network.bos)
-        found = nuwa.head.logits(nuwa.one_step(nuwa.network, before, torch.tensor([place]), state))[:, 0]
+        found = nuwa.head.logits(nuwa.decode_step(nuwa.network, before, torch.tensor([place]), state))[:, 0]
         torch.testing.assert_close(found, expected[:, place], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 @pytest.mark.parametrize("keys", [{}, {"window": None, "positions": "rotary"}])
-def test_drawing_is_what_the_obvious_way_draws(make, codec, keys, scale):
+def test_sampling_equals_the_naive_loop(make, codec, keys, scale):
     """Guided away from the null text, whose own pass reads the same tokens as the wanted one's."""
     nuwa = make(**keys).eval()
     drawn = tokens_of(codec, nuwa.sample(prompts(frames=2), GREEDY.model_copy(update={"guidance": scale})))
@@ -185,8 +185,8 @@ def test_a_clip_of_twice_the_length_slides_on(make, codec, keys, overlap, window
     """Each window begins with the last frames of the one before, as if the clip began there."""
     nuwa = make(**keys, depth=2).eval()
     filled = []
-    fill = nuwa.network.fill
-    nuwa.network.fill = lambda tokens, state: filled.append(tokens.shape[1] // PLACES) or fill(tokens, state)
+    fill = nuwa.network.prefill
+    nuwa.network.prefill = lambda tokens, state: filled.append(tokens.shape[1] // PLACES) or fill(tokens, state)
     options = GREEDY.model_copy(update={"overlap": overlap})
     drawn = nuwa.sample(prompts(frames=2 * FRAMES), options)
     kept = overlap or FRAMES - 1
@@ -239,7 +239,7 @@ def test_it_draws_the_clips_that_it_learned(make, codec):
     batch = batch_of(4, frames=2)
     train(nuwa, batch, 80, lr=6e-3)
     drawn = nuwa.sample(prompts(4), NuwaSample(guidance=1.5, temperature=0))
-    assert (tokens_of(codec, drawn) == nuwa.tokens(batch)).float().mean() > 0.95
+    assert (tokens_of(codec, drawn) == nuwa.encode_tokens(batch)).float().mean() > 0.95
 
 
 def test_no_mode_and_no_tensor_of_drawing_is_left_behind(make, batch, noise):

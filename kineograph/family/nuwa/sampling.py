@@ -1,0 +1,130 @@
+"""Sampling clips with NUWA: token by token, and window by window for clips longer than trained.
+
+The last frames of a window become the first of the next, as if the clip began there: they pass the network again in one
+prefill, at positions seen in training. (A rolling cache would save that pass, but would put learned positions and the
+distance to BOS out of the trained range.) By default all latent frames but one are kept, so that each new one has as much
+context as the last one of a trained clip.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from kineograph.core.batch import Prompts
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.family.nuwa.config import NuwaSample
+from kineograph.family.nuwa.network import Condition
+from kineograph.text.conditioning import encode_prompts
+
+if TYPE_CHECKING:
+    from kineograph.family.nuwa.task import Nuwa
+
+
+def sample_clips(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor:
+    """B T C H W, beginning with the frames of `prompts.prime`."""
+    task.sessions.update_weights(task)
+    try:
+        return _sample_windows(task, prompts, options)
+    finally:
+        # Free the memory for training.
+        if any(p.requires_grad for p in task.head.parameters()):
+            task.sessions.sessions.clear()
+
+
+def _sample_windows(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor:
+    frames = prompts.frames or task.shape.frames
+    window = _encode_prime(task, prompts, frames)  # tokens of the current window, B k h w
+    trained, height, width = task.grid
+    total = _count_latent_frames(task, prompts, frames)
+    overlap_frames, overlap = _choose_overlap(task, options) if total > trained else (0, 0)
+    text, negative = encode_prompts(task.text, prompts)
+    guide = options.guidance != 1 and negative is not None
+    if guide and negative is not None:
+        text = text.join(negative)
+    sketch = task.encode_prompt_sketch(prompts)
+    clip: list[Tensor] = []
+    first, repeated = 0, 0  # latent frame at which the window begins, and its frames that are in the clip already
+    while True:
+        length = min(trained, total - first)
+        if window.shape[1] < length:
+            condition = Condition(*text, _crop_sketch(task, sketch, first, guide))
+            # Sized for the longest window, so that all windows share one session.
+            room = min(trained, total)
+            session = task.sessions.get_session(task, condition, prompts.noise, room, guide, options)
+            area = height * width
+            tokens = session.sample(condition, prompts.noise, window.flatten(1), first * area, length * area)
+            window = rearrange(tokens, "b (t h w) -> b t h w", h=height, w=width)
+        pixels = task.codec.decode(window)
+        clip.append(pixels[:, repeated:])
+        end = first + window.shape[1]
+        if end >= total:
+            return torch.cat(clip, dim=1)
+        # If the first latent frame of a clip covers fewer frames than the others, tokens cannot slide: encode again.
+        framewise = trained == task.shape.frames
+        window = window[:, -overlap:] if framewise else task.codec.encode(pixels[:, -overlap_frames:])
+        first, repeated = end - overlap, overlap_frames
+
+
+def _crop_sketch(task: Nuwa, sketch: Tensor | None, first: int, guide: bool) -> Tensor | None:
+    """Sketch tokens of the window that begins at latent frame `first`, B M, or 2B M with guidance."""
+    if sketch is None or task.network.sketch is None:
+        return None
+    part = task.network.sketch.crop(sketch, first * task.network.sketch.grid[0] // task.grid[0])
+    return torch.cat([part, part]) if guide else part
+
+
+def _count_latent_frames(task: Nuwa, prompts: Prompts, frames: int) -> int:
+    """Latent frames of the clip to sample."""
+    shape = task.shape
+    size = (prompts.height or shape.height, prompts.width or shape.width)
+    if size != (shape.height, shape.width):
+        raise InputError(
+            f"height × width = {size} cannot be drawn: this nuwa was trained at {(shape.height, shape.width)}; "
+            "leave out the size"
+        )
+    if frames > shape.frames and task.grid[0] == 1:
+        raise InputError(
+            f"frames={frames} cannot be drawn: this nuwa was trained on clips of one latent frame and cannot continue them; "
+            f"set frames={shape.frames}, or train with more data.frames"
+        )
+    return int(task.codec.shape_for(frames, *size)[0])
+
+
+def _encode_prime(task: Nuwa, prompts: Prompts, frames: int) -> Tensor:
+    """Tokens of the given first frames, B k h w; k = 0 without any."""
+    if prompts.prime is None:
+        return torch.zeros(len(prompts), 0, *task.grid[1:], dtype=torch.int64, device=prompts.noise.device)
+    if prompts.prime.shape[1] >= frames:
+        raise InputError(
+            f"--prime has {prompts.prime.shape[1]} frames and the clip has {frames}: nothing is left to draw; raise --frames"
+        )
+    return task.codec.encode(prompts.prime)
+
+
+def _choose_overlap(task: Nuwa, options: NuwaSample) -> tuple[int, int]:
+    """→ frames of a window that the next one begins with, and their number of latent frames."""
+    most = task.grid[0] - 1
+    if options.overlap is None:
+        return _count_frames(task, most), most
+    latent_frames = int(task.codec.shape_for(options.overlap, task.shape.height, task.shape.width)[0])
+    if latent_frames > most:
+        raise InputError(
+            f"sample.overlap={options.overlap} leaves nothing to draw in a window of {task.shape.frames} frames: "
+            f"use {_count_frames(task, most)} or fewer"
+        )
+    return options.overlap, latent_frames
+
+
+def _count_frames(task: Nuwa, latent_frames: int) -> int:
+    """The number of frames that the codec encodes to `latent_frames`."""
+    for frames in range(1, task.shape.frames + 1):
+        try:
+            if task.codec.shape_for(frames, task.shape.height, task.shape.width)[0] == latent_frames:
+                return frames
+        except ConfigError:  # the codec does not take this number of frames
+            continue
+    raise InputError(f"no number of frames is encoded to {latent_frames} latent frames")
