@@ -70,7 +70,7 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
 
     # conditions ----------------------------------------------------------------------------------------------------
 
-    def encode_tokens(self, batch: Batch) -> Tensor:
+    def get_tokens(self, batch: Batch) -> Tensor:
         """B t h w, from the cache or the codec."""
         return encode_tokens(self.codec, batch, self.grid, "nuwa")
 
@@ -96,7 +96,7 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
         shape = (len(prompts), *self.network.sketch.grid)
         return torch.full(shape, self.network.sketch.blank_id, device=prompts.noise.device)
 
-    def encode_condition(self, batch: Batch, noise: Noise | None = None) -> Condition:
+    def encode_batch(self, batch: Batch, noise: Noise | None = None) -> Condition:
         """Text and sketch of a batch. In training some rows lose their caption, some their sketch."""
         noise = noise if self.training else None
         dropped = noise.bernoulli("caption dropout", self.config.caption_dropout) if noise is not None else None
@@ -119,8 +119,8 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
         return [module for module in (self.network, self.head, self.text) if module is not None]
 
     def forward(self, batch: Batch, noise: Noise) -> TokenLoss:
-        tokens = self.encode_tokens(batch)  # B t h w
-        condition = self.encode_condition(batch, noise)
+        tokens = self.get_tokens(batch)  # B t h w
+        condition = self.encode_batch(batch, noise)
         hidden = self.network(tokens.flatten(1), condition.text, condition.mask, condition.sketch)  # B N D
         if batch.frame_mask is None:
             weights = torch.ones(tokens.numel(), device=tokens.device)
@@ -153,7 +153,7 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens, and text embeddings if the encoder is frozen."""
-        return {"tokens": self.encode_tokens(batch), **compute_cached_text(self.text, batch)}
+        return {"tokens": self.get_tokens(batch), **compute_cached_text(self.text, batch)}
 
     # for compilation, sharding and checkpoints ----------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def value(task, batch, noise):
 
 
 def hidden(nuwa, tokens, batch):
-    condition = nuwa.encode_condition(batch)
+    condition = nuwa.encode_batch(batch)
     return nuwa.network(tokens.flatten(1), condition.text, condition.mask, condition.sketch)
 
 
@@ -41,7 +41,7 @@ def test_found_by_name():
 
 def test_the_chunked_loss_is_that_of_all_logits(make, batch, noise):
     nuwa = make(label_smoothing=0.1).eval()
-    tokens = nuwa.encode_tokens(batch)
+    tokens = nuwa.get_tokens(batch)
     logits = nuwa.head.logits(hidden(nuwa, tokens, batch))
     expected = F.cross_entropy(logits.transpose(1, 2), tokens.flatten(1), label_smoothing=0.1)
     found = nuwa.loss("model", nuwa(batch, noise))
@@ -58,7 +58,7 @@ def test_the_chunked_loss_is_that_of_all_logits(make, batch, noise):
 @pytest.mark.parametrize("keys", VARIANTS)
 def test_no_token_is_learned_from_itself_or_from_later_ones(make, batch, keys):
     nuwa = make(**keys).eval()
-    tokens = nuwa.encode_tokens(batch)
+    tokens = nuwa.get_tokens(batch)
     plain = hidden(nuwa, tokens, batch)
     for place in (0, 1, SIDE, PLACES - 1, PLACES, 2 * PLACES + 4):
         changed = tokens.flatten(1).clone()
@@ -71,7 +71,7 @@ def test_no_token_is_learned_from_itself_or_from_later_ones(make, batch, keys):
 def test_a_block_sees_the_window_around_the_target_and_nothing_else(make, batch):
     """Of earlier frames all sides, not only what is above and to the left; nothing outside."""
     nuwa = make(depth=1, token_shift=False).eval()
-    tokens = nuwa.encode_tokens(batch)
+    tokens = nuwa.get_tokens(batch)
     plain = hidden(nuwa, tokens, batch)
     target = (2, 1, 1)
     place = (target[0] * SIDE + target[1]) * SIDE + target[2]
@@ -142,7 +142,7 @@ def test_captions_are_dropped_in_training_at_the_given_rate_and_never_in_validat
 
 def test_captions_condition_every_token(make, batch):
     nuwa = make().eval()
-    tokens = nuwa.encode_tokens(batch)
+    tokens = nuwa.get_tokens(batch)
     plain = hidden(nuwa, tokens, batch)
     batch.captions = [CAPTIONS[5], *batch.captions[1:]]
     other = hidden(nuwa, tokens, batch)

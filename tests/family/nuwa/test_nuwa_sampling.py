@@ -66,8 +66,8 @@ def greedy(nuwa, given: Tensor, times: int, captions: list[str], scale: float = 
 def test_step_by_step_equals_one_pass(make, batch, keys, given):
     """Rows of different captions, with and without given frames; logits within 1e-4."""
     nuwa = make(**keys).eval()
-    tokens = nuwa.encode_tokens(batch)
-    condition = nuwa.encode_condition(batch)
+    tokens = nuwa.get_tokens(batch)
+    condition = nuwa.encode_batch(batch)
     expected = all_logits(nuwa, tokens, condition)
     flat = tokens.flatten(1)
     state = nuwa.network.init_state(condition, len(batch), FRAMES)
@@ -239,7 +239,7 @@ def test_it_draws_the_clips_that_it_learned(make, codec):
     batch = batch_of(4, frames=2)
     train(nuwa, batch, 80, lr=6e-3)
     drawn = nuwa.sample(prompts(4), NuwaSample(guidance=1.5, temperature=0))
-    assert (tokens_of(codec, drawn) == nuwa.encode_tokens(batch)).float().mean() > 0.95
+    assert (tokens_of(codec, drawn) == nuwa.get_tokens(batch)).float().mean() > 0.95
 
 
 def test_no_mode_and_no_tensor_of_drawing_is_left_behind(make, batch, noise):

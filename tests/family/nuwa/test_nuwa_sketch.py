@@ -42,8 +42,8 @@ def with_sketch(rows: int = 4, seed: int = 0) -> Batch:
 
 
 def hidden(nuwa, batch):
-    condition = nuwa.encode_condition(batch)
-    return nuwa.network(nuwa.encode_tokens(batch).flatten(1), condition.text, condition.mask, condition.sketch)
+    condition = nuwa.encode_batch(batch)
+    return nuwa.network(nuwa.get_tokens(batch).flatten(1), condition.text, condition.mask, condition.sketch)
 
 
 @pytest.mark.parametrize("grid", [(3, 4, 5), (1, 3, 3)])
@@ -111,11 +111,11 @@ def test_the_projection_reads_the_sketch_before_the_first_block(sketched):
 def test_a_reset_state_has_the_new_sketch(sketched):
     nuwa = sketched().eval()
     one, other = (with_sketch(seed=seed) for seed in (0, 1))
-    state = nuwa.network.init_state(nuwa.encode_condition(one), 4, FRAMES)
-    nuwa.network.reset_state(nuwa.encode_condition(other), state)
-    fresh = nuwa.network.init_state(nuwa.encode_condition(other), 4, FRAMES)
+    state = nuwa.network.init_state(nuwa.encode_batch(one), 4, FRAMES)
+    nuwa.network.reset_state(nuwa.encode_batch(other), state)
+    fresh = nuwa.network.init_state(nuwa.encode_batch(other), 4, FRAMES)
     assert torch.equal(state.embedding, fresh.embedding)
-    assert not torch.equal(nuwa.network.init_state(nuwa.encode_condition(one), 4, FRAMES).embedding, fresh.embedding)
+    assert not torch.equal(nuwa.network.init_state(nuwa.encode_batch(one), 4, FRAMES).embedding, fresh.embedding)
 
 
 @pytest.mark.parametrize("patch", [4, 2, 12])
@@ -123,7 +123,7 @@ def test_a_reset_state_has_the_new_sketch(sketched):
 def test_step_by_step_equals_one_pass(sketched, patch):
     nuwa = sketched(patch=patch).eval()
     batch = with_sketch()
-    condition, flat = nuwa.encode_condition(batch), nuwa.encode_tokens(batch).flatten(1)
+    condition, flat = nuwa.encode_batch(batch), nuwa.get_tokens(batch).flatten(1)
     expected = hidden(nuwa, batch)
     state = nuwa.network.init_state(condition, 4, FRAMES)
     nuwa.network.prefill(flat[:, :PLACES], state)
@@ -149,11 +149,11 @@ def test_sketches_are_dropped_in_training_at_the_given_rate(sketched):
     batch = with_sketch(200)
     shares = []
     for step in range(2):
-        condition = nuwa.encode_condition(batch, Noise(0, step, batch.slots))
+        condition = nuwa.encode_batch(batch, Noise(0, step, batch.slots))
         shares.append((condition.sketch == LEVELS).all(1).float().mean())
         assert bool(((condition.sketch == LEVELS).any(1) == (condition.sketch == LEVELS).all(1)).all())
     assert float(sum(shares)) / 2 == pytest.approx(0.25, abs=0.06)
-    assert not bool((nuwa.eval().encode_condition(batch, Noise(0, 0, batch.slots)).sketch == LEVELS).any())
+    assert not bool((nuwa.eval().encode_batch(batch, Noise(0, 0, batch.slots)).sketch == LEVELS).any())
 
 
 def test_every_parameter_gets_a_gradient(sketched):
