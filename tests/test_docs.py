@@ -27,9 +27,7 @@ from kineograph.data.moving_digits import MovingDigitsConfig
 from kineograph.data.source import DataConfig
 from kineograph.data.webdataset_samples import WebDatasetConfig
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, FirstFrameConfig, LoraConfig
-from kineograph.family.dalle2.config import DecoderConfig, DecoderSample
-from kineograph.family.dalle2.low_res import AugmentConfig
-from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
+from kineograph.family.dalle2.config import AugmentConfig, DecoderConfig, DecoderSample, PriorConfig, PriorSample
 from kineograph.family.muse.config import CriticConfig, MuseConfig, MuseSample
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.phenaki.config import CriticConfig as PhenakiCriticConfig

@@ -104,13 +104,13 @@ def test_a_caption_reaches_the_stage_that_draws_first(place, tmp_path, monkeypat
     shown = json.loads((run / "large" / "samples" / "step-00000001" / "prompts.json").read_text())
     assert all(drawn["prompt"] for drawn in shown)  # while it trains too
     heard = []
-    read = Conditioner.of_prompts
+    read = Conditioner.encode_prompts
 
     def watched(self, prompts, prior):
         heard.append((self.config.reads_text, prompts.captions))
         return read(self, prompts, prior)
 
-    monkeypatch.setattr(Conditioner, "of_prompts", watched)
+    monkeypatch.setattr(Conditioner, "encode_prompts", watched)
     Sampler.open(run, device="cpu").sample("a red 3")
     assert (True, ["a red 3"]) in heard
     with pytest.raises(InputError, match="without captions"):

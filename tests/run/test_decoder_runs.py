@@ -144,13 +144,13 @@ def test_latents_of_smaller_pictures_are_cached_as_such(tmp_path: Path) -> None:
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every call of what reads prompts."""
     calls: list[Any] = []
-    read = Conditioner.of_prompts
+    read = Conditioner.encode_prompts
 
     def watched(self: Conditioner, prompts: Any, prior: Any) -> Any:
         calls.append(prompts)
         return read(self, prompts, prior)
 
-    monkeypatch.setattr(Conditioner, "of_prompts", watched)
+    monkeypatch.setattr(Conditioner, "encode_prompts", watched)
     return calls
 
 

@@ -1,4 +1,4 @@
-"""DALL-E 2: a cascade of diffusion U-Nets that draw a picture of a CLIP image embedding, and the prior that makes one of a caption."""
+"""DALL-E 2: a prior from captions to CLIP image embeddings, and a cascade of diffusion U-Nets from those to images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the decoder's conditions come from: image embeddings and texts of a batch in training, and of prompts in sampling."""
+"""The decoder's conditions: image embeddings and text of a batch in training, and of prompts in sampling."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from kineograph.text.encoder import NullText
 
 
 @runtime_checkable
-class Prior(Protocol):
-    """A stage that makes image embeddings of captions."""
+class EmbeddingPrior(Protocol):
+    """A stage that turns captions into image embeddings."""
 
     def embed(self, prompts: Prompts) -> Tensor:
         """B D, of length 1."""
 
 
-FindPrior = Callable[[], Prior | None]
-"""None: there is none. Raises NotTrained while there is only its name."""
+LoadPrior = Callable[[], EmbeddingPrior | None]
+"""None: the config names no prior. Raises NotTrained if it has no checkpoint yet."""
 ImageSource = Literal["prior", "embedding", "caption", "picture", "nothing"]
-"""Made of the caption by the prior; given with the data; the CLIP's embedding of the caption, or of the real picture; none."""
+"""The prior; the data; the CLIP's embedding of the caption, or of the real picture; no image embedding."""
 
 
 class ClipText(TextEncoder):
-    """A CLIP's encodings of the caption's tokens, as a text encoder that is not trained."""
+    """A CLIP's encodings of the caption's tokens, as a frozen text encoder."""
 
     trained = False
 
@@ -43,31 +43,31 @@ class ClipText(TextEncoder):
         super().__init__()
         if clip.text_width is None or clip.length is None:
             raise InputError(
-                "clip_text=true and clip has no text encodings: set clip.text_width and clip.length to those in the data"
+                "clip_text=true needs text encodings in the data: set clip.text_width and clip.length, or clip_text=false"
             )
         self.width, self.length = clip.text_width, clip.length
         self.null = NullText(self.width)
         self.reads_captions = clip.reads_captions
-        self._clip = {"clip": clip}  # a plain dict: the reader is a module of the task, not of this one
+        self._clip = {"clip": clip}  # a plain dict: the conditioner owns this module
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        found = self._clip["clip"].captions(captions)
-        assert found.encodings is not None and found.mask is not None
-        return found.encodings, found.mask
+        texts = self._clip["clip"].captions(captions)
+        assert texts.encodings is not None and texts.mask is not None
+        return texts.encodings, texts.mask
 
     def drop(self, embeddings: Tensor, mask: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
         return self.null(embeddings, mask, dropped)
 
 
 class Conditioner(nn.Module):
-    """Reads conditions as training and sampling give them. A part that the config does not ask for is None."""
+    """Encodes batches and prompts into a `Condition`."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext, stages: dict[str, Task]) -> None:
         super().__init__()
         self.config = config
-        wanted = config.reads_images or config.clip_text
-        self.clip = ClipEmbedder(config.clip, context, stages) if config.clip is not None and wanted else None
+        needs_clip = config.reads_images or config.clip_text
+        self.clip = ClipEmbedder(config.clip, context, stages) if config.clip is not None and needs_clip else None
         self.text: TextEncoder | None
         if config.clip_text and self.clip is not None:
             self.text = ClipText(self.clip)
@@ -75,73 +75,81 @@ class Conditioner(nn.Module):
             self.text = build_text(config.text, context)
 
     @property
-    def clip_reads_captions(self) -> bool:
-        """Whether there is a CLIP to ask, and not embeddings of the data alone."""
-        return self.clip is not None and self.clip.reads_captions
+    def image_clip(self) -> ClipEmbedder | None:
+        """The embedder of images; None for a decoder that reads no image embeddings."""
+        return self.clip if self.config.reads_images else None
 
     @property
     def image_width(self) -> int | None:
-        return self.clip.width if self.clip is not None and self.config.reads_images else None
+        return self.image_clip.width if self.image_clip is not None else None
 
     @property
     def text_width(self) -> int | None:
         return self.text.width if self.text is not None else None
 
-    def of_batch(self, batch: Batch, no_image: Tensor | None = None, no_text: Tensor | None = None) -> Condition:
-        """Rows where `no_image` (`no_text`) is True have no image embedding (no text)."""
-        image = missing = None
-        if self.clip is not None and self.config.reads_images:
-            image = self.clip.images(batch)
-            missing = no_image if no_image is not None else torch.zeros_like(image[:, 0], dtype=torch.bool)
-            missing = missing | (image == 0).all(dim=1)
-        return Condition(image, missing, *encode_batch(self.text, batch, no_text))
+    def encode_batch(
+        self, batch: Batch, drop_image: Tensor | None = None, drop_text: Tensor | None = None
+    ) -> Condition:
+        """Rows where `drop_image` (`drop_text`), B, get no image embedding (the null text)."""
+        image = no_image = None
+        if self.image_clip is not None:
+            image = self.image_clip.images(batch)
+            no_image = (image == 0).all(dim=1)
+            if drop_image is not None:
+                no_image = drop_image | no_image
+        return Condition(image, no_image, *encode_batch(self.text, batch, drop_text))
 
-    def of_prompts(self, prompts: Prompts, prior: FindPrior) -> tuple[Condition, Condition | None]:
-        """What is asked for, and what to be guided away from (None: nothing was asked for)."""
-        words, other_words = encode_prompts(self.text, prompts)
-        image, other_image = self._images(prompts, prior)
-        if other_words is None and other_image is None:
-            return self._condition(image, words, prompts), None
-        null = encode_null(self.text, len(prompts), prompts.noise.device, _length(words))
-        other = self._condition(other_image if prompts.negative is not None else None, other_words or null, prompts)
-        return self._condition(image, words, prompts), other
+    def encode_prompts(self, prompts: Prompts, load_prior: LoadPrior) -> tuple[Condition, Condition | None]:
+        """→ conditions of the prompts, and of the negative or null prompts (None: nothing to guide)"""
+        positive_text, negative_text = encode_prompts(self.text, prompts)
+        image, negative_image = self._embed_images(prompts, load_prior)
+        positive = self._build_condition(prompts, image, positive_text)
+        # Without a CLIP a negative prompt has no image embedding: then only the text is guided.
+        guides_image = image is not None and (prompts.negative is None or negative_image is not None)
+        if negative_text is None and not guides_image:
+            return positive, None
+        if negative_text is None:
+            length = None if positive_text.embeddings is None else positive_text.embeddings.shape[1]
+            negative_text = encode_null(self.text, len(prompts), prompts.noise.device, length)
+        return positive, self._build_condition(prompts, negative_image, negative_text)
 
-    def _condition(self, image: Tensor | None, words: TextEmbeddings, prompts: Prompts) -> Condition:
-        if not self.config.reads_images or self.clip is None:
-            return Condition(None, None, *words)
-        absent = image is None
+    def _build_condition(self, prompts: Prompts, image: Tensor | None, text: TextEmbeddings) -> Condition:
+        if self.image_clip is None:
+            return Condition(None, None, *text)
         if image is None:
-            image = torch.zeros(len(prompts), self.clip.width, device=prompts.noise.device)
-        missing = torch.full((len(prompts),), absent, dtype=torch.bool, device=prompts.noise.device)
-        return Condition(image, missing | (image == 0).all(dim=1), *words)
+            image = torch.zeros(len(prompts), self.image_clip.width, device=prompts.noise.device)
+        return Condition(image, (image == 0).all(dim=1), *text)
 
-    def image_source(self, prompts: Prompts, find_prior: FindPrior) -> tuple[ImageSource, Prior | None]:
-        """Where the image embedding comes from. A caption says it where a prior can make one of it. Without a prior (or while it is not
-        trained) it is that of the item beside the prompt; and where there is none, the CLIP's of the caption."""
-        if not self.config.reads_images or self.clip is None:
+    def find_image_source(self, prompts: Prompts, load_prior: LoadPrior) -> tuple[ImageSource, EmbeddingPrior | None]:
+        """The source of the image embedding, and the prior if it is that.
+
+        A caption goes through the prior. Without a trained prior the embedding is that of the real sample beside the
+        prompt; without a sample, the CLIP's embedding of the caption.
+        """
+        clip, batch = self.image_clip, prompts.batch
+        if clip is None:
             return "nothing", None
-        batch = prompts.batch
-        given = batch is not None and IMAGE in batch.extra
-        pictured = batch is not None and batch.pixels is not None and self.clip.reads_captions
+        has_embedding = batch is not None and IMAGE in batch.extra
+        has_picture = batch is not None and batch.pixels is not None and clip.reads_captions
         if prompts.captions is not None:
             try:
-                prior = find_prior()
+                prior = load_prior()
             except NotTrained:
-                if not given and not pictured:
+                if not has_embedding and not has_picture:
                     raise
                 prior = None
             if prior is not None:
                 return "prior", prior
-        if given or pictured:
-            return ("embedding" if given else "picture"), None
-        told = self.text is not None and self.text.reads_captions
-        if prompts.captions is None or (told and not self.clip.reads_captions):
+        if has_embedding or has_picture:
+            return ("embedding" if has_embedding else "picture"), None
+        encodes_text = self.text is not None and self.text.reads_captions
+        if prompts.captions is None or (encodes_text and not clip.reads_captions):
             return "nothing", None  # captions may still be read as text
         return "caption", None
 
-    def _images(self, prompts: Prompts, find_prior: FindPrior) -> tuple[Tensor | None, Tensor | None]:
-        """The image embedding that is asked for, and that of the negative prompt (or the first again, to say that there is one)."""
-        source, prior = self.image_source(prompts, find_prior)
+    def _embed_images(self, prompts: Prompts, load_prior: LoadPrior) -> tuple[Tensor | None, Tensor | None]:
+        """→ image embeddings of the prompts, and of the negative prompts"""
+        source, prior = self.find_image_source(prompts, load_prior)
         if source == "nothing":
             return None, None
         assert self.clip is not None
@@ -149,19 +157,13 @@ class Conditioner(nn.Module):
             assert prompts.batch is not None
             image = self.clip.images(prompts.batch)
         else:
-            image = self._of_captions(prompts, prior)
-        if prompts.negative is None:
-            return image, image
-        if not self.clip.reads_captions:
+            image = self._embed_captions(prompts, prior)
+        if prompts.negative is None or not self.clip.reads_captions:
             return image, None
-        return image, self._of_captions(Prompts(prompts.noise, prompts.negative), prior)
+        return image, self._embed_captions(Prompts(prompts.noise, prompts.negative), prior)
 
-    def _of_captions(self, prompts: Prompts, prior: Prior | None) -> Tensor:
+    def _embed_captions(self, prompts: Prompts, prior: EmbeddingPrior | None) -> Tensor:
         assert self.clip is not None and prompts.captions is not None
         if prior is not None:
             return prior.embed(prompts)
         return self.clip.captions(prompts.captions, encodings=False).embed
-
-
-def _length(words: TextEmbeddings) -> int | None:
-    return None if words.embeddings is None else words.embeddings.shape[1]

@@ -1,6 +1,8 @@
-"""The prior as a stage: the diffusion of CLIP image embeddings, given what a CLIP makes of the caption."""
+"""The prior as a stage: diffusion of CLIP image embeddings, conditioned on the CLIP's embedding of the caption."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,22 +14,69 @@ from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
-from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
-from kineograph.family.dalle2.prior_network import PriorNetwork
+from kineograph.family.dalle2.config import PriorConfig, PriorSample
+from kineograph.nn.positions import LearnedPositions, sincos_embedding
+from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.process.diffusion import Diffusion
 from kineograph.process.solvers import solve
 from kineograph.text.clip import unit
 from kineograph.text.clip_embedding import TEXT, CaptionEmbeddings, ClipEmbedder
 
 
+class PriorNetwork(nn.Module):
+    """A causal transformer: [token encodings · text embedding · time · noisy image embedding · query] → prediction at the query.
+
+    Padding and null text are learned vectors, not masked: a dropped caption in training equals no caption in sampling.
+    """
+
+    def __init__(self, config: TransformerConfig, embed_width: int, text_width: int | None, length: int | None) -> None:
+        super().__init__()
+        width = self.width = config.width
+        self.encoding = nn.Linear(text_width, width, bias=False) if text_width is not None else None
+        self.text = nn.Linear(embed_width, width, bias=False)
+        self.image = nn.Linear(embed_width, width, bias=False)
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.answer = nn.Linear(width, embed_width, bias=False)
+        init_weights(self, 1)
+        self.length = 4 + (length or 0 if text_width is not None else 0)
+        self.positions = LearnedPositions((self.length,), width)
+        self.no_token = _learned_vector(width) if self.encoding is not None else None
+        self.no_text, self.query = _learned_vector(width), _learned_vector(width)
+        self.transformer = Transformer(config, causal=True)
+
+    def forward(
+        self,
+        x: Tensor,  # B D, noisy embedding, unit variance
+        t: Tensor,  # B, int64
+        text: Tensor,  # B D, of length 1
+        no_text: Tensor,  # B, bool
+        encodings: Tensor | None = None,  # B L E
+        mask: Tensor | None = None,  # B L
+    ) -> Tensor:
+        """B D"""
+        dtype = self.query.dtype
+        pooled = self.text(text.to(dtype) * text.shape[1] ** 0.5)  # B W
+        pooled = torch.where(no_text[:, None], self.no_text.to(pooled.dtype), pooled)
+        time = self.time(sincos_embedding(t[:, None], self.width).to(dtype) * self.width**0.5)
+        query = repeat(self.query.to(pooled.dtype), "d -> b d", b=len(x))
+        tokens = torch.stack([pooled, time, self.image(x.to(dtype)), query], dim=1)  # B 4 W
+        if self.encoding is not None:
+            assert encodings is not None and mask is not None and self.no_token is not None
+            encoded = self.encoding(encodings.to(dtype))  # B L W
+            real = (mask & ~no_text[:, None])[..., None]
+            tokens = torch.cat([torch.where(real, encoded, self.no_token.to(encoded.dtype)), tokens], dim=1)
+        hidden = self.transformer(tokens + self.positions())  # B N W
+        return self.answer(hidden[:, -1])
+
+
+def _learned_vector(width: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(width) * width**-0.5)
+
+
 class Prior(Task, SupportsCaching):
-    """Embeddings of length 1 are diffused as √D times themselves, so that their values are about 1, as the noise is."""
+    """Embeddings of length 1 are multiplied by √D for diffusion, so that their values have unit variance like the noise."""
 
     Config = PriorConfig
-
-    @classmethod
-    def can_cache(cls, config: PriorConfig) -> bool:
-        return not config.clip_is_given
 
     def __init__(self, config: PriorConfig, context: BuildContext) -> None:
         super().__init__(reads=config.reads())
@@ -35,7 +84,7 @@ class Prior(Task, SupportsCaching):
         self.clip = ClipEmbedder(config.clip, context, self.stages)
         if config.text_encodings and self.clip.text_width is None:
             raise ConfigError(
-                "text_encodings=true and the data have none: give clip.text_width and clip.length, or set text_encodings=false"
+                "text_encodings=true needs text encodings in the data: set clip.text_width and clip.length, or text_encodings=false"
             )
         self.width = self.clip.width
         self.scale = self.width**0.5
@@ -47,12 +96,12 @@ class Prior(Task, SupportsCaching):
     def build(cls, config: PriorConfig, context: BuildContext) -> Prior:
         return cls(config, context)
 
+    # training ------------------------------------------------------------------------------------------------------
+
     def trainable(self, player: str) -> list[nn.Module]:
         return [self.network]
 
-    # training ------------------------------------------------------------------------------------------------------
-
-    def texts(self, batch: Batch) -> CaptionEmbeddings:
+    def encode_batch(self, batch: Batch) -> CaptionEmbeddings:
         return self.clip.texts(batch, self.config.text_encodings)
 
     def predict(self, x: Tensor, t: Tensor, texts: CaptionEmbeddings) -> Tensor:
@@ -60,9 +109,9 @@ class Prior(Task, SupportsCaching):
 
     def forward(self, batch: Batch, noise: Noise) -> Tensor:
         """The loss of each sample, B."""
-        return self.errors(self.clip.images(batch), self.texts(batch), noise)
+        return self.compute_errors(self.clip.images(batch), self.encode_batch(batch), noise)
 
-    def errors(self, images: Tensor, texts: CaptionEmbeddings, noise: Noise) -> Tensor:
+    def compute_errors(self, images: Tensor, texts: CaptionEmbeddings, noise: Noise) -> Tensor:
         if self.training:
             dropped = noise.bernoulli("caption dropout", self.config.caption_dropout)
             texts = texts._replace(empty=texts.empty | dropped)
@@ -70,52 +119,53 @@ class Prior(Task, SupportsCaching):
         t = noise.integers("time", self.diffusion.steps)
         eps = noise.normal("noise", self.width)
         x_t = self.diffusion.add_noise(x0, eps, t)
-        found = self.diffusion.loss(self.predict(x_t, t, texts), x0, eps, x_t, t)
-        there = (images != 0).any(dim=1).float()  # a row of zeros is no embedding: the others count for it
-        return found * there * (len(images) / there.sum().clamp(min=1))
+        errors = self.diffusion.loss(self.predict(x_t, t, texts), x0, eps, x_t, t)
+        # A row of zeros is a missing embedding; the other rows are reweighted to keep the mean.
+        present = (images != 0).any(dim=1).float()
+        return errors * present * (len(images) / present.sum().clamp(min=1))
 
     def loss(self, player: str, shared: Tensor) -> Loss:
         return Loss(Mean(shared.sum(), float(len(shared))))
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
-        """The loss, and how like (cosine) embeddings drawn for the captions are to the true images', to the captions', and, as a control that
-        must stay low, to those of other images. `cosine/true_to_text` is what a perfect prior would have in place of `cosine/text`."""
-        images, texts = self.clip.images(batch), self.texts(batch)
-        found = self.loss("model", self.errors(images, texts, noise))
-        drawn = self.draw(texts, noise, self.config.sample.model_copy(update={"candidates": 1}))
+        """The loss, and the mean cosine of sampled embeddings with those of the true images, the captions, and, as a control that must stay low,
+        other images. `cosine/true_to_text` is the value of `cosine/text` for a perfect prior."""
+        images, texts = self.clip.images(batch), self.encode_batch(batch)
+        loss = self.loss("model", self.compute_errors(images, texts, noise))
+        samples = self.sample_embeddings(texts, noise, self.config.sample.model_copy(update={"candidates": 1}))
         rows = float(len(images))
 
-        def like(a: Tensor, b: Tensor, count: float = rows) -> Mean:
+        def mean_cosine(a: Tensor, b: Tensor, count: float = rows) -> Mean:
             return Mean(F.cosine_similarity(a, b, dim=-1).sum() * (count > 0), count)
 
         return {
-            "loss": found.total,
-            "cosine/image": like(drawn, images),
-            "cosine/text": like(drawn, texts.embed),
-            "cosine/shuffled": like(drawn, images.roll(1, 0), rows if rows > 1 else 0.0),
-            "cosine/true_to_text": like(images, texts.embed),
+            "loss": loss.total,
+            "cosine/image": mean_cosine(samples, images),
+            "cosine/text": mean_cosine(samples, texts.embed),
+            "cosine/shuffled": mean_cosine(samples, images.roll(1, 0), rows if rows > 1 else 0.0),
+            "cosine/true_to_text": mean_cosine(images, texts.embed),
         }
 
-    # drawing -------------------------------------------------------------------------------------------------------
+    # sampling ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def embed(self, prompts: Prompts, options: PriorSample | None = None) -> Tensor:
-        """Image embeddings for prompts, B D: of their captions, or of text embeddings in `prompts.batch`, or of no text at all."""
+        """Image embeddings B D for captions, for text embeddings in `prompts.batch`, or for the null text."""
         batch = prompts.batch
-        given = batch is not None and TEXT in batch.extra
-        if prompts.captions is not None and (self.clip.reads_captions or not given):
+        has_embeddings = batch is not None and TEXT in batch.extra
+        if prompts.captions is not None and (self.clip.reads_captions or not has_embeddings):
             texts = self.clip.captions(prompts.captions, self.config.text_encodings)
-        elif batch is not None and (given or batch.captions is not None):
-            texts = self.texts(batch)
+        elif batch is not None and (has_embeddings or batch.captions is not None):
+            texts = self.encode_batch(batch)
         else:
-            texts = self.silence(prompts.noise)
-        other = None
+            texts = self.encode_null(prompts.noise)
+        negative = None
         if prompts.negative is not None:
-            other = self.clip.captions(prompts.negative, self.config.text_encodings)
-        return self.draw(texts, prompts.noise, options or self.config.sample, other)
+            negative = self.clip.captions(prompts.negative, self.config.text_encodings)
+        return self.sample_embeddings(texts, prompts.noise, options or self.config.sample, negative)
 
-    def silence(self, noise: Noise) -> CaptionEmbeddings:
-        """No text for every row."""
+    def encode_null(self, noise: Noise) -> CaptionEmbeddings:
+        """The null text for every row."""
         rows, device = noise.batch, noise.device
         empty = torch.ones(rows, dtype=torch.bool, device=device)
         embed = torch.zeros(rows, self.width, device=device)
@@ -125,36 +175,38 @@ class Prior(Task, SupportsCaching):
         return CaptionEmbeddings(embed, embed.new_zeros(rows, length, width), empty.new_zeros(rows, length), empty)
 
     @torch.no_grad()
-    def draw(
-        self, texts: CaptionEmbeddings, noise: Noise, options: PriorSample, other: CaptionEmbeddings | None = None
+    def sample_embeddings(
+        self, texts: CaptionEmbeddings, noise: Noise, options: PriorSample, negative: CaptionEmbeddings | None = None
     ) -> Tensor:
-        """Embeddings for texts, guided away from `other` (None: from no text), B D."""
+        """Image embeddings B D for texts; `negative` None: the null text."""
         count = options.candidates
 
-        def draws(name: str) -> Tensor:
-            """Each candidate's own noise, (n b) D."""
+        def draw_noise(name: str) -> Tensor:
+            """Independent noise for each candidate, (n b) D."""
             return torch.cat([noise.normal(f"prior {name} {number}", self.width) for number in range(count)])
 
         guide = options.guidance != 1
-        wanted = _repeated(texts, count)
-        both = _joined(wanted, _repeated(other or self.silence(noise), count)) if guide else wanted
-        found = solve(
+        parts = [texts] * count
+        if guide:
+            parts += [negative or self.encode_null(noise)] * count
+        condition = _concat(parts)
+        samples = solve(
             self.diffusion,
-            lambda x, t: self.predict(x, t, both),
-            draws("start"),
-            options.solving(),
-            noise=lambda number: draws(f"step {number}"),
+            lambda x, t: self.predict(x, t, condition),
+            draw_noise("start"),
+            options.solver_options(),
+            noise=lambda number: draw_noise(f"step {number}"),
             guide=guide,
-            clip=self.on_sphere if options.sphere else lambda x0: x0,
+            clip=(lambda x0: unit(x0) * self.scale) if options.sphere else None,
         )
-        found = rearrange(found / self.scale, "(n b) d -> n b d", n=count)
-        best = most_alike(found, texts)
+        best = select_most_similar(rearrange(samples / self.scale, "(n b) d -> n b d", n=count), texts)
         return unit(best) if options.normalize else best
 
-    def on_sphere(self, x0: Tensor) -> Tensor:
-        return unit(x0) * self.scale
+    # caching, compilation, checkpoints -----------------------------------------------------------------------------
 
-    # how the outside treats it -------------------------------------------------------------------------------------
+    @classmethod
+    def can_cache(cls, config: PriorConfig) -> bool:
+        return not config.clip_is_precomputed
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
@@ -170,22 +222,22 @@ class Prior(Task, SupportsCaching):
         return self.network.length
 
 
-def most_alike(candidates: Tensor, texts: CaptionEmbeddings) -> Tensor:
-    """Of n candidates, n B D, the one most like its caption's embedding, B D; without a caption the first."""
-    likeness = F.cosine_similarity(candidates, texts.embed[None], dim=-1)  # n B
-    best = likeness.argmax(0).masked_fill(texts.empty, 0)
+def select_most_similar(candidates: Tensor, texts: CaptionEmbeddings) -> Tensor:
+    """Of n candidates, n B D, the one most similar to its caption's embedding, B D; the first where there is no caption."""
+    similarity = F.cosine_similarity(candidates, texts.embed[None], dim=-1)  # n B
+    best = similarity.argmax(0).masked_fill(texts.empty, 0)
     return candidates.gather(0, repeat(best, "b -> 1 b d", d=candidates.shape[2]))[0]
 
 
-def _repeated(texts: CaptionEmbeddings, count: int) -> CaptionEmbeddings:
-    """The same rows so many times, one after another."""
-    return CaptionEmbeddings(*(None if part is None else torch.cat([part] * count) for part in texts))  # type: ignore[arg-type]
-
-
-def _joined(first: CaptionEmbeddings, second: CaptionEmbeddings) -> CaptionEmbeddings:
-    """The rows of both."""
+def _concat(parts: Sequence[CaptionEmbeddings]) -> CaptionEmbeddings:
+    """Concatenate the rows of all parts."""
+    encodings = [part.encodings for part in parts if part.encodings is not None]
+    masks = [part.mask for part in parts if part.mask is not None]
     return CaptionEmbeddings(
-        *(None if a is None or b is None else torch.cat([a, b]) for a, b in zip(first, second, strict=True))  # type: ignore[arg-type]
+        torch.cat([part.embed for part in parts]),
+        torch.cat(encodings) if encodings else None,
+        torch.cat(masks) if masks else None,
+        torch.cat([part.empty for part in parts]),
     )
 
 

@@ -1,10 +1,10 @@
-"""Pictures from noise: one U-Net of the cascade at a time, each from the picture that the one below drew."""
+"""Sampling of a cascade: each U-Net samples an image, conditioned on the image of the stage below; upscaling; inpainting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,7 @@ from kineograph.core.batch import Prompts
 from kineograph.core.errors import InputError, NotTrained
 from kineograph.core.noise import Noise, key_of
 from kineograph.family.dalle2.config import DecoderSample
-from kineograph.family.dalle2.latents import inward
-from kineograph.family.dalle2.low_res import add_noise, enlarge, shrink
+from kineograph.family.dalle2.image_space import Size, add_noise, downsample, normalize, upsample
 from kineograph.process.solvers import Inpaint, dynamic_clip, solve, static_clip
 from kineograph.text.clip_embedding import IMAGE
 
@@ -24,35 +23,41 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def draw(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
+def sample_images(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
     """B C H W in [0, 1]."""
-    _check(task, prompts, options)
-    wanted, other = task.conditioner.of_prompts(prompts, task.prior)
-    low_res, level = _low_res(task, prompts, options)
-    guide = other is not None and options.uses_guidance
-    both = wanted.join(other) if guide and other is not None else wanted
+    _check_request(task, prompts, options)
+    positive, negative = task.conditioner.encode_prompts(prompts, task.load_prior)
+    low_res, level = _build_low_res(task, prompts, options)
+    guide = negative is not None and options.uses_guidance
+    condition = positive.concat(negative) if guide and negative is not None else positive
 
-    def rows(value: Tensor) -> Tensor:
-        return torch.cat([value, value]) if guide else value
+    def repeat_rows(value: Tensor | None) -> Tensor | None:
+        return torch.cat([value, value]) if guide and value is not None else value
 
-    low_res = rows(low_res) if low_res is not None else None
-    given = task.network.prepare(both, rows(level) if level is not None else None)
-    noise, shape = _own_noise(task, prompts), (task.space.channels, *task.space.grid)
+    low_res = repeat_rows(low_res)
+    prepared = task.network.prepare(condition, repeat_rows(level))
+    noise, shape = _stage_noise(task, prompts), (task.space.channels, *task.space.grid)
     start = noise.normal("start", *shape)
-    recalled = [torch.zeros_like(start) if task.config.self_conditioning else None]
+    previous = torch.zeros_like(start) if task.config.self_conditioning else None
 
     def denoise(x: Tensor, t: Tensor) -> Tensor:
-        previous = rows(recalled[0]) if recalled[0] is not None else None
         return task.network(
-            x, t, mask=given.mask, low_res=low_res, previous=previous, added=given.added, memory=given.memory
+            x,
+            t,
+            mask=prepared.mask,
+            low_res=low_res,
+            previous=repeat_rows(previous),
+            added=prepared.added,
+            memory=prepared.memory,
         )
 
-    limit = _limit(task, options)
+    clip_x0 = _make_clip(task, options)
 
     def clip(x0: Tensor) -> Tensor:
-        x0 = limit(x0)
-        if recalled[0] is not None:
-            recalled[0] = task.in_range(x0)  # the prediction of a step, as training shows it to the next
+        nonlocal previous
+        x0 = clip_x0(x0)
+        if previous is not None:
+            previous = task.clamp_x0(x0)
         return x0
 
     x0 = solve(
@@ -63,58 +68,54 @@ def draw(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
         noise=lambda number: noise.normal(f"step {number}", *shape),
         guide=guide,
         clip=clip,
-        inpaint=_inpaint(task, prompts, options),
+        inpaint=_build_inpaint(task, prompts, options),
     )
     pixels = task.space.decode(x0)
-    if prompts.mask is not None and prompts.prime is not None:  # a codec changes what it only passes on
+    if prompts.mask is not None and prompts.prime is not None:  # the codec's reconstruction would differ
         pixels = torch.where(prompts.mask[:, None], pixels, prompts.prime[:, 0])
     return pixels
 
 
-def _own_noise(task: Decoder, prompts: Prompts) -> Noise:
-    """The draws of this U-Net: those of a cascade's others are independent of them, and the same whichever of them is asked."""
+def _stage_noise(task: Decoder, prompts: Prompts) -> Noise:
+    """Noise keyed by the stage's name: independent of the other stages, and the same alone and in a cascade."""
     noise = prompts.noise
     return Noise(key_of(noise.seed, task.name), noise.step, noise.slots)
 
 
-def _check(task: Decoder, prompts: Prompts, options: DecoderSample) -> None:
+def _check_request(task: Decoder, prompts: Prompts, options: DecoderSample) -> None:
     shape = task.shape
-    asked = (prompts.frames or 1, prompts.height or shape.height, prompts.width or shape.width)
-    if asked != (1, shape.height, shape.width):
+    size = (prompts.frames or 1, prompts.height or shape.height, prompts.width or shape.width)
+    if size != (1, shape.height, shape.width):
         raise InputError(
-            f"frames × height × width = {asked} cannot be drawn: this decoder was trained for {(1, shape.height, shape.width)}"
+            f"frames × height × width = {size} cannot be drawn: this decoder was trained for {(1, shape.height, shape.width)}"
         )
     if prompts.mask is not None and prompts.prime is None:
-        raise InputError(
-            "a mask says which part of a picture is drawn anew, and there is no picture: give one with --prime"
-        )
+        raise InputError("--mask needs an image to inpaint: give one with --prime")
     if prompts.prime is not None and prompts.mask is None and not task.can_upscale():
         raise InputError(
-            "this decoder draws from noise: a given picture needs a mask of what is drawn anew (--mask), or a super-resolution stage"
+            "this decoder draws from noise: add --mask to inpaint the image of --prime, or use a super-resolution stage to upscale it"
         )
     if options.low_res_noise > task.config.augment.noise:
         raise InputError(
-            f"sample.low_res_noise={options.low_res_noise} is more than this stage saw in training: augment.noise={task.config.augment.noise}"
+            f"sample.low_res_noise={options.low_res_noise} is above augment.noise={task.config.augment.noise}, the most in training: lower it"
         )
     if options.start is not None and prompts.prime is None:
-        raise InputError(
-            f"sample.start={options.start} says which stage enlarges a given picture first: give one with --prime"
-        )
+        raise InputError(f"sample.start={options.start} needs an image to upscale: give one with --prime")
 
 
-def _limit(task: Decoder, options: DecoderSample) -> Callable[[Tensor], Tensor]:
-    """Pixels have a range; latents have none."""
+def _make_clip(task: Decoder, options: DecoderSample) -> Callable[[Tensor], Tensor]:
+    """Clip x̂0 as in the options. Latents have no range."""
     if options.clip == "none" or task.config.codec is not None:
         return lambda x0: x0
     return static_clip() if options.clip == "static" else dynamic_clip(options.clip_quantile)
 
 
 def describe_start(task: Decoder, prompts: Prompts) -> str | None:
-    """What a label says; None where a caption is read as text, and nothing else is."""
-    source, _ = task.conditioner.image_source(prompts, task.prior)
+    """The label of evaluation: sources of images and embeddings; None for captions as text, or noise alone."""
+    source, _ = task.conditioner.find_image_source(prompts, task.load_prior)
     name = task.config.prior
     untrained = f" (prior={name} is not trained)" if name is not None and prompts.captions is not None else ""
-    told: list[str | None] = [
+    labels: list[str | None] = [
         {
             "prior": f"captions, through prior={name}",
             "embedding": f"{IMAGE} of the data{untrained}",
@@ -124,118 +125,101 @@ def describe_start(task: Decoder, prompts: Prompts) -> str | None:
         }[source]
     ]
     if task.can_upscale() and prompts.prime is None:
-        below = _below(task, prompts)
+        lower = _find_lower(task, prompts)
         size = " × ".join(map(str, task.config.low_res_size or ()))
-        told.insert(0, f"real pictures made smaller, {size}" if below is None else below.describe_start(prompts))
-    return "; ".join(part for part in dict.fromkeys(told) if part is not None) or None
+        labels.insert(0, f"real pictures made smaller, {size}" if lower is None else lower.describe_start(prompts))
+    return "; ".join(label for label in dict.fromkeys(labels) if label is not None) or None
 
 
-# The smaller picture ---------------------------------------------------------------------------------------------
+# The low-resolution image ----------------------------------------------------------------------------------------
 
 
-def _low_res(task: Decoder, prompts: Prompts, options: DecoderSample) -> tuple[Tensor | None, Tensor | None]:
-    """Laid over the grid, B C h w in [−1, 1], and the noise in it, B."""
+def _build_low_res(task: Decoder, prompts: Prompts, options: DecoderSample) -> tuple[Tensor | None, Tensor | None]:
+    """→ the low-resolution image upsampled to the grid, B C h w in [−1, 1], and its noise level, B"""
     if not task.can_upscale():
         return None, None
-    small = inward(_small_picture(task, prompts, options))
-    level = torch.full((len(small),), options.low_res_noise, device=small.device)
+    low_res = normalize(_get_low_res_image(task, prompts, options))
+    level = torch.full((len(low_res),), options.low_res_noise, device=low_res.device)
     if options.low_res_noise:
-        small = add_noise(small, level, _own_noise(task, prompts))
-    return enlarge(small, task.space.grid), level
+        low_res = add_noise(low_res, level, _stage_noise(task, prompts))
+    return upsample(low_res, task.space.grid), level
 
 
-def _small_picture(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
-    """B C h w in [0, 1]: made of a given picture, or drawn by the stage below, or made of a real sample beside the prompt."""
+def _get_low_res_image(task: Decoder, prompts: Prompts, options: DecoderSample) -> Tensor:
+    """B C h w in [0, 1]: the given image, one sampled by the stage below, or the real sample beside the prompt."""
     size = task.config.low_res_size
     assert size is not None
-    enlarged = prompts.prime is not None and prompts.mask is None
-    if enlarged and options.start is None:
-        assert prompts.prime is not None
-        return shrink(prompts.prime[:, 0], size)  # as `prime_size` asks for it, it is that size
-    real = prompts.batch.pixels if prompts.batch is not None else None
-    below = _below(task, prompts)
-    if below is not None:
-        return _drawn_below(task, below, prompts, options, size)
-    if real is None or prompts.prime is not None:
-        raise InputError(
-            "this super-resolution stage has no low_res stage that draws the smaller picture: "
-            + (
-                "redraw parts (--mask) with one that has"
-                if prompts.mask is not None
-                else "give a picture to enlarge with --prime"
-            )
+    if prompts.prime is not None and prompts.mask is None and options.start is None:
+        return downsample(prompts.prime[:, 0], size)
+    lower = _find_lower(task, prompts)
+    if lower is not None:
+        return _sample_lower(task, lower, prompts, options, size)
+    if prompts.batch is None or prompts.batch.pixels is None or prompts.prime is not None:
+        remedy = (
+            "give a picture to upscale with --prime" if prompts.mask is None else "inpaint with a stage that has one"
         )
-    return shrink(task.resize_reference(real.float() / 255)[:, 0], size)
+        raise InputError(f"this super-resolution stage names no low_res stage to sample the smaller image: {remedy}")
+    return downsample(task.resize_reference(prompts.batch.video)[:, 0], size)
 
 
-def _below(task: Decoder, prompts: Prompts) -> Decoder | None:
-    """The stage that draws the smaller picture; None: there is none, or it is not trained and a real picture is at hand."""
+def _find_lower(task: Decoder, prompts: Prompts) -> Decoder | None:
+    """The stage below; None if the config names none, or if it is not trained yet and a real sample can replace its image."""
     try:
-        return task.lower_decoder()
-    except NotTrained:  # pictures while this stage trains are made of real ones
+        return task.load_lower_decoder()
+    except NotTrained:
         if prompts.batch is None or prompts.batch.pixels is None or prompts.prime is not None:
             raise
         return None
 
 
-def _drawn_below(
-    task: Decoder, below: Decoder, prompts: Prompts, options: DecoderSample, size: tuple[int, int]
-) -> Tensor:
-    name = task.config.low_res
-    if (below.shape.height, below.shape.width) != size:
+def _sample_lower(task: Decoder, lower: Decoder, prompts: Prompts, options: DecoderSample, size: Size) -> Tensor:
+    config, lower_size = task.config, (lower.shape.height, lower.shape.width)
+    if lower_size != size:
         raise InputError(
-            f"low_res={name} draws {below.shape.height}×{below.shape.width} and low_res_size is {size[0]}×{size[1]}: make them alike"
+            f"low_res={config.low_res} draws {lower_size[0]}×{lower_size[1]} and low_res_size is {size[0]}×{size[1]}: make them equal"
         )
+    changes: dict[str, Any] = {}
+    # A stage without conditions passes the requested guidance down.
+    if not (config.reads_images or config.reads_text) and options.guidance != config.sample.guidance:
+        changes["guidance"] = options.guidance
     prime, mask = prompts.prime, prompts.mask
-    chosen = below.config.sample
-    own = task.config
-    if not (own.reads_images or own.reads_text) and options.guidance != own.sample.guidance:
-        chosen = chosen.model_copy(
-            update={"guidance": options.guidance}
-        )  # asked for here, where there is nothing to guide
-    if (
-        prime is not None and mask is None
-    ):  # enlarged first by the stage below, or by one below that: in the size that it has
-        chosen = chosen.model_copy(update={"start": _start_below(task, below, options)})
+    if prime is not None and mask is None:
+        changes["start"] = _get_lower_start(task, lower, options)
     if prime is not None and mask is not None:
-        prime, mask = shrink(prime[:, 0], size)[:, None], _coarser(mask, size)
-    inner = replace(prompts, prime=prime, mask=mask, height=None, width=None)
-    return below.sample(inner, chosen)[:, 0]
+        prime, mask = downsample(prime[:, 0], size)[:, None], _downsample_mask(mask, size)
+    lower_prompts = replace(prompts, prime=prime, mask=mask, height=None, width=None)
+    return lower.sample(lower_prompts, lower.config.sample.model_copy(update=changes))[:, 0]
 
 
-def prime_size(task: Decoder, options: DecoderSample) -> tuple[int, int] | None:
-    """A given picture comes in the size of what the U-Net that enlarges it first reads: more pixels would be made up, and lost again."""
+def prime_size(task: Decoder, options: DecoderSample) -> Size | None:
+    """The size of a given image: the low-resolution size of the stage that upscales it first."""
     if options.start is None or not task.can_upscale():
         return task.config.low_res_size
-    below = task.lower_decoder()
-    if below is None:
-        raise _no_start(options)
-    return below.prime_size(below.config.sample.model_copy(update={"start": _start_below(task, below, options)}))
+    lower = task.load_lower_decoder()
+    start = _get_lower_start(task, lower, options)
+    assert lower is not None
+    return lower.prime_size(lower.config.sample.model_copy(update={"start": start}))
 
 
-def _start_below(task: Decoder, below: Decoder, options: DecoderSample) -> str | None:
-    """`sample.start` as the stage below is told it."""
-    if not below.can_upscale():
-        raise _no_start(options)
+def _get_lower_start(task: Decoder, lower: Decoder | None, options: DecoderSample) -> str | None:
+    """`sample.start` for the stage below; None if it is the one that starts."""
+    if lower is None or not lower.can_upscale():
+        raise InputError(
+            f"sample.start={options.start} is no super-resolution stage of this cascade: remove it to start at the last stage"
+        )
     return None if options.start == task.config.low_res else options.start
-
-
-def _no_start(options: DecoderSample) -> InputError:
-    return InputError(
-        f"sample.start={options.start} is no super-resolution stage of this cascade: leave it out to start at the last"
-    )
 
 
 # Inpainting ------------------------------------------------------------------------------------------------------
 
 
-def _inpaint(task: Decoder, prompts: Prompts, options: DecoderSample) -> Inpaint | None:
+def _build_inpaint(task: Decoder, prompts: Prompts, options: DecoderSample) -> Inpaint | None:
     if prompts.mask is None or prompts.prime is None:
         return None
-    kept = ~_coarser(prompts.mask, task.space.grid)[:, None]  # B 1 h w
-    return Inpaint(task.space.encode(prompts.prime[:, 0]), kept, options.resample)
+    known = ~_downsample_mask(prompts.mask, task.space.grid)[:, None]  # B 1 h w
+    return Inpaint(task.space.encode(prompts.prime[:, 0]), known, options.resample)
 
 
-def _coarser(mask: Tensor, size: tuple[int, int]) -> Tensor:
-    """B H W → B h w: a place is drawn anew where any of its pixels is."""
+def _downsample_mask(mask: Tensor, size: Size) -> Tensor:
+    """B H W → B h w, True where any pixel is."""
     return F.adaptive_max_pool2d(mask[:, None].float(), size)[:, 0] > 0

@@ -12,7 +12,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.registry import find_task
 from kineograph.core.task import player_parameters
 from kineograph.family.dalle2 import Decoder, DecoderConfig
-from kineograph.family.dalle2.low_res import blur, cut, shrink
+from kineograph.family.dalle2.image_space import blur, crop_squares, downsample
 from kineograph.train.activation_checkpointing import checkpoint_activations
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper
@@ -34,9 +34,9 @@ def test_found_by_name():
 def test_the_loss_is_that_of_the_noise(make, batch, noise):
     task = make().eval()
     x0 = batch.video[:, 0] * 2 - 1
-    t, eps = task.times(noise), noise.normal("noise", 3, 16, 16)
+    t, eps = task.draw_timesteps(noise), noise.normal("noise", 3, 16, 16)
     x_t = task.diffusion.add_noise(x0, eps, t)
-    expected = F.mse_loss(task.predict(x_t, t, task.condition(batch, noise)), eps)
+    expected = F.mse_loss(task.predict(x_t, t, task.encode_batch(batch, noise)), eps)
     torch.testing.assert_close(value(task, batch, noise), expected)
 
 
@@ -60,11 +60,11 @@ def test_fp16_with_a_learned_variance_is_refused(make):
 def test_validation_is_the_same_every_time_and_covers_all_levels(make):
     task = make(image_dropout=1.0).eval()
     noise = Noise.for_rows(seed=3, step=0, rows=64)
-    t = task.times(noise)
-    assert torch.equal(t, task.times(noise))
+    t = task.draw_timesteps(noise)
+    assert torch.equal(t, task.draw_timesteps(noise))
     assert torch.histc(t.float(), 8, 0, 100).min() >= 6  # 8 a bin if perfectly even
-    assert task.dropped(noise) == (None, None)
-    assert not task.train().times(noise).equal(t)
+    assert task.draw_dropout(noise) == (None, None)
+    assert not task.train().draw_timesteps(noise).equal(t)
 
 
 # Conditions ------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_validation_is_the_same_every_time_and_covers_all_levels(make):
 
 def test_image_and_text_are_left_out_at_their_own_rates(make):
     task = make(image_dropout=0.3, text_dropout=0.6, clip_text=True).train()
-    image, text = task.dropped(Noise.for_rows(1, 1, 4000))
+    image, text = task.draw_dropout(Noise.for_rows(1, 1, 4000))
     assert abs(image.float().mean() - 0.3) < 0.03
     assert abs(text.float().mean() - 0.6) < 0.03
     assert abs((image & text).float().mean() - 0.18) < 0.03  # apart from one another
@@ -101,7 +101,7 @@ def test_a_row_of_zeros_is_no_embedding(make, noise):
     given = batch_of()
     given.extra["image_embed"] = torch.zeros(4, 12)
     given.extra["image_embed"][1, 3] = 1
-    assert task.condition(given, noise).missing.tolist() == [True, False, True, True]
+    assert task.encode_batch(given, noise).no_image.tolist() == [True, False, True, True]
 
 
 def test_text_reaches_the_network_and_is_dropped(make, noise):
@@ -156,11 +156,11 @@ def test_configs_that_contradict_themselves_are_refused():
     refused("image_embeds=both needs clip")
     refused("clip_text=true needs clip", image_embeds="none", clip_text=True)
     refused("clip_text=true and text.kind=learned", clip="clip", clip_text=True, text={"kind": "learned"})
-    refused("leave prior out", image_embeds="none", prior="prior")
-    refused("low_res is of super-resolution", clip="clip", low_res="base")
+    refused("remove prior", image_embeds="none", prior="prior")
+    refused("low_res needs super-resolution", clip="clip", low_res="base")
     refused("crop=20 does not fit this U-Net: use a multiple of 8", clip="clip", low_res_size=8, crop=20)
     latents = {"image_embeds": "none", "codec": "tokenizer"}
-    refused("256 steps of a pixel", **latents, diffusion={"learned_variance": True})
+    refused("pixels of 256 levels", **latents, diffusion={"learned_variance": True})
     refused("sample.clip=dynamic .* latents", **latents, sample={"clip": "dynamic"})
     refused("raise augment.noise", clip="clip", low_res_size=8, sample={"low_res_noise": 0.2})
 
@@ -182,14 +182,14 @@ def test_sizes_that_do_not_fit_are_refused(make):
 def test_the_smaller_picture_is_antialiased():
     stripes = torch.zeros(1, 3, 16, 16)
     stripes[..., ::2] = 1  # nearest pixels would make it black or white
-    assert (shrink(stripes, (8, 8)) - 0.5).abs().max() < 0.2
+    assert (downsample(stripes, (8, 8)) - 0.5).abs().max() < 0.2
 
 
 def test_the_smaller_picture_is_used(make, batch, noise):
     task = make(low_res_size=8).eval()
-    x_t, t, condition = torch.randn(4, 3, 16, 16), torch.full((4,), 50), task.condition(batch, noise)
-    low, level = task.smaller(batch.video[:, 0], noise)
-    other, _ = task.smaller(torch.rand(4, 3, 16, 16), noise)
+    x_t, t, condition = torch.randn(4, 3, 16, 16), torch.full((4,), 50), task.encode_batch(batch, noise)
+    low, level = task.make_low_res(batch.video[:, 0], noise)
+    other, _ = task.make_low_res(torch.rand(4, 3, 16, 16), noise)
     assert low.shape == (4, 3, 16, 16)
     a, b = (task.predict(x_t, t, condition, small, level) for small in (low, other))
     assert (a - b).abs().amax(dim=(1, 2, 3)).min() > 1e-3
@@ -197,11 +197,11 @@ def test_the_smaller_picture_is_used(make, batch, noise):
 
 def test_its_noise_is_told_to_the_network(make, batch, noise):
     task = make(low_res_size=8, augment={"noise": 0.5}).train()
-    low, level = task.smaller(batch.video[:, 0], noise)
+    low, level = task.make_low_res(batch.video[:, 0], noise)
     assert level.min() >= 0 and 0.05 < level.max() < 0.5 and level.unique().numel() == 4
     task.eval()
-    assert task.smaller(batch.video[:, 0], noise)[1].eq(0).all()
-    x_t, t, condition = torch.randn(4, 3, 16, 16), torch.full((4,), 50), task.condition(batch, noise)
+    assert task.make_low_res(batch.video[:, 0], noise)[1].eq(0).all()
+    x_t, t, condition = torch.randn(4, 3, 16, 16), torch.full((4,), 50), task.encode_batch(batch, noise)
     a, b = (task.predict(x_t, t, condition, low, level * share) for share in (0.0, 1.0))
     assert (a - b).abs().max() > 1e-4
 
@@ -210,8 +210,8 @@ def test_a_share_of_the_smaller_pictures_is_blurred(make):
     task = make(low_res_size=8, augment={"blur": 0.4}).train()
     rows = 400
     pixels = torch.rand(1, 3, 16, 16).expand(rows, -1, -1, -1)
-    low, _ = task.smaller(pixels, Noise.for_rows(1, 1, rows))
-    sharp = task.eval().smaller(pixels[:1], Noise.for_rows(1, 1, 1))[0]
+    low, _ = task.make_low_res(pixels, Noise.for_rows(1, 1, rows))
+    sharp = task.eval().make_low_res(pixels[:1], Noise.for_rows(1, 1, 1))[0]
     assert abs(((low - sharp).abs().amax(dim=(1, 2, 3)) > 1e-3).float().mean() - 0.4) < 0.08
 
 
@@ -227,10 +227,12 @@ def test_crops_are_of_the_picture_and_its_smaller_one_alike(make):
     task = make(low_res_size=8, crop=8).train()
     picture = torch.arange(256.0).view(1, 1, 16, 16).expand(3, 3, -1, -1)
     noise = Noise.for_rows(1, 1, 3)
-    a, b = task.cropped(picture, picture * 2, noise)
+    a, b = task.crop(picture, picture * 2, noise)
     assert a.shape == (3, 3, 8, 8) and torch.equal(a * 2, b)
     assert len({int(row[0, 0, 0]) for row in a}) > 1
-    assert torch.equal(cut(picture, 8, torch.tensor([2, 0, 8]), torch.tensor([1, 0, 8]))[0], picture[0, :, 2:10, 1:9])
+    assert torch.equal(
+        crop_squares(picture, 8, torch.tensor([2, 0, 8]), torch.tensor([1, 0, 8]))[0], picture[0, :, 2:10, 1:9]
+    )
     value(task, batch_of(3), noise).backward()
 
 
@@ -241,16 +243,16 @@ def test_self_conditioning_is_the_picture_in_training(make, batch):
     task = make(self_conditioning=True, image_dropout=0.0, sample={"steps": 4, "guidance": 1.0}).train()
     seen = []
     task.network.register_forward_pre_hook(lambda module, args: seen.append(args[8]))
-    step = next(step for step in range(9) if task.recalls(Noise.for_rows(1, step, 4)))
+    step = next(step for step in range(9) if task.uses_previous(Noise.for_rows(1, step, 4)))
     noise = Noise.for_rows(1, step, 4)
     task(batch, noise)
     first, second = seen
     assert not first.any()
-    t, eps = task.times(noise), noise.normal("noise", 3, 16, 16)
+    t, eps = task.draw_timesteps(noise), noise.normal("noise", 3, 16, 16)
     x_t = task.diffusion.add_noise(batch.video[:, 0] * 2 - 1, eps, t)
-    output = task.predict(x_t, t, task.condition(batch, noise))
+    output = task.predict(x_t, t, task.encode_batch(batch, noise))
     torch.testing.assert_close(second, task.diffusion.to_x0(x_t, t, output).clamp(-1, 1))
-    share = sum(task.recalls(Noise.for_rows(1, step, 4)) for step in range(400)) / 400
+    share = sum(task.uses_previous(Noise.for_rows(1, step, 4)) for step in range(400)) / 400
     assert 0.4 < share < 0.6
 
 

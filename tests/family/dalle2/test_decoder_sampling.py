@@ -89,7 +89,7 @@ def untrained(name):
 
 def test_while_the_prior_is_not_trained_the_true_pictures_serve_and_it_is_told(make):
     task = make(prior="prior")
-    task._stage = untrained
+    task._load_stage = untrained
     real = batch_of(2)
     a, b = (draw(task, prompts_of(2, captions=["a", "b"], batch=batch_of(2, seed=seed))) for seed in (0, 1))
     assert (a - b).abs().max() > 1e-3  # what is seen is that of the pictures
@@ -136,7 +136,7 @@ def test_conditions_are_read_once_a_call(make):
 
 def test_what_is_prepared_is_what_training_reads(make, batch, noise):
     task = make(clip_text=True, low_res_size=8, augment={"noise": 0.5}).eval()
-    condition = task.condition(batch, noise)
+    condition = task.encode_batch(batch, noise)
     x, t, low, level = torch.randn(4, 3, 16, 16), torch.full((4,), 30), torch.randn(4, 3, 16, 16), torch.full((4,), 0.2)
     given = task.network.prepare(condition, level)
     found = task.network(x, t, mask=given.mask, low_res=low, added=given.added, memory=given.memory)
@@ -275,10 +275,10 @@ def test_while_training_pictures_may_come_from_real_ones(make):
         raise InputError("every checkpoint is damaged")
 
     task = make(size=16, low_res="small", low_res_size=8, **PLAIN)
-    task._stage = damaged
+    task._load_stage = damaged
     with pytest.raises(InputError, match="damaged"):
         draw(task, prompts_of(4, batch=batch_of()))
-    task._stage = untrained
+    task._load_stage = untrained
     with pytest.raises(InputError, match="no checkpoint"):
         draw(task, prompts_of(4))
     a, b = (draw(task, prompts_of(4, batch=batch_of(seed=seed))) for seed in (0, 1))
@@ -309,7 +309,7 @@ def test_the_stage_below_draws_the_same_picture_alone_and_in_the_cascade(make):
 
 
 def test_nothing_to_enlarge_is_said(make):
-    with pytest.raises(InputError, match="give a picture to enlarge with --prime"):
+    with pytest.raises(InputError, match="give a picture to upscale with --prime"):
         draw(make(low_res_size=8, **PLAIN), prompts_of(2))
 
 
@@ -318,7 +318,7 @@ def test_noise_in_the_smaller_picture_matters(make):
     prime = torch.rand(2, 1, 3, 16, 16)
     a, b = (draw(task, prompts_of(2, prime=prime), low_res_noise=level) for level in (0.0, 0.3))
     assert (a - b).abs().max() > 1e-3
-    with pytest.raises(InputError, match="more than this stage saw"):
+    with pytest.raises(InputError, match=r"is above augment\.noise=0\.5"):
         draw(task, prompts_of(2, prime=prime), low_res_noise=0.7)
 
 
@@ -394,7 +394,7 @@ class Halves(Codec):
 
 def test_latents_of_a_continuous_codec(make, noise):
     task = make(stages={"halves": Halves()}, codec="halves", latent_scale=0.25, **PLAIN).eval()
-    x0 = task.space.read(batch_of())
+    x0 = task.space.encode_batch(batch_of())
     assert x0.shape == (4, 12, 8, 8) and task.network.unet.out.out_channels == 12
     torch.testing.assert_close(task.space.decode(x0), batch_of().video[:, 0])
     assert draw(task, prompts_of(2)).shape == (2, 1, 3, 16, 16)

@@ -13,7 +13,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze
 from kineograph.data.source import DataConfig
 from kineograph.family.dalle2 import Decoder
-from kineograph.family.dalle2.low_res import shrink
+from kineograph.family.dalle2.image_space import downsample
 from kineograph.sample.limits import ClipLimits
 from kineograph.sample.prime import read_prime
 
@@ -42,7 +42,7 @@ def test_the_clip_sees_the_data_and_the_network_what_is_drawn(make, noise):
     assert clip.sizes == [(32, 32)] and seen == [(4, 3, 16, 16)]
     assert draw(task, prompts_of(2, captions=["a", "b"])).shape == (2, 1, 3, 16, 16)
     torch.testing.assert_close(
-        task.space.read(batch_of(size=32)), shrink(batch_of(size=32).video[:, 0], (16, 16)) * 2 - 1
+        task.space.encode_batch(batch_of(size=32)), downsample(batch_of(size=32).video[:, 0], (16, 16)) * 2 - 1
     )
     assert sample_shape(task, Shape(1, 32, 32, 3, 8.0)) == Shape(1, 16, 16, 3, 8.0)
 
@@ -62,13 +62,13 @@ def test_what_is_held_against_the_drawn_is_antialiased(make):
 def test_super_resolution_of_what_is_drawn(make, noise):
     task = make(size=64, draws=32, low_res_size=16, **PLAIN)
     assert draw(task, prompts_of(4, batch=batch_of(size=64))).shape == (4, 1, 3, 32, 32)
-    small, _ = task.eval().smaller(task.resize_reference(batch_of(size=64).video)[:, 0], noise)
+    small, _ = task.eval().make_low_res(task.resize_reference(batch_of(size=64).video)[:, 0], noise)
     assert small.shape == (4, 3, 32, 32)
 
 
 def test_latents_of_what_is_drawn(make, noise):
     task = make(stages={"halves": Halves()}, size=32, draws=16, codec="halves", **PLAIN)
-    assert task.space.grid == (8, 8) and task.space.read(batch_of(size=32)).shape == (4, 12, 8, 8)
+    assert task.space.grid == (8, 8) and task.space.encode_batch(batch_of(size=32)).shape == (4, 12, 8, 8)
     task(batch_of(size=32), noise)
     assert Decoder.cache_facts(task.config) == {"size": [16, 16]} and Decoder.cache_facts(make().config) == {}
 

@@ -13,9 +13,8 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, freeze, player_parameters, task_state_dict
-from kineograph.family.dalle2.config import DecoderConfig
-from kineograph.family.dalle2.prior import Prior, most_alike
-from kineograph.family.dalle2.prior_config import PriorConfig, PriorSample
+from kineograph.family.dalle2.config import DecoderConfig, PriorConfig, PriorSample
+from kineograph.family.dalle2.prior import Prior, select_most_similar
 from kineograph.text.clip_embedding import CaptionEmbeddings
 from tests.family.dalle2.conftest import CAPTIONS, ToyClip, batch_of, prompts_of
 from tests.text.waiting import NoWaiting
@@ -87,7 +86,7 @@ def test_it_learns_which_embedding_belongs_to_which_caption(trained):
     found = judged(trained, batch)
     assert found["cosine/image"] > 0.97
     assert found["cosine/shuffled"] < found["cosine/image"] - 0.01
-    true = F.cosine_similarity(trained.clip.images(batch), trained.texts(batch).embed).mean()
+    true = F.cosine_similarity(trained.clip.images(batch), trained.encode_batch(batch).embed).mean()
     assert found["cosine/true_to_text"] == pytest.approx(float(true), abs=1e-5)
     assert found == judged(trained, batch)  # fixed noise: the same number again
     drawn = trained.embed(prompts_of(4, captions=CAPTIONS))
@@ -173,7 +172,7 @@ def test_padding_is_not_read():
 def test_without_encodings_the_embedding_is_enough():
     task = make(text_encodings=False)
     assert task.network.length == 4
-    assert task.texts(batch_of(2)).encodings is None
+    assert task.encode_batch(batch_of(2)).encodings is None
     assert task.embed(prompts_of(2, captions=CAPTIONS[:2])).shape == (2, 12)
 
 
@@ -200,13 +199,13 @@ def test_no_text_is_the_same_in_training_and_in_sampling():
     zeros = Batch(
         torch.arange(1), text_embeds=torch.randn(1, 5, 6), extra={"text_embed": torch.zeros(1, 12)}, captions=None
     )
-    for other in (task.clip.captions(["  "]), task.silence(noise), task.texts(zeros)):
+    for other in (task.clip.captions(["  "]), task.encode_null(noise), task.encode_batch(zeros)):
         torch.testing.assert_close(task.predict(x, t, other), dropped)
     assert not torch.allclose(task.predict(x, t, texts), dropped, atol=1e-3)
     nothing, blank = task.embed(Prompts(noise)), task.embed(Prompts(noise, [""]))
     torch.testing.assert_close(nothing, blank)
     task.network.no_text.grad = None
-    task.predict(x, t, task.silence(noise)).sum().backward()
+    task.predict(x, t, task.encode_null(noise)).sum().backward()
     assert task.network.no_text.grad.abs().sum() > 0
 
 
@@ -222,7 +221,7 @@ def test_guidance_moves_towards_the_caption_and_away_from_the_negative(trained):
     to_own = [F.cosine_similarity(drawn, images).mean() for drawn in (free, plain)]
     assert to_own[1] > to_own[0] + 0.01
     torch.testing.assert_close(free, trained.embed(prompts_of(4), PriorSample(steps=8, candidates=1)))
-    unconditional = trained.silence(prompts.noise)
+    unconditional = trained.encode_null(prompts.noise)
     x, t = torch.randn(4, 12), torch.full((4,), 40)
     away = trained.predict(x, t, trained.clip.captions(CAPTIONS)) - trained.predict(x, t, unconditional)
     assert (((guided - plain) * away).sum(-1) > 0).float().mean() >= 0.75
@@ -237,7 +236,7 @@ def test_the_candidate_most_like_its_caption_is_taken():
     candidates = torch.zeros(2, 3, 4)
     candidates[0] = torch.tensor([[1.0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
     candidates[1] = torch.tensor([[9.0, 9, 0, 0], [0, 5, 1, 0], [0, 0, 1, 0]])
-    best = most_alike(candidates, texts)
+    best = select_most_similar(candidates, texts)
     assert torch.equal(best, torch.stack([candidates[0, 0], candidates[1, 1], candidates[0, 2]]))
 
 
@@ -325,9 +324,9 @@ def test_what_the_data_lack_is_said():
     task = make(clip=GIVEN)
     batch = batch_of(2)
     noise = Noise(0, 0, batch.slots)
-    with pytest.raises(InputError, match=r"no image_embed here.*kind=given"):
+    with pytest.raises(InputError, match=r"the data have no image_embed.*kind=given"):
         task(batch, noise)
-    with pytest.raises(InputError, match="no text_embed here"):
+    with pytest.raises(InputError, match="the data have no text_embed"):
         task.embed(prompts_of(2, captions=CAPTIONS[:2]))
     wide = given(batch)
     wide.extra["image_embed"] = torch.zeros(2, 13)
@@ -347,7 +346,7 @@ def test_what_the_data_lack_is_said():
     ("clip", "message"),
     [
         ({"kind": "given"}, "needs width"),
-        ({"kind": "given", "width": 4, "length": 3}, "go together"),
+        ({"kind": "given", "width": 4, "length": 3}, "set both, or neither"),
         ({"kind": "given", "width": 4, "name": "x"}, "transformers only"),
         ({"kind": "transformers"}, "needs name"),
         ({"kind": "transformers", "name": "x", "width": 3}, "given only"),
