@@ -15,7 +15,7 @@ import kineograph as kg
 from kineograph.codec.perceptual import Lpips
 from kineograph.core.config import read_yaml
 from kineograph.core.errors import InputError
-from kineograph.family.phenaki.sampling import Drawing
+from kineograph.family.phenaki.sampling import WindowSampler
 from kineograph.stage.spec import read_stage
 from kineograph.train import checkpoint
 from tests.run.calling import kineo, written
@@ -140,12 +140,12 @@ def test_critics_steer_only_where_something_trained_them(
     seen: list[bool] = []
 
     def watched(self: Any, grid: Any) -> Any:
-        found = judging(self, grid)
+        found = make_critic(self, grid)
         seen.append(found is not None)
         return found
 
-    judging = Drawing.judge
-    monkeypatch.setattr(Drawing, "judge", watched)
+    make_critic = WindowSampler.make_critic
+    monkeypatch.setattr(WindowSampler, "make_critic", watched)
     for stage in ("tuned", "critic"):
         assert kineo("sample", run, "a 3 moves left", "--stage", stage, "--out", tmp_path / stage) == 0
     assert seen == [False, True]

@@ -1,4 +1,4 @@
-"""Phenaki: a masked transformer over the tokens of clips, with text; its critics; clips that go on past the trained length."""
+"""Phenaki: a masked transformer over the tokens of clips, conditioned on text; critics; clips longer than trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A token critic as a stage: it learns which of a frozen generator's tokens are wrong, and steers what is drawn again."""
+"""The Phenaki critic task: learns which tokens of a frozen generator are wrong, to select those that sampling masks again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Task
 from kineograph.family.phenaki.config import CriticConfig, PhenakiSample
 from kineograph.family.phenaki.network import TokenCritic
-from kineograph.family.phenaki.sampling import draw
+from kineograph.family.phenaki.sampling import sample_clips
 from kineograph.family.phenaki.task import Phenaki
 from kineograph.process.guidance import check_generator_dropout
 from kineograph.process.masking import CriticLoss, score_critic
@@ -24,7 +24,7 @@ class PhenakiCritic(Task, SupportsSampling, SupportsContinuation):
     def __init__(self, config: CriticConfig, context: BuildContext) -> None:
         generator = context.stage(config.generator)
         if not isinstance(generator, Phenaki):
-            raise ConfigError(f"generator={config.generator} is no phenaki stage: name the stage whose task is phenaki")
+            raise ConfigError(f"generator={config.generator} is no phenaki stage: name a stage with task=phenaki")
         super().__init__(reads=generator.reads)
         self.config = config
         self.stages |= {"generator": generator, "codec": generator.codec}
@@ -40,10 +40,10 @@ class PhenakiCritic(Task, SupportsSampling, SupportsContinuation):
         return self.stage("generator", Phenaki)
 
     def _check_guidance(self, options: PhenakiSample) -> None:
-        drawn = self.generator.config
-        if drawn.text.kind != "none":
+        config = self.generator.config
+        if config.text.kind != "none":
             check_generator_dropout(
-                self.config.generator, options.guidance, drawn.caption_dropout, drawn.init is not None
+                self.config.generator, options.guidance, config.caption_dropout, config.init is not None
             )
 
     def trainable(self, player: str) -> list[nn.Module]:
@@ -52,17 +52,17 @@ class PhenakiCritic(Task, SupportsSampling, SupportsContinuation):
     def forward(self, batch: Batch, noise: Noise) -> CriticLoss:
         generator = self.generator
         with torch.no_grad():
-            clips, words = generator.clips(batch), generator.words(batch, noise, drop=self.training)
-            masked, rows = generator.predict(clips, words, noise)
-            found = generator.challenge(clips, words, masked, rows, noise, self.config.temperature)
-        return score_critic(self.critic(found.clips, words), masked, found.wrong)
+            clips, text = generator.get_clips(batch), generator.encode_text(batch, noise, drop=self.training)
+            masked, rows = generator.predict(clips, text, noise)
+            resampled = generator.resample_masked(clips, text, masked, rows, noise, self.config.temperature)
+        return score_critic(self.critic(resampled.clips, text), masked, resampled.wrong)
 
     def loss(self, player: str, shared: CriticLoss) -> Loss:
         return shared.loss()
 
     def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:
         self._check_guidance(options)
-        return draw(self.generator, prompts, options, self.critic)
+        return sample_clips(self.generator, prompts, options, self.critic)
 
     def usual_overlap(self, options: PhenakiSample) -> int | None:
         return options.overlap

@@ -1,10 +1,9 @@
-"""Phenaki's transformer: the tokens of a clip attend to one another and to the text. Nothing in it depends on the clip's size."""
+"""Phenaki's transformer: tokens of a clip attend to one another and to the text. No weight depends on the size of the clip."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
@@ -13,10 +12,10 @@ from kineograph.nn.positions import Rotary, Rotation, SincosPositions, grid_posi
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.text.conditioning import TextEmbeddings
 
-Grid = tuple[int, int, int]  # token times, rows, columns
+Grid = tuple[int, int, int]  # latent frames, rows, columns
 
-# Wavelengths of the positions reach from 2π to 2π · BASE tokens. The usual 10,000 is made for long texts: on grids of some tens of tokens
-# most channels would hardly tell neighbours apart.
+# Position wavelengths from 2π to 2π · BASE tokens. With the usual 10,000, made for long texts, most channels would hardly
+# change over a grid of some tens of tokens.
 BASE = 100.0
 
 
@@ -26,25 +25,24 @@ class Clips:
 
     tokens: Tensor  # B N
     grid: Grid
-    keep: Tensor | None = None  # B N, True = no padding; None: nothing is padding
+    keep: Tensor | None = None  # B N, False = padding; None: no padding
 
     @staticmethod
-    def of(tokens: Tensor, times: Tensor | None = None) -> Clips:
-        """B t h w, and which times hold a real frame, B t."""
+    def flatten(tokens: Tensor, frame_mask: Tensor | None = None) -> Clips:
+        """Tokens B t h w, and which latent frames are real, B t."""
         _, t, height, width = tokens.shape
-        keep = None if times is None else repeat(times, "b t -> b (t n)", n=height * width)
+        keep = None if frame_mask is None else repeat(frame_mask, "b t -> b (t n)", n=height * width)
         return Clips(rearrange(tokens, "b t h w -> b (t h w)"), (t, height, width), keep)
 
-    def of_tokens(self, tokens: Tensor) -> Clips:
-        """Other tokens in the same places."""
-        return Clips(tokens, self.grid, self.keep)
+    def replace_tokens(self, tokens: Tensor) -> Clips:
+        return replace(self, tokens=tokens)
 
 
 class PhenakiNetwork(nn.Module):
-    """Tokens → hidden states, B N D. The mask id is the vocabulary's size.
+    """Tokens → hidden states, B N D. The mask id is the size of the vocabulary.
 
-    No weight belongs to a place, so that what was learned on images serves clips. The tables of the trained grid are kept; for any other
-    they are made on the way.
+    No weight belongs to a position, so that a network trained on images can start a video model. Tables of positions are
+    stored for the trained grid and computed for any other.
     """
 
     def __init__(
@@ -59,24 +57,24 @@ class PhenakiNetwork(nn.Module):
         self.rotary = Rotary(grid, self.head_width, BASE) if rotary else None
         self.transformer = Transformer(config, cross=text_width is not None)
 
-    def places(self, grid: Grid) -> tuple[Tensor, RotaryFn | None]:
-        """What is added to the tokens, N D, and what turns queries and keys."""
+    def positions_for(self, grid: Grid) -> tuple[Tensor, RotaryFn | None]:
+        """→ position embedding N D, and the rotation of queries and keys"""
         if grid == self.grid:
             return self.positions(), self.rotary
         positions = grid_positions(grid, self.tokens.weight.device)
-        turn = Rotation.at_positions(positions, self.head_width, BASE) if self.rotary is not None else None
-        return sincos_embedding(positions, self.width, BASE), turn
+        rotary = Rotation.at_positions(positions, self.head_width, BASE) if self.rotary is not None else None
+        return sincos_embedding(positions, self.width, BASE), rotary
 
-    def context(self, text: Tensor | None) -> Tensor | None:
-        """The text as it is attended to, B L D."""
+    def project_text(self, text: Tensor | None) -> Tensor | None:
+        """Text embeddings in the network's width, B L D."""
         if self.text is None:
             return None
         assert text is not None
         return self.text(text.to(self.text.weight.dtype))
 
-    def memory(self, words: TextEmbeddings) -> list[Memory] | None:
-        """Keys and values of the text for every block, made once a sampling call."""
-        context = self.context(words.embeddings)
+    def memory(self, text: TextEmbeddings) -> list[Memory] | None:
+        """Keys and values of the text for every block, to be computed once per sampling call."""
+        context = self.project_text(text.embeddings)
         return None if context is None else self.transformer.memory(context)
 
     def forward(
@@ -86,21 +84,21 @@ class PhenakiNetwork(nn.Module):
         text: Tensor | None = None,  # B L D
         text_mask: Tensor | None = None,  # B L
         keep: Tensor | None = None,  # B N
-        memory: list[Memory] | None = None,  # instead of the text: its keys and values
+        memory: list[Memory] | None = None,  # replaces the text
     ) -> Tensor:
-        added, turn = self.places(grid or self.grid)
+        embedding, rotary = self.positions_for(grid or self.grid)
         return self.transformer(
-            self.tokens(tokens) + added,  # B N D
+            self.tokens(tokens) + embedding,  # B N D
             mask=keep,
-            context=self.context(text) if memory is None else None,
+            context=self.project_text(text) if memory is None else None,
             context_mask=text_mask if self.text is not None else None,
             memory=memory,
-            rotary=turn,
+            rotary=rotary,
         )
 
 
 class TokenCritic(nn.Module):
-    """A network of its own that says how wrong each token looks."""
+    """A separate network that scores how wrong each token looks."""
 
     def __init__(
         self, config: TransformerConfig, rotary: bool, vocabulary: int, grid: Grid, text_width: int | None
@@ -110,16 +108,6 @@ class TokenCritic(nn.Module):
         self.score = nn.Linear(config.width, 1)
         init_weights(self.score, 1)
 
-    def forward(self, clips: Clips, words: TextEmbeddings, memory: list[Memory] | None = None) -> Tensor:
+    def forward(self, clips: Clips, text: TextEmbeddings, memory: list[Memory] | None = None) -> Tensor:
         """B N 1, high = looks wrong."""
-        return self.score(self.network(clips.tokens, clips.grid, *words, clips.keep, memory))
-
-
-def rows_of(memory: list[Memory] | None, rows: int) -> list[Memory] | None:
-    """The first rows of a memory."""
-    return None if memory is None else [(keys[:rows], values[:rows]) for keys, values in memory]
-
-
-def full(rows: int, grid: Grid, token: int, device: torch.device) -> Tensor:
-    """The same token everywhere, B N."""
-    return torch.full((rows, grid[0] * grid[1] * grid[2]), token, device=device)
+        return self.score(self.network(clips.tokens, clips.grid, *text, clips.keep, memory))

@@ -1,4 +1,4 @@
-"""Phenaki as a stage: training on hidden tokens, with or without a critic. Drawing is in sampling.py."""
+"""The Phenaki task: masked training on a codec's tokens, with or without a critic. Sampling is in sampling.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean, Task
 from kineograph.family.phenaki.config import PhenakiConfig, PhenakiSample
 from kineograph.family.phenaki.network import Clips, Grid, PhenakiNetwork, TokenCritic
-from kineograph.family.phenaki.sampling import draw, overlap_of
+from kineograph.family.phenaki.sampling import choose_overlap, sample_clips
 from kineograph.nn.head import Head
 from kineograph.process.masking import (
     MaskedLoss,
@@ -28,45 +28,42 @@ from kineograph.process.masking import (
     sum_critic_loss,
 )
 from kineograph.text import build_text
-from kineograph.text.conditioning import (
-    TextEmbeddings,
-    compute_cached_text,
-    encode_batch,
-)
+from kineograph.text.conditioning import TextEmbeddings, compute_cached_text, encode_batch
 
-ASSET = "phenaki/critic"  # "none": there is none to be rebuilt, whatever the config says
+# Asset "none": the checkpoint has no critic, although the config names one.
+CRITIC_ASSET = "phenaki/critic"
 
 
 @dataclass
-class Challenge:
-    """Clips in which the generator filled in hidden tokens, for a critic to find the wrong ones."""
+class ResampledClips:
+    """Clips whose masked tokens were sampled by the generator: the critic's training data."""
 
     clips: Clips
-    words: TextEmbeddings
+    text: TextEmbeddings
     masked: TokenMask
     wrong: Tensor  # R
 
 
 @dataclass
-class Played:
-    """What a step's players share; a part that nobody learns from is None."""
+class PlayerInputs:
+    """What the players of a step share; None if nobody trains on it."""
 
-    scored: MaskedLoss | None
-    challenge: Challenge | None
+    generator: MaskedLoss | None = None
+    critic: ResampledClips | None = None
 
 
 class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, RemapsInit):
     Config = PhenakiConfig
 
     def __init__(self, config: PhenakiConfig, context: BuildContext) -> None:
-        together = config.critic == "network" and config.only is None
-        players = ("generator", "critic") if together else (config.only or "generator",)
+        both = config.critic == "network" and config.only is None
+        players = ("generator", "critic") if both else (config.only or "generator",)
         super().__init__(players, config.reads())
         self.config, self.shape = config, context.shape
         self.stages["codec"], self.vocabulary = context.token_codec(config.codec)
         self.grid: Grid = self.codec.shape_for(self.shape.frames, self.shape.height, self.shape.width)
         if self.shape.frames > 1:
-            overlap_of(self.codec, self.shape, config.sample)
+            choose_overlap(self.codec, self.shape, config.sample)  # refuses an overlap that does not fit
         self.mask_id = self.vocabulary
         self.text = build_text(config.text, context)
         self.text_width = self.text.width if self.text is not None else None
@@ -74,15 +71,15 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
         self.head = Head(config.width, self.vocabulary, config.label_smoothing)
         self.note = context.note
         self.critic: nn.Linear | TokenCritic | None = None
-        # One that nobody trained is not there at all: neither here nor in a stage that starts from this one may it steer.
-        known = self.learns("critic") or (config.init is not None and ASSET not in context.assets)
-        if known and config.critic == "self":
+        # Never build an untrained critic: its random scores would steer sampling.
+        has_critic = self.is_trained("critic") or (config.init is not None and CRITIC_ASSET not in context.assets)
+        if has_critic and config.critic == "self":
             self.critic = nn.Linear(config.width, 1)
-        elif known and config.critic == "network":
-            shape = config.critic_transformer()
-            self.critic = TokenCritic(shape, config.rotary, self.vocabulary, self.grid, self.text_width)
-        for part in self._resting():
-            part.requires_grad_(False)
+        elif has_critic and config.critic == "network":
+            critic_config = config.make_critic_config()
+            self.critic = TokenCritic(critic_config, config.rotary, self.vocabulary, self.grid, self.text_width)
+        for module in self._untrained():
+            module.requires_grad_(False)
 
     @classmethod
     def build(cls, config: PhenakiConfig, context: BuildContext) -> Phenaki:
@@ -92,136 +89,134 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
     def codec(self) -> Codec:
         return self.stage("codec", Codec)
 
-    # who learns ----------------------------------------------------------------------------------------------------
+    # training ------------------------------------------------------------------------------------------------------
 
-    def learns(self, part: str) -> bool:
-        """Whether the generator, or the critic, is trained here."""
+    def is_trained(self, part: str) -> bool:
+        """Whether the generator, or the critic, is trained in this stage."""
         return self.config.only in (None, part) and (part == "generator" or self.config.critic != "none")
 
     def trainable(self, player: str) -> list[nn.Module]:
         generator: list[nn.Module] = [part for part in (self.network, self.head, self.text) if part is not None]
         critic: list[nn.Module] = [self.critic] if self.critic is not None else []
-        if self.config.critic == "self" and self.config.only is None:  # the critic is a head of the generator's network
+        if self.config.critic == "self" and self.config.only is None:
             return generator + critic
         return critic if player == "critic" else generator
 
-    def _resting(self) -> list[nn.Module]:
-        """What `only` leaves as it is. Not frozen helpers: they are saved with the stage."""
+    def _untrained(self) -> list[nn.Module]:
+        """What `only` leaves as it is. Unlike frozen parts it is saved with the stage."""
         if self.config.only is None:
             return []
         return self.trainable("generator" if self.config.only == "critic" else "critic")
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        for part in self._resting():
-            part.eval()
+        for module in self._untrained():
+            module.eval()
         return self
 
-    # conditions ----------------------------------------------------------------------------------------------------
-
-    def tokens(self, batch: Batch) -> Tensor:
-        """B t h w: from a cache, or from the codec."""
+    def get_tokens(self, batch: Batch) -> Tensor:
+        """B t h w, from the cache or the codec."""
         return encode_tokens(self.codec, batch, self.grid, "phenaki")
 
-    def clips(self, batch: Batch) -> Clips:
-        """Tokens with their padding."""
-        tokens = self.tokens(batch)
+    def get_clips(self, batch: Batch) -> Clips:
+        """Tokens and their padding."""
+        tokens = self.get_tokens(batch)
         if batch.frame_mask is None:
-            return Clips.of(tokens)
-        times = self.codec.mask_for(batch.frame_mask)  # B t
-        if times.shape != tokens.shape[:2]:
+            return Clips.flatten(tokens)
+        mask = self.codec.mask_for(batch.frame_mask)  # B t
+        if mask.shape != tokens.shape[:2]:
             raise InputError(
-                f"a frame mask of {batch.frame_mask.shape[1]} frames stands for {times.shape[1]} token times, and the tokens have "
-                f"{tokens.shape[1]}: give a mask of the clip's frames"
+                f"a frame mask of {batch.frame_mask.shape[1]} frames stands for {mask.shape[1]} latent frames, and the tokens have "
+                f"{tokens.shape[1]}: give a mask over the frames of the clip"
             )
-        return Clips.of(tokens, times)
+        return Clips.flatten(tokens, mask)
 
-    def words(self, batch: Batch, noise: Noise, drop: bool) -> TextEmbeddings:
-        """The text of a batch; to train with guidance, a share of the captions is dropped."""
+    def encode_text(self, batch: Batch, noise: Noise, drop: bool) -> TextEmbeddings:
+        """Text embeddings of a batch; with `drop`, a share of the captions becomes the null text."""
         dropped = noise.bernoulli("caption dropout", self.config.caption_dropout) if drop else None
         return encode_batch(self.text, batch, dropped)
 
-    # training ------------------------------------------------------------------------------------------------------
-
-    def hidden(self, clips: Clips, words: TextEmbeddings) -> Tensor:
+    def compute_hidden(self, clips: Clips, text: TextEmbeddings) -> Tensor:
         """B N D"""
-        return self.network(clips.tokens, clips.grid, *words, clips.keep)
+        return self.network(clips.tokens, clips.grid, *text, clips.keep)
 
-    def unknown(self, clips: Clips, noise: Noise) -> Tensor | None:
-        """What may be hidden, B N: what is no padding, and in a share of the training clips what comes after a beginning. None: all."""
-        times, rows, columns = clips.grid
-        if not (self.training and self.config.primed and times > 1):
+    def find_maskable(self, clips: Clips, noise: Noise) -> Tensor | None:
+        """Tokens that may be masked, B N; None: all. Not padding, nor the visible beginning of a primed clip."""
+        frames, rows, columns = clips.grid
+        if not (self.training and self.config.primed and frames > 1):
             return clips.keep
-        real = times if clips.keep is None else clips.keep[:, :: rows * columns].sum(dim=1)  # B
-        begun = (noise.uniform("primed times") * (real - 1)).ceil() * noise.bernoulli("primed", self.config.primed)  # B
-        later = torch.arange(times, device=begun.device) >= begun[:, None]  # B t
-        later = repeat(later, "b t -> b (t n)", n=rows * columns)
-        return later if clips.keep is None else later & clips.keep
+        real = frames if clips.keep is None else clips.keep[:, :: rows * columns].sum(dim=1)  # B
+        # At least one frame and at most all but the last are visible in a primed clip.
+        visible = (noise.uniform("primed times") * (real - 1)).ceil() * noise.bernoulli("primed", self.config.primed)
+        maskable = torch.arange(frames, device=visible.device) >= visible[:, None]  # B t
+        maskable = repeat(maskable, "b t -> b (t n)", n=rows * columns)
+        return maskable if clips.keep is None else maskable & clips.keep
 
-    def predict(self, clips: Clips, words: TextEmbeddings, noise: Noise) -> tuple[TokenMask, Tensor]:
-        """Hide tokens and run the network: where the scored ones lie, and their hidden states, R D."""
-        masked = mask_tokens(noise, clips.tokens.shape[1], self.unknown(clips, noise), self.config.mask_bias)
-        hidden = self.hidden(clips.of_tokens(clips.tokens.masked_fill(masked.mask, self.mask_id)), words)
-        return masked, hidden.flatten(0, 1).index_select(0, masked.rows)
+    def predict(self, clips: Clips, text: TextEmbeddings, noise: Noise) -> tuple[TokenMask, Tensor]:
+        """Mask tokens and run the network. → the mask, and the hidden states of the scored tokens, R D"""
+        masked = mask_tokens(noise, clips.tokens.shape[1], self.find_maskable(clips, noise), self.config.mask_bias)
+        inputs = clips.replace_tokens(clips.tokens.masked_fill(masked.mask, self.mask_id))
+        return masked, self.compute_hidden(inputs, text).flatten(0, 1).index_select(0, masked.rows)
 
-    def challenge(
+    def resample_masked(
         self,
         clips: Clips,
-        words: TextEmbeddings,
+        text: TextEmbeddings,
         masked: TokenMask,
         rows: Tensor,
         noise: Noise,
         temperature: float = 1.0,
-    ) -> Challenge:
-        """The same clips with the generator's own draws at the hidden places."""
+    ) -> ResampledClips:
+        """Sample the masked tokens from the model; `rows` are their hidden states, R D."""
         chunks = self.head.chunks(len(rows))
-        filled, wrong = resample_masked(
+        tokens, wrong = resample_masked(
             self.head.logits, chunks, rows.detach(), masked, clips.tokens, noise, temperature
         )
-        return Challenge(clips.of_tokens(filled), words, masked, wrong)
+        return ResampledClips(clips.replace_tokens(tokens), text, masked, wrong)
 
-    def scores(self, clips: Clips, words: TextEmbeddings) -> Tensor:
-        """How wrong each token looks to the critic, B N 1."""
+    def score_tokens(self, clips: Clips, text: TextEmbeddings) -> Tensor:
+        """The critic's scores, B N 1, high = looks wrong."""
         assert self.critic is not None
         if isinstance(self.critic, TokenCritic):
-            return self.critic(clips, words)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns("generator")):
-            hidden = self.hidden(clips, words)
+            return self.critic(clips, text)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained("generator")):
+            hidden = self.compute_hidden(clips, text)
         return self.critic(hidden)
 
-    def forward(self, batch: Batch, noise: Noise) -> Played:
-        clips = self.clips(batch)
-        played = Played(None, None)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns("generator")):
-            words = self.words(batch, noise, drop=self.training)
-            masked, rows = self.predict(clips, words, noise)
-            if self.learns("generator"):
+    def forward(self, batch: Batch, noise: Noise) -> PlayerInputs:
+        clips = self.get_clips(batch)
+        shared = PlayerInputs()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained("generator")):
+            text = self.encode_text(batch, noise, drop=self.training)
+            masked, rows = self.predict(clips, text, noise)
+            if self.is_trained("generator"):
                 targets = clips.tokens.flatten().index_select(0, masked.rows)
                 loss, correct = self.head(rows, targets, masked.weights)
-                played.scored = MaskedLoss(loss, correct, masked.weights.sum())
-            if self.learns("critic"):
-                played.challenge = self.challenge(clips, words, masked, rows, noise)
-        if played.scored is not None and played.challenge is not None and self.config.critic == "self":
-            scores = self.scores(played.challenge.clips, words)
-            played.scored.critic = sum_critic_loss(scores, masked, played.challenge.wrong)
-        return played
+                shared.generator = MaskedLoss(loss, correct, masked.weights.sum())
+            if self.is_trained("critic"):
+                shared.critic = self.resample_masked(clips, text, masked, rows, noise)
+        if shared.generator is not None and shared.critic is not None and self.config.critic == "self":
+            scores = self.score_tokens(shared.critic.clips, text)
+            shared.generator.critic = sum_critic_loss(scores, masked, shared.critic.wrong)
+        return shared
 
-    def loss(self, player: str, shared: Played) -> Loss:
-        if player == "critic":
-            found = shared.challenge
-            assert found is not None
-            return score_critic(self.scores(found.clips, found.words.detach()), found.masked, found.wrong).loss()
-        assert shared.scored is not None
-        return shared.scored.loss(self.config.critic_weight)
+    def loss(self, player: str, shared: PlayerInputs) -> Loss:
+        if player == "generator":
+            assert shared.generator is not None
+            return shared.generator.loss(self.config.critic_weight)
+        resampled = shared.critic
+        assert resampled is not None
+        scores = self.score_tokens(resampled.clips, resampled.text.detach())
+        return score_critic(scores, resampled.masked, resampled.wrong).loss()
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
-        """`loss` is the first player's; a critic that trains beside the generator is told under its name."""
+        """Named means; those of a critic that trains beside the generator are under `critic/`."""
         shared = self(batch, noise)
         means: dict[str, Mean] = {}
         for player in self.players:
-            found = self.loss(player, shared)
+            loss = self.loss(player, shared)
             prefix = "" if player == self.players[0] else f"{player}/"
-            means |= {prefix + name: mean for name, mean in {"loss": found.total, **found.terms}.items()}
+            means |= {prefix + name: mean for name, mean in {"loss": loss.total, **loss.terms}.items()}
         return means
 
     # sampling ------------------------------------------------------------------------------------------------------
@@ -230,42 +225,38 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
         return options.overlap
 
     def sample(self, prompts: Prompts, options: PhenakiSample) -> Tensor:
-        return draw(self, prompts, options, self.critic)
+        return sample_clips(self, prompts, options, self.critic)
+
+    # caching, compilation, checkpoints -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        """Tokens, which frames are real (for clips), and the text where its encoder is frozen."""
-        made = {"tokens": self.tokens(batch), **compute_cached_text(self.text, batch)}
+        fields = {"tokens": self.get_tokens(batch), **compute_cached_text(self.text, batch)}
         if self.shape.frames > 1:
-            mask = batch.frame_mask
-            whole = torch.ones(len(batch), self.shape.frames, dtype=torch.bool, device=batch.slots.device)
-            made["frame_mask"] = whole if mask is None else mask
-        return made
+            all_real = torch.ones(len(batch), self.shape.frames, dtype=torch.bool, device=batch.slots.device)
+            fields["frame_mask"] = all_real if batch.frame_mask is None else batch.frame_mask
+        return fields
 
-    # how the outside treats it -------------------------------------------------------------------------------------
+    def _networks(self) -> list[PhenakiNetwork]:
+        return [self.network, *([self.critic.network] if isinstance(self.critic, TokenCritic) else [])]
 
     def compile_targets(self) -> list[nn.Module]:
-        critic = [self.critic.network] if isinstance(self.critic, TokenCritic) else []
-        return [
-            self.network,
-            self.head.softmax,
-            *critic,
-            *(self.text.compile_targets() if self.text is not None else []),
-        ]
+        text = self.text.compile_targets() if self.text is not None else []
+        return [*self._networks(), self.head.softmax, *text]
 
     def blocks(self) -> list[nn.Module]:
-        networks = [self.network, *([self.critic.network] if isinstance(self.critic, TokenCritic) else [])]
-        return [block for network in networks for block in network.transformer.blocks]
+        return [block for network in self._networks() for block in network.transformer.blocks]
 
     def assets(self) -> dict[str, str]:
-        words = self.text.assets() if self.text is not None else {}
-        return words if self.critic is not None or self.config.critic == "none" else words | {ASSET: "none"}
+        assets = self.text.assets() if self.text is not None else {}
+        lost_critic = self.critic is None and self.config.critic != "none"
+        return assets | {CRITIC_ASSET: "none"} if lost_critic else assets
 
     def remap_init(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-        """A critic that is not trained here comes from there as a whole, or there is none."""
-        if self.critic is not None and not self.learns("critic"):
-            own = {f"critic.{name}": value.shape for name, value in self.critic.state_dict().items()}
-            if any(name not in weights or weights[name].shape != shape for name, shape in own.items()):
+        """Drop a critic that is not trained here if the initial weights do not hold all of it."""
+        if self.critic is not None and not self.is_trained("critic"):
+            shapes = {f"critic.{name}": value.shape for name, value in self.critic.state_dict().items()}
+            if any(name not in weights or weights[name].shape != shape for name, shape in shapes.items()):
                 self.note(f"{where} has no critic={self.config.critic} of this shape: clips are drawn without one")
                 self.critic = None
         return weights

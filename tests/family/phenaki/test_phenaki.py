@@ -1,4 +1,4 @@
-"""Phenaki's training: what is hidden, what is scored, what is padding, what conditions it."""
+"""Phenaki's training: masking, scoring, padding, conditions."""
 
 import pytest
 import torch
@@ -27,13 +27,15 @@ def test_found_by_name():
 
 
 @pytest.mark.parametrize("bias", [1.0, 3.0])
-def test_loss_is_that_of_all_logits_at_hidden_places(make, batch, noise, bias):
+def test_loss_is_the_cross_entropy_of_masked_tokens(make, batch, noise, bias):
     task = make(label_smoothing=0.1, mask_bias=bias).eval()
-    found, words = task.clips(batch), task.words(batch, noise, drop=False)
+    found, words = task.get_clips(batch), task.encode_text(batch, noise, drop=False)
     assert found.tokens.shape == (4, 12)
     assert found.keep is None
     mask = mask_tokens(noise, 12, bias=bias).mask
-    logits = task.head.logits(task.hidden(found.of_tokens(found.tokens.masked_fill(mask, task.mask_id)), words))
+    logits = task.head.logits(
+        task.compute_hidden(found.replace_tokens(found.tokens.masked_fill(mask, task.mask_id)), words)
+    )
     expected = F.cross_entropy(logits[mask], found.tokens[mask], label_smoothing=0.1)
     loss = task.loss("generator", task(batch, noise))
     torch.testing.assert_close(loss.total.value(), expected)
@@ -41,11 +43,11 @@ def test_loss_is_that_of_all_logits_at_hidden_places(make, batch, noise, bias):
     torch.testing.assert_close(loss.terms["accuracy"].value(), right)
 
 
-def test_hidden_tokens_cannot_be_seen(make, batch, noise):
+def test_masked_tokens_are_invisible(make, batch, noise):
     task = make().eval()
-    found, words = task.clips(batch), task.words(batch, noise, drop=False)
+    found, words = task.get_clips(batch), task.encode_text(batch, noise, drop=False)
     mask = mask_tokens(noise, 12).mask
-    changed = found.of_tokens(torch.where(mask, (found.tokens + 3) % VOCABULARY, found.tokens))
+    changed = found.replace_tokens(torch.where(mask, (found.tokens + 3) % VOCABULARY, found.tokens))
     a, b = (task.predict(c, words, noise)[1] for c in (found, changed))
     assert torch.equal(a, b)
 
@@ -69,16 +71,19 @@ def mixed() -> tuple[Batch, list[Batch]]:
 def test_an_image_in_a_batch_of_clips_is_as_it_is_alone(make):
     task = make().eval()
     together, alone = mixed()
-    found = task.clips(together)
-    words = task.words(together, Noise(1, 2, together.slots), drop=False)
-    hidden = task.hidden(found, words)
+    found = task.get_clips(together)
+    words = task.encode_text(together, Noise(1, 2, together.slots), drop=False)
+    hidden = task.compute_hidden(found, words)
     for row, single in enumerate(alone):
-        own = task.clips(single)
+        own = task.get_clips(single)
         assert own.keep is None
         length = own.tokens.shape[1]
         assert found.keep[row].sum() == length
         torch.testing.assert_close(
-            hidden[row, :length], task.hidden(own, task.words(single, None, drop=False))[0], atol=1e-5, rtol=1e-4
+            hidden[row, :length],
+            task.compute_hidden(own, task.encode_text(single, None, drop=False))[0],
+            atol=1e-5,
+            rtol=1e-4,
         )
 
 
@@ -100,7 +105,7 @@ def test_losses_of_padded_clips_are_the_sums_of_their_own(make, critic):
 def test_padding_is_neither_hidden_scored_nor_seen(make, noise):
     task = make(critic="self")
     together, _ = mixed()
-    found = task.clips(together)
+    found = task.get_clips(together)
     noise = Noise(1, 2, together.slots)
     masked = mask_tokens(noise, 12, found.keep)
     assert not (masked.mask & ~found.keep).any()
@@ -108,12 +113,12 @@ def test_padding_is_neither_hidden_scored_nor_seen(make, noise):
     changed = Batch(together.slots, together.pixels.clone(), together.frame_mask, captions=together.captions)
     changed.pixels[~together.frame_mask] = 255
     assert torch.equal(value(task, together, noise), value(task, changed, noise))
-    assert not torch.equal(task.tokens(together), task.tokens(changed))  # the padding did differ
+    assert not torch.equal(task.get_tokens(together), task.get_tokens(changed))  # the padding did differ
 
 
 def test_a_frame_mask_that_is_not_of_this_clip_is_refused(make, noise):
     batch = Batch(noise.slots, tokens=clips(4), frame_mask=torch.ones(4, 3, dtype=torch.bool), captions=CAPTIONS[:4])
-    with pytest.raises(InputError, match="3 frames stands for 2 token times, and the tokens have 3"):
+    with pytest.raises(InputError, match="3 frames stands for 2 latent frames, and the tokens have 3"):
         make()(batch, noise)
 
 
@@ -251,7 +256,7 @@ def test_positions_make_nothing_of_the_size_of_all_pairs(make, rotary):
 def test_memory_of_the_text_is_the_text(make):
     task = make().eval()
     tokens = clips(2).flatten(1)
-    words = task.words(Batch(torch.arange(2), captions=CAPTIONS[:2]), None, drop=False)
+    words = task.encode_text(Batch(torch.arange(2), captions=CAPTIONS[:2]), None, drop=False)
     cached = task.network(tokens, None, None, words.mask, None, task.network.memory(words))
     torch.testing.assert_close(cached, task.network(tokens, None, *words))
 
@@ -292,7 +297,7 @@ def test_vqgan_is_a_codec_of_clips_frame_by_frame(make):
     assert task.grid == (4, 2, 2)
     batch = Batch(torch.arange(2), pixels=torch.randint(0, 256, (2, 4, 3, 8, 8), dtype=torch.uint8))
     batch.captions, batch.frame_mask = CAPTIONS[:2], torch.tensor([[True] * 4, [True, True, False, False]])
-    assert task.clips(batch).keep.sum(1).tolist() == [16, 8]
+    assert task.get_clips(batch).keep.sum(1).tolist() == [16, 8]
     value(task, batch, Noise(0, 0, batch.slots)).backward()
 
 
@@ -307,7 +312,7 @@ def test_every_parameter_gets_a_gradient(make, batch, noise, keys):
     assert player_parameters(task, "generator").keys() == dict(task.named_parameters()).keys()
 
 
-def test_how_the_outside_treats_it(make):
+def test_blocks_compile_targets_and_assets(make):
     task = make(critic="network")
     assert set(task.blocks()) == {*task.network.transformer.blocks, *task.critic.network.transformer.blocks}
     assert {task.network, task.critic.network, task.head.softmax, task.text.transformer} == set(task.compile_targets())
@@ -348,9 +353,9 @@ def test_what_does_not_fit_is_refused(make):
         make(sample={"overlap": 2})
     for keys, message in (
         ({"only": "generator"}, "critic=none"),
-        ({"only": "critic", "critic": "self"}, "needs init"),
-        ({"critic": "self", "critic_depth": 2}, "critic_depth is read with critic=network only"),
-        ({"critic": "network", "critic_weight": 2.0}, "critic_weight is read with critic=self only"),
+        ({"only": "critic", "critic": "self"}, "needs a trained generator: name it with init"),
+        ({"critic": "self", "critic_depth": 2}, "critic_depth has no effect with critic=self: .*critic=network"),
+        ({"critic": "network", "critic_weight": 2.0}, "critic_weight has no effect with critic=network: .*critic=self"),
         ({"critic": "network", "critic_heads": 5}, "multiple of 2 × heads"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Token critics: a head on the generator, a network beside it, and a stage of its own. And who of them trains."""
+"""Token critics: a head on the generator, a separate network, a separate stage; and which parts train."""
 
 import pytest
 import torch
@@ -43,29 +43,29 @@ GENERATOR, CRITIC = {"network", "head", "text"}, {"critic"}
         ({"critic": "self", "only": "critic", "init": "x"}, ("critic",), CRITIC),
     ],
 )
-def test_who_trains_moves_and_who_does_not_stays(make, batch, keys, players, learning):
-    task = make(caption_dropout=0.5, **keys)  # so that the null text is met in two steps
+def test_only_trained_parameters_change(make, batch, keys, players, learning):
+    task = make(caption_dropout=0.5, **keys)  # so that two steps include the null text
     assert task.players == players
     owned = {name for player in players for name in player_parameters(task, player)}
     assert {name.partition(".")[0] for name in owned} == learning
     before = weights(task)
     step_once(task, batch)
     assert moved(task, before) == owned
-    assert task_state_dict(task).keys() >= before.keys()  # what rests is saved all the same: sampling needs it
+    assert task_state_dict(task).keys() >= before.keys()  # untrained parts are saved too: sampling needs them
 
 
-def test_what_rests_has_no_dropout(make, batch, noise):
+def test_untrained_parts_have_no_dropout(make, batch, noise):
     task = make(critic="network", only="critic", init="x", dropout=0.5, critic_depth=1)
     task.train()
     assert task.critic.training
     assert not task.network.training
-    first, second = (task(batch, noise).challenge.clips.tokens for _ in range(2))
+    first, second = (task(batch, noise).critic.clips.tokens for _ in range(2))
     assert torch.equal(first, second)
     found = task.loss("critic", task(batch, noise))
     assert not torch.equal(found.total.sum, task.loss("critic", task(batch, noise)).total.sum)
 
 
-def test_the_critics_loss_teaches_the_critic_alone(make, batch, noise):
+def test_the_critics_loss_reaches_only_the_critic(make, batch, noise):
     task = make(critic="network")
     shared = task(batch, noise)
     task.loss("critic", shared).total.value().backward()
@@ -77,13 +77,13 @@ def test_the_critics_loss_teaches_the_critic_alone(make, batch, noise):
 
 
 @pytest.mark.parametrize("keys", [{"critic": "network"}, {"critic": "self", "only": "critic", "init": "x"}])
-def test_labels_lie_at_hidden_places_alone(make, batch, noise, keys):
+def test_only_masked_tokens_have_labels(make, batch, noise, keys):
     task = make(**keys).eval()
     shared = task(batch, noise)
-    filled, tokens, mask = shared.challenge.clips, task.clips(batch).tokens, mask_tokens(noise, 12).mask
+    filled, tokens, mask = shared.critic.clips, task.get_clips(batch).tokens, mask_tokens(noise, 12).mask
     assert torch.equal(filled.tokens[~mask], tokens[~mask])
     assert (filled.tokens < task.mask_id).all()
-    scores = task.scores(filled, shared.challenge.words)[..., 0]
+    scores = task.score_tokens(filled, shared.critic.text)[..., 0]
     expected = F.binary_cross_entropy_with_logits(scores[mask], (filled.tokens != tokens)[mask].float())
     found = task.loss("critic", shared)
     torch.testing.assert_close(found.total.value(), expected)
@@ -95,14 +95,14 @@ def test_a_self_critic_is_part_of_the_generators_loss(make, batch, noise):
     task = make(critic="self", critic_weight=0.5).eval()
     shared = task(batch, noise)
     found = task.loss("generator", shared)
-    tokens, mask = task.clips(batch).tokens, mask_tokens(noise, 12).mask
-    scores = task.scores(shared.challenge.clips, shared.challenge.words)[..., 0]
-    expected = F.binary_cross_entropy_with_logits(scores[mask], (shared.challenge.clips.tokens != tokens)[mask].float())
+    tokens, mask = task.get_clips(batch).tokens, mask_tokens(noise, 12).mask
+    scores = task.score_tokens(shared.critic.clips, shared.critic.text)[..., 0]
+    expected = F.binary_cross_entropy_with_logits(scores[mask], (shared.critic.clips.tokens != tokens)[mask].float())
     torch.testing.assert_close(found.terms["critic"].value(), expected)
     torch.testing.assert_close(found.total.value(), found.terms["cross_entropy"].value() + 0.5 * expected)
 
 
-def test_padding_is_never_judged(make):
+def test_padding_is_never_scored(make):
     task = make(critic="network").eval()
     batch = batch_of(4)
     batch.frame_mask = torch.arange(5)[None] < torch.tensor([[1], [1], [3], [5]])
@@ -155,7 +155,7 @@ def test_a_stage_learns_and_its_generator_does_not_move(generator):
     assert not any(name.startswith("generator") for name in critic.state_dict())
 
 
-def test_a_stage_judges_as_a_critic_inside_would(make, generator, batch, noise):
+def test_a_critic_stage_equals_a_critic_inside_the_generator(make, generator, batch, noise):
     inside = make(critic="network", critic_depth=1)
     inside.load_state_dict(generator.state_dict() | inside.critic.state_dict(prefix="critic."))
     outside = make_critic(generator)
@@ -201,7 +201,7 @@ def test_a_critic_decides_what_is_drawn_again_and_can_be_left_out(make, kind):
     without = task.sample(prompts(), options.model_copy(update={"critic": False}))
     assert not torch.equal(drawn, without)
     with torch.no_grad():
-        score.weight.neg_()  # a critic of the opposite opinion
+        score.weight.neg_()  # the opposite scores
     assert not torch.equal(drawn, task.sample(prompts(), options))
     assert torch.equal(without, task.sample(prompts(), options.model_copy(update={"critic": False})))
     if kind == "stage":
@@ -209,7 +209,7 @@ def test_a_critic_decides_what_is_drawn_again_and_can_be_left_out(make, kind):
 
 
 @pytest.mark.parametrize("kind", ["self", "network"])
-def test_a_critic_that_has_learned_nothing_has_no_part_in_drawing(make, kind):
+def test_an_untrained_critic_is_not_used(make, kind):
     def unlike(**keys) -> bool:
         task = make(critic=kind, only="generator", **keys).eval()
         drawn, without = (task.sample(prompts(), PhenakiSample(steps=5, critic=asked)) for asked in (True, False))
@@ -220,7 +220,7 @@ def test_a_critic_that_has_learned_nothing_has_no_part_in_drawing(make, kind):
 
 
 @pytest.mark.parametrize("kind", ["self", "network"])
-def test_a_critic_that_init_does_not_hold_has_no_part_in_drawing(make, kind):
+def test_a_critic_missing_from_init_is_not_used(make, kind):
     keys = {"critic": kind, "only": "generator", "init": "x"}
 
     def steered(task) -> bool:
@@ -250,17 +250,17 @@ def test_a_critic_that_init_does_not_hold_has_no_part_in_drawing(make, kind):
 
 
 @pytest.mark.parametrize("kind", ["self", "network"])
-def test_critics_read_the_text_from_memory_as_from_words(make, kind, codec):
-    """The scores in sampling are those of training, at the same tokens and words."""
+def test_scores_in_sampling_equal_those_in_training(make, kind, codec):
+    """With cached keys and values of the text, at the same tokens."""
     task = make(critic=kind).eval()
     from kineograph.family.phenaki.network import Clips
-    from kineograph.family.phenaki.sampling import Drawing
+    from kineograph.family.phenaki.sampling import WindowSampler
 
-    drawing = Drawing(task, prompts(), PhenakiSample(), task.critic, (8, 8))
+    sampler = WindowSampler(task, prompts(), PhenakiSample(), task.critic, (8, 8))
     tokens = codec.encode(batch_of(4).video).flatten(1)
     with torch.no_grad():
-        found = drawing.judge((3, 2, 2))(tokens, 0)
-        expected = task.scores(Clips(tokens, (3, 2, 2)), drawing.words)[..., 0]
+        found = sampler.make_critic((3, 2, 2))(tokens, 0)
+        expected = task.score_tokens(Clips(tokens, (3, 2, 2)), sampler.text)[..., 0]
     torch.testing.assert_close(found, expected)
 
 

@@ -1,4 +1,4 @@
-"""Drawing clips: captions, guidance, given frames, other sizes, clips that go on past the trained length."""
+"""Sampling clips: captions, guidance, primes, other sizes, clips longer than trained."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.family.phenaki import PhenakiSample
-from kineograph.family.phenaki.sampling import lengths, overlap_of
+from kineograph.family.phenaki.sampling import choose_overlap, count_new_frames
 
 from .conftest import CAPTIONS, ClipCodec, batch_of, train
 
@@ -19,7 +19,7 @@ def prompts(rows: int = 4, seed: int = 0, first: int = 0, **keys) -> Prompts:
 
 @pytest.fixture
 def sharp(make):
-    """A generator with opinions."""
+    """A generator with confident predictions."""
 
     def sharp(**keys):
         task = make(**keys).eval()
@@ -43,7 +43,7 @@ def learned(task, batch: Batch):
     return task
 
 
-def test_overfits_clips_and_draws_what_their_captions_ask_for(make, codec, two):
+def test_overfitted_clips_follow_their_captions(make, codec, two):
     task = learned(make(width=64, heads=4, depth=1), two)
     options = PhenakiSample(steps=6, guidance=2.0, temperature=0.5, noise=1.0)
     wanted = codec.encode(two.video)
@@ -55,7 +55,7 @@ def test_overfits_clips_and_draws_what_their_captions_ask_for(make, codec, two):
         assert found.min() > 0.85, found
 
 
-def test_pixels_are_in_range_and_the_clip_is_whole(make):
+def test_pixels_are_in_range_and_the_clip_is_complete(make):
     drawn = make().eval().sample(prompts(3), PhenakiSample(steps=4))
     assert drawn.shape == (3, 5, 3, 8, 8)
     assert 0 <= float(drawn.min()) <= float(drawn.max()) <= 1
@@ -88,10 +88,10 @@ def test_every_option_of_sampling_does_something(sharp, change):
     assert not torch.equal(task.sample(prompts(), base), task.sample(prompts(), base.model_copy(update=change)))
 
 
-def test_guidance_is_one_forward_a_step_with_the_text_read_once(make):
+def test_guidance_runs_one_forward_per_step_and_encodes_the_text_once(make):
     task = make().eval()
     calls = []
-    inner, read = task.network.forward, task.network.context
+    inner, read = task.network.forward, task.network.project_text
 
     def spy(tokens, grid, text, mask, keep, memory):
         calls.append((tokens.shape[0], text, keep, memory[0][0].shape[0]))
@@ -99,7 +99,7 @@ def test_guidance_is_one_forward_a_step_with_the_text_read_once(make):
 
     texts = []
     task.network.forward = spy
-    task.network.context = lambda text: texts.append(text) or read(text)
+    task.network.project_text = lambda text: texts.append(text) or read(text)
     task.sample(prompts(3, frames=11), PhenakiSample(steps=4))
     assert calls == [(6, None, None, 6)] * 12  # three windows of four steps
     assert len(texts) == 1
@@ -108,12 +108,12 @@ def test_guidance_is_one_forward_a_step_with_the_text_read_once(make):
     assert calls == [(3, None, None, 3)] * 4
 
 
-def test_guidance_leads_away_from_the_null_text_or_a_negative_prompt(sharp):
+def test_guidance_uses_the_null_text_or_a_negative_prompt(sharp):
     task, options = sharp(), PhenakiSample(steps=4, guidance=4.0)
     plain = task.sample(prompts(), options)
     assert not torch.equal(plain, task.sample(prompts(negative=["a blue one"] * 4), options))
     assert torch.equal(plain, task.sample(prompts(negative=[""] * 4), options))  # an empty negative is the null text
-    same = task.sample(prompts(negative=CAPTIONS[:4]), options)  # away from and towards the same: no guidance at all
+    same = task.sample(prompts(negative=CAPTIONS[:4]), options)  # equal prompts cancel: no guidance
     assert torch.equal(same, task.sample(prompts(), options.model_copy(update={"guidance": 1.0})))
 
 
@@ -129,7 +129,7 @@ def test_unconditional_and_given_embeddings(sharp):
     assert not torch.equal(*drawn)
 
 
-# given frames
+# primes
 
 
 @pytest.mark.parametrize("given", [1, 3])
@@ -145,25 +145,25 @@ def test_prime_frames_are_kept_exactly_and_condition_the_rest(sharp, codec, give
     assert not torch.equal(drawn[:, given:], other[:, given:])
 
 
-def test_a_model_that_knows_clips_goes_on_with_the_one_that_is_begun(make, codec, two):
-    """Without captions: only the given frames can say which of the clips it is."""
+def test_an_overfitted_model_continues_the_primed_clip(make, codec, two):
+    """Without captions: only the prime tells the clips apart."""
     task = learned(make(width=64, heads=4, depth=1, text={"kind": "none"}), two)
     options = PhenakiSample(steps=4, temperature=0.3, noise=0.0)
     drawn = task.sample(prompts(2, captions=None, prime=two.video[:, :1]), options)
     assert (codec.encode(drawn) == codec.encode(two.video)).float().mean() > 0.85
 
 
-def test_a_prime_that_does_not_fit_is_refused_with_what_does(make):
+def test_a_prime_that_does_not_fit_is_refused(make):
     task, clip = make().eval(), batch_of(4, times=4).video
     for prime, message in (
         (clip[:, :2], "use 1 \\+ 2k frames"),
-        (clip[:, :5], "prime has 5 frames and 5 are drawn at a time: give fewer"),
+        (clip[:, :5], "prime has 5 frames and a window has 5: give fewer"),
         (clip[:2, :3], "4 clips of 8 × 8"),
         (clip[:, :3, :, :4], "8 × 8 pixels"),
     ):
         with pytest.raises(InputError, match=message):
             task.sample(prompts(prime=prime), PhenakiSample(steps=2))
-    with pytest.raises(InputError, match="prime has 3 frames and 3 are drawn"):
+    with pytest.raises(InputError, match="prime has 3 frames and a window has 3"):
         task.sample(prompts(prime=clip[:, :3], frames=3), PhenakiSample(steps=2))
 
 
@@ -183,7 +183,7 @@ def test_sizes_that_the_codec_does_not_take_are_refused(make):
             task.sample(prompts(**keys), PhenakiSample(steps=2))
     image = make(frames=1).eval()
     assert image.sample(prompts(), PhenakiSample(steps=2)).shape == (4, 1, 3, 8, 8)
-    with pytest.raises(InputError, match=r"draws 1 frame at a time, .*data\.frames"):
+    with pytest.raises(InputError, match=r"clips of 1 frame and cannot continue them: .*data\.frames"):
         image.sample(prompts(frames=5), PhenakiSample(steps=2))
 
 
@@ -212,8 +212,8 @@ def test_each_window_begins_with_the_last_frames_of_the_clip(sharp, codec, overl
         assert torch.equal(prime, long[:, end - prime.shape[1] : end])
 
 
-def test_windows_draw_other_numbers_and_follow_what_came_before(make):
-    """A network that sees nothing draws each window anew; with equal noise all windows would look alike."""
+def test_every_window_has_its_own_noise(make):
+    """With a head of zeros only the noise decides: with equal noise all windows would be equal."""
     task = make(text={"kind": "none"}).eval()
     with torch.no_grad():
         task.head.weight.zero_()
@@ -232,15 +232,15 @@ def test_a_prime_and_more_frames_than_trained(sharp, codec):
 
 def test_overlap_is_checked_and_has_a_default(make):
     shape, codec = Shape(17, 8, 8, 3, 8.0), ClipCodec()
-    assert overlap_of(codec, shape, PhenakiSample()) == 7
-    assert overlap_of(codec, shape, PhenakiSample(overlap=13)) == 13
-    assert overlap_of(ClipCodec(pair=16), shape, PhenakiSample()) == 1
+    assert choose_overlap(codec, shape, PhenakiSample()) == 7
+    assert choose_overlap(codec, shape, PhenakiSample(overlap=13)) == 13
+    assert choose_overlap(ClipCodec(pair=16), shape, PhenakiSample()) == 1
     for wrong in (2, 17, 19):
         with pytest.raises(ConfigError, match=f"sample.overlap={wrong} does not fit windows of 17 frames"):
-            overlap_of(codec, shape, PhenakiSample(overlap=wrong))
-    assert lengths(17, 17, 5) == []
-    assert lengths(41, 17, 5) == [12, 12]
-    assert lengths(19, 17, 5) == [2]
+            choose_overlap(codec, shape, PhenakiSample(overlap=wrong))
+    assert count_new_frames(17, 17, 5) == []
+    assert count_new_frames(41, 17, 5) == [12, 12]
+    assert count_new_frames(19, 17, 5) == [2]
     with pytest.raises(ConfigError, match=r"sample\.overlap=4"):
         make().sample(prompts(frames=9), PhenakiSample(steps=2, overlap=4))
 
