@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.core.errors import InputError
+from kineograph.core.run_folder import read_json
 from kineograph.train.config import WandbConfig
 from kineograph.train.metrics_file import Record
 from kineograph.train.phases import phase_of
@@ -33,7 +33,7 @@ class Tracker(Protocol):
         """Log a record of metrics.jsonl."""
 
     def log_media(self, step: int, name: str, path: Path, caption: str = "") -> None:
-        """Log a picture or clip; `name` is `<stage>/<what>`."""
+        """Log a PNG or a GIF; `name` is `<stage>/<what>`."""
 
     def log_checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
         """Upload a complete checkpoint, if the tracker stores files."""
@@ -57,11 +57,9 @@ def open_trackers(
 
 
 def check_trackers(names: Collection[str]) -> None:
-    """Check that the trackers' packages can be imported, before anything is written."""
+    """Check that optional packages of trackers can be imported, before anything is written."""
     if "wandb" in names:
         _import_wandb()
-    if "tensorboard" in names:
-        _import_tensorboard()
 
 
 def _numbers(record: Record) -> Iterator[tuple[str, float]]:
@@ -72,15 +70,6 @@ def _numbers(record: Record) -> Iterator[tuple[str, float]]:
 
 
 # TensorBoard ---------------------------------------------------------------------------------------------------------
-
-
-def _import_tensorboard() -> Any:
-    try:
-        return importlib.import_module("torch.utils.tensorboard")
-    except ImportError as error:
-        raise InputError(
-            f"train.trackers names tensorboard, which cannot be imported ({error}): pip install tensorboard"
-        ) from None
 
 
 class TensorBoard:
@@ -94,12 +83,12 @@ class TensorBoard:
         self._writers: dict[str, Any] = {}
 
     def begin(self, stage: str, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         if stage in self._writers:
             self._writers.pop(stage).close()
         is_resumed = any((self.folder / stage).glob("events.*"))
-        self._writers[stage] = _import_tensorboard().SummaryWriter(
-            str(self.folder / stage), purge_step=step + 1 if is_resumed else None
-        )
+        self._writers[stage] = SummaryWriter(str(self.folder / stage), purge_step=step + 1 if is_resumed else None)
 
     def log(self, record: Record) -> None:
         writer = self._writer(record["stage"], record["step"])
@@ -107,10 +96,12 @@ class TensorBoard:
             writer.add_scalar(f"{record['stage']}/{record['split']}/{name}", value, record["step"])
 
     def log_media(self, step: int, name: str, path: Path, caption: str = "") -> None:
+        from PIL import Image
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        encoded, width, height = _encode_for_browser(Path(path))
-        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
+        with Image.open(path) as opened:
+            width, height = opened.size
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=path.read_bytes())
         writer = self._writer(name.partition("/")[0], step)
         writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
         if caption:
@@ -128,24 +119,6 @@ class TensorBoard:
         if stage not in self._writers:
             self.begin(stage, step - 1)
         return self._writers[stage]
-
-
-def _encode_for_browser(path: Path) -> tuple[bytes, int, int]:
-    """→ bytes, width and height of what TensorBoard's page can show: pictures and GIFs as they are, a video as a GIF."""
-    from PIL import Image
-
-    if path.suffix.lower() in (".png", ".gif", ".jpg", ".jpeg", ".webp"):
-        with Image.open(path) as image:
-            return path.read_bytes(), image.width, image.height
-    import av
-
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        fps = float(stream.average_rate or 8)
-        first, *rest = [frame.to_image() for frame in container.decode(stream)]
-    buffer = io.BytesIO()
-    first.save(buffer, format="GIF", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0)
-    return buffer.getvalue(), first.width, first.height
 
 
 # Weights & Biases ----------------------------------------------------------------------------------------------------
@@ -212,8 +185,8 @@ class WeightsAndBiases:
         self._log_once(f"{stage}/{split}/{phase_of(record)}", stage, step, numbers)
 
     def log_media(self, step: int, name: str, path: Path, caption: str = "") -> None:
-        is_video = Path(path).suffix.lower() in (".gif", ".mp4", ".webm")
-        media = (self._module.Video if is_video else self._module.Image)(str(path), caption=caption or None)
+        kind = self._module.Video if path.suffix == ".gif" else self._module.Image
+        media = kind(str(path), caption=caption or None)
         self._log_once(name, name.partition("/")[0], step, {name: media})
 
     def log_checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
@@ -248,11 +221,3 @@ class WeightsAndBiases:
         temporary = self._memory_file.with_suffix(".part")  # not flushed: a power cut costs a point logged twice
         temporary.write_text(json.dumps({"id": self._id, "reached": self._last_steps}), encoding="utf-8")
         os.replace(temporary, self._memory_file)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a small JSON file; empty if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}

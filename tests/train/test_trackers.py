@@ -186,36 +186,16 @@ def test_tensorboard_media(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path / "board")
-    still, moving, film = (
-        picture(tmp_path / "a.png"),
-        picture(tmp_path / "b.gif", moving=True),
-        _film(tmp_path / "c.mp4"),
-    )
-    for step, (name, path) in enumerate({"samples": still, "clips": moving, "films": film}.items()):
+    still, moving = picture(tmp_path / "a.png"), picture(tmp_path / "b.gif", moving=True)
+    for step, (name, path) in enumerate({"samples": still, "clips": moving}.items()):
         board.log_media(step, f"tokenizer/{name}", path, "a red 3")
     board.close()
     events = EventAccumulator(str(tmp_path / "board" / "tokenizer"), size_guidance={"images": 0})
     events.Reload()
     assert events.Images("tokenizer/samples")[0].encoded_image_string == still.read_bytes()
     assert events.Images("tokenizer/clips")[0].encoded_image_string == moving.read_bytes()
-    shown = events.Images("tokenizer/films")[0]
-    assert shown.encoded_image_string.startswith(b"GIF89a")
-    assert (shown.width, shown.height, shown.step) == (8, 6, 2)
+    assert events.Images("tokenizer/clips")[0].step == 1
     assert "tokenizer/samples/caption/text_summary" in events.Tags()["tensors"]
-
-
-def _film(path: Path) -> Path:
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 8, 6, "yuv420p"
-        for value in (0, 128, 255):
-            container.mux(
-                stream.encode(av.VideoFrame.from_ndarray(np.full((6, 8, 3), value, dtype=np.uint8), format="rgb24"))
-            )
-        container.mux(stream.encode(None))
-    return path
 
 
 # Weights & Biases ------------------------------------------------------------------------------------------------
