@@ -127,6 +127,15 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a small JSON file; empty if it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def sync_folder(path: Path) -> None:
     """Make renames inside this folder durable."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from kineograph.core import weight_cache
 from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import COLOURS, DIRECTIONS, PLACES, Facts, Figure
 
@@ -114,16 +114,9 @@ class Reader:
     @staticmethod
     def load(path: Path | str = WEIGHTS, device: torch.device | str = "cpu") -> Reader:
         """Load the shipped weights, or a file that tools/train_digit_reader.py wrote."""
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"{path} is not a readable safetensors file ({error}): write one with python tools/train_digit_reader.py"
-            ) from None
         net = ReaderNet()
         try:
-            net.load_state_dict(tensors)
+            net.load_state_dict(weight_cache.load(Path(path)))
         except RuntimeError as error:
             raise InputError(f"{path} does not hold this reader's weights: {error}") from None
         return Reader(net, device)

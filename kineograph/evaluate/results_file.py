@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from datetime import UTC, datetime
 from typing import Any
 
-from kineograph.core.run_folder import RunFolder, write_json
+from kineograph.core.run_folder import RunFolder, read_json, write_json
 from kineograph.evaluate.metric_api import Result
 
 FORMAT = 1
@@ -22,10 +21,7 @@ def checkpoint_key(stage: str, step: int) -> str:
 
 def read_results(run: RunFolder) -> Results:
     """All recorded results; {} where the file is missing or damaged."""
-    try:
-        results = json.loads((run.path / "evaluation.json").read_text(encoding="utf-8"))["results"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    results = read_json(run.path / "evaluation.json").get("results")
     return results if isinstance(results, dict) else {}
 
 

@@ -179,7 +179,7 @@ def _result_cell(
 def _best_loss(run: RunFolder, main: str, records: list[dict[str, Any]]) -> Cell:
     """The loss of the best checkpoint; else the lowest that was logged; else that of an evaluation."""
     best = checkpoint.read_best(run.checkpoints(main))
-    if best and _is_number(best.get("loss")):
+    if _is_number(best.get("loss")):
         return Cell(best["loss"], f"{best['loss']:.4g} @ step {best['step']:,}")
     held_out = [r for r in records if r["stage"] == main and r.get("split") == "validation"]
     losses = [r["loss"] for r in held_out if _is_number(r.get("loss"))]

@@ -74,7 +74,7 @@ def _read_run(path: Path) -> Row:
         state = "finished"
     elif run.stopped_marker.exists():
         state = "stopped"
-    best = checkpoint.read_best(run.checkpoints(stage)) or {}
+    best = checkpoint.read_best(run.checkpoints(stage))
     return Row(name, state, stage, step, planned[stage], best.get("loss"), _newest_accuracy(results), age)
 
 

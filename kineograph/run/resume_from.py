@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import InputError
-from kineograph.core.run_folder import RunFolder, write_atomic, write_json
+from kineograph.core.run_folder import RunFolder, read_json, write_atomic, write_json
 from kineograph.run.plan import drop_origin, make_plan, refuse_changes
 from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
 from kineograph.train.remote_checkpoint import download_checkpoint, install_checkpoint, is_remote
-from kineograph.train.trackers import read_json
 
 
 class _RemoteCheckpoint(NamedTuple):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kineograph.core import weight_cache
 from kineograph.core.capabilities import RemapsInit
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
@@ -107,7 +108,7 @@ def _copy_weights(task: Task, stage: StagePlan, loader: StageLoader, init: _Init
         _compare_codecs(init.checkpoint, stage, loader, note)
     else:
         assert init.file is not None
-        weights, vocabulary = checkpoint.read_safetensors(init.file), None
+        weights, vocabulary = weight_cache.load(init.file), None
     weights, misfits = _match_weights(task, stage, weights, vocabulary)
     own = task_state_dict(task)
     taken = {name: weights[name] for name in own if name not in misfits}

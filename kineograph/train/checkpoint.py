@@ -35,7 +35,7 @@ from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.core.errors import InputError, NotTrained, RunFailed
-from kineograph.core.run_folder import sync_folder, write_json
+from kineograph.core.run_folder import read_json, sync_folder, write_json
 
 DISK_REMEDY = "free disk space or fix the permissions"
 ONE_FILE, SHARDED = 1, 2  # formats of the manifest
@@ -94,15 +94,9 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         with _explain_removal(self.path):
-            return json.loads((self.path / "state.json").read_text(encoding="utf-8")) | self._phase_state()
-
-    def _phase_state(self) -> dict[str, Any]:
-        """phase.json. If it cannot be read, the phases of this step run again."""
-        try:
-            state = json.loads((self.path / "phase.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return state if isinstance(state, dict) else {}
+            state = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+        # If phase.json cannot be read, the phases of this step run again.
+        return state | read_json(self.path / "phase.json")
 
     @property
     def phase(self) -> Any:
@@ -351,7 +345,7 @@ def select(folder: Path, which: str | int = "last") -> Checkpoint:
         raise InputError(f"{folder}: every checkpoint is damaged ({steps})")
     if which == "best":
         best = read_best(folder)
-        if best is None:
+        if not best:
             raise InputError(
                 f"{folder} has no best checkpoint: it was trained without validation; use --checkpoint last"
             )
@@ -368,12 +362,9 @@ def select(folder: Path, which: str | int = "last") -> Checkpoint:
     return checkpoint_at(folder, step)
 
 
-def read_best(folder: Path) -> dict[str, Any] | None:
-    """Step and validation loss of the best checkpoint."""
-    try:
-        return json.loads((folder / "best.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def read_best(folder: Path) -> dict[str, Any]:
+    """Step and validation loss of the best checkpoint; empty if there is none."""
+    return read_json(folder / "best.json")
 
 
 def write_best(folder: Path, step: int, loss: float) -> None:
@@ -408,12 +399,3 @@ def remove_leftovers(folder: Path) -> None:
         for path in folder.iterdir():
             if path.name.startswith((".writing-", ".replaced-", ".removing-")):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read the weights of one safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} is not a readable safetensors file: {error}") from None

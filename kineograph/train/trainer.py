@@ -292,7 +292,7 @@ class Trainer:
     def _write_best(self, step: int | None, loss: float) -> None:
         """Write best.json. The best checkpoint of a run resumed from elsewhere may not be here: then there is none."""
         folder = self.hooks.checkpoints
-        if not distributed.is_first() or step is None or (checkpoint.read_best(folder) or {}).get("step") == step:
+        if not distributed.is_first() or step is None or checkpoint.read_best(folder).get("step") == step:
             return
         if step in checkpoint.saved_steps(folder):
             checkpoint.write_best(folder, step, loss)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kineograph.core import weight_cache
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.train import checkpoint
 
@@ -255,11 +256,11 @@ def test_foreign_names_are_not_checkpoints(tmp_path: Path) -> None:
 
 def test_reading_a_weights_file(tmp_path: Path) -> None:
     found = save(tmp_path, 1)
-    assert checkpoint.read_safetensors(found.path / "model.safetensors").keys() == TENSORS["model"].keys()
+    assert weight_cache.load(found.path / "model.safetensors").keys() == TENSORS["model"].keys()
     (tmp_path / "odd.safetensors").write_text("not one")
     for name in ("odd.safetensors", "gone.safetensors"):
         with pytest.raises(InputError, match=name):
-            checkpoint.read_safetensors(tmp_path / name)
+            weight_cache.load(tmp_path / name)
 
 
 def test_the_manifest_tells_sizes(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import kineograph.train.distributed_checkpoint  # noqa: F401  the same
+from kineograph.core import weight_cache
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.run_folder import RunFolder
 from kineograph.evaluate.run_summary import _count_parameters
@@ -131,7 +132,7 @@ def test_a_run_in_shards_is_exported_as_plain_files_and_counted(tmp_path: Path) 
     run.config_file.write_text("stages: {codec: {task: vqgan}}\n")
     run_ranks(2, lambda rank: save(run.checkpoints("codec"), 3, 2, "shard", rank))
     export_safetensors(run, tmp_path / "out")
-    back = checkpoint.read_safetensors(tmp_path / "out/codec.safetensors")
+    back = weight_cache.load(tmp_path / "out/codec.safetensors")
     assert all(torch.equal(back[name], value) for name, value in WHOLE.items())
     described = json.loads((tmp_path / "out/codec.json").read_text())
     assert described["sha256"] == checkpoint.flush_and_hash(tmp_path / "out/codec.safetensors")["sha256"]
