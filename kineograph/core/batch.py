@@ -79,6 +79,10 @@ class Batch:
                 changed[item.name] = {name: change(tensor) for name, tensor in value.items()}
         return replace(self, **changed)
 
+    def tensors(self) -> list[Tensor]:
+        values = [getattr(self, item.name) for item in fields(self)]
+        return [value for value in [*values, *self.extra.values()] if isinstance(value, Tensor)]
+
     def rows(self, indices: Sequence[int]) -> Batch:
         """These rows, in this order."""
         chosen = torch.tensor(indices)

@@ -167,7 +167,7 @@ class Loader:
             yield batch
             if kept is not None:
                 kept.append(batch)
-                size += _byte_size(batch)
+                size += sum(tensor.nbytes for tensor in batch.tensors())
                 kept = kept if size <= _CACHE_BYTES else None
         if kept is not None:
             self._fixed[key] = kept
@@ -295,17 +295,6 @@ def _hash_identity(identity: str) -> int:
     """A slot for an item that does not depend on the other items."""
     digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _byte_size(batch: Batch) -> int:
-    sizes: list[int] = []
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    batch.map(add)
-    return sum(sizes)
 
 
 # Worker processes -------------------------------------------------------------------------------------------------

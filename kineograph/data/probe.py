@@ -21,6 +21,7 @@ _THREADS = 16  # waits for the disk, not for the processor
 _PROGRESS_EVERY = 3.0  # seconds
 T = TypeVar("T")
 R = TypeVar("R")
+E = TypeVar("E", bound=Exception)
 
 
 def user_cache(folder: str, path: str, suffix: str) -> Path:
@@ -30,11 +31,18 @@ def user_cache(folder: str, path: str, suffix: str) -> Path:
     return home / "kineograph" / folder / f"{digest}{suffix}"
 
 
-def map_with_progress(function: Callable[[T], R], items: Sequence[T], message: str) -> Iterator[R]:
-    """Map over threads; print `message` with the counts every few seconds."""
+def map_with_progress(function: Callable[[T], R], items: Sequence[T], message: str, errors: type[E]) -> Iterator[R | E]:
+    """Map over threads; exceptions of type `errors` are results. Print `message` with the counts every few seconds."""
+
+    def try_item(item: T) -> R | E:
+        try:
+            return function(item)
+        except errors as error:
+            return error
+
     printed = time.monotonic()
     with ThreadPoolExecutor(_THREADS) as pool:
-        for done, result in enumerate(pool.map(function, items), 1):
+        for done, result in enumerate(pool.map(try_item, items), 1):
             yield result
             if time.monotonic() - printed > _PROGRESS_EVERY:
                 printed = time.monotonic()
@@ -48,15 +56,8 @@ def probe_all(
     cache_file = user_cache("extents", path, ".json")
     cached = _load_cache(cache_file)
     missing = [index for index, stamp in enumerate(stamps) if stamp not in cached]
-
-    def try_probe(index: int) -> MediaInfo | Unreadable:
-        try:
-            return probe(index)
-        except Unreadable as error:
-            return error
-
     message = label + ": {done:,} of {count:,} probed"
-    probed = dict(zip(missing, map_with_progress(try_probe, missing, message), strict=True))
+    probed = dict(zip(missing, map_with_progress(probe, missing, message, Unreadable), strict=True))
     results: list[MediaInfo | Unreadable] = [
         cached[stamp] if stamp in cached else probed[index] for index, stamp in enumerate(stamps)
     ]

@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from kineograph.core.errors import Unreadable
+from kineograph.core.run_folder import write_atomic
 from kineograph.data.probe import map_with_progress, user_cache
 from kineograph.data.shards import Shard
 
@@ -102,10 +103,7 @@ class TarIndex:
         texts = ("\0".join([self.stamp, self.problem, *self.suffixes]), "\0".join(self.keys))
         about, keys = (np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8) for text in texts)
         np.savez(buffer, version=_VERSION, about=about, keys=keys, members=self.members)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_bytes(buffer.getvalue())
-        os.replace(temporary, path)
+        write_atomic(path, buffer.getvalue())
 
     @staticmethod
     def load(path: Path) -> TarIndex:
@@ -174,14 +172,8 @@ def load_or_build_index(path: str) -> TarIndex:
 
 def index_shards(shards: Sequence[Shard]) -> list[TarIndex | OSError]:
     """Index all shards, several at a time."""
-
-    def try_index(shard: Shard) -> TarIndex | OSError:
-        try:
-            return load_or_build_index(shard.url)
-        except OSError as error:
-            return error
-
-    return list(map_with_progress(try_index, shards, "data.shards: {done} of {count} indexed"))
+    urls, message = [shard.url for shard in shards], "data.shards: {done} of {count} indexed"
+    return list(map_with_progress(load_or_build_index, urls, message, OSError))
 
 
 # Streams ----------------------------------------------------------------------------------------------------------

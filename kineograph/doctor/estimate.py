@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -239,6 +239,7 @@ def _describe_encoded(task: Task, stage: StagePlan) -> str | None:
 _CACHED = "kineo cache beforehand"
 _NO_AVERAGE = "train.ema.decay=0"
 _LOW_MEMORY = "train.optimizer=adamw_8bit"
+_CHECKPOINTING = (False, "light", "selective", True)  # values of train.checkpointing, from most memory to least
 
 
 def _memory_settings(trace: StepTrace, stage: StagePlan, target: Target, world: World) -> dict[str, dict[str, Any]]:
@@ -246,7 +247,7 @@ def _memory_settings(trace: StepTrace, stage: StagePlan, target: Target, world: 
     train = stage.train
     settings: dict[str, dict[str, Any]] = {}
     if trace.task.blocks():
-        for value in _leaner_values(train, "checkpointing", {False: 0, "light": 1, "selective": 2, True: 3}):
+        for value in _CHECKPOINTING[_CHECKPOINTING.index(train.checkpointing) + 1 :]:
             settings[f"train.checkpointing={str(value).lower()}"] = {"train.checkpointing": value}
     if target.device.type == "cuda" and target.precision == "fp32":
         settings["train.precision=bf16"] = {"train.precision": "bf16"}
@@ -272,13 +273,6 @@ def _memory_settings(trace: StepTrace, stage: StagePlan, target: Target, world: 
     return settings
 
 
-def _leaner_values(train: TrainConfig, key: str, leanness: dict[Any, int]) -> list[Any]:
-    """Values of a key that take less memory than its present one."""
-    annotation = TrainConfig.model_fields[key].annotation
-    known = {False, True} | {value for part in get_args(annotation) for value in get_args(part)}
-    return [value for value, rank in leanness.items() if value in known and rank > leanness[getattr(train, key)]]
-
-
 def _remove_part(memory: Memory, setting: str) -> Memory | None:
     """The memory with a setting that removes one part of it, which needs no trace; None for other settings."""
     if setting == _NO_AVERAGE:
@@ -289,15 +283,15 @@ def _remove_part(memory: Memory, setting: str) -> Memory | None:
 
 
 def _combine_settings(
-    estimate_stage: Estimate, settings: dict[str, dict[str, Any]], trace_with: Callable[..., StepTrace]
+    estimate: Estimate, settings: dict[str, dict[str, Any]], trace_with: Callable[..., StepTrace]
 ) -> tuple[tuple[str, ...], Memory] | None:
     """If no setting fits alone, add them up, largest saving first, until the stage fits; if need be with micro-batches of one."""
-    room = MAX_MEMORY_SHARE * estimate_stage.free
-    if estimate_stage.fits or any(memory.total <= room for memory in estimate_stage.savings.values()):
+    room = MAX_MEMORY_SHARE * estimate.free
+    if estimate.fits or any(memory.total <= room for memory in estimate.savings.values()):
         return None
     chosen: list[str] = []
     changes: dict[str, Any] = {}
-    for setting in estimate_stage.savings:
+    for setting in estimate.savings:
         if setting not in settings or any(key in changes for key in settings[setting]):
             continue
         chosen.append(setting)
@@ -305,10 +299,10 @@ def _combine_settings(
         memory = _remove_parts(trace_with(changes).memory, chosen)
         if memory.total <= room:
             return tuple(chosen), memory
-    if estimate_stage.micro > 1:
+    if estimate.micro > 1:
         memory = _remove_parts(trace_with(changes, 1).memory, chosen)
         if memory.total <= room:
-            return (*chosen, f"train.accumulate={estimate_stage.stage.train.accumulate * estimate_stage.micro}"), memory
+            return (*chosen, f"train.accumulate={estimate.stage.train.accumulate * estimate.micro}"), memory
     return None
 
 
@@ -321,30 +315,28 @@ def _remove_parts(memory: Memory, settings: list[str]) -> Memory:
 # Real steps ------------------------------------------------------------------------------------------------------
 
 
-def _add_speed(estimate_stage: Estimate, builder: PlanBuilder, data: StageData, flops: float) -> Estimate:
+def _add_speed(estimate: Estimate, builder: PlanBuilder, data: StageData, flops: float) -> Estimate:
     """Add the speed of a few real steps, or the reason why none was timed."""
-    if estimate_stage.target.is_hypothetical:
-        return replace(estimate_stage, not_timed="that device is not here")
-    parallel, mesh = (
-        estimate_stage.stage.train.parallel,
-        estimate_stage.stage.train.parallel.mesh_shape(*estimate_stage.world),
-    )
+    if estimate.target.is_hypothetical:
+        return replace(estimate, not_timed="that device is not here")
+    parallel = estimate.stage.train.parallel
+    mesh = parallel.mesh_shape(*estimate.world)
     if mesh.tensor * mesh.sequence * count_shards(parallel, mesh) > 1:
-        return replace(estimate_stage, not_timed="several processes share the model, and one alone cannot run it")
-    if not estimate_stage.largest_batch():
-        return replace(estimate_stage, not_timed="not even one sample fits in the memory of this device")
-    samples = min(estimate_stage.micro, estimate_stage.largest_batch())
-    if estimate_stage.device.type == "cpu":
-        seconds = flops / estimate_stage.micro / (EFFICIENCY * measure_matmul_flops())
+        return replace(estimate, not_timed="several processes share the model, and one alone cannot run it")
+    if not estimate.largest_batch():
+        return replace(estimate, not_timed="not even one sample fits in the memory of this device")
+    samples = min(estimate.micro, estimate.largest_batch())
+    if estimate.device.type == "cpu":
+        seconds = flops / estimate.micro / (EFFICIENCY * measure_matmul_flops())
         if seconds > SLOWEST_PROBE:
             reason = (
                 f"one sample would take about {seconds:.0f} s on this CPU; run kineo doctor on the machine that trains"
             )
-            return replace(estimate_stage, not_timed=reason)
+            return replace(estimate, not_timed=reason)
         samples = max(1, min(samples, int(PROBE_SECONDS / 2 / seconds)))
-    speed, peak = time_steps(builder, estimate_stage.stage, data, estimate_stage.device, samples, estimate_stage.micro)
-    if peak is not None and samples == estimate_stage.micro:
-        state = estimate_stage.memory.total - estimate_stage.memory.activations - estimate_stage.memory.text
-        memory = replace(estimate_stage.memory, activations=max(0, peak - state))
-        estimate_stage = replace(estimate_stage, memory=memory, measured=True)
-    return replace(estimate_stage, speed=speed)
+    speed, peak = time_steps(builder, estimate.stage, data, estimate.device, samples, estimate.micro)
+    if peak is not None and samples == estimate.micro:
+        state = estimate.memory.total - estimate.memory.activations - estimate.memory.text
+        memory = replace(estimate.memory, activations=max(0, peak - state))
+        estimate = replace(estimate, memory=memory, measured=True)
+    return replace(estimate, speed=speed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
-import platform
 import re
 import shutil
 import time
@@ -103,10 +102,6 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def describe_system() -> str:
-    return f"{platform.system()} {platform.release()}, {platform.machine()}"
 
 
 # Peak TFLOP/s of dense 16-bit matrix products, by the makers' data sheets; the first name that matches counts.

@@ -29,7 +29,8 @@ def report_environment(out: Callable[[str], None]) -> None:
     from kineograph import __version__
 
     line = _labelled(out)
-    line("kineograph", f"{__version__}, Python {platform.python_version()}, {machine.describe_system()}")
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    line("kineograph", f"{__version__}, Python {platform.python_version()}, {system}")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     driver = machine.driver_version()
     line("torch", f"{torch.__version__}, {cuda}" + (f", driver {driver}" if driver else ""))

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ def trace_step(
         for p in owned:
             p.grad = torch.zeros_like(p)
         counter = _AllocationCounter()
-        counter.ignore([*existing, *(p.grad for p in owned if p.grad is not None), *_tensors_in(batch)])
+        counter.ignore([*existing, *(p.grad for p in owned if p.grad is not None), *batch.tensors()])
         # Ignored: warnings about bf16 on CPUs, since no kernel runs. The last step, at which every player is active.
         with counter, warnings.catch_warnings(action="ignore"):
             stepper.accumulate_gradients(max(0, train.steps - 1), [batch])
@@ -203,8 +203,3 @@ def tensors_of(task: nn.Module) -> list[Tensor]:
     for stage in task.stages.values() if isinstance(task, Task) else ():
         found |= {id(tensor): tensor for tensor in tensors_of(stage)}
     return list(found.values())
-
-
-def _tensors_in(batch: Batch) -> list[Tensor]:
-    values = [getattr(batch, item.name) for item in fields(batch)]
-    return [value for value in [*values, *batch.extra.values()] if isinstance(value, Tensor)]

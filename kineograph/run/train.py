@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def train(
                 data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
         begun = any(checkpoint.saved_steps(folder.checkpoints(stage.name)) for stage in plan.stages)
         check_stages(plan, data, folder, building=not distributed.broadcast_object(begun))
-        with _lock(folder), _open_rank_log(folder) as rank_log:
+        with _lock(folder), closing(RankLog(folder.path)) as rank_log, rank_log.capture_warnings():
             opened = open_trackers(tracker_names, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
             trackers = dict(zip(tracker_names, opened, strict=False))
             note = rank_log.with_note(note)
@@ -125,16 +125,6 @@ def _lock(folder: RunFolder) -> Iterator[None]:
     with folder.lock() if distributed.is_first() else nullcontext():
         distributed.barrier()
         yield
-
-
-@contextmanager
-def _open_rank_log(folder: RunFolder) -> Iterator[RankLog]:
-    rank_log = RankLog(folder.path)
-    try:
-        with rank_log.capture_warnings():
-            yield rank_log
-    finally:
-        rank_log.close()
 
 
 def _train_stages(run: _Run, data: dict[str, StageData]) -> None:

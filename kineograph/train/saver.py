@@ -96,11 +96,6 @@ class Saver:
         while self._queue:
             self._queue.pop(0).result()
 
-    def is_idle(self) -> bool:
-        """Whether everything is written."""
-        self.check()
-        return not self._queue
-
     def __enter__(self) -> Saver:
         return self
 
