@@ -351,7 +351,7 @@ def import_(
     """
     from kineograph.interop.import_run import import_weights
 
-    print(import_weights(what, from_, run, link, lora, note=_print_to_stderr))
+    print(import_weights(what, from_, run, link, lora, _print_to_stderr))
 
 
 @app.command()
@@ -373,10 +373,7 @@ def export(
     """Write a run's weights for other tools: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
     from kineograph.interop.export_run import export_weights
 
-    paths = export_weights(
-        run, out, to, checkpoint=checkpoint, online=online, lora=lora, dtype=dtype, note=_print_to_stderr
-    )
-    for path in paths:
+    for path in export_weights(run, out, to, checkpoint, online, lora, dtype, _print_to_stderr):
         print(path)
 
 

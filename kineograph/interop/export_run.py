@@ -22,13 +22,13 @@ from torch import Tensor
 from kineograph.codec.causal_vae import CausalVAE
 from kineograph.codec.causal_vae_weights import CLASS as VAE
 from kineograph.codec.causal_vae_weights import config_to_diffusers, weights_to_diffusers
+from kineograph.core.atomic_folder import check_unoccupied, write_atomically
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder, write_json
 from kineograph.core.weight_files import DIFFUSERS_STEM, write_weights
 from kineograph.family.cogvideox.diffusers_weights import CLASS as TRANSFORMER
 from kineograph.family.cogvideox.diffusers_weights import diffusers_config, diffusers_state
 from kineograph.family.cogvideox.task import CogVideoX
-from kineograph.interop.atomic_folder import check_unoccupied, write_atomically
 from kineograph.interop.diffusers_folder import INDEX
 from kineograph.interop.lora_adapters import describe_base, extract_lora
 from kineograph.interop.lora_file import merge_lora, write_lora
@@ -37,6 +37,7 @@ from kineograph.stage.load import StageLoader
 from kineograph.text.pretrained import find_tokenizer
 from kineograph.train import checkpoint
 
+Note = Callable[[str], None]
 TARGETS = ("diffusers", "safetensors")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENIZER_FILES = (
@@ -45,15 +46,7 @@ _TOKENIZER_FILES = (
 
 
 def export_weights(
-    run: Path,
-    out: Path,
-    target: str,
-    *,
-    checkpoint: str = "last",
-    online: bool = False,
-    lora: bool = False,
-    dtype: str | None = None,
-    note: Callable[[str], None] = lambda line: None,
+    run: Path, out: Path, target: str, checkpoint: str, online: bool, lora: bool, dtype: str | None, note: Note
 ) -> list[Path]:
     """→ the files written"""
     if target not in TARGETS:
@@ -73,7 +66,7 @@ def export_diffusers(
     online: bool = False,
     lora: bool = False,
     dtype: str | None = None,
-    note: Callable[[str], None] = lambda line: None,
+    note: Note = lambda line: None,
 ) -> list[Path]:
     """Export the last CogVideoX stage as a pipeline folder, or its adapters as a LoRA file. → the files"""
     check_unoccupied(target)
@@ -126,7 +119,7 @@ def _build_configs(task: CogVideoX) -> dict[str, dict[str, Any]]:
     }
 
 
-def _warn_positions(task: CogVideoX, frames: int, note: Callable[[str], None]) -> None:
+def _warn_positions(task: CogVideoX, frames: int, note: Note) -> None:
     if task.config.positions == "rotary+learned" and task.latents[0] != task.network.base_frames:
         note(
             f"warning: diffusers uses the learned positions for clips of {frames} frames only. This stage was trained on "
@@ -139,7 +132,7 @@ def _write_folder(
     task: CogVideoX,
     configs: dict[str, dict[str, Any]],
     dtype: torch.dtype | None,
-    note: Callable[[str], None],
+    note: Note,
 ) -> None:
     version = _version()
     for name, config in configs.items():
@@ -168,7 +161,7 @@ def _write_folder(
     )
 
 
-def _write_text(folder: Path, task: CogVideoX, note: Callable[[str], None]) -> bool:
+def _write_text(folder: Path, task: CogVideoX, note: Note) -> bool:
     """Copy the T5 encoder and its tokenizer. → whether there are any"""
     config = task.config.text
     source = Path(config.name or "").expanduser()
@@ -216,7 +209,7 @@ def export_safetensors(
     target: Path,
     which: str = "last",
     online: bool = False,
-    note: Callable[[str], None] = lambda line: None,
+    note: Note = lambda line: None,
 ) -> list[Path]:
     """Export every trained stage. → the files"""
     check_unoccupied(target)

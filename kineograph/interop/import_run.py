@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAE
 from kineograph.codec.causal_vae_weights import weights_to_diffusers
+from kineograph.core.atomic_folder import check_unoccupied, write_atomically
 from kineograph.core.batch import Shape
 from kineograph.core.config import Tree, dump_yaml, parse
 from kineograph.core.errors import InputError
@@ -27,7 +28,6 @@ from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.family.cogvideox.diffusers_weights import check_state, diffusers_names, read_shape
 from kineograph.family.cogvideox.network import Transformer
-from kineograph.interop.atomic_folder import check_unoccupied, write_atomically
 from kineograph.interop.lora_adapters import check_base, convert_lora, diffusers_modules, zero_adapters
 from kineograph.interop.lora_file import read_lora
 from kineograph.interop.released_model import ReleasedModel, read_diffusers, read_sat
@@ -38,16 +38,12 @@ from kineograph.train import checkpoint
 
 SOURCES = ("diffusers", "sat", "sat-config")
 CODEC, GENERATOR = "vae", "generator"
+Note = Callable[[str], None]
 STEP = 1  # imported stages are stages of one step, done
 
 
 def import_weights(
-    paths: Sequence[Path],
-    source: str,
-    run: Path | None = None,
-    link: bool = False,
-    lora: Path | None = None,
-    note: Callable[[str], None] = lambda line: None,
+    paths: Sequence[Path], source: str, run: Path | None, link: bool, lora: Path | None, note: Note
 ) -> str:
     """→ the new run folder, or the YAML of a config"""
     if source not in SOURCES:
@@ -67,7 +63,7 @@ def import_run(
     run: Path | None = None,
     link: bool = False,
     lora: Path | None = None,
-    note: Callable[[str], None] = lambda line: None,
+    note: Note = lambda line: None,
 ) -> Path:
     """→ the run folder"""
     if source == "sat" and (link or lora is not None):
@@ -182,7 +178,7 @@ def _convert_generator(model: ReleasedModel, stage: Tree) -> dict[str, Tensor]:
 
 
 def _link_generator(
-    model: ReleasedModel, tree: Tree, lora: Path | None, note: Callable[[str], None]
+    model: ReleasedModel, tree: Tree, lora: Path | None, note: Note
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Make the stage refer to the folder. → its adapters, and the asset that identifies the folder's weights"""
     folder = str(model.path.resolve())

@@ -10,23 +10,19 @@ The folder gets its name when it is complete; a killed process leaves a hidden f
 from __future__ import annotations
 
 import io
-import os
-import secrets
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 from torch import Tensor
 
+from kineograph.core.atomic_folder import write_atomically
 from kineograph.core.config import Tree, parse, parse_override, unknown_key
 from kineograph.core.errors import InputError
-from kineograph.data.digit_captions import Facts
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.data.shard_writer import LARGEST, ShardWriter, SupportsEmbedding
 from kineograph.data.source import Split
@@ -82,7 +78,7 @@ def write_dataset(
     config, shard, suffix = _read_settings(settings, as_)
     embedder = open_embedder(embeddings) if isinstance(embeddings, str) else embeddings
     source = MovingDigits(config, split)  # type: ignore[arg-type]
-    with _open_folder(Path(out)) as folder:
+    with write_atomically(Path(out).resolve(), "--out") as folder:
         FORMATS[as_](_Job(source, count, folder, suffix, shard, embedder))
     return Path(out)
 
@@ -119,25 +115,6 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
     return config, shard, f".{media}"
 
 
-@contextmanager
-def _open_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out`, renamed to it at the end."""
-    target = out.resolve()
-    try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise InputError(f"{out} exists and is not an empty folder: name a new one, since nothing is overwritten")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-        hidden.mkdir()
-    except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror}") from None
-    try:
-        yield hidden
-        os.rename(hidden, target)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
 # Formats ---------------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +144,10 @@ def _write_shards(job: _Job) -> None:
     with ShardWriter(job.folder, job.shard, job.embedder) as writer:
         for index in _show_progress(job):
             sample = job.source.read(index)
-            figures = _list_figures(job.source.facts(index))
+            figures = [
+                {key: value for key, value in vars(figure).items() if value is not None}
+                for figure in job.source.facts(index)
+            ]
             facts = {"identity": job.source.identity(index), "fps": sample.fps, "figures": figures}
             media = _encode_media(job, sample.pixels, sample.fps)  # type: ignore[arg-type]
             writer.add(media, job.suffix[1:], str(sample.caption), facts, sample.pixels, sample.frame_mask)
@@ -212,10 +192,6 @@ def open_embedder(reference: str) -> SupportsEmbedding:
     clip = StageLoader(run, distributed.resolve_device()).load(embedders[0])
     assert isinstance(clip, SupportsEmbedding)
     return clip
-
-
-def _list_figures(facts: Facts) -> list[dict[str, Any]]:
-    return [{key: value for key, value in vars(figure).items() if value is not None} for figure in facts]
 
 
 _MEDIA = ("gif", "mp4", "png")

@@ -11,9 +11,9 @@ import yaml
 from safetensors.torch import load_file
 
 from kineograph import cli
+from kineograph.core.atomic_folder import write_atomically
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.interop.atomic_folder import write_atomically
 from kineograph.interop.export_run import export_safetensors
 from kineograph.train import checkpoint
 
