@@ -79,14 +79,6 @@ class Conditioner(nn.Module):
         """The embedder of images; None for a decoder that reads no image embeddings."""
         return self.clip if self.config.reads_images else None
 
-    @property
-    def image_width(self) -> int | None:
-        return self.image_clip.width if self.image_clip is not None else None
-
-    @property
-    def text_width(self) -> int | None:
-        return self.text.width if self.text is not None else None
-
     def encode_batch(
         self, batch: Batch, drop_image: Tensor | None = None, drop_text: Tensor | None = None
     ) -> Condition:

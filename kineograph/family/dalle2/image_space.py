@@ -22,11 +22,6 @@ def normalize(pixels: Tensor) -> Tensor:
     return pixels * 2 - 1
 
 
-def denormalize(pixels: Tensor) -> Tensor:
-    """[−1, 1] → [0, 1], clamped"""
-    return ((pixels + 1) / 2).clamp(0, 1)
-
-
 class PixelSpace:
     """Diffusion of pixels in [−1, 1]."""
 
@@ -41,7 +36,7 @@ class PixelSpace:
         return normalize(pixels)
 
     def decode(self, x0: Tensor) -> Tensor:
-        return denormalize(x0)
+        return ((x0 + 1) / 2).clamp(0, 1)
 
 
 class LatentSpace:

@@ -41,15 +41,7 @@ def sample_images(task: Decoder, prompts: Prompts, options: DecoderSample) -> Te
     previous = torch.zeros_like(start) if task.config.self_conditioning else None
 
     def denoise(x: Tensor, t: Tensor) -> Tensor:
-        return task.network(
-            x,
-            t,
-            mask=prepared.mask,
-            low_res=low_res,
-            previous=repeat_rows(previous),
-            added=prepared.added,
-            memory=prepared.memory,
-        )
+        return task.network(x, t, low_res=low_res, previous=repeat_rows(previous), **prepared._asdict())
 
     clip_x0 = _make_clip(task, options)
 
@@ -88,12 +80,6 @@ def _check_request(task: Decoder, prompts: Prompts, options: DecoderSample) -> N
     if size != (1, shape.height, shape.width):
         raise InputError(
             f"frames × height × width = {size} cannot be drawn: this decoder was trained for {(1, shape.height, shape.width)}"
-        )
-    if prompts.mask is not None and prompts.prime is None:
-        raise InputError("--mask needs an image to inpaint: give one with --prime")
-    if prompts.prime is not None and prompts.mask is None and not task.can_upscale():
-        raise InputError(
-            "this decoder draws from noise: add --mask to inpaint the image of --prime, or use a super-resolution stage to upscale it"
         )
     if options.low_res_noise > task.config.augment.noise:
         raise InputError(

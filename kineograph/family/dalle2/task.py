@@ -85,15 +85,15 @@ class Decoder(
         self.conditioner = Conditioner(config, context, self.stages)
         self.diffusion = Diffusion(config.diffusion)
         self.error_terms = ErrorTerms(self.diffusion)
+        clip, channels = self.conditioner.image_clip, self.space.channels
         self.network = DecoderNetwork(
             config,
-            self.space.channels,
-            self.diffusion.output_channels(self.space.channels),
-            self.conditioner.image_width,
-            self.conditioner.text_width,
-            shape.channels if self.can_upscale() else None,
+            channels,
+            self.diffusion.output_channels(channels),
+            image_width=clip.width if clip is not None else None,
+            text_width=self.text.width if self.text is not None else None,
+            low_res=shape.channels if self.can_upscale() else None,
         )
-        clip = self.conditioner.image_clip
         if config.prior is not None or (clip is not None and clip.reads_captions):
             self.reads |= {"captions"}
 

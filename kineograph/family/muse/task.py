@@ -95,15 +95,11 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         return Condition(*encode_batch(self.text, batch, dropped), self.get_low_res_tokens(batch))
 
     def get_low_res_tokens(self, batch: Batch) -> Tensor | None:
-        """B M, from the data or by encoding the resized images; None without super-resolution."""
+        """Tokens of the smaller images, B M; None without super-resolution."""
         if not self.can_upscale():
             return None
-        if "low_res_tokens" in batch.extra:
-            return batch.extra["low_res_tokens"].flatten(1)
         if batch.pixels is None:
-            raise InputError(
-                "super-resolution needs pixels to resize, or low_res_tokens: add low_res_tokens to the data, or train from pixels"
-            )
+            raise InputError("super-resolution needs pixels to resize: train from pixels, not from cached tokens")
         return self.encode_low_res(batch.video)
 
     @torch.no_grad()
@@ -170,10 +166,6 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
     def get_prompted_low_res(self, prompts: Prompts) -> Tensor | None:
         """Tokens of the smaller image: of the given image, sampled by the base generator, or of the real sample beside the prompt."""
         if not self.can_upscale():
-            if prompts.prime is not None:
-                raise InputError(
-                    "this muse stage draws from text alone: remove --prime, or use a super-resolution stage"
-                )
             return None
         if prompts.prime is not None:
             return self.encode_low_res(prompts.prime[:, :1])

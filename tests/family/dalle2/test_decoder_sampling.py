@@ -365,14 +365,6 @@ def test_a_cascade_inpaints_from_the_bottom(make):
     assert [len(found) for found in calls] == [4, 4, 4]
 
 
-def test_pictures_and_masks_go_together(make):
-    task = make(**PLAIN)
-    with pytest.raises(InputError, match="--prime"):
-        draw(task, prompts_of(2, mask=left_half(2, 16)))
-    with pytest.raises(InputError, match="--mask"):
-        draw(task, prompts_of(2, prime=torch.rand(2, 1, 3, 16, 16)))
-
-
 # Latents ---------------------------------------------------------------------------------------------------------
 
 

@@ -163,8 +163,6 @@ def test_what_cannot_be_drawn_is_refused(make):
     for keys in ({"frames": 4}, {"height": 32}):
         with pytest.raises(InputError, match="trained for"):
             muse.sample(prompts(CAPTIONS[:1], **keys), MuseSample())
-    with pytest.raises(InputError, match="super-resolution"):
-        muse.sample(prompts(CAPTIONS[:1], prime=torch.zeros(1, 1, 3, 16, 16)), MuseSample())
 
 
 def test_sampling_leaves_the_model_in_its_mode(make):
