@@ -168,6 +168,16 @@ class Codec(Task):
         """Token grid (t, h, w) of a clip; raises a ConfigError that names the sizes that fit."""
         raise NotImplementedError
 
+    def clip_lengths(self, most: int, height: int, width: int) -> dict[int, int]:
+        """Numbers of frames up to `most` that fit, each with its latent frames."""
+        lengths = {}
+        for frames in range(1, most + 1):
+            try:
+                lengths[frames] = self.shape_for(frames, height, width)[0]
+            except ConfigError:  # such as 4 frames, where a codec takes 1 + 4k
+                continue
+        return lengths
+
     def mask_for(self, frame_mask: Tensor) -> Tensor:
         """B T → B t: which token times hold a real frame, where clips of a batch differ in length."""
         raise NotImplementedError

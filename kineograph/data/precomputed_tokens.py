@@ -8,7 +8,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import InputError
 from kineograph.core.task import Codec
 
 
@@ -25,12 +25,7 @@ class TokenGrid:
     def of(codec: Codec, frames: int, size: tuple[int, int]) -> TokenGrid:
         """Raises ConfigError where the whole clip does not fit the codec."""
         shape = codec.shape_for(frames, *size)
-        lengths = {}
-        for fewer in range(1, frames + 1):
-            try:
-                lengths[codec.shape_for(fewer, *size)[0]] = fewer
-            except ConfigError:  # 4 frames, for example, where a codec takes 1 + 4 k
-                continue
+        lengths = {latent: fewer for fewer, latent in codec.clip_lengths(frames, *size).items()}
         return TokenGrid(int(codec.vocabulary or 0), shape, frames, lengths)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, name: str) -> tuple[Tensor, Tensor]:

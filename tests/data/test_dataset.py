@@ -6,6 +6,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.core.task import Codec
 from kineograph.data.captions import require_captions
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.loader import Loader
@@ -85,7 +86,7 @@ def test_ids_without_pixels():
     assert source((CLIP, "a")).fields == {"caption", "pixels"}
 
 
-class Tubes:
+class Tubes(Codec):
     """The first frame alone, then pairs of frames, in blocks of 2 × 2."""
 
     vocabulary = 10

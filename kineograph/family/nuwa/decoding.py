@@ -43,10 +43,7 @@ class SessionKey(NamedTuple):
     guide: bool
     text_length: int | None
     sketch: bool
-    guidance: float
-    temperature: float
-    top_k: int | None
-    top_p: float | None
+    options: NuwaSample
 
 
 class DecodingSession:
@@ -64,7 +61,9 @@ class DecodingSession:
                     return cast(Tensor, task.decode_step(weights.network, tokens, index, self.state))  # B 1 D
 
                 # The head is linear, so guiding hidden states equals guiding logits and costs half as much.
-                states = make_guided(hidden, lambda _: key.guidance)(token, 0) if key.guide else hidden(token, 0)
+                states = (
+                    make_guided(hidden, lambda _: key.options.guidance)(token, 0) if key.guide else hidden(token, 0)
+                )
                 return weights.head.logits(states[:, 0])
 
             _, height, width = task.grid
@@ -73,9 +72,9 @@ class DecodingSession:
                 key.frames * height * width,
                 noise,
                 bos=weights.network.bos,
-                temperature=key.temperature,
-                top_k=key.top_k,
-                top_p=key.top_p,
+                temperature=key.options.temperature,
+                top_k=key.options.top_k,
+                top_p=key.options.top_p,
             )
 
     def sample(self, condition: Condition, noise: Noise, prefix: Tensor, offset: int, length: int) -> Tensor:
@@ -130,10 +129,7 @@ class SessionCache:
             guide,
             condition.text.shape[1] if condition.text is not None else None,
             condition.sketch is not None,
-            options.guidance,
-            options.temperature,
-            options.top_k,
-            options.top_p,
+            options,
         )
         session = self.sessions.pop(key, None)
         while len(self.sessions) >= MAX_SESSIONS:

@@ -5,7 +5,6 @@ All positions at once for training, one at a time with caches for sampling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -22,16 +21,15 @@ from kineograph.nn.transformer import Mlp, cast_residual, init_weights
 from kineograph.nn.window import Grid, Window
 
 
-@dataclass
-class Condition:
-    """Conditions of a batch of clips; None for those that the model does not have."""
+class Condition(NamedTuple):
+    """The conditions of a batch; None for those that the model does not read."""
 
     text: Tensor | None = None  # B L D
     mask: Tensor | None = None  # B L
     sketch: Tensor | None = None  # B M, tokens
 
     def clone(self) -> Condition:
-        return Condition(*(None if part is None else part.clone() for part in (self.text, self.mask, self.sketch)))
+        return Condition(*(None if part is None else part.clone() for part in self))
 
 
 class BlockMemory(NamedTuple):

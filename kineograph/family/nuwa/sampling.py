@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from kineograph.core.batch import Prompts
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import InputError
 from kineograph.family.nuwa.config import NuwaSample
 from kineograph.family.nuwa.network import Condition
 from kineograph.text.conditioning import encode_prompts
@@ -86,11 +86,6 @@ def _count_latent_frames(task: Nuwa, prompts: Prompts, frames: int) -> int:
             f"height × width = {size} cannot be drawn: this nuwa was trained at {(shape.height, shape.width)}; "
             "leave out the size"
         )
-    if frames > shape.frames and task.grid[0] == 1:
-        raise InputError(
-            f"frames={frames} cannot be drawn: this nuwa was trained on clips of one latent frame and cannot continue them; "
-            f"set frames={shape.frames}, or train with more data.frames"
-        )
     return int(task.codec.shape_for(frames, *size)[0])
 
 
@@ -107,24 +102,20 @@ def _encode_prime(task: Nuwa, prompts: Prompts, frames: int) -> Tensor:
 
 def _choose_overlap(task: Nuwa, options: NuwaSample) -> tuple[int, int]:
     """→ frames of a window that the next one begins with, and their number of latent frames."""
-    most = task.grid[0] - 1
-    if options.overlap is None:
-        return _count_frames(task, most), most
-    latent_frames = int(task.codec.shape_for(options.overlap, task.shape.height, task.shape.width)[0])
-    if latent_frames > most:
+    shape = task.shape
+    lengths = task.codec.clip_lengths(shape.frames, shape.height, shape.width)
+    shorter = [frames for frames, latent in lengths.items() if latent < task.grid[0]]
+    if not shorter:
         raise InputError(
-            f"sample.overlap={options.overlap} leaves nothing to draw in a window of {task.shape.frames} frames: "
-            f"use {_count_frames(task, most)} or fewer"
+            f"this nuwa was trained on clips of {shape.frames} frame{'s' * (shape.frames > 1)} and cannot continue them: "
+            f"set frames={shape.frames}, or train on longer clips (data.frames)"
         )
-    return options.overlap, latent_frames
-
-
-def _count_frames(task: Nuwa, latent_frames: int) -> int:
-    """The number of frames that the codec encodes to `latent_frames`."""
-    for frames in range(1, task.shape.frames + 1):
-        try:
-            if task.codec.shape_for(frames, task.shape.height, task.shape.width)[0] == latent_frames:
-                return frames
-        except ConfigError:  # the codec does not take this number of frames
-            continue
-    raise InputError(f"no number of frames is encoded to {latent_frames} latent frames")
+    if options.overlap is None:
+        return shorter[-1], lengths[shorter[-1]]
+    latent = int(task.codec.shape_for(options.overlap, shape.height, shape.width)[0])
+    if latent >= task.grid[0]:
+        raise InputError(
+            f"sample.overlap={options.overlap} leaves nothing to draw in a window of {shape.frames} frames: "
+            f"use {shorter[-1]} or fewer"
+        )
+    return options.overlap, latent

@@ -59,15 +59,7 @@ def count_new_frames(frames: int, window: int, overlap: int) -> list[int]:
 
 def choose_overlap(codec: Codec, shape: Shape, options: PhenakiSample) -> int:
     """Frames shared by successive windows: `sample.overlap`, or as many as fit in half a window."""
-
-    def fits(frames: int) -> bool:
-        try:
-            codec.shape_for(frames, shape.height, shape.width)
-        except ConfigError:
-            return False
-        return True
-
-    allowed = [frames for frames in range(1, shape.frames) if fits(frames)]
+    allowed = list(codec.clip_lengths(shape.frames - 1, shape.height, shape.width))
     if not allowed:
         raise InputError(
             f"this phenaki was trained on clips of {shape.frames} frame{'s' * (shape.frames > 1)} and cannot continue them: "
