@@ -16,7 +16,7 @@ from unicodedata import normalize
 
 from kineograph.core.errors import InputError
 from kineograph.core.protocols import Source
-from kineograph.core.text_file import split_lines
+from kineograph.core.text_file import read_text, split_lines
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 TEXT_KEYS = ("text", "caption", "prompt")
@@ -109,7 +109,7 @@ def _sidecar_names(name: str) -> list[str]:
 
 def _read_paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
     files, texts = (
-        [line.strip() for line in split_lines(_read_text(root / name).strip())] for name in (videos, prompts)
+        [line.strip() for line in split_lines(read_text(root / name).strip())] for name in (videos, prompts)
     )
     if len(files) != len(texts):
         raise InputError(
@@ -171,7 +171,7 @@ def _names_files(path: Path) -> bool:
 
 def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) of a .csv or .jsonl."""
-    text = _read_text(path)
+    text = read_text(path)
     if path.suffix == ".csv":
         reader = csv.DictReader(io.StringIO(text, newline=""))
         columns = reader.fieldnames or ()
@@ -191,15 +191,6 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
             yield number, row
         else:
             problems.append(Problem(name, f"line {number} is not a JSON object"))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def require_captions(source: Source, consumer: str, kind: str = "items") -> None:

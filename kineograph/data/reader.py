@@ -27,9 +27,7 @@ class ReadResult:
     batch: Batch | None = None
     skipped: dict[str, str] = field(default_factory=dict)  # identity → reason
     error: KineoError | None = None
-    stream_position: tuple[int, int] | None = (
-        None  # of a stream: the worker, and the shards begun before its current one
-    )
+    stream_position: tuple[int, int] | None = None  # the worker, and the shards begun before its current one
     replaced: set[int] = field(default_factory=set)  # unreadable items that were replaced by others
 
     def pin_memory(self) -> ReadResult:

@@ -82,9 +82,9 @@ def drop_other_source_keys(
 # Opening ----------------------------------------------------------------------------------------------------------
 
 
-def parse_data_config(tree: Mapping[str, Any], dataset: Dataset | None = None, where: str = "data") -> DataConfig:
+def parse_data_config(tree: Mapping[str, Any], where: str = "data") -> DataConfig:
     """Parse `tree` with the Config of the source that it names."""
-    return parse(_source_class(tree.get("source", _DEFAULT_SOURCE), dataset).Config, tree, where)
+    return parse(_source_class(tree.get("source", _DEFAULT_SOURCE)).Config, tree, where)
 
 
 def open_source(config: DataConfig, split: Split, seed: int, dataset: Dataset | None = None) -> Source:
@@ -93,14 +93,12 @@ def open_source(config: DataConfig, split: Split, seed: int, dataset: Dataset | 
         from kineograph.data.dataset import DatasetSource
 
         return DatasetSource(dataset, config, split)
-    return _source_class(config.source, None).open(config, split, seed)
+    return _source_class(config.source).open(config, split, seed)
 
 
-def _source_class(name: str, dataset: Dataset | None) -> Any:
+def _source_class(name: str) -> Any:
     from kineograph.data.dataset import DatasetSource
 
-    if dataset is not None:
-        return DatasetSource
     source = find_source(name)
     return source if isinstance(source, type) and issubclass(source, Source) else DatasetSource
 

@@ -105,9 +105,8 @@ def _iterate_frames(
     try:
         for frame in container.decode(stream):
             at = (frame.pts - origin) * clock if frame.pts is not None else last + 1 / frame_rate(stream)
-            if (
-                first and start > 0 and at > start + TOLERANCE
-            ):  # the container's index is wrong: restart at the beginning
+            # The container's index is wrong: restart at the beginning.
+            if first and start > 0 and at > start + TOLERANCE:
                 yield from _iterate_frames(container, stream, 0.0, truncated)
                 return
             first, last = False, at

@@ -152,9 +152,8 @@ def trace_step(
             weights=shares.bytes_of(existing),
             gradients=shares.bytes_of(owned),
             optimizer=round(sum(moments)),
-            ema=round(
-                sum(shares.share_of(p, p.numel() * max(4, p.element_size())) for p in averaged)
-            ),  # at least float32
+            # The average is float32 at least.
+            ema=round(sum(shares.share_of(p, p.numel() * max(4, p.element_size())) for p in averaged)),
             activations=round(counter.peak * micro / rows),
             text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task, encoder_width),
             gathered=shares.gathered,

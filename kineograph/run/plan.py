@@ -11,7 +11,7 @@ from pydantic import Field
 from kineograph.core.config import Config, Tree, merge, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.text_file import split_lines
+from kineograph.core.text_file import read_text, split_lines
 from kineograph.run.layers import changed_keys, is_override, read_config
 from kineograph.stage.spec import Plan, StagePlan, read_stage
 from kineograph.train import checkpoint
@@ -130,13 +130,7 @@ def _read_prompts(prompts: list[str] | str) -> list[str] | str:
         raise ConfigError(
             f"prompts={prompts}: no such file; give a list, a text file with one prompt per line, or auto"
         )
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts={prompts} is not UTF-8 text: {error}; save it as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"prompts={prompts} cannot be read: {error.strerror}") from None
-    lines = [line.strip() for line in split_lines(text) if line.strip()]
+    lines = [line.strip() for line in split_lines(read_text(path, "prompts=")) if line.strip()]
     if not lines:
         raise ConfigError(f"prompts={prompts}: the file has no lines")
     return lines

@@ -335,7 +335,7 @@ def test_dotted_path(monkeypatch):
 
 
 def test_object_in_place_of_what_the_config_names():
-    config = parse_data_config({"size": 8, "frames": 2, "validation": 0}, dataset=Importable(3))
+    config = parse_data_config({"source": "dataset", "size": 8, "frames": 2, "validation": 0})
     assert len(open_source(config, "train", 0, dataset=Importable(3))) == 3
 
 
