@@ -82,24 +82,12 @@ class Estimate:
     all_blocks: int = 0  # additional bytes during validation, when sharded blocks are gathered
 
     @property
-    def free(self) -> int:
-        return self.target.free
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
-
-    @property
-    def precision(self) -> str:
-        return self.target.precision
-
-    @property
     def fits(self) -> bool:
-        return self.memory.total <= MAX_MEMORY_SHARE * self.free
+        return self.memory.total <= MAX_MEMORY_SHARE * self.target.free
 
     def largest_batch(self) -> int:
         """About the largest micro-batch that fits."""
-        left = MAX_MEMORY_SHARE * self.free - self.memory.total
+        left = MAX_MEMORY_SHARE * self.target.free - self.memory.total
         return max(0, self.micro + math.floor(left / max(1.0, self.sample_bytes)))
 
     @property
@@ -286,7 +274,7 @@ def _combine_settings(
     estimate: Estimate, settings: dict[str, dict[str, Any]], trace_with: Callable[..., StepTrace]
 ) -> tuple[tuple[str, ...], Memory] | None:
     """If no setting fits alone, add them up, largest saving first, until the stage fits; if need be with micro-batches of one."""
-    room = MAX_MEMORY_SHARE * estimate.free
+    room = MAX_MEMORY_SHARE * estimate.target.free
     if estimate.fits or any(memory.total <= room for memory in estimate.savings.values()):
         return None
     chosen: list[str] = []
@@ -326,7 +314,7 @@ def _add_speed(estimate: Estimate, builder: PlanBuilder, data: StageData, flops:
     if not estimate.largest_batch():
         return replace(estimate, not_timed="not even one sample fits in the memory of this device")
     samples = min(estimate.micro, estimate.largest_batch())
-    if estimate.device.type == "cpu":
+    if estimate.target.device.type == "cpu":
         seconds = flops / estimate.micro / (EFFICIENCY * measure_matmul_flops())
         if seconds > SLOWEST_PROBE:
             reason = (
@@ -334,7 +322,7 @@ def _add_speed(estimate: Estimate, builder: PlanBuilder, data: StageData, flops:
             )
             return replace(estimate, not_timed=reason)
         samples = max(1, min(samples, int(PROBE_SECONDS / 2 / seconds)))
-    speed, peak = time_steps(builder, estimate.stage, data, estimate.device, samples, estimate.micro)
+    speed, peak = time_steps(builder, estimate.stage, data, estimate.target.device, samples, estimate.micro)
     if peak is not None and samples == estimate.micro:
         state = estimate.memory.total - estimate.memory.activations - estimate.memory.text
         memory = replace(estimate.memory, activations=max(0, peak - state))

@@ -113,7 +113,7 @@ def describe_estimate(estimate: Estimate, data: StageData) -> list[str]:
     parts |= {"text encoder": memory.text} if memory.text else {}
     parts |= {"gathered blocks": memory.gathered} if memory.gathered else {}
     listed = " · ".join(f"{name} {format_size(part)}" for name, part in parts.items())
-    activations = f"{format_size(memory.activations)} (micro-batch {estimate.micro}, {estimate.precision})"
+    activations = f"{format_size(memory.activations)} (micro-batch {estimate.micro}, {estimate.target.precision})"
     kind = "measured" if estimate.measured else "estimated"
     line("memory", f"{listed} · activations {activations} = {format_size(memory.total)}, {kind}")
     for index, text in enumerate(_describe_processes(estimate)):
@@ -159,12 +159,12 @@ def _describe_processes(estimate: Estimate) -> list[str]:
 
 
 def _fits(estimate: Estimate, size: float) -> bool:
-    return size <= MAX_MEMORY_SHARE * estimate.free
+    return size <= MAX_MEMORY_SHARE * estimate.target.free
 
 
 def _describe_fit(estimate: Estimate) -> str:
     free = "on" if estimate.target.is_hypothetical else "free on"
-    room = f"{format_size(estimate.memory.total)} of {format_size(estimate.free)} {free} {estimate.target}"
+    room = f"{format_size(estimate.memory.total)} of {format_size(estimate.target.free)} {free} {estimate.target}"
     largest = estimate.largest_batch()
     if estimate.fits:
         return f"{room}; micro-batches up to about {largest:,} would"
@@ -182,7 +182,7 @@ def _describe_last_resort(estimate: Estimate) -> str:
     if estimate.combined is not None:
         return f"use {' with '.join(estimate.combined[0])}"
     state = estimate.memory.total - estimate.memory.activations
-    room = MAX_MEMORY_SHARE * estimate.free
+    room = MAX_MEMORY_SHARE * estimate.target.free
     checkpointed = estimate.savings.get("train.checkpointing=true")
     if checkpointed is not None and state + checkpointed.activations / estimate.micro <= room:
         rows = max(1, int((room - state) / (checkpointed.activations / estimate.micro)))
@@ -204,10 +204,10 @@ def _describe_speed(estimate: Estimate, line: Callable[[str, str], None]) -> Non
     if speed is None or estimate.step_seconds is None or estimate.seconds is None:
         line("speed", f"not timed: {estimate.not_timed}")
         return
-    how = f"{speed.steps} steps of {_plural(speed.samples, 'sample')} on {estimate.device}"
+    how = f"{speed.steps} steps of {_plural(speed.samples, 'sample')} on {estimate.target.device}"
     if estimate.world.processes > 1:
         how += f", as one of {estimate.world.processes} processes that had nothing to exchange"
-    if estimate.device.type == "cuda" and not speed.compiled and train.compile:
+    if estimate.target.device.type == "cuda" and not speed.compiled and train.compile:
         how += ", without torch.compile, which makes training faster"
     rate = train.batch_size / estimate.step_seconds
     line("speed", f"{3600 / estimate.step_seconds:,.0f} steps an hour, {rate:,.0f} samples/s (timed: {how})")
@@ -217,7 +217,7 @@ def _describe_speed(estimate: Estimate, line: Callable[[str, str], None]) -> Non
         more = min(machine.count_cores(), 2 * workers + 1)
         milliseconds = 1000 * speed.read_seconds
         line("", f"{reason} ({milliseconds:.1f} ms a sample): raise train.workers from {workers} to {more}")
-    if estimate.device.type == "cpu" and (load := machine.load_per_core()) > 0.5:
+    if estimate.target.device.type == "cpu" and (load := machine.load_per_core()) > 0.5:
         line("", f"other processes slow this machine down ({load:.1f} per core over the last minute)")
     line("time", f"{format_time(estimate.seconds)} for {train.steps:,} steps, without validation and samples")
 

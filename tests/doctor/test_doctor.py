@@ -333,8 +333,8 @@ def imagined(tree: dict, gib: float, *overrides: str) -> Estimate:
 
 def test_a_gpu_can_be_imagined() -> None:
     found = imagined(MUSE, 80, "stages.tokenizer.skip=true")
-    assert found.free == 80 * 2**30
-    assert found.precision == "bf16" and found.device.type == "cuda"
+    assert found.target.free == 80 * 2**30
+    assert found.target.precision == "bf16" and found.target.device.type == "cuda"
     assert found.speed is None and found.not_timed == "that device is not here"
     assert found.fits
     (here,) = estimated(MUSE, "stages.tokenizer.skip=true")
@@ -384,14 +384,14 @@ def test_switches_together_where_none_is_enough() -> None:
     best = next(iter(whole.savings.values())).total
     found = imagined(HEAVY, (best - 1000) / estimate.MAX_MEMORY_SHARE / 2**30, "train.batch_size=256")
     assert not found.fits and all(
-        memory.total > estimate.MAX_MEMORY_SHARE * found.free for memory in found.savings.values()
+        memory.total > estimate.MAX_MEMORY_SHARE * found.target.free for memory in found.savings.values()
     )
     assert found.combined is not None
     switches, memory = found.combined
-    assert len(switches) > 1 and memory.total <= estimate.MAX_MEMORY_SHARE * found.free
+    assert len(switches) > 1 and memory.total <= estimate.MAX_MEMORY_SHARE * found.target.free
     applied = [switch for switch in switches if "=" in switch]
     plan, data, builder = opened(HEAVY, "train.batch_size=256", *applied)
-    again = estimate.estimate_stage(builder, plan.stages[0], data["only"], memory=found.free)
+    again = estimate.estimate_stage(builder, plan.stages[0], data["only"], memory=found.target.free)
     assert again.fits and again.memory == memory
     assert f"together      {' '.join(switches)}: " in told(found)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kineograph.core.config import dump_yaml, nest, read_yaml
-from kineograph.core.errors import ConfigError
+from kineograph.core.errors import ConfigError, InputError
 from kineograph.run.layers import lay_over, read_config
 from kineograph.run.plan import make_plan, refuse_changes
 
@@ -98,7 +98,7 @@ def test_prompts_are_a_list_or_a_file(tmp_path: Path) -> None:
     path.write_bytes("a 3\u2028moves\r\na 5\r\n".encode())
     assert plan_with("prompts", str(path)).prompts == ["a 3\u2028moves", "a 5"]  # a line ends at \n alone
     path.write_bytes("ein Käfer".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"prompts=.*is not UTF-8 text.*save it as UTF-8"):
+    with pytest.raises(InputError, match=r"prompts=.*is not UTF-8 text.*save it as UTF-8"):
         plan_with("prompts", str(path))
     with pytest.raises(ConfigError, match="prompts is an empty list"):
         plan_with("prompts", [])

@@ -77,12 +77,10 @@ def _mixed(width: int, channels: tuple[int, ...]) -> Parallel:
     one, three = (1, 1, 1), (3, 3, 3)
     a, b, b2, c, c2, d = channels
     return Parallel(
-        [
-            Unit(width, a, one),
-            nn.Sequential(Unit(width, b, one), Unit(b, b2, three)),
-            nn.Sequential(Unit(width, c, one), Unit(c, c2, three)),
-            nn.Sequential(SamePool3d((3, 3, 3), (1, 1, 1)), Unit(width, d, one)),
-        ]
+        Unit(width, a, one),
+        nn.Sequential(Unit(width, b, one), Unit(b, b2, three)),
+        nn.Sequential(Unit(width, c, one), Unit(c, c2, three)),
+        nn.Sequential(SamePool3d((3, 3, 3), (1, 1, 1)), Unit(width, d, one)),
     )
 
 

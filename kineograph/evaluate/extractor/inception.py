@@ -59,69 +59,59 @@ class InceptionV3(FeatureNetwork):
 
 def _a(width: int, pooled: int) -> Parallel:
     return Parallel(
-        [
-            Unit(width, 64, (1, 1)),
-            nn.Sequential(Unit(width, 48, (1, 1)), Unit(48, 64, (5, 5))),
-            nn.Sequential(Unit(width, 64, (1, 1)), Unit(64, 96, (3, 3)), Unit(96, 96, (3, 3))),
-            nn.Sequential(_mean_pool(), Unit(width, pooled, (1, 1))),
-        ]
+        Unit(width, 64, (1, 1)),
+        nn.Sequential(Unit(width, 48, (1, 1)), Unit(48, 64, (5, 5))),
+        nn.Sequential(Unit(width, 64, (1, 1)), Unit(64, 96, (3, 3)), Unit(96, 96, (3, 3))),
+        nn.Sequential(_mean_pool(), Unit(width, pooled, (1, 1))),
     )
 
 
 def _b(width: int) -> Parallel:
     return Parallel(
-        [
-            Unit(width, 384, (3, 3), 2, "valid"),
-            nn.Sequential(Unit(width, 64, (1, 1)), Unit(64, 96, (3, 3)), Unit(96, 96, (3, 3), 2, "valid")),
-            nn.MaxPool2d(3, 2),
-        ]
+        Unit(width, 384, (3, 3), 2, "valid"),
+        nn.Sequential(Unit(width, 64, (1, 1)), Unit(64, 96, (3, 3)), Unit(96, 96, (3, 3), 2, "valid")),
+        nn.MaxPool2d(3, 2),
     )
 
 
 def _c(inner: int) -> Parallel:
     wide, tall = (1, 7), (7, 1)
     return Parallel(
-        [
-            Unit(768, 192, (1, 1)),
-            nn.Sequential(Unit(768, inner, (1, 1)), Unit(inner, inner, wide), Unit(inner, 192, tall)),
-            nn.Sequential(
-                Unit(768, inner, (1, 1)),
-                Unit(inner, inner, tall),
-                Unit(inner, inner, wide),
-                Unit(inner, inner, tall),
-                Unit(inner, 192, wide),
-            ),
-            nn.Sequential(_mean_pool(), Unit(768, 192, (1, 1))),
-        ]
+        Unit(768, 192, (1, 1)),
+        nn.Sequential(Unit(768, inner, (1, 1)), Unit(inner, inner, wide), Unit(inner, 192, tall)),
+        nn.Sequential(
+            Unit(768, inner, (1, 1)),
+            Unit(inner, inner, tall),
+            Unit(inner, inner, wide),
+            Unit(inner, inner, tall),
+            Unit(inner, 192, wide),
+        ),
+        nn.Sequential(_mean_pool(), Unit(768, 192, (1, 1))),
     )
 
 
 def _d(width: int) -> Parallel:
     return Parallel(
-        [
-            nn.Sequential(Unit(width, 192, (1, 1)), Unit(192, 320, (3, 3), 2, "valid")),
-            nn.Sequential(
-                Unit(width, 192, (1, 1)),
-                Unit(192, 192, (1, 7)),
-                Unit(192, 192, (7, 1)),
-                Unit(192, 192, (3, 3), 2, "valid"),
-            ),
-            nn.MaxPool2d(3, 2),
-        ]
+        nn.Sequential(Unit(width, 192, (1, 1)), Unit(192, 320, (3, 3), 2, "valid")),
+        nn.Sequential(
+            Unit(width, 192, (1, 1)),
+            Unit(192, 192, (1, 7)),
+            Unit(192, 192, (7, 1)),
+            Unit(192, 192, (3, 3), 2, "valid"),
+        ),
+        nn.MaxPool2d(3, 2),
     )
 
 
 def _e(width: int, pool: nn.Module) -> Parallel:
     def fork() -> Parallel:
-        return Parallel([Unit(384, 384, (1, 3)), Unit(384, 384, (3, 1))])
+        return Parallel(Unit(384, 384, (1, 3)), Unit(384, 384, (3, 1)))
 
     return Parallel(
-        [
-            Unit(width, 320, (1, 1)),
-            nn.Sequential(Unit(width, 384, (1, 1)), fork()),
-            nn.Sequential(Unit(width, 448, (1, 1)), Unit(448, 384, (3, 3)), fork()),
-            nn.Sequential(pool, Unit(width, 192, (1, 1))),
-        ]
+        Unit(width, 320, (1, 1)),
+        nn.Sequential(Unit(width, 384, (1, 1)), fork()),
+        nn.Sequential(Unit(width, 448, (1, 1)), Unit(448, 384, (3, 3)), fork()),
+        nn.Sequential(pool, Unit(width, 192, (1, 1))),
     )
 
 

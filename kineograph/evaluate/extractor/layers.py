@@ -73,6 +73,9 @@ class Unit(nn.Module):
 class Parallel(nn.ModuleList):
     """Applies all branches to the input and concatenates their channels."""
 
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__(branches)
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([branch(x) for branch in self], 1)
 
