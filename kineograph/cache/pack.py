@@ -195,15 +195,11 @@ class PackWriter:
     ) -> None:
         """Write one batch. It is on disk and counted when this returns."""
         start, stop = self.header.done, self.header.done + len(keys)
-        if stop > self.header.count:
-            raise InputError(f"{self.folder} has room for {self.header.count} rows, and {stop} would be in it")
         for name, array in self._arrays.items():
-            value, shape = fields.get(name), (len(keys), *array.shape[1:])
-            if value is None or tuple(value.shape) != shape:
-                raise InputError(
-                    f"{self.folder}: {name} has the shape {None if value is None else tuple(value.shape)}, and {shape} is expected"
-                )
-            array[start:stop] = self._to_numpy(name, value.detach().cpu())
+            value = fields[name].detach().cpu()
+            # Not by broadcasting, which would repeat a wrong shape.
+            assert value.shape == array[start:stop].shape
+            array[start:stop] = self._to_numpy(name, value)
         self._keys[start:stop] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
         for array in (*self._arrays.values(), self._keys):
             array.flush()

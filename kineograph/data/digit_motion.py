@@ -16,7 +16,7 @@ import numpy as np
 from kineograph.core.errors import ConfigError
 from kineograph.data.digit_captions import DIRECTIONS, PLACES, Facts
 
-_CANDIDATES = 32  # starts to choose from, so that two digits overlap little
+CANDIDATES = 32  # starts to choose from, so that two digits overlap little
 _MARGIN = 0.07  # share of the room that keeps a digit clearly inside its place
 
 
@@ -142,10 +142,6 @@ def _format_ranges(numbers: list[int]) -> str:
     first = [number for number in numbers if number - 1 not in numbers]
     last = [number for number in numbers if number + 1 not in numbers]
     return ", ".join(f"{a} to {b}" if a < b else str(a) for a, b in zip(first, last, strict=True))
-
-
-def count_candidates(digits: int) -> int:
-    return 1 if digits == 1 else _CANDIDATES
 
 
 def _default_speed(shorter: int, frames: int, digits: int, farthest: float) -> float:

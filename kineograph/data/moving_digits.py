@@ -24,7 +24,7 @@ from kineograph.core.noise import key_of, numpy_rng
 from kineograph.core.protocols import Source
 from kineograph.data import digit_glyphs
 from kineograph.data.digit_captions import COLOURS, PLAIN, Facts, Figure, joins, list_motions, wordings, write_caption
-from kineograph.data.digit_motion import Canvas, count_candidates
+from kineograph.data.digit_motion import CANDIDATES, Canvas
 from kineograph.data.source import DataConfig, Split
 from kineograph.data.transforms import convert_channels
 
@@ -208,7 +208,8 @@ class MovingDigits(Source):
         facts = self._draw_facts(scenes, *(next(draw) for _ in range(5)))
         caption = self._draw_caption(scenes, facts, *(next(draw) for _ in range(3)))
         glyphs = tuple(_pick(self._pool[figure.digit], next(draw)) for figure in facts)
-        return Item(scenes, facts, caption, glyphs, rng.random((count_candidates(self.config.digits), len(facts), 2)))
+        candidates = CANDIDATES if len(facts) > 1 else 1
+        return Item(scenes, facts, caption, glyphs, rng.random((candidates, len(facts), 2)))
 
     def _draw_facts(self, scenes: Scenes, new: float, which: float, other: float, its: float, swap: float) -> Facts:
         """Half of the held-out items hold a combination that training never shows."""

@@ -80,15 +80,6 @@ def free_memory(device: torch.device) -> int:
     return main_memory()[1]
 
 
-def count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def load_per_core() -> float:
-    """Runnable processes per core over the last minute."""
-    return os.getloadavg()[0] / count_cores() if hasattr(os, "getloadavg") else 0.0
-
-
 def free_disk(path: Path) -> int:
     """Free bytes of the disk that holds `path`, or will hold it."""
     path = path.resolve()

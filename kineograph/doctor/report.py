@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from kineograph.doctor import machine
 from kineograph.doctor.estimate import MAX_MEMORY_SHARE, Estimate, count_data_ranks, estimate_stage
 from kineograph.doctor.sharded_memory import count_shards
 from kineograph.stage.build import PlanBuilder
-from kineograph.stage.data import StageData, count_workers, find_missing_weights
+from kineograph.stage.data import StageData, count_cores, count_workers, find_missing_weights
 from kineograph.stage.spec import Plan
 from kineograph.train.config import TrainConfig
 from kineograph.train.precision import resolve_precision
@@ -37,7 +38,7 @@ def report_environment(out: Callable[[str], None]) -> None:
     total, available = machine.main_memory()
     gflops = machine.measure_matmul_flops() / 1e9
     memory = f"{format_size(available)} of {format_size(total)} memory free"
-    line("cpu", f"{machine.count_cores()} cores, {memory}, {gflops:.0f} GFLOP/s in float32")
+    line("cpu", f"{count_cores()} cores, {memory}, {gflops:.0f} GFLOP/s in float32")
     for index, gpu in enumerate(machine.list_gpus()):
         line(f"cuda:{index}", f"{gpu.name}, {format_size(gpu.free)} of {format_size(gpu.memory)} free")
         reason = kernels.explain_missing(torch.device("cuda", index))
@@ -214,10 +215,10 @@ def _describe_speed(estimate: Estimate, line: Callable[[str, str], None]) -> Non
     if estimate.step_seconds > 1.2 * speed.step_seconds:
         workers = count_workers(train, estimate.world.local)
         reason = "data workers are too slow" if workers else "computing waits for reading"
-        more = min(machine.count_cores(), 2 * workers + 1)
+        more = min(count_cores(), 2 * workers + 1)
         milliseconds = 1000 * speed.read_seconds
         line("", f"{reason} ({milliseconds:.1f} ms a sample): raise train.workers from {workers} to {more}")
-    if estimate.target.device.type == "cpu" and (load := machine.load_per_core()) > 0.5:
+    if estimate.target.device.type == "cpu" and (load := os.getloadavg()[0] / count_cores()) > 0.5:
         line("", f"other processes slow this machine down ({load:.1f} per core over the last minute)")
     line("time", f"{format_time(estimate.seconds)} for {train.steps:,} steps, without validation and samples")
 

