@@ -1,1 +1,1 @@
-"""Speed, side by side with the peers: `python -m benchmarks [CASE …] [--peer]`."""
+"""Speed of training and sampling, compared with other implementations: `python -m benchmarks [CASE …] [--peer]`."""

@@ -1,4 +1,4 @@
-"""What a benchmark is: a name, its sizes, and how to build our side and the peer's. Everything that differs lives in one `Case`."""
+"""A benchmark case: its name, its sizes, and how to build our side and the peer's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Sizes = Mapping[str, Any]
 
 
 @dataclass
-class Work:
-    """Something ready to be timed: one call is one optimizer step, one sampling call or one pass over some data."""
+class Workload:
+    """A call to time: one optimizer step, one sampling call or some batches of data."""
 
     call: Callable[[], object]
-    samples: int  # a call
+    samples: int  # per call
     parameters: int | None = None
-    flops: float | None = None  # a call
+    flops: float | None = None  # per call
     precision: str = ""
     notes: list[str] = field(default_factory=list)
     close: Callable[[], None] = lambda: None
@@ -33,24 +33,24 @@ class Work:
 
 @dataclass(frozen=True)
 class Peer:
-    """The public implementation that a case is compared with."""
+    """A public implementation to compare a case with."""
 
     package: str
     version: str
     module: str
-    build: Callable[[Sizes, torch.device], Work]
+    build: Callable[[Sizes, torch.device], Workload]
     needs: tuple[str, ...] = ("torchvision",)
     precisions: tuple[str, ...] = ("fp32", "bf16")
-    """Each is tried; the fastest that runs is compared with."""
+    """All are timed; the fastest is compared with ours."""
 
     def check(self) -> None:
-        """Say what to install, before anything is spent."""
+        """Raise an error that names the packages to install, before anything is timed."""
         missing = [name for name in (self.module, *self.needs) if importlib.util.find_spec(name) is None]
         if missing:
-            wanted = [f"{self.package}=={self.version}", *self.needs]
+            packages = [f"{self.package}=={self.version}", *self.needs]
             raise InputError(
-                f"--peer needs {', '.join(missing)}, which cannot be imported here: "
-                f"pip install {' '.join(wanted)}, or leave --peer out to time our side alone"
+                f"--peer needs {', '.join(missing)}, which cannot be imported: "
+                f"pip install {' '.join(packages)}, or run without --peer to time only our side"
             )
 
     def installed_version(self) -> str:
@@ -65,29 +65,29 @@ class Case:
     about: str
     sizes: Sizes
     small: Sizes
-    """What `--small` changes, so that the case runs on a CPU in seconds."""
-    ours: Callable[[Sizes, torch.device], Work]
+    """Changes of `--small`, so that the case runs on a CPU in seconds."""
+    ours: Callable[[Sizes, torch.device], Workload]
     peer: Peer | None = None
     warmup: int = 5
     repeat: int = 20
 
-    def sized(self, small: bool) -> dict[str, Any]:
+    def resolve_sizes(self, small: bool) -> dict[str, Any]:
         return {**self.sizes, **(self.small if small else {})}
 
 
-def all_cases() -> dict[str, Case]:
-    """Every case of every module in benchmarks/cases, by name."""
+def load_cases() -> dict[str, Case]:
+    """All cases of the modules in benchmarks/cases, by name."""
     package = importlib.import_module("benchmarks.cases")
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
         for case in importlib.import_module(f"benchmarks.cases.{info.name}").CASES:
-            found[case.name] = case
-    return found
+            cases[case.name] = case
+    return cases
 
 
 def find_cases(names: list[str]) -> list[Case]:
     """The named cases, or all of them."""
-    known = all_cases()
+    known = load_cases()
     for name in names:
         if name not in known:
             raise InputError(unknown_key(name, list(known)).replace("unknown key", "unknown case"))

@@ -1,4 +1,4 @@
-"""What a figure was measured on and with: without it a figure means nothing."""
+"""The hardware, software and commit of a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 COMMIT_VARIABLE = "KINEO_COMMIT"
-"""Names the commit where the tree is a copy without its history."""
+"""The commit, for a copy of the tree without git history."""
 
 
 @dataclass(frozen=True)
@@ -28,42 +28,42 @@ class Machine:
 
 def describe(device: torch.device, matmul_flops: float) -> Machine:
     return Machine(
-        device=device_name(device),
+        device=get_device_name(device),
         cores=os.cpu_count() or 1,
         python=platform.python_version(),
         torch=torch.__version__,
         cuda=torch.version.cuda if device.type == "cuda" else None,
-        commit=commit(),
+        commit=find_commit(),
         matmul_tflops=round(matmul_flops / 1e12, 3),
     )
 
 
-def device_name(device: torch.device) -> str:
+def get_device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
+        match = None
+    return match[1] if match else platform.processor() or platform.machine()
 
 
-def slug(device: torch.device) -> str:
-    """For file names: `cpu`, `nvidia-h200`."""
+def slugify_device(device: torch.device) -> str:
+    """The device in a file name: `cpu`, `nvidia-h200`."""
     if device.type != "cuda":
         return device.type
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
-def commit() -> str | None:
+def find_commit() -> str | None:
     if os.environ.get(COMMIT_VARIABLE):
         return os.environ[COMMIT_VARIABLE]
     here = Path(__file__).parent
     try:
-        name = subprocess.run(
+        head = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
         )
         changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return name.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")

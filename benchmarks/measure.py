@@ -1,4 +1,4 @@
-"""Timing one call: warm-up, synchronised repeats, peak memory since the last reset, floating-point operations."""
+"""Measure one call: synchronised time, peak memory, floating-point operations."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch.utils.flop_counter import flop_registry
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call."""
+    """Milliseconds per call."""
 
     ms: float
-    """Median, the device synchronised before and after each call."""
+    """Median, with the device synchronised before and after each call."""
     low: float
     high: float
     """Quartiles."""
     pipelined_ms: float
-    """Mean over calls issued back to back with one synchronisation at the end, as a training loop issues them."""
+    """Mean over calls issued back to back with one synchronisation at the end, as in a training loop."""
     repeats: int
     peak_gib: float | None
-    """What the process held of the device, the pools of CUDA graphs included; on a CPU its resident memory."""
+    """GPU memory reserved by the process, pools of CUDA graphs included; on a CPU its resident memory."""
 
 
 def synchronise(device: torch.device) -> None:
@@ -38,7 +38,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def time_calls(call: Callable[[], object], device: torch.device, warmup: int, repeat: int) -> Timing:
-    """Time `call` alone: build, compilation and first-use costs belong to the warm-up."""
+    """Time `call` after a warm-up, which covers compilation and first-use costs."""
     for _ in range(warmup):
         call()
     synchronise(device)
@@ -62,7 +62,7 @@ def time_calls(call: Callable[[], object], device: torch.device, warmup: int, re
         high=1000 * high,
         pipelined_ms=1000 * pipelined,
         repeats=repeat,
-        peak_gib=peak_gib(device),
+        peak_gib=read_peak_gib(device),
     )
 
 
@@ -71,27 +71,26 @@ def time_calls(call: Callable[[], object], device: torch.device, warmup: int, re
 
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what only the warm-up needed
+        torch.cuda.empty_cache()  # drop memory of the warm-up
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with suppress(OSError):  # Linux: 5 resets the high-water mark of resident memory
+        with suppress(OSError):  # on Linux, 5 resets the peak of resident memory
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_gib(device: torch.device) -> float | None:
+def read_peak_gib(device: torch.device) -> float | None:
     if device.type == "cuda":
-        return (
-            torch.cuda.max_memory_reserved(device) / 2**30
-        )  # replayed graphs allocate nothing, and hold what they use
+        # Reserved, not allocated: replayed CUDA graphs allocate nothing but hold their pools.
+        return torch.cuda.max_memory_reserved(device) / 2**30
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 2**20  # given in KiB
+                return int(line.split()[1]) / 2**20  # in KiB
     return None
 
 
-def release(device: torch.device) -> None:
-    """Give back what the last case held, compiled graphs included."""
+def release_memory(device: torch.device) -> None:
+    """Free the memory of the last case, compiled graphs included."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
@@ -101,9 +100,11 @@ def release(device: torch.device) -> None:
 # Arithmetic ------------------------------------------------------------------------------------------------------
 
 
-class _Operations(TorchDispatchMode):
-    """Adds up what torch's own formulas give for each operator. (torch's counter also follows modules, and refuses steps that
-    call autograd.grad inside, as adaptive weights and gradient penalties do.)"""
+class _FlopCounter(TorchDispatchMode):
+    """Sums torch's own FLOP formula of each operator.
+
+    torch's FlopCounterMode also tracks modules, and fails on steps that call autograd.grad (adaptive weights, gradient penalties).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:
-            with self:  # inference mode leaves composite operators whole: look inside
+            with self:  # inference mode does not decompose composite operators
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
@@ -125,15 +126,15 @@ class _Operations(TorchDispatchMode):
 
 def count_flops(call: Callable[[], object]) -> float:
     """Floating-point operations of one eager call: matrix products, convolutions and attention, forward and backward."""
-    with _Operations() as operations:
+    with _FlopCounter() as operations:
         call()
     return float(operations.total)
 
 
-def matmul_ceiling(device: torch.device, small: bool = False) -> float:
-    """FLOP/s of a large matrix product here: the rate that MFU is a share of. bf16 on a GPU, fp32 on a CPU.
+def measure_matmul_flops(device: torch.device, small: bool = False) -> float:
+    """FLOP/s of a large matrix product on this device, the denominator of MFU; bf16 on a GPU, fp32 on a CPU.
 
-    On random data: zeros run faster than anything real.
+    On random data, since zeros run faster.
     """
     size = 8192 if device.type == "cuda" else 512 if small else 2048
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,4 +1,4 @@
-"""What the peers' sides share: an optimizer step as their own trainers make it, and stand-ins for what they would download."""
+"""The peers' side of a case: an optimizer step as in their trainers, and replacements for downloaded weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import Work
+from benchmarks.case import Workload
 from benchmarks.measure import count_flops
 
 
-def optimizer_step(
+def make_optimizer_step(
     parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], device: torch.device, precision: str
 ) -> Callable[[], None]:
-    """Forward, backward, clip at 1, AdamW; bf16 means autocast. Stray gradients of earlier calls are dropped first."""
+    """Forward, backward, clip at 1, AdamW; bf16 means autocast. Gradients left by other calls are cleared first."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
 
@@ -30,21 +30,21 @@ def optimizer_step(
     return step
 
 
-def game_step(
+def build_gan_training(
     players: dict[str, tuple[list[nn.Parameter], Callable[[], Tensor]]],
     samples: int,
     device: torch.device,
     precision: str,
-) -> Work:
-    """A step of each player of a GAN, one after the other, each with the loss that it descends."""
-    steps = [optimizer_step(parameters, loss, device, precision) for parameters, loss in players.values()]
+) -> Workload:
+    """One optimizer step of each player of a GAN per call, each on its own loss."""
+    steps = [make_optimizer_step(parameters, loss, device, precision) for parameters, loss in players.values()]
 
     def step() -> None:
-        for take in steps:
-            take()
+        for player_step in steps:
+            player_step()
 
-    parts = {name: size(parameters) for name, (parameters, _) in players.items()}
-    return Work(
+    parts = {name: count_parameters(parameters) for name, (parameters, _) in players.items()}
+    return Workload(
         step,
         samples=samples,
         parameters=sum(parts.values()),
@@ -57,16 +57,16 @@ def autocast(device: torch.device, precision: str) -> torch.autocast | nullconte
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
-def random_vgg16() -> nn.Module:
-    """Where the peers download VGG-16: the same layers with random weights, which cost the same time."""
+def build_random_vgg16() -> nn.Module:
+    """VGG-16 with random weights: costs the same time as the weights that the peers download."""
     import torchvision
 
     return torchvision.models.vgg16(weights=None)
 
 
-def trainable(module: nn.Module, without: tuple[str, ...] = ()) -> list[nn.Parameter]:
-    return [p for name, p in module.named_parameters() if p.requires_grad and not name.startswith(without)]
+def get_trainable_parameters(module: nn.Module, exclude: tuple[str, ...] = ()) -> list[nn.Parameter]:
+    return [p for name, p in module.named_parameters() if p.requires_grad and not name.startswith(exclude)]
 
 
-def size(parameters: Iterable[nn.Parameter]) -> int:
+def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)

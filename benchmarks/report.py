@@ -1,4 +1,4 @@
-"""Rows → a table for people, and dated JSON that keeps the command and the hardware beside the figures."""
+"""Results as a table, and as dated JSON with the command and the hardware."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from benchmarks.machine import Machine
 from benchmarks.measure import Timing
 
 PARAMETERS_APART = 0.05
-"""Sizes further apart than this are flagged: the ratio then compares different models."""
+"""Largest relative difference of parameter counts for a like-for-like comparison."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One side of one case. `error` says why there is no timing."""
+    """The result of one side of a case; without a timing, `error` gives the reason."""
 
     case: str
     side: str  # ours, or the peer's package and version
     precision: str
-    samples: int | None = None  # a call
+    samples: int | None = None  # per call
     parameters: int | None = None
-    flops: float | None = None  # a call
+    flops: float | None = None  # per call
     timing: Timing | None = None
     error: str | None = None
     notes: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case's two sides: how many times faster ours is than the peer's fastest precision."""
+    """Speed of our side relative to the peer's fastest precision."""
 
     case: str
     ratio: float
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def compare(rows: list[Row]) -> list[Comparison]:
-    found = []
+    comparisons = []
     for case in dict.fromkeys(row.case for row in rows):
         timed = [row for row in rows if row.case == case and row.timing]
         ours = [row for row in timed if row.side == "ours"]
@@ -63,16 +63,16 @@ def compare(rows: list[Row]) -> list[Comparison]:
         mine, best = ours[0], peers[0]
         apart = (mine.parameters - best.parameters) / best.parameters if mine.parameters and best.parameters else None
         ratio = best.timing.ms / mine.timing.ms  # type: ignore[union-attr]
-        found.append(Comparison(case, ratio, apart, apart is not None and abs(apart) <= PARAMETERS_APART))
-    return found
+        comparisons.append(Comparison(case, ratio, apart, apart is not None and abs(apart) <= PARAMETERS_APART))
+    return comparisons
 
 
-# For people ------------------------------------------------------------------------------------------------------
+# Table -----------------------------------------------------------------------------------------------------------
 
 
-def show(rows: list[Row], machine: Machine, console: Console | None = None) -> None:
+def print_table(rows: list[Row], machine: Machine, console: Console | None = None) -> None:
     console = console or Console()
-    if not console.is_terminal:  # a log keeps whole rows
+    if not console.is_terminal:  # do not fold rows in a log
         console = Console(file=console.file, width=170)
     console.print(
         f"{machine.device} · torch {machine.torch} · matmul ceiling {machine.matmul_tflops:g} TFLOP/s · commit {machine.commit}"
@@ -83,16 +83,16 @@ def show(rows: list[Row], machine: Machine, console: Console | None = None) -> N
     for name in ("ms", "quartiles", "pipelined", "samples/s", "peak GiB", "parameters", "TFLOP/s", "MFU"):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(row.case, row.side, row.precision, *_figures(row, machine))
+        table.add_row(row.case, row.side, row.precision, *_format_figures(row, machine))
     console.print(table)
     for row in rows:
         for line in (*([f"failed: {row.error}"] if row.error else []), *row.notes):
             console.print(f"{row.case} ({row.side} {row.precision}): {line}", markup=False)
     for pair in compare(rows):
-        console.print(_verdict(pair), markup=False)
+        console.print(_format_comparison(pair), markup=False)
 
 
-def _figures(row: Row, machine: Machine) -> list[str]:
+def _format_figures(row: Row, machine: Machine) -> list[str]:
     if row.timing is None:
         return ["–"] * 8
     timing = row.timing
@@ -102,18 +102,18 @@ def _figures(row: Row, machine: Machine) -> list[str]:
         f"{timing.low:.2f}–{timing.high:.2f}",
         f"{timing.pipelined_ms:.2f}",
         f"{row.samples_per_s:,.1f}",
-        _or_dash(timing.peak_gib, "{:.2f}"),
-        _or_dash(row.parameters and row.parameters / 1e6, "{:.2f} M"),
-        _or_dash(row.tflops, "{:.3g}"),
-        _or_dash(share, "{:.1%}"),
+        _format_or_dash(timing.peak_gib, "{:.2f}"),
+        _format_or_dash(row.parameters and row.parameters / 1e6, "{:.2f} M"),
+        _format_or_dash(row.tflops, "{:.3g}"),
+        _format_or_dash(share, "{:.1%}"),
     ]
 
 
-def _or_dash(value: float | None, form: str) -> str:
+def _format_or_dash(value: float | None, form: str) -> str:
     return form.format(value) if value else "–"
 
 
-def _verdict(pair: Comparison) -> str:
+def _format_comparison(pair: Comparison) -> str:
     line = f"{pair.case}: {pair.ratio:.2f}× the peer's speed"
     if pair.parameters_apart is None:
         return f"{line}; parameters could not be compared"
@@ -121,11 +121,11 @@ def _verdict(pair: Comparison) -> str:
     return line if pair.matched else f"{line}: MORE THAN {PARAMETERS_APART:.0%} APART, not a like-for-like figure"
 
 
-# For machines ----------------------------------------------------------------------------------------------------
+# JSON ------------------------------------------------------------------------------------------------------------
 
 
-def as_json(rows: list[Row], machine: Machine, command: str) -> dict[str, Any]:
-    told = [
+def to_json(rows: list[Row], machine: Machine, command: str) -> dict[str, Any]:
+    results = [
         asdict(row)
         | {
             "samples_per_s": row.samples_per_s,
@@ -134,20 +134,20 @@ def as_json(rows: list[Row], machine: Machine, command: str) -> dict[str, Any]:
         }
         for row in rows
     ]
-    return run_of(machine, command, rows=told, comparisons=[asdict(pair) for pair in compare(rows)])
+    return make_record(machine, command, rows=results, comparisons=[asdict(pair) for pair in compare(rows)])
 
 
-def run_of(machine: Machine, command: str, **found: Any) -> dict[str, Any]:
-    """What was measured, with the day, the command and the hardware."""
-    return {"date": date.today().isoformat(), "command": command, "machine": asdict(machine), **found}
+def make_record(machine: Machine, command: str, **results: Any) -> dict[str, Any]:
+    """Results with the date, the command and the hardware."""
+    return {"date": date.today().isoformat(), "command": command, "machine": asdict(machine), **results}
 
 
-def command_of(module: str, words: list[str]) -> str:
+def format_command(module: str, words: list[str]) -> str:
     return shlex.join(["python", "-m", module, *words])
 
 
-class File:
-    """The day's file: what other runs wrote there, and this run's rows as far as they are known. It can be cut off after any of them."""
+class ResultFile:
+    """The result file of a day, shared by its runs. Written after every row, so that an interrupted run keeps its rows."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name

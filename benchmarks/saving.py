@@ -1,8 +1,8 @@
-"""How long training stands still for a checkpoint: `python -m benchmarks.saving [--device cuda] [--millions 100] [--saves 8] [--out DIR]`
+"""How long a checkpoint stops training: `python -m benchmarks.saving [--device cuda] [--millions 100] [--saves 8] [--out DIR]`
 
-The real path: a Task stepped by the Stepper, with moments and moving averages, saved by the Saver. A save costs the copy to the host, for which
-training waits, and what writing takes away from the steps beside it: how much longer these take than their neighbours, by medians, times how
-many they are. Where a save is waited for it costs the copy and the write.
+The real code path: a Task stepped by the Stepper, with moments and EMA, saved by the Saver. A save in the background costs the copy
+to the host, for which training waits, and the slowdown of the steps during the write (their median against that of other steps, times
+their number). A save in the foreground costs the copy and the write.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import machine
-from benchmarks.measure import matmul_ceiling
-from benchmarks.report import File, command_of, run_of
+from benchmarks.measure import measure_matmul_flops, synchronise
+from benchmarks.report import ResultFile, format_command, make_record
 from kineograph.core.batch import Batch
 from kineograph.core.config import StageConfig
 from kineograph.core.noise import Noise
@@ -29,13 +30,13 @@ from kineograph.train.config import TrainConfig
 from kineograph.train.saver import Saver
 from kineograph.train.stepper import Stepper
 
-SHARE = 0.05  # of the time that training may stand still
+SHARE = 0.05  # of training time that saving may take
 WIDTH = 1024
 ROWS = 64
 
 
 class Stack(Task):
-    """Square layers, one after another: as many weights as asked for, and work in proportion."""
+    """A stack of square layers: weights and work in proportion to the depth."""
 
     Config = StageConfig
 
@@ -58,7 +59,7 @@ class Stack(Task):
 
 
 def measure(device: torch.device, millions: float, saves: int, folder: Path) -> dict[str, float]:
-    """What a save costs, in seconds."""
+    """Cost of a save, in seconds."""
     depth = max(1, round(millions * 1e6 / (WIDTH * WIDTH + WIDTH)))
     stepper = Stepper(Stack(depth), TrainConfig(steps=1_000_000, batch_size=1, compile=False), device=device)
     batch = Batch(slots=torch.arange(1), latents=torch.randn(1, ROWS * (16 if device.type == "cuda" else 1), WIDTH))
@@ -67,39 +68,42 @@ def measure(device: torch.device, millions: float, saves: int, folder: Path) -> 
 
     def step() -> float:
         nonlocal done
-        began = time.monotonic()
+        start = time.monotonic()
         stepper.step(done, [batch])
-        _finish(device)
+        synchronise(device)
         done += 1
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     def save() -> float:
-        began = time.monotonic()
+        start = time.monotonic()
         saver.save(done, stepper.local_state(), {"stepper": stepper.state()})
-        _finish(device)
-        return time.monotonic() - began
+        synchronise(device)
+        return time.monotonic() - start
 
     for _ in range(3):
         step()
-    first = save()  # makes the buffers; later ones find them
-    began = time.monotonic()
+    first = save()  # allocates the buffers for later ones
+    start = time.monotonic()
     saver.wait()
-    write = time.monotonic() - began
+    write = time.monotonic() - start
     size = sum(path.stat().st_size for path in checkpoint.checkpoint_at(folder, done).path.iterdir())
-    copies, beside, apart, counts = [], [], [], []
+    copies, during_write, other, counts = [], [], [], []
     for _ in range(saves):
         checkpoint.prune(folder, 1, done)
         copies.append(save())
-        found = []
-        while not saver.is_idle():
-            found.append(step())
-        beside += found[:-1]  # the write ended within the last
-        counts.append(max(0.0, len(found) - 0.5))
-        apart += [step() for _ in range(len(found) + 1)]
+        written = threading.Event()
+        saver.then(written.set)
+        steps = []
+        while not written.is_set():
+            saver.check()
+            steps.append(step())
+        during_write += steps[:-1]  # the write ended during the last one
+        counts.append(max(0.0, len(steps) - 0.5))
+        other += [step() for _ in range(len(steps) + 1)]
     with saver:
         pass
-    usual = statistics.median(apart)
-    slowed = max(0.0, statistics.median(beside) - usual) if beside else 0.0
+    usual = statistics.median(other)
+    slowed = max(0.0, statistics.median(during_write) - usual) if during_write else 0.0
     cost = statistics.median(copies) + slowed * statistics.mean(counts)
     return {
         "millions": sum(p.numel() for p in stepper.task.parameters()) / 1e6,
@@ -116,28 +120,25 @@ def measure(device: torch.device, millions: float, saves: int, folder: Path) -> 
     }
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def main(words: list[str]) -> None:
-    wanted = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__)
-    wanted.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    wanted.add_argument("--millions", type=float, default=20, help="weights (20)")
-    wanted.add_argument("--saves", type=int, default=8, help="how many are measured (8)")
-    wanted.add_argument("--folder", type=Path, help="where checkpoints go: the disk that is measured (a temporary one)")
-    wanted.add_argument("--out", type=Path, help="where the JSON goes (nowhere)")
-    asked = wanted.parse_args(words)
-    device = torch.device(asked.device)
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        found = measure(device, asked.millions, asked.saves, Path(folder))
-    for name, value in found.items():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--millions", type=float, default=20, help="million weights (20)")
+    parser.add_argument("--saves", type=int, default=8, help="saves to measure (8)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the checkpoints, on the disk to measure (a temporary one)"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the JSON (none is written)")
+    options = parser.parse_args(words)
+    device = torch.device(options.device)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        results = measure(device, options.millions, options.saves, Path(folder))
+    for name, value in results.items():
         print(f"{name:26} {value:10.3f}")
-    if asked.out is not None:
-        facts = machine.describe(device, matmul_ceiling(device, True))
-        run = run_of(facts, command_of("benchmarks.saving", words), saving=found)
-        print(f"written: {File(asked.out, f'saving-{machine.slug(device)}').write(run)}")
+    if options.out is not None:
+        facts = machine.describe(device, measure_matmul_flops(device, True))
+        run = make_record(facts, format_command("benchmarks.saving", words), saving=results)
+        print(f"written: {ResultFile(options.out, f'saving-{machine.slugify_device(device)}').write(run)}")
 
 
 if __name__ == "__main__":

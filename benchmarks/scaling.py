@@ -1,8 +1,7 @@
-"""`python -m benchmarks.scaling [--processes 1 2] [--seconds 20] [--out DIR]`: how the data path and DDP grow with processes, on this CPU.
+"""How data loading and DDP scale with processes on a CPU: `python -m benchmarks.scaling [--processes 1 2] [--seconds 20] [--out DIR]`
 
-Each world reads and trains by itself, with one thread a process. *Data*: moving digits through each process's loader, its part of a global
-batch of 32 a process. *Train*: optimizer steps of a small Muse network on such batches' tokens, as many samples a process in every world
-(so perfect scaling doubles the samples a second), gradients joined by DDP.
+Each world size runs on its own, with one thread per process. *Data*: moving digits from each process's loader, 32 samples per process.
+*Train*: optimizer steps of a small Muse network under DDP, 32 samples per process, so that perfect scaling doubles the samples per second.
 """
 
 from __future__ import annotations
@@ -17,48 +16,48 @@ import time
 from pathlib import Path
 from typing import Any
 
-SAMPLES = 32  # a process and step
+SAMPLES = 32  # per process and step
 
 
 def main(words: list[str]) -> None:
-    options = _parser().parse_args(words)
+    options = _build_parser().parse_args(words)
     if options.worker:
-        _work(options.seconds)
+        _run_worker(options.seconds)
         return
-    found = [_world(processes, options.seconds) for processes in options.processes]
-    first = found[0]
+    rows = [_measure_world(processes, options.seconds) for processes in options.processes]
+    first = rows[0]
     print(f"{'processes':>9} {'data/s':>10} {'× per process':>14} {'train/s':>10} {'× per process':>14}")
-    for row in found:
+    for row in rows:
         shares = [row[kind] / first[kind] * first["processes"] / row["processes"] for kind in ("data", "train")]
         print(f"{row['processes']:>9} {row['data']:>10.1f} {shares[0]:>14.2f} {row['train']:>10.1f} {shares[1]:>14.2f}")
-    _write(found, options.out, words)
+    _write_results(rows, options.out, words)
 
 
-def _world(processes: int, seconds: float) -> dict[str, Any]:
-    """Samples a second of all processes together."""
+def _measure_world(processes: int, seconds: float) -> dict[str, Any]:
+    """Samples per second over all processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {
+    environment = {
         "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR",
     }  # fmt: skip
-    started = [
+    workers = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.scaling", "--worker", "--seconds", str(seconds)],
-            env={**os.environ, **{key: str(value) for key, value in place.items()}, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **{key: str(value) for key, value in environment.items()}, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(processes)
     ]  # fmt: skip
-    told = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
-        sys.exit("a process failed")
-    return {"processes": processes, **json.loads(told[0].splitlines()[-1])}
+    outputs = [process.communicate()[0] for process in workers]
+    if any(process.returncode for process in workers):
+        sys.exit("a worker process failed; see its error above")
+    return {"processes": processes, **json.loads(outputs[0].splitlines()[-1])}
 
 
-def _work(seconds: float) -> None:
+def _run_worker(seconds: float) -> None:
     import torch
 
     from kineograph.core import distributed
@@ -72,13 +71,13 @@ def _work(seconds: float) -> None:
         size = SAMPLES * distributed.world()
         loader = Loader(source, seed=0, batch_size=size, rank=distributed.rank(), world=distributed.world())
         batches = loader.steps(0, 1_000_000)
-        data = _rate(lambda: next(batches), size, seconds)
-        train = _rate(_training(size), size, seconds)
+        data = _measure_rate(lambda: next(batches), size, seconds)
+        train = _measure_rate(_build_training_step(size), size, seconds)
         if distributed.is_first():
             print(json.dumps({"data": data, "train": train}))
 
 
-def _training(size: int) -> Any:
+def _build_training_step(size: int) -> Any:
     from itertools import count
 
     import torch
@@ -107,41 +106,41 @@ def _training(size: int) -> Any:
     return lambda: stepper.step(next(steps), [batch])
 
 
-def _rate(call: Any, samples: int, seconds: float) -> float:
-    """Samples a second; all processes make equally many calls, as many as fit into the time on the first one."""
+def _measure_rate(call: Any, samples: int, seconds: float) -> float:
+    """Samples per second. All processes make the same number of calls: as many as fit into `seconds` on the first one."""
     from kineograph.core import distributed
 
     for _ in range(3):
         call()
     distributed.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     call()
-    calls = max(3, int(seconds / max(1e-3, distributed.broadcast_object(time.perf_counter() - began))))
+    calls = max(3, int(seconds / max(1e-3, distributed.broadcast_object(time.perf_counter() - start))))
     distributed.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(calls):
         call()
     distributed.barrier()
-    return samples * calls / (time.perf_counter() - began)
+    return samples * calls / (time.perf_counter() - start)
 
 
-def _write(found: list[dict[str, Any]], out: Path, words: list[str]) -> None:
+def _write_results(rows: list[dict[str, Any]], out: Path, words: list[str]) -> None:
     import torch
 
     from benchmarks import machine
-    from benchmarks.measure import matmul_ceiling
-    from benchmarks.report import File, command_of, run_of
+    from benchmarks.measure import measure_matmul_flops
+    from benchmarks.report import ResultFile, format_command, make_record
 
     cpu = torch.device("cpu")
-    facts = machine.describe(cpu, matmul_ceiling(cpu, small=True))
-    run = run_of(facts, command_of("benchmarks.scaling", words), rows=found)
-    print(f"written: {File(out, f'scaling-{machine.slug(cpu)}').write(run)}")
+    facts = machine.describe(cpu, measure_matmul_flops(cpu, small=True))
+    run = make_record(facts, format_command("benchmarks.scaling", words), rows=rows)
+    print(f"written: {ResultFile(out, f'scaling-{machine.slugify_device(cpu)}').write(run)}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each measurement")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser

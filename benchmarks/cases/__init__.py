@@ -1,1 +1,1 @@
-"""One module a family; each holds its `CASES`. A new case is found by being here."""
+"""One module per family, each with its `CASES`; all modules here are loaded."""

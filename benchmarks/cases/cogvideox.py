@@ -1,4 +1,4 @@
-"""CogVideoX: one step of the transformer on given latents and text embeddings, with and without recomputing activations."""
+"""CogVideoX: one step of the transformer on random latents and text embeddings, with and without activation checkpointing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Peer, Sizes, Work
+from benchmarks.case import Case, Peer, Sizes, Workload
 from benchmarks.measure import count_flops
-from benchmarks.ours import training
-from benchmarks.peers import size
+from benchmarks.ours import build_training
+from benchmarks.peers import count_parameters
 
 if TYPE_CHECKING:
     from kineograph.core.batch import Batch
@@ -26,12 +26,12 @@ EAGER, COMPILED = "bf16 weights", "bf16 weights, torch.compile"
 # Ours ------------------------------------------------------------------------------------------------------------
 
 
-def _codec(sizes: Sizes) -> Task:
-    """Latents are given: this one only says of which size they are."""
+def _build_codec(sizes: Sizes) -> Task:
+    """A codec that only gives the shape of the latents."""
     from kineograph.core.config import StageConfig
     from kineograph.core.task import PosteriorCodec
 
-    class Given(PosteriorCodec):
+    class ShapeOnlyCodec(PosteriorCodec):
         Config = StageConfig
         latent_channels, scale, spatial = CHANNELS, 1.15258426, 8
 
@@ -41,10 +41,10 @@ def _codec(sizes: Sizes) -> Task:
         def posterior(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:
             raise NotImplementedError
 
-    return Given()
+    return ShapeOnlyCodec()
 
 
-def _our_model(sizes: Sizes, device: torch.device) -> Task:
+def build_our_model(sizes: Sizes, device: torch.device) -> Task:
     from kineograph.core.batch import Shape
     from kineograph.core.config import parse
     from kineograph.core.task import BuildContext
@@ -62,12 +62,12 @@ def _our_model(sizes: Sizes, device: torch.device) -> Task:
         "null_text": "zeros",
     }
     t, h, w = sizes["latents"]
-    context = BuildContext(Shape(4 * t - 3, 8 * h, 8 * w, 3, 8.0), stage=lambda name: _codec(sizes))
+    context = BuildContext(Shape(4 * t - 3, 8 * h, 8 * w, 3, 8.0), stage=lambda name: _build_codec(sizes))
     with torch.device(device):
         return CogVideoX.build(parse(CogVideoXConfig, keys), context)
 
 
-def _given(sizes: Sizes) -> Batch:
+def make_batch(sizes: Sizes) -> Batch:
     from kineograph.core.batch import Batch
 
     (t, h, w), batch = sizes["latents"], sizes["batch"]
@@ -79,22 +79,22 @@ def _given(sizes: Sizes) -> Batch:
     )
 
 
-def ours_train(sizes: Sizes, device: torch.device) -> Work:
-    """Compiled as `auto` does it at this size: one block for all, not replayed as CUDA graphs, since the host is never late here."""
-    return training(
-        _our_model(sizes, device),
-        _given(sizes),
+def build_our_training(sizes: Sizes, device: torch.device) -> Workload:
+    """Compiled as by `auto` at this size: one block for all, without CUDA graphs."""
+    return build_training(
+        build_our_model(sizes, device),
+        make_batch(sizes),
         device,
         checkpointing=sizes["checkpointing"],
-        ema={"decay": 0},  # the peer keeps none
+        ema={"decay": 0},  # the peer has no EMA
     )
 
 
 # The peer --------------------------------------------------------------------------------------------------------
 
 
-def diffusers_train(sizes: Sizes, device: torch.device) -> Work:
-    """Its transformer with bf16 weights, forward to a squared error, backward, clip at 1 and fused AdamW."""
+def build_peer_training(sizes: Sizes, device: torch.device) -> Workload:
+    """diffusers' transformer with bf16 weights: squared error, backward, clip at 1, fused AdamW."""
     from diffusers import CogVideoXTransformer3DModel
 
     (t, h, w), batch, (length, width) = sizes["latents"], sizes["batch"], sizes["text"]
@@ -118,23 +118,23 @@ def diffusers_train(sizes: Sizes, device: torch.device) -> Work:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
-    def step_of(run: Any) -> Any:
+    def make_step(forward: Any) -> Any:
         def step() -> None:
-            found = run(hidden_states=latents, encoder_hidden_states=text, timestep=times, return_dict=False)[0]
-            ((found - latents).float() ** 2).mean().backward()
+            output = forward(hidden_states=latents, encoder_hidden_states=text, timestep=times, return_dict=False)[0]
+            ((output - latents).float() ** 2).mean().backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
         return step
 
-    flops = count_flops(step_of(model))
-    step = step_of(torch.compile(model) if variant == COMPILED else model)
-    return Work(step, samples=batch, parameters=size(parameters), flops=flops, precision=variant)
+    flops = count_flops(make_step(model))
+    step = make_step(torch.compile(model) if variant == COMPILED else model)
+    return Workload(step, samples=batch, parameters=count_parameters(parameters), flops=flops, precision=variant)
 
 
 _ABOUT = "CogVideoX-2B transformer step: 30 layers, width 1,920, 13 × 60 × 90 latents (17,776 tokens), bf16 weights, text embeddings given"
-_PEER = Peer("diffusers", "0.42.1", "diffusers", diffusers_train, needs=(), precisions=(EAGER, COMPILED))
+_PEER = Peer("diffusers", "0.42.1", "diffusers", build_peer_training, needs=(), precisions=(EAGER, COMPILED))
 
 CASES = (
     Case(
@@ -142,17 +142,17 @@ CASES = (
         about=_ABOUT,
         sizes=TRAIN,
         small=SMALL,
-        ours=ours_train,
+        ours=build_our_training,
         peer=_PEER,
         warmup=3,
         repeat=8,
     ),
     Case(
         name="cogvideox-train-checkpointed",
-        about=f"{_ABOUT}; activations are recomputed, ours but for attention",
+        about=f"{_ABOUT}; with activation checkpointing, ours `light`",
         sizes={**TRAIN, "checkpointing": "light"},
         small=SMALL,
-        ours=ours_train,
+        ours=build_our_training,
         peer=_PEER,
         warmup=3,
         repeat=8,

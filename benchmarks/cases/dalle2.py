@@ -1,4 +1,4 @@
-"""DALL-E 2: one step of a decoder U-Net on given image embeddings, and a guided sampling call."""
+"""DALL-E 2: one step of a decoder U-Net on random image embeddings, and a guided sampling call."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.case import Case, Peer, Sizes, Work
+from benchmarks.case import Case, Peer, Sizes, Workload
 from benchmarks.measure import count_flops
-from benchmarks.ours import sampling, training
-from benchmarks.peers import autocast, optimizer_step, size
+from benchmarks.ours import build_sampling, build_training
+from benchmarks.peers import autocast, count_parameters, make_optimizer_step
 
 if TYPE_CHECKING:
     from kineograph.core.batch import Batch
@@ -19,16 +19,15 @@ TRAIN = {"width": 128, "multipliers": (1, 2, 3, 4), "blocks": (2, 2, 2, 1), "pix
 SAMPLE = {**TRAIN, "steps": 32, "guidance": 2.0}
 SMALL = {"width": 16, "multipliers": (1, 2), "blocks": (1, 1), "pixels": 16, "embedding": 32, "batch": 2}
 
-LEVELS = 1000
+TIMESTEPS = 1000
 IMAGE_DROPOUT = 0.1
 
 
 # Ours ------------------------------------------------------------------------------------------------------------
 
 
-def _our_model(sizes: Sizes) -> Decoder:
-    """Two residual blocks a level, as the peer has, but one at the coarsest: the way up is as wide as the way down here, and so as
-    many parameters are reached with fewer blocks."""
+def _build_our_model(sizes: Sizes) -> Decoder:
+    """Two residual blocks per level like the peer, but one at the coarsest: our way up is wider, so this matches the parameter count."""
     from kineograph.core.batch import Shape
     from kineograph.core.config import parse
     from kineograph.core.task import BuildContext
@@ -44,38 +43,38 @@ def _our_model(sizes: Sizes) -> Decoder:
             "blocks": sizes["blocks"],
             "clip": {"kind": "given", "width": sizes["embedding"]},
             "image_dropout": IMAGE_DROPOUT,
-            "diffusion": {"steps": LEVELS, "learned_variance": True},
+            "diffusion": {"steps": TIMESTEPS, "learned_variance": True},
         },
     )
     return Decoder(config, BuildContext(Shape(1, sizes["pixels"], sizes["pixels"], 3, 8.0)))
 
 
-def _embeddings(sizes: Sizes) -> Batch:
+def _make_batch(sizes: Sizes) -> Batch:
     from kineograph.core.batch import Batch
 
     batch = sizes["batch"]
     return Batch(slots=torch.arange(batch), extra={"image_embed": torch.randn(batch, sizes["embedding"])})
 
 
-def ours_train(sizes: Sizes, device: torch.device) -> Work:
-    given = _embeddings(sizes)
+def build_our_training(sizes: Sizes, device: torch.device) -> Workload:
+    data = _make_batch(sizes)
     pictures = (sizes["batch"], 1, 3, sizes["pixels"], sizes["pixels"])
-    given.pixels = torch.randint(0, 256, pictures, dtype=torch.uint8)
-    return training(_our_model(sizes), given, device)
+    data.pixels = torch.randint(0, 256, pictures, dtype=torch.uint8)
+    return build_training(_build_our_model(sizes), data, device)
 
 
-def ours_sample(sizes: Sizes, device: torch.device) -> Work:
+def build_our_sampling(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.family.dalle2.config import DecoderSample
 
-    task = _our_model(sizes)
+    task = _build_our_model(sizes)
     options = DecoderSample(solver="ddim", steps=sizes["steps"], guidance=sizes["guidance"])
-    return sampling(task, _embeddings(sizes), options, device)
+    return build_sampling(task, _make_batch(sizes), options, device)
 
 
 # The peer --------------------------------------------------------------------------------------------------------
 
 
-def _peer_model(sizes: Sizes, device: torch.device) -> Any:
+def _build_peer_model(sizes: Sizes, device: torch.device) -> Any:
     from dalle2_pytorch import Decoder, Unet
 
     coarse = len(sizes["multipliers"]) - 1
@@ -92,7 +91,7 @@ def _peer_model(sizes: Sizes, device: torch.device) -> Any:
     return Decoder(
         unet=(unet,),
         image_sizes=(sizes["pixels"],),
-        timesteps=LEVELS,
+        timesteps=TIMESTEPS,
         sample_timesteps=(sizes.get("steps"),),
         image_cond_drop_prob=IMAGE_DROPOUT,
         text_cond_drop_prob=0.5,
@@ -100,26 +99,26 @@ def _peer_model(sizes: Sizes, device: torch.device) -> Any:
     ).to(device)
 
 
-def dalle2_pytorch_train(sizes: Sizes, device: torch.device) -> Work:
-    model, batch = _peer_model(sizes, device), sizes["batch"]
+def build_peer_training(sizes: Sizes, device: torch.device) -> Workload:
+    model, batch = _build_peer_model(sizes, device), sizes["batch"]
     pictures = torch.rand(batch, 3, sizes["pixels"], sizes["pixels"], device=device)
     embeddings = torch.randn(batch, sizes["embedding"], device=device)
     parameters = list(model.parameters())
-    step = optimizer_step(
+    step = make_optimizer_step(
         parameters, lambda: model(pictures, image_embed=embeddings, unet_number=1), device, sizes["precision"]
     )
-    return Work(step, samples=batch, parameters=size(parameters), flops=count_flops(step))
+    return Workload(step, samples=batch, parameters=count_parameters(parameters), flops=count_flops(step))
 
 
-def dalle2_pytorch_sample(sizes: Sizes, device: torch.device) -> Work:
-    model, batch = _peer_model(sizes, device).eval(), sizes["batch"]
+def build_peer_sampling(sizes: Sizes, device: torch.device) -> Workload:
+    model, batch = _build_peer_model(sizes, device).eval(), sizes["batch"]
     embeddings = torch.randn(batch, sizes["embedding"], device=device)
 
     def call() -> None:
         with torch.no_grad(), autocast(device, sizes["precision"]):
             model.sample(image_embed=embeddings, cond_scale=sizes["guidance"])
 
-    return Work(call, samples=batch, parameters=size(model.parameters()), flops=count_flops(call))
+    return Workload(call, samples=batch, parameters=count_parameters(model.parameters()), flops=count_flops(call))
 
 
 _PEER = ("dalle2-pytorch", "1.15.6", "dalle2_pytorch")
@@ -130,16 +129,16 @@ CASES = (
         about="DALL-E 2 decoder step: U-Net of width 128 (1, 2, 3, 4), 64 px, learned variance, image embeddings given",
         sizes=TRAIN,
         small=SMALL,
-        ours=ours_train,
-        peer=Peer(*_PEER, dalle2_pytorch_train),
+        ours=build_our_training,
+        peer=Peer(*_PEER, build_peer_training),
     ),
     Case(
         name="dalle2-sample",
         about="DALL-E 2 decoder sampling call: 32 guided DDIM steps to 64 px pictures",
         sizes=SAMPLE,
         small={**SMALL, "steps": 4},
-        ours=ours_sample,
-        peer=Peer(*_PEER, dalle2_pytorch_sample),
+        ours=build_our_sampling,
+        peer=Peer(*_PEER, build_peer_sampling),
         warmup=2,
         repeat=8,
     ),

@@ -1,4 +1,4 @@
-"""Data: how fast one worker process makes samples. Multiply by the workers, and compare with what a step eats."""
+"""Data: samples per second of one worker process. Multiply by the number of workers and compare with the training step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from benchmarks.case import Case, Peer, Sizes, Work
+from benchmarks.case import Case, Peer, Sizes, Workload
 from kineograph.core.batch import Batch
 from kineograph.core.protocols import Source
 
 
-def _loading(source: Source, sizes: Sizes) -> Work:
-    """A few batches a call from a loader that runs on between calls, so that starting the worker costs nothing here."""
+def _build_loading(source: Source, sizes: Sizes) -> Workload:
+    """Some batches per call from one running loader, so that the start of the worker is not timed."""
     from kineograph.data.loader import Loader
 
     loader = Loader(source, seed=0, batch_size=sizes["batch"], workers=sizes["workers"])
@@ -28,44 +28,45 @@ def _loading(source: Source, sizes: Sizes) -> Work:
             next(batches)
 
     where = f"{sizes['workers']} worker process" if sizes["workers"] else "no worker process"
-    return Work(call, samples=sizes["batch"] * sizes["batches"], notes=[f"{where}, on the CPU"], close=batches.close)
+    return Workload(
+        call, samples=sizes["batch"] * sizes["batches"], notes=[f"{where}, on the CPU"], close=batches.close
+    )
 
 
-def digits(sizes: Sizes, device: torch.device) -> Work:
+def build_digits(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 
     config = MovingDigitsConfig(size=sizes["pixels"], frames=sizes["frames"])
-    return _loading(MovingDigits.open(config, "train"), sizes)
+    return _build_loading(MovingDigits.open(config, "train"), sizes)
 
 
-def folder(sizes: Sizes, device: torch.device) -> Work:
+def build_folder(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.data.folder import Folder, FolderConfig
 
     kept = tempfile.TemporaryDirectory()
     _write_pictures(Path(kept.name), sizes["files"], sizes["file_pixels"])
     config = FolderConfig(folder=kept.name, size=sizes["pixels"], frames=1, validation=0)
-    return _with_folder(_loading(Folder.open(config, "train", seed=0), sizes), kept)
+    return _delete_on_close(_build_loading(Folder.open(config, "train", seed=0), sizes), kept)
 
 
-def webdataset(sizes: Sizes, device: torch.device) -> Work:
+def build_webdataset(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.data.webdataset import WebDataset, WebDatasetConfig
 
-    kept = _shards(sizes)
+    kept = _write_shards(sizes)
     config = WebDatasetConfig(shards=kept.name, size=sizes["pixels"], frames=1, validation=0)
-    work = _loading(WebDataset.open(config, "train", seed=0), sizes)
-    return _with_folder(work, kept)
+    work = _build_loading(WebDataset.open(config, "train", seed=0), sizes)
+    return _delete_on_close(work, kept)
 
 
-def plain_webdataset(sizes: Sizes, device: torch.device) -> Work:
-    """The pipeline of webdataset's own documentation: decoded by Pillow, resized and cropped by torchvision (or by Pillow, where
-    that is not installed), batched in a DataLoader."""
+def build_plain_webdataset(sizes: Sizes, device: torch.device) -> Workload:
+    """The pipeline of webdataset's documentation: decoded by Pillow, resized by torchvision (or Pillow), batched in a DataLoader."""
     import webdataset
     from torch.utils.data import DataLoader
 
-    kept = _shards(sizes)
+    kept = _write_shards(sizes)
     urls = sorted(str(path) for path in Path(kept.name).glob("*.tar"))
     dataset = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False).repeat().shuffle(100).decode("pil")
-    dataset = dataset.to_tuple("jpg", "txt").map_tuple(_Resized(sizes["pixels"]), str).batched(sizes["batch"])
+    dataset = dataset.to_tuple("jpg", "txt").map_tuple(_Resize(sizes["pixels"]), str).batched(sizes["batch"])
     batches = iter(
         DataLoader(
             dataset, batch_size=None, num_workers=sizes["workers"], prefetch_factor=None if not sizes["workers"] else 4
@@ -76,26 +77,29 @@ def plain_webdataset(sizes: Sizes, device: torch.device) -> Work:
         for _ in range(sizes["batches"]):
             next(batches)
 
-    by = "torchvision" if importlib.util.find_spec("torchvision") else "Pillow"
-    return _with_folder(
-        Work(
-            call, samples=sizes["batch"] * sizes["batches"], precision="uint8", notes=[f"resized by {by}, on the CPU"]
+    library = "torchvision" if importlib.util.find_spec("torchvision") else "Pillow"
+    return _delete_on_close(
+        Workload(
+            call,
+            samples=sizes["batch"] * sizes["batches"],
+            precision="uint8",
+            notes=[f"resized by {library}, on the CPU"],
         ),
         kept,
     )
 
 
-class _Resized:
+class _Resize:
     """Shorter side to `size` (bicubic, antialiased), centre crop, C H W uint8."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.change: Callable[[Any], Any] | None = None
+        self.transform: Callable[[Any], Any] | None = None
 
     def __call__(self, image: Any) -> torch.Tensor:
-        if self.change is None:
-            self.change = self._torchvision() if importlib.util.find_spec("torchvision") else self._pillow
-        return self.change(image.convert("RGB"))
+        if self.transform is None:
+            self.transform = self._torchvision() if importlib.util.find_spec("torchvision") else self._pillow
+        return self.transform(image.convert("RGB"))
 
     def _torchvision(self) -> Callable[[Any], Any]:
         from torchvision import transforms  # type: ignore[import-not-found]
@@ -111,8 +115,8 @@ class _Resized:
         return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous()
 
 
-def _shards(sizes: Sizes) -> tempfile.TemporaryDirectory:
-    """The pictures of `_write_pictures`, as four tars."""
+def _write_shards(sizes: Sizes) -> tempfile.TemporaryDirectory:
+    """Write the pictures of `_write_pictures` as four tars."""
     from kineograph.data.shard_writer import ShardWriter
 
     kept = tempfile.TemporaryDirectory()
@@ -123,8 +127,8 @@ def _shards(sizes: Sizes) -> tempfile.TemporaryDirectory:
     return kept
 
 
-def _with_folder(work: Work, kept: tempfile.TemporaryDirectory) -> Work:
-    """The folder goes when the work is done."""
+def _delete_on_close(work: Workload, kept: tempfile.TemporaryDirectory) -> Workload:
+    """Delete the folder when the workload is closed."""
     stop = work.close
 
     def close() -> None:
@@ -136,7 +140,7 @@ def _with_folder(work: Work, kept: tempfile.TemporaryDirectory) -> Work:
 
 
 def _write_pictures(root: Path, count: int, size: tuple[int, int]) -> None:
-    """JPEGs with the detail of a photograph, neither flat nor noise: coarse noise enlarged, fine noise on top."""
+    """Write JPEGs with about the detail of a photograph: enlarged coarse noise with fine noise on top."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -157,16 +161,16 @@ CASES = (
         about="moving digits, 16 frames of 64 px, one worker",
         sizes={"pixels": 64, "frames": 16, "batch": 32, "batches": 4, "workers": 1},
         small={"pixels": 32, "frames": 4, "batch": 2, "batches": 1, "workers": 0},
-        ours=digits,
+        ours=build_digits,
         warmup=3,
         repeat=10,
     ),
     Case(
         name="data-folder",
-        about="a folder of 640 × 480 JPEGs with captions beside, resized and cropped to 256 px, one worker",
+        about="a folder of 640 × 480 JPEGs with captions, resized and cropped to 256 px, one worker",
         sizes={"pixels": 256, "files": 64, "file_pixels": (480, 640), "batch": 16, "batches": 4, "workers": 1},
         small={"pixels": 32, "files": 4, "file_pixels": (48, 64), "batch": 2, "batches": 1, "workers": 0},
-        ours=folder,
+        ours=build_folder,
         warmup=3,
         repeat=10,
     ),
@@ -175,8 +179,8 @@ CASES = (
         about="tar shards of 256 px JPEGs with captions, resized to 64 px, one worker; the peer is plain webdataset",
         sizes={"pixels": 64, "files": 512, "file_pixels": (256, 256), "batch": 64, "batches": 8, "workers": 1},
         small={"pixels": 32, "files": 8, "file_pixels": (48, 48), "batch": 2, "batches": 1, "workers": 0},
-        ours=webdataset,
-        peer=Peer("webdataset", "1.0.2", "webdataset", plain_webdataset, needs=(), precisions=("fp32",)),
+        ours=build_webdataset,
+        peer=Peer("webdataset", "1.0.2", "webdataset", build_plain_webdataset, needs=(), precisions=("fp32",)),
         warmup=3,
         repeat=10,
     ),

@@ -1,4 +1,4 @@
-"""Muse: one step of the masked transformer on given tokens and text embeddings, and a guided sampling call."""
+"""Muse: one step of the masked transformer on random tokens and text embeddings, and a guided sampling call."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Peer, Sizes, Work
-from benchmarks.cases.vqgan import layout
+from benchmarks.case import Case, Peer, Sizes, Workload
+from benchmarks.cases.vqgan import match_peer_layout
 from benchmarks.measure import count_flops
-from benchmarks.ours import sampling, training
-from benchmarks.peers import autocast, optimizer_step, size
+from benchmarks.ours import build_sampling, build_training
+from benchmarks.peers import autocast, count_parameters, make_optimizer_step
 
 if TYPE_CHECKING:
     from kineograph.family.muse.task import Muse
@@ -33,7 +33,7 @@ SMALL = {"width": 64, "depth": 2, "heads": 2, "codes": 256, "tokens": 4, "batch"
 CAPTION_DROPOUT = 0.25
 
 
-def _our_model(sizes: Sizes) -> Muse:
+def _build_our_model(sizes: Sizes) -> Muse:
     from kineograph.codec.vqgan import VQGAN, VQGANConfig
     from kineograph.core.batch import Shape
     from kineograph.core.config import parse
@@ -44,7 +44,7 @@ def _our_model(sizes: Sizes) -> Muse:
     pixels = 16 * sizes["tokens"]
     shape = Shape(1, pixels, pixels, 3, 8.0)
     codec = VQGAN.build(
-        parse(VQGANConfig, layout(sizes["codec_width"], sizes["codes"]) | {"perceptual": {"weight": 0}}),
+        parse(VQGANConfig, match_peer_layout(sizes["codec_width"], sizes["codes"]) | {"perceptual": {"weight": 0}}),
         BuildContext(shape),
     )
     freeze(codec)
@@ -64,35 +64,35 @@ def _our_model(sizes: Sizes) -> Muse:
     return Muse(config, BuildContext(shape, stage=lambda name: codec))
 
 
-def ours_train(sizes: Sizes, device: torch.device) -> Work:
+def build_our_training(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.core.batch import Batch
 
     side, batch = sizes["tokens"], sizes["batch"]
-    given = Batch(
+    data = Batch(
         slots=torch.arange(batch),
         tokens=torch.randint(0, sizes["codes"], (batch, 1, side, side)),
         text_embeds=torch.randn(batch, *sizes["text"]),
         text_mask=torch.ones(batch, sizes["text"][0], dtype=torch.bool),
     )
-    return training(_our_model(sizes), given, device)
+    return build_training(_build_our_model(sizes), data, device)
 
 
-def ours_sample(sizes: Sizes, device: torch.device) -> Work:
+def build_our_sampling(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.core.batch import Batch
     from kineograph.family.muse.config import MuseSample
 
-    task, batch = _our_model(sizes), sizes["batch"]
+    task, batch = _build_our_model(sizes), sizes["batch"]
     texts = Batch(
         slots=torch.arange(batch),
         text_embeds=torch.randn(batch, *sizes["text"]),
         text_mask=torch.ones(batch, sizes["text"][0], dtype=torch.bool),
     )
     options = MuseSample(steps=sizes["steps"], guidance=sizes["guidance"])
-    return sampling(task, texts, options, device)
+    return build_sampling(task, texts, options, device)
 
 
-def _peer_model(sizes: Sizes, device: torch.device) -> Any:
-    """Its T5 is replaced by random embeddings of the same shape, and it wants a VQGAN even to train on tokens."""
+def _build_peer_model(sizes: Sizes, device: torch.device) -> Any:
+    """muse-maskgit-pytorch with random embeddings in place of T5. It needs a VQGAN even to train on tokens."""
     from muse_maskgit_pytorch import MaskGit, MaskGitTransformer, VQGanVAE
     from muse_maskgit_pytorch import muse_maskgit_pytorch as module
 
@@ -117,18 +117,18 @@ def _peer_model(sizes: Sizes, device: torch.device) -> Any:
     ).to(device)
 
 
-def muse_maskgit_pytorch_train(sizes: Sizes, device: torch.device) -> Work:
-    model = _peer_model(sizes, device)
+def build_peer_training(sizes: Sizes, device: torch.device) -> Workload:
+    model = _build_peer_model(sizes, device)
     side, batch = sizes["tokens"], sizes["batch"]
     ids = torch.randint(0, sizes["codes"], (batch, side, side), device=device)
     embeddings = torch.randn(batch, *sizes["text"], device=device)
     parameters = list(model.transformer.parameters())
-    step = optimizer_step(parameters, lambda: model(ids, text_embeds=embeddings), device, sizes["precision"])
-    return Work(step, samples=batch, parameters=size(parameters), flops=count_flops(step))
+    step = make_optimizer_step(parameters, lambda: model(ids, text_embeds=embeddings), device, sizes["precision"])
+    return Workload(step, samples=batch, parameters=count_parameters(parameters), flops=count_flops(step))
 
 
-def muse_maskgit_pytorch_sample(sizes: Sizes, device: torch.device) -> Work:
-    model = _peer_model(sizes, device).eval()
+def build_peer_sampling(sizes: Sizes, device: torch.device) -> Workload:
+    model = _build_peer_model(sizes, device).eval()
     texts = ["a"] * sizes["batch"]
 
     from muse_maskgit_pytorch import muse_maskgit_pytorch as module
@@ -141,8 +141,8 @@ def muse_maskgit_pytorch_sample(sizes: Sizes, device: torch.device) -> Work:
         ):
             model.generate(texts=texts, timesteps=sizes["steps"], cond_scale=sizes["guidance"])
 
-    parameters = size(model.transformer.parameters()) + size(model.vae.parameters())
-    return Work(call, samples=sizes["batch"], parameters=parameters, flops=count_flops(call))
+    parameters = count_parameters(model.transformer.parameters()) + count_parameters(model.vae.parameters())
+    return Workload(call, samples=sizes["batch"], parameters=parameters, flops=count_flops(call))
 
 
 CASES = (
@@ -151,16 +151,16 @@ CASES = (
         about="Muse transformer step: 8 layers, width 512, 256 tokens, 65,536 codes, text embeddings given",
         sizes=TRAIN,
         small=SMALL,
-        ours=ours_train,
-        peer=Peer("muse-maskgit-pytorch", "0.3.5", "muse_maskgit_pytorch", muse_maskgit_pytorch_train),
+        ours=build_our_training,
+        peer=Peer("muse-maskgit-pytorch", "0.3.5", "muse_maskgit_pytorch", build_peer_training),
     ),
     Case(
         name="muse-sample",
         about="Muse sampling call: 18 guided steps to 256 px pictures",
         sizes=SAMPLE,
         small={**SMALL, "steps": 4},
-        ours=ours_sample,
-        peer=Peer("muse-maskgit-pytorch", "0.3.5", "muse_maskgit_pytorch", muse_maskgit_pytorch_sample),
+        ours=build_our_sampling,
+        peer=Peer("muse-maskgit-pytorch", "0.3.5", "muse_maskgit_pytorch", build_peer_sampling),
         warmup=2,
         repeat=8,
     ),

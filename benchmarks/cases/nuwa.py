@@ -1,4 +1,4 @@
-"""NUWA: one step of the autoregressive transformer on given tokens with its text encoder, and guided drawing, token by token."""
+"""NUWA: one step of the autoregressive transformer with its text encoder on random tokens, and guided sampling."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Peer, Sizes, Work
+from benchmarks.case import Case, Peer, Sizes, Workload
 from benchmarks.measure import count_flops
-from benchmarks.ours import training
-from benchmarks.peers import autocast, optimizer_step, size, trainable
+from benchmarks.ours import build_training
+from benchmarks.peers import autocast, count_parameters, get_trainable_parameters, make_optimizer_step
 
 if TYPE_CHECKING:
     from kineograph.family.nuwa.task import Nuwa
@@ -46,17 +46,17 @@ SMALL = {
     "codec_width": 16,
 }
 
-CAPTION_DROPOUT = 0.2  # the peer's
+CAPTION_DROPOUT = 0.2  # as the peer
 
 
-def captions(words: int) -> list[str]:
-    """Made-up sentences with enough different words that the vocabulary fills up."""
+def make_sentences(words: int) -> list[str]:
+    """Made-up sentences with enough distinct words to fill the vocabulary."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    made = ["".join(letters[(n * 7919 + k * k * 31 + n // 26**k) % 26] for k in range(5)) for n in range(words)]
-    return [" ".join(made[start : start + 32]) for start in range(0, words, 32)] * 2
+    vocabulary = ["".join(letters[(n * 7919 + k * k * 31 + n // 26**k) % 26] for k in range(5)) for n in range(words)]
+    return [" ".join(vocabulary[start : start + 32]) for start in range(0, words, 32)] * 2
 
 
-def _our_model(sizes: Sizes) -> Nuwa:
+def _build_our_model(sizes: Sizes) -> Nuwa:
     from kineograph.codec.vqgan import VQGAN, VQGANConfig
     from kineograph.core.batch import Shape
     from kineograph.core.config import parse
@@ -93,29 +93,29 @@ def _our_model(sizes: Sizes) -> Nuwa:
             "caption_dropout": CAPTION_DROPOUT,
         },
     )
-    context = BuildContext(shape, stage=lambda name: codec, captions=lambda: captions(2 * sizes["words"]))
+    context = BuildContext(shape, stage=lambda name: codec, captions=lambda: make_sentences(2 * sizes["words"]))
     return Nuwa(config, context)
 
 
-def _asked(sizes: Sizes) -> list[str]:
-    """Captions that fill the text's length, different in each row."""
-    made = captions(2 * sizes["words"])
-    return [" ".join(made[row : row + 3]) for row in range(sizes["batch"])]
+def _make_captions(sizes: Sizes) -> list[str]:
+    """Captions that fill the text length, different in each row."""
+    sentences = make_sentences(2 * sizes["words"])
+    return [" ".join(sentences[row : row + 3]) for row in range(sizes["batch"])]
 
 
-def ours_train(sizes: Sizes, device: torch.device) -> Work:
+def build_our_training(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.core.batch import Batch
 
     side, batch = sizes["tokens"], sizes["batch"]
-    given = Batch(
+    data = Batch(
         slots=torch.arange(batch),
         tokens=torch.randint(0, sizes["codes"], (batch, sizes["frames"], side, side)),
-        captions=_asked(sizes),
+        captions=_make_captions(sizes),
     )
-    return training(_our_model(sizes), given, device)
+    return build_training(_build_our_model(sizes), data, device)
 
 
-def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -> Work:
+def build_our_sampling(sizes: Sizes, device: torch.device, frames: int | None = None) -> Workload:
     from kineograph.core.batch import Prompts
     from kineograph.core.task import freeze
     from kineograph.family.nuwa.config import NuwaSample
@@ -123,38 +123,38 @@ def ours_sample(sizes: Sizes, device: torch.device, frames: int | None = None) -
     from kineograph.train.compile import compile_task
     from kineograph.train.precision import resolve_precision
 
-    task = _our_model(sizes).to(device)
+    task = _build_our_model(sizes).to(device)
     freeze(task)
     codec = task.stages["codec"].to(device)
     batch, frames = sizes["batch"], frames or sizes["frames"]
-    options = NuwaSample(guidance=sizes["guidance"], top_k=max(1, sizes["codes"] // 10))  # the peer's share
-    asked, seeds = _asked(sizes), count()
+    options = NuwaSample(guidance=sizes["guidance"], top_k=max(1, sizes["codes"] // 10))  # as the peer
+    captions, seeds = _make_captions(sizes), count()
 
     def call() -> Tensor:
         noise = sampling_noise(next(seeds), torch.arange(batch))
-        return draw(task, Prompts(noise, asked, frames=frames), options, device)
+        return draw(task, Prompts(noise, captions, frames=frames), options, device)
 
     if device.type == "cuda":
         for part in (task, codec):
             compile_task(part, graphs=True)
-    # Replayed graphs hide their operations: two a weight, a token and a row, of which guidance doubles the number.
-    each = size(task.network.parameters()) + size(task.head.parameters())
+    # CUDA graphs hide their operations: count 2 per weight, token and row; guidance doubles the rows.
+    weights = count_parameters(task.network.parameters()) + count_parameters(task.head.parameters())
     tokens = frames * sizes["tokens"] ** 2
-    return Work(
+    return Workload(
         call,
         samples=batch,
-        parameters=size(task.parameters()) + size(codec.parameters()),
-        flops=2.0 * each * tokens * 2 * batch,
+        parameters=count_parameters(task.parameters()) + count_parameters(codec.parameters()),
+        flops=2.0 * weights * tokens * 2 * batch,
         precision=resolve_precision("auto", device),
-        notes=[f"{tokens:,} tokens a clip"],
+        notes=[f"{tokens:,} tokens per clip"],
     )
 
 
-def ours_frame(sizes: Sizes, device: torch.device) -> Work:
-    return ours_sample(sizes, device, frames=1)
+def build_our_first_frame(sizes: Sizes, device: torch.device) -> Workload:
+    return build_our_sampling(sizes, device, frames=1)
 
 
-def _peer_model(sizes: Sizes, device: torch.device) -> Any:
+def _build_peer_model(sizes: Sizes, device: torch.device) -> Any:
     from nuwa_pytorch import NUWA, VQGanVAE
 
     vae = VQGanVAE(
@@ -163,8 +163,8 @@ def _peer_model(sizes: Sizes, device: torch.device) -> Any:
         channels=3,
         num_layers=2,
         vq_codebook_size=sizes["codes"],
-        vq_codebook_dim=2
-        * sizes["codec_width"],  # as wide as its features: it forgets to project codes of another width
+        # As wide as its features: it does not project codes of another width.
+        vq_codebook_dim=2 * sizes["codec_width"],
         use_vgg_and_gan=False,
         vq_kmeans_init=False,
     )
@@ -185,23 +185,23 @@ def _peer_model(sizes: Sizes, device: torch.device) -> Any:
     ).to(device)
 
 
-def nuwa_pytorch_train(sizes: Sizes, device: torch.device) -> Work:
-    model = _peer_model(sizes, device)
+def build_peer_training(sizes: Sizes, device: torch.device) -> Workload:
+    model = _build_peer_model(sizes, device)
     side, batch = sizes["tokens"], sizes["batch"]
     text = torch.randint(1, sizes["words"], (batch, sizes["length"]), device=device)
     video = torch.randint(0, sizes["codes"], (batch, sizes["frames"], side, side), device=device)
-    parameters = trainable(model, without=("vae",))
-    step = optimizer_step(
+    parameters = get_trainable_parameters(model, exclude=("vae",))
+    step = make_optimizer_step(
         parameters, lambda: model(text=text, video=video, return_loss=True), device, sizes["precision"]
     )
-    return Work(step, samples=batch, parameters=size(parameters), flops=count_flops(step))
+    return Workload(step, samples=batch, parameters=count_parameters(parameters), flops=count_flops(step))
 
 
-def nuwa_pytorch_frame(sizes: Sizes, device: torch.device) -> Work:
-    """It runs the whole sequence again for every token, so the first frame is the cheapest of all."""
+def build_peer_first_frame(sizes: Sizes, device: torch.device) -> Workload:
+    """nuwa-pytorch. It recomputes the whole sequence for every token, so the first frame is the cheapest."""
     from nuwa_pytorch import nuwa_pytorch as module
 
-    model = _peer_model(sizes, device).eval()
+    model = _build_peer_model(sizes, device).eval()
     text = torch.randint(1, sizes["words"], (sizes["batch"], sizes["length"]), device=device)
 
     def call() -> None:
@@ -213,11 +213,11 @@ def nuwa_pytorch_frame(sizes: Sizes, device: torch.device) -> Work:
             model.generate(text=text, num_frames=1, cond_scale=sizes["guidance"])
 
     tokens = sizes["tokens"] ** 2
-    return Work(
+    return Workload(
         call,
         samples=sizes["batch"],
-        parameters=size(model.parameters()),
-        notes=[f"{tokens:,} tokens, the first frame of {sizes['frames']}: every further one costs more"],
+        parameters=count_parameters(model.parameters()),
+        notes=[f"{tokens:,} tokens, the first frame of {sizes['frames']}: later frames cost more"],
     )
 
 
@@ -227,15 +227,15 @@ CASES = (
         about="NUWA step: 12 layers, width 512, 10 × 16 × 16 tokens, 512 codes, with a text encoder of 6 layers",
         sizes=TRAIN,
         small=SMALL,
-        ours=ours_train,
-        peer=Peer("nuwa-pytorch", "0.7.8", "nuwa_pytorch", nuwa_pytorch_train),
+        ours=build_our_training,
+        peer=Peer("nuwa-pytorch", "0.7.8", "nuwa_pytorch", build_peer_training),
     ),
     Case(
         name="nuwa-sample",
-        about="NUWA sampling call: 2,560 tokens one by one, guided (no peer: it would take a quarter of an hour)",
+        about="NUWA sampling call: 2,560 tokens one by one, guided (no peer, which would take a quarter of an hour)",
         sizes=SAMPLE,
         small=SMALL,
-        ours=ours_sample,
+        ours=build_our_sampling,
         warmup=1,
         repeat=3,
     ),
@@ -244,8 +244,8 @@ CASES = (
         about="NUWA sampling call of one frame: the first 256 of the 2,560 tokens, on both sides",
         sizes=SAMPLE,
         small=SMALL,
-        ours=ours_frame,
-        peer=Peer("nuwa-pytorch", "0.7.8", "nuwa_pytorch", nuwa_pytorch_frame),
+        ours=build_our_first_frame,
+        peer=Peer("nuwa-pytorch", "0.7.8", "nuwa_pytorch", build_peer_first_frame),
         warmup=1,
         repeat=1,
     ),

@@ -1,4 +1,4 @@
-"""Phenaki: one step of C-ViViT with its discriminator, one of the masked transformer on given tokens, and a guided sampling call."""
+"""Phenaki: one step of C-ViViT with its discriminator, one of the masked transformer on random tokens, and a guided sampling call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.case import Case, Peer, Sizes, Work
+from benchmarks.case import Case, Peer, Sizes, Workload
 from benchmarks.measure import count_flops
-from benchmarks.ours import sampling, training
-from benchmarks.peers import autocast, game_step, optimizer_step, random_vgg16, size, trainable
+from benchmarks.ours import build_sampling, build_training
+from benchmarks.peers import (
+    autocast,
+    build_gan_training,
+    build_random_vgg16,
+    count_parameters,
+    get_trainable_parameters,
+    make_optimizer_step,
+)
 
 if TYPE_CHECKING:
     from kineograph.codec.cvivit import CViViT
@@ -29,8 +36,8 @@ CODEC = {
     "pixels": 128,
     "frames": 17,
     "batch": 4,
-    "judge": 96,
-    "judged": 1,
+    "discriminator_width": 96,
+    "discriminator_frames": 1,
 }
 TRAIN = {**CODEC, "batch": 8, "layers": 12, "text": (64, 768)}
 SAMPLE = {**TRAIN, "steps": 18, "guidance": 5.0}
@@ -42,8 +49,8 @@ SMALL = {
     "pixels": 32,
     "frames": 5,
     "batch": 1,
-    "judge": 4,
-    "judged": 1,
+    "discriminator_width": 4,
+    "discriminator_frames": 1,
     "layers": 2,
     "text": (8, 32),
 }
@@ -55,13 +62,13 @@ CAPTION_DROPOUT = 0.25
 # Ours ------------------------------------------------------------------------------------------------------------
 
 
-def _shape(sizes: Sizes) -> Shape:
+def _get_shape(sizes: Sizes) -> Shape:
     from kineograph.core.batch import Shape
 
     return Shape(sizes["frames"], sizes["pixels"], sizes["pixels"], 3, 8.0)
 
 
-def _codec(sizes: Sizes, settings: dict[str, Any]) -> CViViT:
+def _build_codec(sizes: Sizes, settings: dict[str, Any]) -> CViViT:
     from kineograph.codec.cvivit import CViViT, CViViTConfig
     from kineograph.core.config import parse
     from kineograph.core.task import BuildContext
@@ -75,16 +82,21 @@ def _codec(sizes: Sizes, settings: dict[str, Any]) -> CViViT:
         "temporal_patch": TEMPORAL_PATCH,
         "quantizer": {"kind": "lfq", "codes": sizes["codes"]},
     }
-    return CViViT.build(parse(CViViTConfig, layout | settings), BuildContext(_shape(sizes)))
+    return CViViT.build(parse(CViViTConfig, layout | settings), BuildContext(_get_shape(sizes)))
 
 
-def judges(sizes: Sizes) -> dict[str, Any]:
-    """A discriminator as large as the peer's, that is shown as many frames of a clip, and whose gradient penalty is paid in every step."""
-    return {"width": sizes["judge"], "levels": 5, "penalty_every": 1, "frames": sizes["judged"]}
+def match_peer_discriminator(sizes: Sizes) -> dict[str, Any]:
+    """The peer's discriminator: its size, its frames per clip, a gradient penalty in every step."""
+    return {
+        "width": sizes["discriminator_width"],
+        "levels": 5,
+        "penalty_every": 1,
+        "frames": sizes["discriminator_frames"],
+    }
 
 
-def ours_codec(sizes: Sizes, device: torch.device) -> Work:
-    """As the peer: one random frame a clip for the perceptual net and for the discriminator, a gradient penalty in every step."""
+def build_our_codec_training(sizes: Sizes, device: torch.device) -> Workload:
+    """Like the peer: one random frame per clip for the perceptual network and for the discriminator, a gradient penalty in every step."""
     from kineograph.codec.perceptual import Lpips
     from kineograph.core.batch import Batch
 
@@ -94,20 +106,20 @@ def ours_codec(sizes: Sizes, device: torch.device) -> Work:
         save_file(Lpips().state_dict(), weights)
         settings = {
             "perceptual": {"weights": weights, "frames": 1},
-            "adversarial": judges(sizes),
+            "adversarial": match_peer_discriminator(sizes),
         }
-        task = _codec(sizes, settings)
+        task = _build_codec(sizes, settings)
     clips = torch.randint(0, 256, (batch, sizes["frames"], 3, pixels, pixels), dtype=torch.uint8)
-    return training(task, Batch(slots=torch.arange(batch), pixels=clips), device)
+    return build_training(task, Batch(slots=torch.arange(batch), pixels=clips), device)
 
 
-def _our_model(sizes: Sizes) -> Phenaki:
+def _build_our_model(sizes: Sizes) -> Phenaki:
     from kineograph.core.config import parse
     from kineograph.core.task import BuildContext, freeze
     from kineograph.family.phenaki.config import PhenakiConfig
     from kineograph.family.phenaki.task import Phenaki
 
-    codec = _codec(sizes, {"perceptual": {"weight": 0}})
+    codec = _build_codec(sizes, {"perceptual": {"weight": 0}})
     freeze(codec)
     length, width = sizes["text"]
     config = parse(
@@ -118,43 +130,43 @@ def _our_model(sizes: Sizes) -> Phenaki:
             "width": sizes["width"],
             "depth": sizes["layers"],
             "heads": sizes["heads"],
-            "mlp_ratio": 4.5,  # the peer's parameters, within 2 %
+            "mlp_ratio": 4.5,  # matches the peer's parameters within 2 %
             "text": {"kind": "given", "width": width, "length": length},
             "caption_dropout": CAPTION_DROPOUT,
         },
     )
-    return Phenaki(config, BuildContext(_shape(sizes), stage=lambda name: codec))
+    return Phenaki(config, BuildContext(_get_shape(sizes), stage=lambda name: codec))
 
 
-def _texts(sizes: Sizes, **more: Any) -> Batch:
+def _make_batch(sizes: Sizes, **fields: Any) -> Batch:
     from kineograph.core.batch import Batch
 
     batch, text = sizes["batch"], sizes["text"]
     mask = torch.ones(batch, text[0], dtype=torch.bool)
-    return Batch(slots=torch.arange(batch), text_embeds=torch.randn(batch, *text), text_mask=mask, **more)
+    return Batch(slots=torch.arange(batch), text_embeds=torch.randn(batch, *text), text_mask=mask, **fields)
 
 
-def ours_train(sizes: Sizes, device: torch.device) -> Work:
-    task = _our_model(sizes)
+def build_our_training(sizes: Sizes, device: torch.device) -> Workload:
+    task = _build_our_model(sizes)
     tokens = torch.randint(0, sizes["codes"], (sizes["batch"], *task.grid))
-    return training(task, _texts(sizes, tokens=tokens), device)
+    return build_training(task, _make_batch(sizes, tokens=tokens), device)
 
 
-def ours_sample(sizes: Sizes, device: torch.device) -> Work:
+def build_our_sampling(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.family.phenaki.config import PhenakiSample
 
-    task = _our_model(sizes)
+    task = _build_our_model(sizes)
     options = PhenakiSample(steps=sizes["steps"], guidance=sizes["guidance"])
-    return sampling(task, _texts(sizes), options, device)
+    return build_sampling(task, _make_batch(sizes), options, device)
 
 
 # The peer --------------------------------------------------------------------------------------------------------
 
 
-def _peer_codec(sizes: Sizes, judged: bool) -> Any:
+def _build_peer_codec(sizes: Sizes, with_losses: bool) -> Any:
     from phenaki_pytorch import CViViT
 
-    settings = {"vgg": random_vgg16()} if judged else {"use_vgg_and_gan": False}
+    settings = {"vgg": build_random_vgg16()} if with_losses else {"use_vgg_and_gan": False}
     return CViViT(
         dim=sizes["width"],
         codebook_size=sizes["codes"],
@@ -169,19 +181,19 @@ def _peer_codec(sizes: Sizes, judged: bool) -> Any:
     )
 
 
-def phenaki_pytorch_codec(sizes: Sizes, device: torch.device) -> Work:
-    codec = _peer_codec(sizes, judged=True).to(device)
+def build_peer_codec_training(sizes: Sizes, device: torch.device) -> Workload:
+    codec = _build_peer_codec(sizes, with_losses=True).to(device)
     clips = torch.rand(sizes["batch"], 3, sizes["frames"], sizes["pixels"], sizes["pixels"], device=device)
-    real = clips.clone()  # the discriminator's call turns on gradients of the clips it is given
+    real = clips.clone()  # the discriminator's call turns on the gradients of its input
     players = {
-        "generator": (trainable(codec, without=("discr", "vgg")), lambda: codec(clips)),
+        "generator": (get_trainable_parameters(codec, exclude=("discr", "vgg")), lambda: codec(clips)),
         "discriminator": (list(codec.discr.parameters()), lambda: codec(real, return_discr_loss=True)),
     }
-    return game_step(players, sizes["batch"], device, sizes["precision"])
+    return build_gan_training(players, sizes["batch"], device, sizes["precision"])
 
 
-def _peer_model(sizes: Sizes, device: torch.device) -> Any:
-    """Its T5 is replaced by random embeddings of the same shape."""
+def _build_peer_model(sizes: Sizes, device: torch.device) -> Any:
+    """phenaki-pytorch with random embeddings in place of T5."""
     from phenaki_pytorch import MaskGit, Phenaki
     from phenaki_pytorch import phenaki_pytorch as module
 
@@ -198,7 +210,7 @@ def _peer_model(sizes: Sizes, device: torch.device) -> Any:
             heads=sizes["heads"],
             dim_head=sizes["width"] // sizes["heads"],
         )
-        codec = _peer_codec(sizes, judged=False)
+        codec = _build_peer_codec(sizes, with_losses=False)
         return Phenaki(
             cvivit=codec,
             maskgit=transformer,
@@ -208,23 +220,23 @@ def _peer_model(sizes: Sizes, device: torch.device) -> Any:
         ).to(device)
 
 
-def phenaki_pytorch_train(sizes: Sizes, device: torch.device) -> Work:
-    model = _peer_model(sizes, device)
+def build_peer_training(sizes: Sizes, device: torch.device) -> Workload:
+    model = _build_peer_model(sizes, device)
     batch, side = sizes["batch"], sizes["pixels"] // PATCH
     times = 1 + (sizes["frames"] - 1) // TEMPORAL_PATCH
     ids = torch.randint(0, sizes["codes"], (batch, times, side, side), device=device)
     embeddings = torch.randn(batch, *sizes["text"], device=device)
     parameters = list(model.maskgit.parameters())
-    step = optimizer_step(
+    step = make_optimizer_step(
         parameters, lambda: model(video_codebook_ids=ids, text_embeds=embeddings), device, sizes["precision"]
     )
-    return Work(step, samples=batch, parameters=size(parameters), flops=count_flops(step))
+    return Workload(step, samples=batch, parameters=count_parameters(parameters), flops=count_flops(step))
 
 
-def phenaki_pytorch_sample(sizes: Sizes, device: torch.device) -> Work:
+def build_peer_sampling(sizes: Sizes, device: torch.device) -> Workload:
     from phenaki_pytorch import phenaki_pytorch as module
 
-    model = _peer_model(sizes, device).eval()
+    model = _build_peer_model(sizes, device).eval()
     texts = ["a"] * sizes["batch"]
 
     def encode(texts: list[str], **_: Any) -> Tensor:
@@ -240,8 +252,8 @@ def phenaki_pytorch_sample(sizes: Sizes, device: torch.device) -> Work:
         ):
             model.sample(texts=texts, num_frames=sizes["frames"], cond_scale=sizes["guidance"])
 
-    parameters = size(model.maskgit.parameters()) + size(trainable(model.cvivit))
-    return Work(call, samples=sizes["batch"], parameters=parameters, flops=count_flops(call))
+    parameters = count_parameters(model.maskgit.parameters()) + count_parameters(get_trainable_parameters(model.cvivit))
+    return Workload(call, samples=sizes["batch"], parameters=parameters, flops=count_flops(call))
 
 
 def _peer(build: Any) -> Peer:
@@ -251,27 +263,27 @@ def _peer(build: Any) -> Peer:
 CASES = (
     Case(
         name="cvivit-train",
-        about="C-ViViT, generator and discriminator step: 4 + 4 layers each way, width 512, 17 × 128 × 128, 8,192 codes",
+        about="C-ViViT, generator and discriminator step: 4 + 4 layers in encoder and in decoder, width 512, 17 × 128 × 128, 8,192 codes",
         sizes=CODEC,
         small=SMALL,
-        ours=ours_codec,
-        peer=_peer(phenaki_pytorch_codec),
+        ours=build_our_codec_training,
+        peer=_peer(build_peer_codec_training),
     ),
     Case(
         name="phenaki-train",
         about="Phenaki transformer step: 12 layers, width 512, 2,304 tokens, 8,192 codes, text embeddings given",
         sizes=TRAIN,
         small=SMALL,
-        ours=ours_train,
-        peer=_peer(phenaki_pytorch_train),
+        ours=build_our_training,
+        peer=_peer(build_peer_training),
     ),
     Case(
         name="phenaki-sample",
         about="Phenaki sampling call: 18 guided steps to clips of 17 × 128 × 128",
         sizes=SAMPLE,
         small={**SMALL, "steps": 3},
-        ours=ours_sample,
-        peer=_peer(phenaki_pytorch_sample),
+        ours=build_our_sampling,
+        peer=_peer(build_peer_sampling),
         warmup=2,
         repeat=8,
     ),

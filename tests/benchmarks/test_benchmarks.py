@@ -1,4 +1,4 @@
-"""The harness on shrunk cases: what it times, what it writes, what it says."""
+"""The harness on shrunk cases: timing, result files, messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import case as cases
-from benchmarks.case import Case, Peer, Work, all_cases
+from benchmarks.case import Case, Peer, Workload, load_cases
 from benchmarks.cases import muse, phenaki, vqgan
 from benchmarks.machine import Machine
 from benchmarks.measure import Timing, count_flops, time_calls
-from benchmarks.report import File, Row, as_json, compare
+from benchmarks.report import ResultFile, Row, compare, to_json
 from kineograph.core.task import player_parameters
 from kineograph.train import checkpoint
 
@@ -26,25 +26,25 @@ MACHINE = Machine("a machine", 2, "3.12", "2.11", None, "abc", 0.1)
 # The peers' trainable parameters at the full sizes, counted on muse-maskgit-pytorch 0.3.5
 PEER_VQGAN = 93_681_556
 PEER_MUSE = 103_325_181
-PEER_CVIVIT, PEER_CVIVIT_JUDGE = 51_350_000, 20_680_000
+PEER_CVIVIT, PEER_CVIVIT_DISCRIMINATOR = 51_350_000, 20_680_000
 PEER_PHENAKI = 63_293_256
 
 
 def toy(name: str = "toy", call=lambda: None, peer: Peer | None = None, parameters: int = 100) -> Case:
-    return Case(name, "a toy", {"batch": 4}, {}, lambda sizes, device: Work(call, sizes["batch"], parameters), peer)
+    return Case(name, "a toy", {"batch": 4}, {}, lambda sizes, device: Workload(call, sizes["batch"], parameters), peer)
 
 
 def toy_peer(module: str = "torch", seconds: dict[str, float] | None = None, parameters: int = 100) -> Peer:
     def build(sizes, device):
-        return Work(lambda: time.sleep((seconds or {}).get(sizes["precision"], 0.0)), sizes["batch"], parameters)
+        return Workload(lambda: time.sleep((seconds or {}).get(sizes["precision"], 0.0)), sizes["batch"], parameters)
 
     return Peer("torch", "1.0", module, build, needs=())
 
 
 @pytest.fixture
 def only(monkeypatch):
-    def use(*given: Case) -> None:
-        monkeypatch.setattr(cases, "all_cases", lambda: {case.name: case for case in given})
+    def use(*chosen: Case) -> None:
+        monkeypatch.setattr(cases, "load_cases", lambda: {case.name: case for case in chosen})
 
     return use
 
@@ -58,7 +58,7 @@ def run(tmp_path, *arguments: str) -> tuple[int, dict | None]:
 # Cases -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(all_cases()))
+@pytest.mark.parametrize("name", list(load_cases()))
 def test_every_case_runs_shrunk_and_is_written(name, tmp_path):
     code, written = run(tmp_path, name)
     assert code == 0
@@ -80,9 +80,9 @@ def test_full_sizes_match_the_peers():
     from kineograph.core.config import parse
 
     with torch.device("meta"):
-        tree = vqgan.layout(128, 65536) | {"adversarial": {"width": 128, "levels": 4}}
+        tree = vqgan.match_peer_layout(128, 65536) | {"adversarial": {"width": 128, "levels": 4}}
         codec = VQGAN(parse(VQGANConfig, tree), Shape(1, 256, 256, 3, 8.0))
-        generator = muse._our_model(muse.TRAIN)
+        generator = muse._build_our_model(muse.TRAIN)
     assert sum(p.numel() for p in codec.parameters()) == pytest.approx(PEER_VQGAN, rel=0.05)
     assert sum(p.numel() for p in generator.parameters()) == pytest.approx(PEER_MUSE, rel=0.05)
     assert generator.grid == (16, 16)
@@ -90,25 +90,25 @@ def test_full_sizes_match_the_peers():
 
 def test_phenaki_is_as_large_as_the_peer():
     with torch.device("meta"):
-        judged = {"perceptual": {"weight": 0}, "adversarial": phenaki.judges(phenaki.CODEC)}
-        codec = phenaki._codec(phenaki.CODEC, judged)
-        generator = phenaki._our_model(phenaki.TRAIN)
+        judged = {"perceptual": {"weight": 0}, "adversarial": phenaki.match_peer_discriminator(phenaki.CODEC)}
+        codec = phenaki._build_codec(phenaki.CODEC, judged)
+        generator = phenaki._build_our_model(phenaki.TRAIN)
     parts = {player: sum(p.numel() for p in player_parameters(codec, player).values()) for player in codec.players}
     assert parts["generator"] == pytest.approx(PEER_CVIVIT, rel=0.05)
-    assert parts["discriminator"] == pytest.approx(PEER_CVIVIT_JUDGE, rel=0.05)
+    assert parts["discriminator"] == pytest.approx(PEER_CVIVIT_DISCRIMINATOR, rel=0.05)
     assert sum(p.numel() for p in generator.parameters()) == pytest.approx(PEER_PHENAKI, rel=0.05)
     assert generator.grid == (9, 16, 16)
 
 
 @pytest.mark.parametrize("case", ["vqgan-train", "cvivit-train"])
-def test_codecs_pay_the_penalty_at_every_step(case, monkeypatch):
-    """The peers do; a lazy penalty would make the ratio a lie."""
+def test_codecs_compute_the_penalty_in_every_step(case, monkeypatch):
+    """The peers do so too; with a lazy penalty the ratio would be wrong."""
     from kineograph.codec import gan_losses
 
     paid = []
     penalty = gan_losses.finite_difference_r1
     monkeypatch.setattr(gan_losses, "finite_difference_r1", lambda *scores: paid.append(1) or penalty(*scores))
-    work = all_cases()[case].ours(all_cases()[case].sized(small=True), CPU)
+    work = load_cases()[case].ours(load_cases()[case].resolve_sizes(small=True), CPU)
     paid.clear()
     for _ in range(2):
         work.call()
@@ -184,7 +184,7 @@ def test_the_peer_runs_in_the_same_call(tmp_path, only, capsys):
     assert "MORE THAN 5% APART" in capsys.readouterr().out
 
 
-# Saying what is wrong --------------------------------------------------------------------------------------------
+# Errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_peer_is_named_before_anything_is_timed(tmp_path, only, capsys):
@@ -229,7 +229,7 @@ def test_a_gpu_that_is_not_there(tmp_path, capsys):
 # Writing ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_record_tells_what_was_measured_on_what(tmp_path, only):
+def test_a_record_has_the_command_and_the_machine(tmp_path, only):
     only(toy())
     _, written = run(tmp_path, "toy")
     assert written["command"] == f"python -m benchmarks toy --device cpu --small --repeat 1 --out {tmp_path}"
@@ -241,9 +241,9 @@ def test_the_record_tells_what_was_measured_on_what(tmp_path, only):
 def test_runs_of_one_day_share_a_file(tmp_path):
     rows = [row("ours", 1.0), row("ours", 2.0)]
     for _ in range(2):
-        file = File(tmp_path, "cpu")
-        for known in (1, 2):  # a run that is cut off has left what it knew
-            path = file.write(as_json(rows[:known], MACHINE, "python -m benchmarks case"))
+        file = ResultFile(tmp_path, "cpu")
+        for known in (1, 2):  # an interrupted run keeps its rows
+            path = file.write(to_json(rows[:known], MACHINE, "python -m benchmarks case"))
             assert len(json.loads(path.read_text())["runs"][-1]["rows"]) == known
     assert [len(run["rows"]) for run in json.loads(path.read_text())["runs"]] == [2, 2]
 
@@ -255,15 +255,17 @@ def test_the_cost_of_a_save_is_measured(tmp_path: Path) -> None:
     assert found["checkpoint_mb"] == pytest.approx(16 * found["millions"], rel=0.05)  # weights, average, two moments
     assert found["copy_s"] > 0 and found["write_s"] > 0
     assert found["background_s"] >= found["copy_s"]
-    assert len(checkpoint.saved_steps(tmp_path)) <= 2  # what was measured is not piled up
+    assert len(checkpoint.saved_steps(tmp_path)) <= 2  # old checkpoints are deleted
 
 
-def test_measurements_beside_the_cases_are_kept_as_theirs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that is made, all of a day, with the command."""
+def test_saving_and_scaling_write_result_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new folder, one file per day, with the command."""
     from benchmarks import saving, scaling
 
     monkeypatch.setattr("benchmarks.saving.measure", lambda *given: {"copy_s": 1.0})
-    monkeypatch.setattr("benchmarks.scaling._world", lambda n, seconds: {"processes": n, "data": 1.0, "train": 1.0})
+    monkeypatch.setattr(
+        "benchmarks.scaling._measure_world", lambda n, seconds: {"processes": n, "data": 1.0, "train": 1.0}
+    )
     out = tmp_path / "new" / "folder"
     for main, words in ((saving.main, ["--device", "cpu"]), (scaling.main, ["--processes", "1"])):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""NUWA's case: as large as the peer, whatever the vocabulary is learned from."""
+"""NUWA's case has as many parameters as the peer."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ PEER = 71_967_104  # trainable parameters of nuwa-pytorch 0.7.8 at the full size
 
 def test_full_size_matches_the_peer():
     with torch.device("meta"):
-        task = nuwa._our_model(nuwa.TRAIN)
+        task = nuwa._build_our_model(nuwa.TRAIN)
     assert task.text.vocabulary.size == nuwa.TRAIN["words"]
     assert sum(p.numel() for p in task.parameters()) == pytest.approx(PEER, rel=0.05)
     assert task.grid == (10, 16, 16)
@@ -18,6 +18,6 @@ def test_full_size_matches_the_peer():
 
 
 def test_captions_fill_the_text():
-    asked = nuwa._asked(nuwa.TRAIN)
-    assert len(set(asked)) == nuwa.TRAIN["batch"]
-    assert min(len(caption.split()) for caption in asked) >= nuwa.TRAIN["length"]
+    captions = nuwa._make_captions(nuwa.TRAIN)
+    assert len(set(captions)) == nuwa.TRAIN["batch"]
+    assert min(len(caption.split()) for caption in captions) >= nuwa.TRAIN["length"]
