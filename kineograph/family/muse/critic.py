@@ -74,7 +74,7 @@ class MuseCritic(Task, SupportsSampling):
         def make_critic(condition: Condition) -> Critic:
             return lambda tokens, step: self.score_tokens(tokens, condition)[..., 0]
 
-        return self.generator.decode(self.generator.sample_tokens(prompts, options, make_critic))
+        return self.generator.sample(prompts, options, make_critic)
 
     def compile_targets(self) -> list[nn.Module]:
         return [self.network]

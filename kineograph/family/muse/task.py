@@ -31,6 +31,8 @@ from kineograph.process.masking import (
 from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text, encode_batch, encode_prompts
 
+MakeCritic = Callable[[Condition], Critic]
+
 
 class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, DescribesStart):
     Config = MuseConfig
@@ -191,9 +193,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         return self.low_res_size if self.can_upscale() else None
 
     @torch.no_grad()
-    def sample_tokens(
-        self, prompts: Prompts, options: MuseSample, make_critic: Callable[[Condition], Critic] | None = None
-    ) -> Tensor:
+    def sample_tokens(self, prompts: Prompts, options: MuseSample, make_critic: MakeCritic | None = None) -> Tensor:
         """Tokens for prompts, B 1 h w."""
         positive, negative = self.encode_prompts(prompts)
         rows, length, device = len(prompts), self.grid[0] * self.grid[1], prompts.noise.device
@@ -230,12 +230,9 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         head = self.critic
         return lambda tokens, step: head(self.compute_hidden(tokens, condition))[..., 0]
 
-    def sample(self, prompts: Prompts, options: MuseSample) -> Tensor:
-        return self.decode(self.sample_tokens(prompts, options))
-
     @torch.no_grad()
-    def decode(self, tokens: Tensor) -> Tensor:
-        return self.codec.decode(tokens)
+    def sample(self, prompts: Prompts, options: MuseSample, make_critic: MakeCritic | None = None) -> Tensor:
+        return self.codec.decode(self.sample_tokens(prompts, options, make_critic))
 
     # caching, compilation, checkpoints -----------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ CAPTIONS = ["a red one", "a blue one", "two green", "three"]
 
 
 class ToyClip(Task):
-    """An image's embedding is its 2 × 2 thumbnail; a caption's is made of its letters."""
+    """An image's embedding is its 2 × 2 thumbnail; a caption's is built from its letters."""
 
     Config = StageConfig
     width, text_width, length, picture_size = 12, 6, 5, (1, 1)
@@ -31,7 +31,7 @@ class ToyClip(Task):
     def embed_texts(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
         letters = torch.tensor([[ord(letter) % 7 for letter in caption.ljust(12)[:12]] for caption in captions]).float()
         encodings = torch.stack([letters[:, i : i + 6] for i in range(5)], dim=1) / 7
-        mask = torch.tensor([[place < len(caption) for place in range(5)] for caption in captions])
+        mask = torch.tensor([[position < len(caption) for position in range(5)] for caption in captions])
         return F.normalize(letters + 0.1, dim=-1), encodings, mask
 
 
@@ -50,13 +50,13 @@ class ToyPrior(Task):
 
 @pytest.fixture
 def make() -> Callable[..., Decoder]:
-    """A tiny decoder; keys are its config's. `task.loaded` lists the stages that it asked for."""
+    """A tiny decoder; keys are its config's. `task.loaded` lists the stages that it loaded."""
 
     def make(
         stages: dict | None = None,
         size: int = 16,  # of the data
         frames: int = 1,
-        silent: bool = False,
+        untrained: bool = False,
         draws: int | None = None,
         name: str = "decoder",
         notes: list[str] | None = None,
@@ -74,12 +74,12 @@ def make() -> Callable[..., Decoder]:
             **({} if draws is None else {"size": draws}),
             **keys,
         }
-        found = {"clip": freeze(ToyClip()), **(stages or {})}
+        available = {"clip": freeze(ToyClip()), **(stages or {})}
         loaded: list[str] = []
 
         def stage(name: str) -> Task:
             loaded.append(name)
-            return found[name]
+            return available[name]
 
         context = BuildContext(
             shape=Shape(frames, size, size, 3, 8.0),
@@ -90,13 +90,13 @@ def make() -> Callable[..., Decoder]:
         )
         task = Decoder.build(parse(DecoderConfig, {"task": "dalle2", **keys}), context)
         task.loaded = loaded  # type: ignore[assignment]
-        return task if silent else lively(task)
+        return task if untrained else fill_zero_weights(task)
 
     return make
 
 
-def lively(task: Decoder) -> Decoder:
-    """No branch silent, as after some training."""
+def fill_zero_weights(task: Decoder) -> Decoder:
+    """Give zero-initialized weights random values, as after some training."""
     for p in task.network.parameters():
         if p.ndim > 1 and not p.any():
             nn.init.normal_(p, std=0.1)

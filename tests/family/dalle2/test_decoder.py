@@ -1,4 +1,4 @@
-"""The decoder's training: what it is asked, what reaches it, how often conditions are left out."""
+"""Training of the decoder: loss, conditions, dropout, the low-resolution image, compilation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_found_by_name():
     assert find_task("dalle2") is Decoder
 
 
-def test_the_loss_is_that_of_the_noise(make, batch, noise):
+def test_loss_is_the_error_of_the_noise(make, batch, noise):
     task = make().eval()
     x0 = batch.video[:, 0] * 2 - 1
     t, eps = task.draw_timesteps(noise), noise.normal("noise", 3, 16, 16)
@@ -40,12 +40,12 @@ def test_the_loss_is_that_of_the_noise(make, batch, noise):
     torch.testing.assert_close(value(task, batch, noise), expected)
 
 
-def test_a_learned_variance_has_its_bound(make, batch, noise):
+def test_learned_variance_adds_the_variational_bound(make, batch, noise):
     task = make(diffusion={"steps": 100, "learned_variance": True})
-    found = task.loss("model", task(batch, noise))
-    assert found.terms.keys() == {"error", "bound"}
-    expected = found.terms["error"].value() + 1e-3 * 100 * found.terms["bound"].value()
-    torch.testing.assert_close(found.total.value(), expected)
+    loss = task.loss("model", task(batch, noise))
+    assert loss.terms.keys() == {"error", "bound"}
+    expected = loss.terms["error"].value() + 1e-3 * 100 * loss.terms["bound"].value()
+    torch.testing.assert_close(loss.total.value(), expected)
     assert task.network.unet.out.out_channels == 6
 
 
@@ -57,7 +57,7 @@ def test_fp16_with_a_learned_variance_is_refused(make):
     make().check_precision("fp16")
 
 
-def test_validation_is_the_same_every_time_and_covers_all_levels(make):
+def test_validation_is_deterministic_and_covers_all_timesteps(make):
     task = make(image_dropout=1.0).eval()
     noise = Noise.for_rows(seed=3, step=0, rows=64)
     t = task.draw_timesteps(noise)
@@ -70,12 +70,12 @@ def test_validation_is_the_same_every_time_and_covers_all_levels(make):
 # Conditions ------------------------------------------------------------------------------------------------------
 
 
-def test_image_and_text_are_left_out_at_their_own_rates(make):
+def test_image_and_text_dropout_are_independent(make):
     task = make(image_dropout=0.3, text_dropout=0.6, clip_text=True).train()
     image, text = task.draw_dropout(Noise.for_rows(1, 1, 4000))
     assert abs(image.float().mean() - 0.3) < 0.03
     assert abs(text.float().mean() - 0.6) < 0.03
-    assert abs((image & text).float().mean() - 0.18) < 0.03  # apart from one another
+    assert abs((image & text).float().mean() - 0.18) < 0.03  # independent
 
 
 @pytest.mark.parametrize("how", ["time", "tokens", "both"])
@@ -89,19 +89,19 @@ def test_dropped_rows_do_not_see_their_embedding(make, batch, how):
     assert not torch.equal(value(task, batch, noise), value(task, changed, noise))
 
 
-def test_embeddings_of_the_data_take_the_place_of_the_clip(make, batch, noise):
+def test_embeddings_in_the_data_replace_the_clip(make, batch, noise):
     task = make().eval()
-    given = batch_of()
-    given.extra["image_embed"] = ToyClip().embed_images(batch.video) * 3  # of any length
-    torch.testing.assert_close(value(task, batch, noise), value(task, given, noise))
+    other = batch_of()
+    other.extra["image_embed"] = ToyClip().embed_images(batch.video) * 3  # of any length
+    torch.testing.assert_close(value(task, batch, noise), value(task, other, noise))
 
 
-def test_a_row_of_zeros_is_no_embedding(make, noise):
+def test_row_of_zeros_is_a_missing_embedding(make, noise):
     task = make().eval()
-    given = batch_of()
-    given.extra["image_embed"] = torch.zeros(4, 12)
-    given.extra["image_embed"][1, 3] = 1
-    assert task.encode_batch(given, noise).no_image.tolist() == [True, False, True, True]
+    other = batch_of()
+    other.extra["image_embed"] = torch.zeros(4, 12)
+    other.extra["image_embed"][1, 3] = 1
+    assert task.encode_batch(other, noise).no_image.tolist() == [True, False, True, True]
 
 
 def test_text_reaches_the_network_and_is_dropped(make, noise):
@@ -116,7 +116,7 @@ def test_text_reaches_the_network_and_is_dropped(make, noise):
     assert "text/tokenizer.json" in task.assets()
 
 
-def test_the_clips_encodings_are_read_at_every_attention(make, batch, noise):
+def test_every_attention_reads_the_clip_encodings(make, batch, noise):
     task = make(clip_text=True, image_embeds="none", cross_attention=True).eval()
     changed = batch_of()
     changed.captions = ["something else"] * 4
@@ -125,13 +125,13 @@ def test_the_clips_encodings_are_read_at_every_attention(make, batch, noise):
         attention.cross.register_forward_hook(
             lambda module, args, out, number=number: outputs.setdefault(number, []).append(out)
         )
-    for given in (batch, changed):
-        task(given, noise)
+    for other in (batch, changed):
+        task(other, noise)
     assert len(outputs) == 5  # two levels, twice, and the middle
     assert all((a - b).abs().max() > 1e-4 for a, b in outputs.values())
 
 
-def test_an_embedding_as_wide_as_the_network_is_projected_all_the_same(make):
+def test_embedding_as_wide_as_the_network_is_still_projected(make):
     clip = ToyClip()
     clip.width = 32  # as the vector that conditions the blocks
     task = make(stages={"clip": clip}, image_tokens=1)
@@ -176,16 +176,16 @@ def test_sizes_that_do_not_fit_are_refused(make):
         make(low_res_size=8, crop=32)
 
 
-# The smaller picture ---------------------------------------------------------------------------------------------
+# The low-resolution image ----------------------------------------------------------------------------------------
 
 
-def test_the_smaller_picture_is_antialiased():
+def test_downsampling_is_antialiased():
     stripes = torch.zeros(1, 3, 16, 16)
     stripes[..., ::2] = 1  # nearest pixels would make it black or white
     assert (downsample(stripes, (8, 8)) - 0.5).abs().max() < 0.2
 
 
-def test_the_smaller_picture_is_used(make, batch, noise):
+def test_network_reads_the_low_resolution_image(make, batch, noise):
     task = make(low_res_size=8).eval()
     x_t, t, condition = torch.randn(4, 3, 16, 16), torch.full((4,), 50), task.encode_batch(batch, noise)
     low, level = task.make_low_res(batch.video[:, 0], noise)
@@ -195,7 +195,7 @@ def test_the_smaller_picture_is_used(make, batch, noise):
     assert (a - b).abs().amax(dim=(1, 2, 3)).min() > 1e-3
 
 
-def test_its_noise_is_told_to_the_network(make, batch, noise):
+def test_network_reads_the_noise_level_of_the_low_resolution_image(make, batch, noise):
     task = make(low_res_size=8, augment={"noise": 0.5}).train()
     low, level = task.make_low_res(batch.video[:, 0], noise)
     assert level.min() >= 0 and 0.05 < level.max() < 0.5 and level.unique().numel() == 4
@@ -206,7 +206,7 @@ def test_its_noise_is_told_to_the_network(make, batch, noise):
     assert (a - b).abs().max() > 1e-4
 
 
-def test_a_share_of_the_smaller_pictures_is_blurred(make):
+def test_share_of_blurred_low_resolution_images(make):
     task = make(low_res_size=8, augment={"blur": 0.4}).train()
     rows = 400
     pixels = torch.rand(1, 3, 16, 16).expand(rows, -1, -1, -1)
@@ -215,7 +215,7 @@ def test_a_share_of_the_smaller_pictures_is_blurred(make):
     assert abs(((low - sharp).abs().amax(dim=(1, 2, 3)) > 1e-3).float().mean() - 0.4) < 0.08
 
 
-def test_blur_keeps_what_is_even_and_the_sum():
+def test_blur_keeps_constants_and_the_sum():
     assert torch.allclose(blur(torch.full((1, 3, 8, 8), 0.3), 0.6), torch.tensor(0.3))
     point = torch.zeros(1, 1, 9, 9)
     point[..., 4, 4] = 1
@@ -223,7 +223,7 @@ def test_blur_keeps_what_is_even_and_the_sum():
     assert abs(spread.sum() - 1) < 1e-5 and 0.2 < spread[..., 4, 4] < 0.5 and torch.allclose(spread, spread.mT)
 
 
-def test_crops_are_of_the_picture_and_its_smaller_one_alike(make):
+def test_image_and_low_resolution_image_are_cropped_alike(make):
     task = make(low_res_size=8, crop=8).train()
     picture = torch.arange(256.0).view(1, 1, 16, 16).expand(3, 3, -1, -1)
     noise = Noise.for_rows(1, 1, 3)
@@ -239,7 +239,7 @@ def test_crops_are_of_the_picture_and_its_smaller_one_alike(make):
 # Forms of the network --------------------------------------------------------------------------------------------
 
 
-def test_self_conditioning_is_the_picture_in_training(make, batch):
+def test_self_conditioning_reads_x0_in_training(make, batch):
     task = make(self_conditioning=True, image_dropout=0.0, sample={"steps": 4, "guidance": 1.0}).train()
     seen = []
     task.network.register_forward_pre_hook(lambda module, args: seen.append(args[8]))
@@ -256,7 +256,7 @@ def test_self_conditioning_is_the_picture_in_training(make, batch):
     assert 0.4 < share < 0.6
 
 
-def test_recomputed_blocks_give_the_same_gradients(make, batch, noise):
+def test_activation_checkpointing_gives_the_same_gradients(make, batch, noise):
     gradients = []
     for again in (False, True):
         task = make(efficient=True)
@@ -269,17 +269,17 @@ def test_recomputed_blocks_give_the_same_gradients(make, batch, noise):
         torch.testing.assert_close(a, b)
 
 
-def test_overfits_one_picture(make):
+def test_overfits_one_image(make):
     options = {"steps": 20, "guidance": 1.0}
-    task = make(silent=True, size=8, width=16, diffusion={"steps": 100, "objective": "v"}, sample=options)
+    task = make(untrained=True, size=8, width=16, diffusion={"steps": 100, "objective": "v"}, sample=options)
     batch = batch_of(1, size=8, seed=5)
     many = batch.rows([0] * 16)
     many.slots = torch.arange(16)
     stepper = Stepper(task, TrainConfig(steps=120, batch_size=16, lr=4e-3, warmup=10, ema={"decay": 0.9}), device="cpu")
     losses = [float(stepper.step(step, [many])["loss"]) for step in range(120)]
     assert sum(losses[-20:]) < 0.25 * sum(losses[:20])
-    with stepper.eval_mode() as judged:
-        drawn = judged.sample(prompts_of(2, batch=batch.rows([0, 0])), task.config.sample)
+    with stepper.eval_mode() as evaluated:
+        drawn = evaluated.sample(prompts_of(2, batch=batch.rows([0, 0])), task.config.sample)
     assert F.mse_loss(drawn, batch.video.expand_as(drawn)) < 0.01
     blank = F.mse_loss(torch.full_like(drawn, float(batch.video.mean())), batch.video.expand_as(drawn))
     assert blank > 0.03
@@ -290,7 +290,7 @@ def test_overfits_one_picture(make):
 LEARNED = {"kind": "learned", "width": 16, "depth": 1, "heads": 2, "length": 16}
 
 
-def test_everything_that_runs_at_every_step_is_compiled(make):
+def test_compile_targets(make):
     task = make(text=LEARNED)
     assert task.text.transformer in task.compile_targets() and task.network in task.compile_targets()
     assert (

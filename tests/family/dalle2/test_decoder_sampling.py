@@ -1,4 +1,4 @@
-"""Pictures from the decoder: guidance, the cascade, given pictures, inpainting, latents."""
+"""Sampling with the decoder: conditions, guidance, the cascade, upscaling, inpainting, latents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_shapes_and_range(make, solver):
 def test_captions_go_through_the_prior_or_else_the_clip(make):
     prior = ToyPrior()
     with_prior = make(stages={"prior": prior}, prior="prior")
-    assert with_prior.loaded == ["clip"]  # nothing that training does not need
+    assert with_prior.loaded == ["clip"]  # only what training needs
     a = draw(with_prior, prompts_of(2, captions=["a red one", "two green"]))
     assert prior.calls == [["a red one", "two green"]]
     b = draw(make(), prompts_of(2, captions=["a red one", "two green"]))
@@ -41,16 +41,16 @@ def test_captions_go_through_the_prior_or_else_the_clip(make):
     assert "captions" in with_prior.reads and with_prior.config.reads() == {"pixels"}
 
 
-def test_encodings_that_come_with_the_data_serve_where_no_clip_reads_captions(make):
-    given = {"kind": "given", "width": 12, "text_width": 6, "length": 5}
-    task = make(clip=given, clip_text=True, sample={"steps": 2, "guidance": 2.0})
+def test_encodings_in_the_data_without_a_clip(make):
+    precomputed = {"kind": "given", "width": 12, "text_width": 6, "length": 5}
+    task = make(clip=precomputed, clip_text=True, sample={"steps": 2, "guidance": 2.0})
     assert "captions" not in task.reads and not task.takes_captions()
     batch = batch_of(2)
     embed, encodings, mask = ToyClip().embed_texts(batch.captions)
     batch.extra["image_embed"], batch.text_embeds, batch.text_mask = embed, encodings, mask
     beside = task.sample(prompts_of(batch=batch), task.config.sample)
-    judged = task.sample(prompts_of(captions=batch.captions, batch=batch), task.config.sample)  # as metrics ask
-    torch.testing.assert_close(beside, judged)
+    with_captions = task.sample(prompts_of(captions=batch.captions, batch=batch), task.config.sample)
+    torch.testing.assert_close(beside, with_captions)
 
 
 def embedded(rows: int = 2) -> Batch:
@@ -58,14 +58,14 @@ def embedded(rows: int = 2) -> Batch:
     return Batch(slots=torch.arange(rows), extra={"image_embed": embed})
 
 
-def test_a_given_embedding_needs_no_prior(make):
-    task = make(prior="prior")  # which is not there
+def test_embedding_in_the_data_needs_no_prior(make):
+    task = make(prior="prior")  # does not exist
     drawn = draw(task, prompts_of(2, batch=embedded()))
     assert task.loaded == ["clip"] and (drawn[0] - drawn[1]).abs().max() > 1e-4
 
 
-def test_a_caption_goes_through_the_prior_whatever_lies_beside_it(make):
-    """Otherwise metrics of text to image, on data with embeddings, would be those of the true pictures' embeddings."""
+def test_caption_goes_through_the_prior_despite_embeddings_in_the_data(make):
+    """Otherwise text-to-image metrics would use the embeddings of the real images."""
     prior = ToyPrior()
     task = make(stages={"prior": prior}, prior="prior")
     alone = draw(task, prompts_of(2, captions=["a red one", "three"]))
@@ -87,20 +87,20 @@ def untrained(name):
     raise NotTrained("that stage has no checkpoint")
 
 
-def test_while_the_prior_is_not_trained_the_true_pictures_serve_and_it_is_told(make):
+def test_untrained_prior_is_replaced_by_real_images_and_labelled(make):
     task = make(prior="prior")
     task._load_stage = untrained
     real = batch_of(2)
     a, b = (draw(task, prompts_of(2, captions=["a", "b"], batch=batch_of(2, seed=seed))) for seed in (0, 1))
-    assert (a - b).abs().max() > 1e-3  # what is seen is that of the pictures
+    assert (a - b).abs().max() > 1e-3  # sampled from the real images
     beside = prompts_of(2, captions=["a", "b"], batch=real)
     assert task.describe_start(beside) == "the real pictures' CLIP embeddings (prior=prior is not trained)"
     with pytest.raises(NotTrained):
         draw(task, prompts_of(2, captions=["a", "b"]))
 
 
-def test_prompts_of_ones_own_with_embeddings_of_the_data_alone(make):
-    """There is nothing to embed a caption with, but an encoder still reads it."""
+def test_own_prompts_without_a_clip(make):
+    """Nothing can embed the caption, but the text encoder still reads it."""
     text = {"kind": "learned", "width": 16, "depth": 0, "positions": "none", "heads": 2, "length": 16}
     task = make(clip={"kind": "given", "width": 12}, text=text)
     a, b = (draw(task, prompts_of(2, captions=captions)) for captions in (["a red one"] * 2, ["three"] * 2))
@@ -121,36 +121,36 @@ def test_guidance_runs_both_rows_in_one_pass_and_matters(make):
     assert (a - b).abs().max() > 1e-3
 
 
-def test_conditions_are_read_once_a_call(make):
+def test_conditions_are_computed_once_per_call(make):
     task = make(clip_text=True)
     calls = []
-    task.network.to_tokens.register_forward_hook(lambda *given: calls.append("image"))
-    task.network.text.register_forward_hook(lambda *given: calls.append("text"))
+    task.network.to_tokens.register_forward_hook(lambda *args: calls.append("image"))
+    task.network.text.register_forward_hook(lambda *args: calls.append("text"))
     readers = [attention.cross for attention in task.network.unet.attentions() if attention.cross is not None]
     for cross in readers:
-        cross.kv.register_forward_hook(lambda *given: calls.append("kv"))
+        cross.kv.register_forward_hook(lambda *args: calls.append("kv"))
     draw(task, prompts_of(2, captions=["a", "b"]))
     assert calls.count("image") == calls.count("text") == 1
     assert calls.count("kv") == len(readers) == 3
 
 
-def test_what_is_prepared_is_what_training_reads(make, batch, noise):
+def test_prepared_condition_equals_that_of_training(make, batch, noise):
     task = make(clip_text=True, low_res_size=8, augment={"noise": 0.5}).eval()
     condition = task.encode_batch(batch, noise)
     x, t, low, level = torch.randn(4, 3, 16, 16), torch.full((4,), 30), torch.randn(4, 3, 16, 16), torch.full((4,), 0.2)
-    given = task.network.prepare(condition, level)
-    found = task.network(x, t, mask=given.mask, low_res=low, added=given.added, memory=given.memory)
-    torch.testing.assert_close(found, task.predict(x, t, condition, low, level))
+    prepared = task.network.prepare(condition, level)
+    output = task.network(x, t, low_res=low, **prepared._asdict())
+    torch.testing.assert_close(output, task.predict(x, t, condition, low, level))
 
 
 def test_guidance_leaves_the_variance_alone(make):
-    """A conditional and an unconditional variance that differ: the step back uses the first at any scale."""
+    """A conditional and an unconditional variance that differ: the reverse step uses the conditional one at any scale."""
     task = make(diffusion={"steps": 100, "learned_variance": True}).eval()
 
     def answer(x, *args, **kwargs):
-        found = torch.zeros(len(x), 6, 16, 16)
-        found[: len(x) // 2, 3:], found[len(x) // 2 :, 3:] = 1.0, -1.0  # β, and β̃; the means are alike
-        return found
+        output = torch.zeros(len(x), 6, 16, 16)
+        output[: len(x) // 2, 3:], output[len(x) // 2 :, 3:] = 1.0, -1.0  # β, and β̃; the means are equal
+        return output
 
     task.network.forward = answer
     images = [draw(task, prompts_of(2, captions=["a", "b"]), solver="ddpm", guidance=scale) for scale in (2.0, 7.0)]
@@ -193,13 +193,13 @@ def test_unconditional(make):
     assert a.shape == (3, 1, 3, 16, 16) and (a[0] - a[1]).abs().max() > 1e-3
 
 
-def test_thresholds_are_used(make):
+def test_clipping_changes_samples(make):
     task = make(**PLAIN)
     images = [draw(task, prompts_of(2), clip=clip) for clip in ("none", "static", "dynamic")]
     assert all((a - b).abs().max() > 1e-4 for a, b in ((images[0], images[1]), (images[1], images[2])))
 
 
-def test_sizes_that_cannot_be_drawn_are_refused(make):
+def test_other_sizes_are_refused(make):
     with pytest.raises(InputError, match=r"trained for \(1, 16, 16\)"):
         draw(make(**PLAIN), prompts_of(2, height=32, width=32))
 
@@ -217,22 +217,22 @@ def cascade(make):
 
 def watched(task):
     calls = []
-    task.network.register_forward_pre_hook(lambda *given: calls.append(1))
+    task.network.register_forward_pre_hook(lambda *args: calls.append(1))
     return calls
 
 
-def test_a_stage_draws_the_one_below_first_and_nothing_is_loaded_before(make):
+def test_lower_stages_are_loaded_and_sampled_first(make):
     small, middle, large = cascade(make)
     assert large.loaded == [] and middle.loaded == []
     calls = [watched(task) for task in (small, middle, large)]
     assert draw(large, prompts_of(2)).shape == (2, 1, 3, 32, 32)
-    assert [len(found) for found in calls] == [4, 4, 4]
+    assert [len(stage_calls) for stage_calls in calls] == [4, 4, 4]
     draw(middle, prompts_of(2))  # stops at the second
-    assert [len(found) for found in calls] == [8, 8, 4]
+    assert [len(stage_calls) for stage_calls in calls] == [8, 8, 4]
 
 
 def test_guidance_reaches_the_stage_that_reads_the_caption(make):
-    """Upsamplers without conditions have nothing to guide: what is asked of them is meant for the stage below."""
+    """Upsamplers without conditions pass guidance on to the stage below."""
     small = make(size=8, sample={"steps": 4, "guidance": 1.0})
     middle = make(size=16, stages={"small": small}, low_res="small", low_res_size=8, **PLAIN)
     large = make(size=32, stages={"middle": middle}, low_res="middle", low_res_size=16, **PLAIN)
@@ -245,32 +245,32 @@ def test_guidance_reaches_the_stage_that_reads_the_caption(make):
     assert set(rows) == {4} and (plain - guided).abs().max() > 1e-3
 
 
-def test_training_never_loads_the_others(make, noise):
+def test_training_loads_no_other_stages(make, noise):
     task = make(size=16, low_res="small", low_res_size=8, prior="prior")
     task(batch_of(), noise)
     assert task.loaded == ["clip"]
 
 
-def test_a_given_picture_is_enlarged_without_the_stage_below(make):
+def test_given_image_is_upscaled_without_the_lower_stage(make):
     task = make(size=16, low_res="small", low_res_size=8, **PLAIN)
     pictures = [torch.rand(2, 1, 3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
     a, b = (draw(task, prompts_of(2, prime=picture)) for picture in pictures)
     assert task.loaded == [] and (a - b).abs().max() > 1e-3
 
 
-def test_the_cascade_starts_where_it_is_told(make):
+def test_sample_start_selects_the_first_stage(make):
     small, middle, large = cascade(make)
     calls = [watched(task) for task in (small, middle, large)]
     prime = torch.rand(2, 1, 3, 32, 32)
     draw(large, prompts_of(2, prime=prime), start="middle")
-    assert [len(found) for found in calls] == [0, 4, 4]
+    assert [len(stage_calls) for stage_calls in calls] == [0, 4, 4]
     with pytest.raises(InputError, match=r"sample\.start=small is no super-resolution stage"):
         draw(large, prompts_of(2, prime=prime), start="small")
     with pytest.raises(InputError, match="give one with --prime"):
         draw(large, prompts_of(2), start="middle")
 
 
-def test_while_training_pictures_may_come_from_real_ones(make):
+def test_untrained_lower_stage_is_replaced_by_real_images(make):
     def damaged(name):
         raise InputError("every checkpoint is damaged")
 
@@ -286,8 +286,8 @@ def test_while_training_pictures_may_come_from_real_ones(make):
     assert task.describe_start(prompts_of(4, batch=batch_of())) == "real pictures made smaller, 8 × 8"
 
 
-def test_each_stage_has_noise_of_its_own(make):
-    """Two U-Nets of one shape (the second diffuses smaller latents, say) would else start from the same noise."""
+def test_stages_have_independent_noise(make):
+    """Otherwise two U-Nets of the same shape would start from the same noise."""
     first, second, again = (make(name=name, **PLAIN) for name in ("first", "second", "first"))
     a, b, c = (draw(task, prompts_of(2)) for task in (first, second, again))  # the same weights
     assert torch.equal(a, c) and (a - b).abs().max() > 1e-2
@@ -299,7 +299,7 @@ def test_each_stage_has_noise_of_its_own(make):
     assert (levels[0] - levels[-1]).abs().max() > 1e-2
 
 
-def test_the_stage_below_draws_the_same_picture_alone_and_in_the_cascade(make):
+def test_lower_stage_samples_the_same_alone_and_in_the_cascade(make):
     small, middle, _ = cascade(make)
     alone = draw(small, prompts_of(2))[:, 0]
     seen = []
@@ -308,12 +308,12 @@ def test_the_stage_below_draws_the_same_picture_alone_and_in_the_cascade(make):
     torch.testing.assert_close(seen[0], F.interpolate(alone * 2 - 1, (16, 16), mode="bicubic", antialias=True))
 
 
-def test_nothing_to_enlarge_is_said(make):
+def test_super_resolution_without_an_image_is_refused(make):
     with pytest.raises(InputError, match="give a picture to upscale with --prime"):
         draw(make(low_res_size=8, **PLAIN), prompts_of(2))
 
 
-def test_noise_in_the_smaller_picture_matters(make):
+def test_low_res_noise_changes_samples(make):
     task = make(low_res_size=8, augment={"noise": 0.5}, **PLAIN)
     prime = torch.rand(2, 1, 3, 16, 16)
     a, b = (draw(task, prompts_of(2, prime=prime), low_res_noise=level) for level in (0.0, 0.3))
@@ -332,7 +332,7 @@ def left_half(rows: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("resample", [1, 2])
-def test_inpainting_keeps_what_is_known(make, resample):
+def test_inpainting_keeps_the_known_part(make, resample):
     task = make(**PLAIN)
     picture, mask = torch.rand(2, 1, 3, 16, 16), left_half(2, 16)
     drawn = draw(task, prompts_of(2, prime=picture, mask=mask), resample=resample)
@@ -340,14 +340,14 @@ def test_inpainting_keeps_what_is_known(make, resample):
     assert (drawn[..., :8] - picture[..., :8]).abs().mean() > 0.01
 
 
-def test_what_is_known_matters_to_the_rest(make):
+def test_known_part_changes_the_rest(make):
     task = make(**PLAIN)
     mask = left_half(2, 16)
     a, b = (draw(task, prompts_of(2, prime=torch.full((2, 1, 3, 16, 16), grey), mask=mask)) for grey in (0.1, 0.9))
     assert (a[..., :8] - b[..., :8]).abs().max() > 1e-3
 
 
-def test_what_is_drawn_anew_is_not_seen(make):
+def test_masked_part_is_not_read(make):
     task = make(**PLAIN)
     mask = left_half(2, 16)
     pictures = [torch.rand(2, 1, 3, 16, 16) for _ in range(2)]
@@ -356,13 +356,13 @@ def test_what_is_drawn_anew_is_not_seen(make):
     assert torch.equal(a, b)
 
 
-def test_a_cascade_inpaints_from_the_bottom(make):
+def test_inpainting_starts_at_the_lowest_stage(make):
     small, middle, large = cascade(make)
     calls = [watched(task) for task in (small, middle, large)]
     picture, mask = torch.rand(2, 1, 3, 32, 32), left_half(2, 32)
     drawn = draw(large, prompts_of(2, prime=picture, mask=mask))
     assert torch.equal(drawn[..., 16:], picture[..., 16:])
-    assert [len(found) for found in calls] == [4, 4, 4]
+    assert [len(stage_calls) for stage_calls in calls] == [4, 4, 4]
 
 
 # Latents ---------------------------------------------------------------------------------------------------------

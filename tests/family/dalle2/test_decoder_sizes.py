@@ -1,4 +1,4 @@
-"""What is drawn beside what the CLIP is shown, and in which size given pictures come."""
+"""The size of samples beside that of the CLIP's input, and of given images."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .conftest import PLAIN, ToyClip, batch_of, prompts_of
 from .test_decoder_sampling import Halves, cascade, draw
 
 
-class Looking(ToyClip):
-    """Remembers in which size it was shown pictures."""
+class RecordingClip(ToyClip):
+    """Records the sizes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Looking(ToyClip):
         return super().embed_images(pixels, frame_mask)
 
 
-def test_the_clip_sees_the_data_and_the_network_what_is_drawn(make, noise):
-    clip = freeze(Looking())
+def test_clip_reads_data_size_and_the_network_its_own(make, noise):
+    clip = freeze(RecordingClip())
     task = make(stages={"clip": clip}, size=32, draws=16)
     seen = []
     task.network.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
@@ -47,26 +47,26 @@ def test_the_clip_sees_the_data_and_the_network_what_is_drawn(make, noise):
     assert sample_shape(task, Shape(1, 32, 32, 3, 8.0)) == Shape(1, 16, 16, 3, 8.0)
 
 
-def test_without_a_size_of_its_own_nothing_changes(make, noise):
+def test_size_equal_to_data_size_changes_nothing(make, noise):
     a, b = make(size=16), make(size=16, draws=16)
     torch.testing.assert_close(a(batch_of(), noise).error, b(batch_of(), noise).error, rtol=0, atol=0)
 
 
-def test_what_is_held_against_the_drawn_is_antialiased(make):
-    """Metrics compare what is drawn with real pictures: both must have been made smaller in the same way."""
+def test_reference_images_are_antialiased(make):
+    """Metrics compare samples with real images: both must be downsampled in the same way."""
     stripes = torch.zeros(1, 1, 3, 32, 32)
     stripes[..., ::2] = 1
     assert (make(size=32, draws=16).resize_reference(stripes) - 0.5).abs().max() < 0.2
 
 
-def test_super_resolution_of_what_is_drawn(make, noise):
+def test_super_resolution_with_size(make, noise):
     task = make(size=64, draws=32, low_res_size=16, **PLAIN)
     assert draw(task, prompts_of(4, batch=batch_of(size=64))).shape == (4, 1, 3, 32, 32)
     small, _ = task.eval().make_low_res(task.resize_reference(batch_of(size=64).video)[:, 0], noise)
     assert small.shape == (4, 3, 32, 32)
 
 
-def test_latents_of_what_is_drawn(make, noise):
+def test_latents_with_size(make, noise):
     task = make(stages={"halves": Halves()}, size=32, draws=16, codec="halves", **PLAIN)
     assert task.space.grid == (8, 8) and task.space.encode_batch(batch_of(size=32)).shape == (4, 12, 8, 8)
     task(batch_of(size=32), noise)
@@ -83,7 +83,7 @@ def test_sizes_that_do_not_fit_the_data_are_refused(make):
         draw(make(size=32, draws=16, **PLAIN), prompts_of(2, height=32, width=32))
 
 
-def test_a_clip_that_is_shown_enlarged_pictures_is_told_of(make):
+def test_note_on_images_smaller_than_the_clip_input(make):
     clip = freeze(ToyClip())
     clip.picture_size = (32, 32)
     notes: list[str] = []
@@ -94,36 +94,36 @@ def test_a_clip_that_is_shown_enlarged_pictures_is_told_of(make):
     assert notes == []
 
 
-# A given picture that is enlarged --------------------------------------------------------------------------------
+# Images to upscale -----------------------------------------------------------------------------------------------
 
 
-def given(task, prime, start=None):
+def load_prime(task, prime, start=None):
     """As `kineo sample --prime` reads it."""
     options = task.config.sample.model_copy(update={"start": start})
     data = DataConfig(size=(32, 32))
     return read_prime(prime, ClipLimits(task, "dalle2", task.shape), data, 1, None, options, lambda line: None)
 
 
-def test_a_small_picture_is_taken_as_it_is(make, tmp_path):
+def test_small_image_is_not_resized(make, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "small.png")
     _, middle, large = cascade(make)
     seen = []
     middle.network.register_forward_pre_hook(lambda m, a, k: seen.append(k["low_res"]), with_kwargs=True)
     large.network.register_forward_pre_hook(lambda m, a, k: seen.append(k["low_res"]), with_kwargs=True)
-    frames = given(large, tmp_path / "small.png").frames  # larger and smaller again it would be another
+    frames = load_prime(large, tmp_path / "small.png").frames  # resizing twice would change it
     assert torch.equal(frames[0], torch.from_numpy(pixels).permute(2, 0, 1).float() / 255)
     draw(large, prompts_of(1, prime=frames[None]))
     expected = torch.nn.functional.interpolate(frames * 2 - 1, (32, 32), mode="bicubic", antialias=True)
     torch.testing.assert_close(seen[0], expected)
 
 
-def test_it_comes_in_the_size_of_the_stage_that_starts(make):
-    """8 → 16 → 32: what the middle one enlarges has 8 pixels."""
+def test_prime_has_the_size_of_the_stage_that_starts(make):
+    """8 → 16 → 32: the middle stage upscales 8 pixels."""
     _, middle, large = cascade(make)
     assert large.prime_size(large.config.sample) == (16, 16)
     prime = torch.rand(1, 3, 8, 8)
-    frames = given(large, prime, "middle").frames
+    frames = load_prime(large, prime, "middle").frames
     assert torch.equal(frames, prime)
     seen = []
     middle.network.register_forward_pre_hook(lambda m, a, k: seen.append(k["low_res"]), with_kwargs=True)
@@ -132,4 +132,4 @@ def test_it_comes_in_the_size_of_the_stage_that_starts(make):
         seen[0], torch.nn.functional.interpolate(prime * 2 - 1, (16, 16), mode="bicubic", antialias=True)
     )
     with pytest.raises(InputError, match=r"sample\.start=nowhere is no super-resolution stage"):
-        given(large, prime, "nowhere")
+        load_prime(large, prime, "nowhere")

@@ -50,12 +50,12 @@ def train(task: Prior, batch: Batch, steps: int, lr: float = 3e-3) -> float:
 
 
 def repeated(rows: int = 32) -> Batch:
-    """Four pictures over and over, with their captions."""
+    """Four images repeated, with their captions."""
     return batch_of(4).rows([row % 4 for row in range(rows)])
 
 
 def spread(batch: Batch) -> Batch:
-    """Slots of their own, so that every row has its own noise."""
+    """Give every row its own slot, and so its own noise."""
     batch.slots = torch.arange(len(batch))
     return batch
 
@@ -67,28 +67,28 @@ def trained() -> Prior:
     return task.eval()
 
 
-def judged(task: Prior, batch: Batch) -> dict[str, float]:
+def validate(task: Prior, batch: Batch) -> dict[str, float]:
     with torch.no_grad():
-        found = task.eval().validate(batch, Noise(3, 0, batch.slots))
-    return {name: float(mean.value()) for name, mean in found.items()}
+        means = task.eval().validate(batch, Noise(3, 0, batch.slots))
+    return {name: float(mean.value()) for name, mean in means.items()}
 
 
-def test_it_is_found_by_its_name_and_draws_no_pixels():
+def test_found_by_name_and_samples_no_pixels():
     assert find_task("dalle2.prior") is Prior
     assert not isinstance(make(), SupportsSampling)
 
 
-# what it learns
+# Training --------------------------------------------------------------------------------------------------------
 
 
-def test_it_learns_which_embedding_belongs_to_which_caption(trained):
+def test_learns_the_embeddings_of_captions(trained):
     batch = batch_of(4)
-    found = judged(trained, batch)
-    assert found["cosine/image"] > 0.97
-    assert found["cosine/shuffled"] < found["cosine/image"] - 0.01
+    metrics = validate(trained, batch)
+    assert metrics["cosine/image"] > 0.97
+    assert metrics["cosine/shuffled"] < metrics["cosine/image"] - 0.01
     true = F.cosine_similarity(trained.clip.images(batch), trained.encode_batch(batch).embed).mean()
-    assert found["cosine/true_to_text"] == pytest.approx(float(true), abs=1e-5)
-    assert found == judged(trained, batch)  # fixed noise: the same number again
+    assert metrics["cosine/true_to_text"] == pytest.approx(float(true), abs=1e-5)
+    assert metrics == validate(trained, batch)  # fixed noise
     drawn = trained.embed(prompts_of(4, captions=CAPTIONS))
     torch.testing.assert_close(drawn.norm(dim=-1), torch.ones(4))
     assert (drawn @ trained.clip.images(batch).T).argmax(1).tolist() == [0, 1, 2, 3]
@@ -101,32 +101,32 @@ def test_only_the_network_trains_and_is_saved():
     batch = spread(repeated(16))
     task.train()
     task.loss("model", task(batch, Noise(0, 0, batch.slots))).total.sum.backward()
-    silent = [
+    without_gradient = [
         name for name, p in player_parameters(task, "model").items() if p.grad is None or not p.grad.abs().sum() > 0
     ]
-    assert silent == []
+    assert without_gradient == []
 
 
-def test_loss_is_of_embeddings_scaled_to_values_of_one():
-    """An answer of 0 misses x0 = √D · unit vector by 1 on average, whatever D is."""
+def test_loss_is_of_embeddings_with_unit_variance():
+    """A prediction of 0 has a squared error of 1 on average for x0 = √D · unit vector, whatever D is."""
     task = make().eval()
     torch.nn.init.zeros_(task.network.answer.weight)
     batch = batch_of(4)
     torch.testing.assert_close(task(batch, Noise(0, 0, batch.slots)), torch.ones(4))
 
 
-def test_a_section_of_diffusion_keys_keeps_the_objective():
+def test_default_objective_is_x0():
     assert make(diffusion={"steps": 30}).diffusion.config.objective == "x0"
     assert make(diffusion={"objective": "v"}).diffusion.config.objective == "v"
     with pytest.raises(ConfigError, match="learned_variance"):
         make(diffusion={"learned_variance": True})
 
 
-# what it sees
+# Network ---------------------------------------------------------------------------------------------------------
 
 
-def seen(task: Prior, change: int) -> list[int]:
-    """Places whose hidden states change when the vector at one place does."""
+def find_readers(task: Prior, change: int) -> list[int]:
+    """Positions whose hidden states change when the vector at position `change` does."""
     hidden: list[torch.Tensor] = []
     blocks = task.network.transformer
     tokens = torch.randn(1, task.network.length, task.network.width, generator=torch.Generator().manual_seed(0))
@@ -137,15 +137,15 @@ def seen(task: Prior, change: int) -> list[int]:
     return ((hidden[0] - hidden[1]).abs().amax(-1) > 1e-5)[0].nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize("place", [0, 3, 8])
-def test_each_place_sees_itself_and_those_before(place):
+@pytest.mark.parametrize("position", [0, 3, 8])
+def test_attention_is_causal(position):
     task = make().eval()
     assert task.network.length == task.tokens_per_clip() == 5 + 4
-    assert seen(task, place) == list(range(place, 9))
+    assert find_readers(task, position) == list(range(position, 9))
 
 
 @pytest.mark.parametrize("part", ["x", "t", "embed", "encodings"])
-def test_the_answer_reads_every_part(part):
+def test_prediction_reads_every_input(part):
     task = make().eval()
     texts = task.clip.captions(CAPTIONS)
     x, t = torch.randn(4, 12), torch.tensor([3, 3, 3, 3])
@@ -169,17 +169,17 @@ def test_padding_is_not_read():
     torch.testing.assert_close(task.predict(x, t, texts._replace(encodings=noisy)), task.predict(x, t, texts))
 
 
-def test_without_encodings_the_embedding_is_enough():
+def test_without_token_encodings():
     task = make(text_encodings=False)
     assert task.network.length == 4
     assert task.encode_batch(batch_of(2)).encodings is None
     assert task.embed(prompts_of(2, captions=CAPTIONS[:2])).shape == (2, 12)
 
 
-# no text
+# Null text -------------------------------------------------------------------------------------------------------
 
 
-def test_text_is_dropped_as_often_as_asked():
+def test_caption_dropout_rate():
     task = make(caption_dropout=0.3)
     dropped: list[torch.Tensor] = []
     task.predict = lambda x, t, texts: dropped.append(texts.empty) or x
@@ -190,7 +190,7 @@ def test_text_is_dropped_as_often_as_asked():
     assert not dropped[1].any()
 
 
-def test_no_text_is_the_same_in_training_and_in_sampling():
+def test_null_text_is_the_same_in_training_and_sampling():
     """A dropped caption, a blank one, a row of zeros and no caption at all give the network one and the same sequence."""
     task = make().eval()
     x, t, noise = torch.randn(1, 12), torch.tensor([3]), Noise.for_rows(0, 0, 1)
@@ -209,7 +209,7 @@ def test_no_text_is_the_same_in_training_and_in_sampling():
     assert task.network.no_text.grad.abs().sum() > 0
 
 
-# drawing
+# Sampling --------------------------------------------------------------------------------------------------------
 
 
 def test_guidance_moves_towards_the_caption_and_away_from_the_negative(trained):
@@ -231,7 +231,7 @@ def test_guidance_moves_towards_the_caption_and_away_from_the_negative(trained):
     assert F.cosine_similarity(pushed, others).mean() < F.cosine_similarity(plain, others).mean()
 
 
-def test_the_candidate_most_like_its_caption_is_taken():
+def test_candidate_most_similar_to_its_caption_is_selected():
     texts = CaptionEmbeddings(F.normalize(torch.eye(4)[:3], dim=-1), None, None, torch.tensor([False, False, True]))
     candidates = torch.zeros(2, 3, 4)
     candidates[0] = torch.tensor([[1.0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
@@ -240,7 +240,7 @@ def test_the_candidate_most_like_its_caption_is_taken():
     assert torch.equal(best, torch.stack([candidates[0, 0], candidates[1, 1], candidates[0, 2]]))
 
 
-def test_more_candidates_are_never_less_like_the_caption():
+def test_more_candidates_are_never_less_similar():
     task = make().eval()
     prompts, texts = prompts_of(4, captions=CAPTIONS), task.clip.captions(CAPTIONS)
     likeness = [
@@ -262,7 +262,7 @@ def test_rows_do_not_depend_on_their_batch(solver):
     assert not torch.allclose(together, task.embed(Prompts(Noise.for_rows(8, 0, 3), CAPTIONS[:3]), options), atol=1e-3)
 
 
-def test_lengths():
+def test_norms_of_samples():
     task = make().eval()
     prompts = prompts_of(2, captions=CAPTIONS[:2])
     keys = {"steps": 3, "candidates": 1, "guidance": 3}
@@ -275,17 +275,17 @@ def test_lengths():
         parse(PriorSample, {"solver": "ddpm", "eta": 0.5})
 
 
-def test_noise_of_ddim_by_eta():
+def test_eta_changes_samples():
     task = make().eval()
     prompts = prompts_of(2, captions=CAPTIONS[:2])
-    still, lively = (task.embed(prompts, PriorSample(steps=4, eta=eta)) for eta in (0, 1))
-    assert not torch.allclose(still, lively, atol=1e-3)
+    deterministic, noisy_samples = (task.embed(prompts, PriorSample(steps=4, eta=eta)) for eta in (0, 1))
+    assert not torch.allclose(deterministic, noisy_samples, atol=1e-3)
 
 
-# embeddings that come with the data
+# Embeddings in the data ------------------------------------------------------------------------------------------
 
 
-def given(batch: Batch) -> Batch:
+def precompute(batch: Batch) -> Batch:
     clip = ToyClip()
     embed, encodings, mask = clip.embed_texts(batch.captions)
     return Batch(
@@ -294,33 +294,33 @@ def given(batch: Batch) -> Batch:
     )  # fmt: skip
 
 
-def test_given_embeddings_serve_as_the_clip_does_whatever_their_length():
+def test_embeddings_in_the_data_replace_the_clip_at_any_norm():
     batch = batch_of(4)
     noise = Noise(0, 0, batch.slots)
     task = make().eval()
-    wanted = task(batch, noise)
+    expected = task(batch, noise)
     clip = task.stages["clip"]
     clip.embed_images = clip.embed_texts = lambda *_: pytest.fail("the CLIP was run")
-    torch.testing.assert_close(task(given(batch), noise), wanted)
+    torch.testing.assert_close(task(precompute(batch), noise), expected)
     without = make(clip=GIVEN).eval()  # the same weights, and no CLIP at all
-    torch.testing.assert_close(without(given(batch), noise), wanted)
+    torch.testing.assert_close(without(precompute(batch), noise), expected)
     assert not without.stages
-    drawn = without.embed(Prompts(noise, batch=given(batch)))
+    drawn = without.embed(Prompts(noise, batch=precompute(batch)))
     assert drawn.shape == (4, 12)
-    for mean in task.validate(given(batch), noise).values():
+    for mean in task.validate(precompute(batch), noise).values():
         assert mean.value().isfinite()
 
 
-def test_a_row_without_an_image_embedding_teaches_nothing():
-    task, batch = make(clip=GIVEN).eval(), given(batch_of())
+def test_row_without_image_embedding_has_no_loss():
+    task, batch = make(clip=GIVEN).eval(), precompute(batch_of())
     noise = Noise.for_rows(1, 2, 4)
     whole = task(batch, noise)
     batch.extra["image_embed"][1] = 0  # as data.missing_embeddings=keep gives it
-    found = task.loss("model", task(batch, noise)).total
-    torch.testing.assert_close(found.value(), whole[[0, 2, 3]].mean())
+    loss = task.loss("model", task(batch, noise)).total
+    torch.testing.assert_close(loss.value(), whole[[0, 2, 3]].mean())
 
 
-def test_what_the_data_lack_is_said():
+def test_missing_fields_are_named():
     task = make(clip=GIVEN)
     batch = batch_of(2)
     noise = Noise(0, 0, batch.slots)
@@ -328,11 +328,11 @@ def test_what_the_data_lack_is_said():
         task(batch, noise)
     with pytest.raises(InputError, match="the data have no text_embed"):
         task.embed(prompts_of(2, captions=CAPTIONS[:2]))
-    wide = given(batch)
+    wide = precompute(batch)
     wide.extra["image_embed"] = torch.zeros(2, 13)
     with pytest.raises(InputError, match="clip has 12 channels"):
         task(wide, noise)
-    short = given(batch)
+    short = precompute(batch)
     short.text_embeds = short.text_embeds[:, :4]
     with pytest.raises(InputError, match="4 tokens × 6 channels"):
         task(short, noise)
@@ -352,12 +352,12 @@ def test_what_the_data_lack_is_said():
         ({"kind": "transformers", "name": "x", "width": 3}, "given only"),
     ],
 )
-def test_clips_that_do_not_fit_are_refused(clip, message):
+def test_invalid_clip_sources_are_refused(clip, message):
     with pytest.raises(ConfigError, match=message):
         make(clip=clip)
 
 
-def test_what_a_cache_keeps_is_what_training_reads():
+def test_cached_fields_equal_computed_ones():
     task = make().eval()
     batch = batch_of(4)
     batch.captions[1] = " "
@@ -377,26 +377,26 @@ def test_what_a_cache_keeps_is_what_training_reads():
     assert make(clip=GIVEN).config.reads() == frozenset()
 
 
-def test_a_resolved_config_reads_back():
+def test_config_round_trip():
     for clip in ("clip", GIVEN):
         config = make(clip=clip).config
         assert parse(PriorConfig, json.loads(config.model_dump_json())) == config
 
 
-def test_more_steps_than_noise_levels_are_refused_before_training():
+def test_more_sampling_steps_than_timesteps_are_refused():
     with pytest.raises(ConfigError, match=r"sample.steps=64 .* diffusion.steps=32"):
         parse(PriorConfig, {"task": "dalle2.prior", "clip": "clip", "diffusion": {"steps": 32}})
     with pytest.raises(ConfigError, match=r"sample.steps=50 .* diffusion.steps=32"):
         parse(DecoderConfig, {"task": "dalle2", "image_embeds": "none", "diffusion": {"steps": 32}})
 
 
-def test_text_embeddings_of_the_data_serve_where_no_clip_reads_captions():
-    """As metrics ask: with captions, and with the items that they belong to."""
+def test_text_embeddings_in_the_data_without_a_clip():
+    """As in evaluation: with captions and the samples that they belong to."""
     task = make({"kind": "given", "width": 12}, text_encodings=False).eval()
     batch = batch_of(2)
     batch.extra["text_embed"] = ToyClip().embed_texts(batch.captions)[0]
-    found = task.embed(prompts_of(2, captions=batch.captions, batch=batch))
-    assert torch.equal(found, task.embed(prompts_of(2, batch=batch)))
+    embeddings = task.embed(prompts_of(2, captions=batch.captions, batch=batch))
+    assert torch.equal(embeddings, task.embed(prompts_of(2, batch=batch)))
     with pytest.raises(InputError, match="cannot compute it"):
         task.embed(prompts_of(2, captions=batch.captions))
 

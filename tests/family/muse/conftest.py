@@ -1,4 +1,4 @@
-"""A codec without weights: a token is the brightness of a patch. And small Muse stages over it."""
+"""A codec without weights, whose tokens are the brightness of patches, and small Muse stages that use it."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def make(codec: PatchCodec) -> Callable[..., Muse]:
             "text": {"width": 32, "heads": 2, "depth": 1, "length": 16},
             **keys,
         }
-        found = {"tokenizer": codec, **(stages or {})}
+        available = {"tokenizer": codec, **(stages or {})}
         context = BuildContext(
             shape=Shape(frames, size, size, 3, 8.0),
-            stage=found.__getitem__,
+            stage=available.__getitem__,
             captions=lambda: CAPTIONS,
             assets=assets or {},
             note=lambda line: None,
@@ -84,7 +84,7 @@ def make(codec: PatchCodec) -> Callable[..., Muse]:
 
 
 def pictures(rows: int, size: int = 16, seed: int = 0, patch: int = 4) -> Tensor:
-    """B T C H W uint8, one brightness a patch."""
+    """B T C H W uint8, constant in each patch."""
     levels = (
         torch.randint(0, 16, (rows, size // patch, size // patch), generator=torch.Generator().manual_seed(seed)) * 17
     )
@@ -110,7 +110,7 @@ def noise() -> Noise:
 
 
 def train(task: Task, batch: Batch, steps: int, lr: float = 3e-3) -> list[float]:
-    """Plain descent on one batch; the losses."""
+    """Train on one batch. → the losses"""
     optimizer = torch.optim.AdamW([p for p in task.parameters() if p.requires_grad], lr=lr)
     losses = []
     task.train()

@@ -1,4 +1,4 @@
-"""Muse's training: what is hidden, what is scored, what conditions it."""
+"""Training of Muse: masking, loss, conditions."""
 
 import pytest
 import torch
@@ -25,25 +25,25 @@ def test_found_by_name():
     assert find_task("muse") is Muse
 
 
-def test_masked_only_loss_is_that_of_all_logits(make, batch, noise):
+def test_loss_on_masked_rows_equals_that_of_all_logits(make, batch, noise):
     muse = make(label_smoothing=0.1).eval()
     tokens = muse.get_tokens(batch)
     mask = mask_tokens(noise, 16).mask
     condition = muse.encode_batch(batch)
     logits = muse.head.logits(muse.compute_hidden(tokens.masked_fill(mask, muse.mask_id), condition))
     expected = F.cross_entropy(logits[mask], tokens[mask], label_smoothing=0.1)
-    found = muse.loss("model", muse(batch, noise))
-    torch.testing.assert_close(found.total.value(), expected)
-    torch.testing.assert_close(found.terms["accuracy"].value(), (logits.argmax(-1) == tokens)[mask].float().mean())
+    loss = muse.loss("model", muse(batch, noise))
+    torch.testing.assert_close(loss.total.value(), expected)
+    torch.testing.assert_close(loss.terms["accuracy"].value(), (logits.argmax(-1) == tokens)[mask].float().mean())
     names = [name for name, p in muse.named_parameters()]
-    wanted = torch.autograd.grad(expected, list(muse.parameters()), allow_unused=True)
-    got = torch.autograd.grad(found.total.value(), list(muse.parameters()), allow_unused=True)
-    for name, a, b in zip(names, wanted, got, strict=True):
+    expected_gradients = torch.autograd.grad(expected, list(muse.parameters()), allow_unused=True)
+    gradients = torch.autograd.grad(loss.total.value(), list(muse.parameters()), allow_unused=True)
+    for name, a, b in zip(names, expected_gradients, gradients, strict=True):
         if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_hidden_tokens_cannot_be_seen(make, batch, noise):
+def test_masked_tokens_are_not_read(make, batch, noise):
     muse = make().eval()
     tokens, condition = muse.get_tokens(batch), muse.encode_batch(batch)
     mask = mask_tokens(noise, 16).mask
@@ -90,13 +90,13 @@ def test_captions_are_dropped_in_training_at_the_given_rate_and_never_in_validat
     assert counts == [0]
 
 
-def test_the_null_text_learns(make, batch, noise):
+def test_null_text_gets_a_gradient(make, batch, noise):
     muse = make(caption_dropout=1.0)
     value(muse, batch, noise).backward()
     assert muse.text.null.token.grad.abs().sum() > 0
 
 
-def test_one_player_owns_everything_and_the_codec_is_not_in_it(make, codec):
+def test_the_player_owns_all_but_the_codec(make, codec):
     muse = make(critic="self", self_conditioning=True)
     assert player_parameters(muse, "model").keys() == dict(muse.named_parameters()).keys()
     assert not any(name.startswith("stages") for name, _ in muse.named_parameters())
@@ -123,7 +123,7 @@ def test_validation_is_deterministic_and_reports_accuracy(make, batch, noise):
     assert 0 <= float(first["accuracy"].value()) <= 1
 
 
-def test_micro_batches_join_to_the_whole(make):
+def test_micro_batches_add_up(make):
     muse = make().eval()
     whole = batch_of(6)
     noise = Noise(3, 4, whole.slots)
@@ -138,7 +138,7 @@ def test_micro_batches_join_to_the_whole(make):
     torch.testing.assert_close(sums / counts, total.value())
 
 
-def test_cached_tokens_are_those_of_the_codec(make, batch, noise, codec):
+def test_cached_tokens_replace_the_codec(make, batch, noise, codec):
     muse = make().eval()
     from_pixels = value(muse, batch, noise)
     calls = codec.calls
@@ -151,7 +151,7 @@ def test_cached_tokens_are_those_of_the_codec(make, batch, noise, codec):
         )
 
 
-def test_text_embeddings_that_come_with_the_data_are_used(make, batch, noise):
+def test_text_embeddings_in_the_data_are_used(make, batch, noise):
     muse = make(text={"kind": "given", "width": 24, "length": 5})
     muse.eval()
     losses = []
@@ -170,7 +170,7 @@ def test_text_embeddings_that_come_with_the_data_are_used(make, batch, noise):
         muse(batch, noise)
 
 
-def test_a_learned_encoder_does_not_use_stored_embeddings(make, batch, noise):
+def test_learned_encoder_ignores_stored_embeddings(make, batch, noise):
     muse = make().eval()
     plain = value(muse, batch, noise)
     batch.text_embeds, batch.text_mask = torch.randn(4, 16, 32), torch.ones(4, 16, dtype=torch.bool)
@@ -209,7 +209,7 @@ def test_self_conditioning_reads_the_last_hidden_states_on_some_steps(make, batc
 
 
 @pytest.mark.parametrize(("key", "other"), [("positions", "sincos"), ("rotary", False), ("label_smoothing", 0.2)])
-def test_options_do_something(make, batch, noise, key, other):
+def test_options_change_the_loss(make, batch, noise, key, other):
     assert float(value(make(), batch, noise).detach()) != float(value(make(**{key: other}), batch, noise).detach())
 
 
@@ -228,7 +228,7 @@ def test_a_rebuilt_stage_needs_no_captions(make, batch, noise, codec):
     from kineograph.core.task import BuildContext, load_weights, task_state_dict
 
     def never():
-        raise AssertionError("asked for captions")
+        raise AssertionError("captions were read")
 
     context = BuildContext(Shape(1, 16, 16, 3, 8.0), stage=lambda name: codec, captions=never, assets=muse.assets())
     again = Muse.build(muse.config, context).eval()
@@ -236,7 +236,7 @@ def test_a_rebuilt_stage_needs_no_captions(make, batch, noise, codec):
     torch.testing.assert_close(value(again, batch, noise), value(muse, batch, noise))
 
 
-def test_the_peers_size_is_expressible(monkeypatch):
+def test_parameter_count_of_the_peer(monkeypatch):
     """8 layers, width 512, 256 tokens, 65,536 codes, text 768: muse-maskgit-pytorch has 103.3 million parameters."""
     from kineograph.core.batch import Shape
     from kineograph.core.task import BuildContext
@@ -257,7 +257,7 @@ def test_the_peers_size_is_expressible(monkeypatch):
     assert sum(p.numel() for p in muse.parameters()) == pytest.approx(103.3e6, rel=0.05)
 
 
-def test_training_lowers_the_loss_and_dropout_is_real(make, batch):
+def test_training_lowers_the_loss_and_dropout_is_active(make, batch):
     losses = train(make(dropout=0.1), batch, 25)
     assert losses[-1] < losses[0] - 0.5
     muse = make(dropout=0.5)

@@ -35,7 +35,7 @@ def test_found_by_name():
     assert find_task("muse.critic") is MuseCritic
 
 
-def test_only_drawn_places_are_judged_and_only_they_are_changed(generator, batch, noise):
+def test_only_resampled_tokens_change_and_are_scored(generator, batch, noise):
     tokens, condition = generator.get_tokens(batch), generator.encode_batch(batch)
     masked, rows = generator.predict(tokens, condition, noise)
     filled, wrong = generator.resample_masked(rows, masked, tokens, noise)
@@ -45,14 +45,14 @@ def test_only_drawn_places_are_judged_and_only_they_are_changed(generator, batch
     critic = make_critic(generator).eval()  # in training some captions are dropped
     scores = critic.score_tokens(filled, condition)[..., 0]
     expected = F.binary_cross_entropy_with_logits(scores[mask], (filled != tokens)[mask].float())
-    found = critic.loss("model", critic(batch, noise))
-    torch.testing.assert_close(found.total.value(), expected)
-    assert float(found.total.count) == int(mask.sum())
-    torch.testing.assert_close(found.terms["wrong"].value(), (filled != tokens)[mask].float().mean())
+    loss = critic.loss("model", critic(batch, noise))
+    torch.testing.assert_close(loss.total.value(), expected)
+    assert float(loss.total.count) == int(mask.sum())
+    torch.testing.assert_close(loss.terms["wrong"].value(), (filled != tokens)[mask].float().mean())
     assert bool(wrong[masked.weights == 0].any()) is False
 
 
-def test_it_learns_and_the_generator_does_not_move(generator):
+def test_critic_learns_and_the_generator_stays_frozen(generator):
     critic = make_critic(generator)
     before = {name: p.clone() for name, p in critic.named_parameters()}
     frozen = {name: p.clone() for name, p in generator.named_parameters()}
@@ -72,17 +72,17 @@ def test_sampling_uses_generator_and_critic(generator, monkeypatch):
     assert drawn.shape == (4, 1, 3, 16, 16)
     assert isinstance(critic, SupportsSampling)
     with torch.no_grad():
-        critic.score.weight.neg_()  # a critic of the opposite opinion
+        critic.score.weight.neg_()  # opposite scores
     assert not torch.equal(drawn, critic.sample(prompts, options))
     assert not torch.equal(drawn, generator.sample(prompts, options))
 
 
-def test_temperature_of_the_draws(generator, batch, noise):
+def test_temperature_changes_the_share_of_wrong_tokens(generator, batch, noise):
     hot, cold = (make_critic(generator, temperature=t)(batch, noise).wrong for t in (5.0, 0.05))
     assert float(hot) > float(cold)
 
 
-def test_what_is_no_generator_is_refused():
+def test_other_stages_are_refused():
     with pytest.raises(ConfigError, match="generator=generator is no muse stage"):
         make_critic(PatchCodec())
 
@@ -104,23 +104,23 @@ def test_a_critic_of_a_super_resolution_stage_reads_its_low_res_tokens(make, cod
     assert not torch.allclose(before, after, atol=1e-4)
 
 
-# the self-critic
+# Self-critic -----------------------------------------------------------------------------------------------------
 
 
-def test_self_critic_has_labels_at_hidden_places_alone(make, batch, noise):
+def test_self_critic_is_scored_at_masked_positions_only(make, batch, noise):
     muse = make(critic="self", critic_weight=0.5).eval()
-    found = muse.loss("model", muse(batch, noise))
+    loss = muse.loss("model", muse(batch, noise))
     tokens, condition = muse.get_tokens(batch), muse.encode_batch(batch)
     masked, rows = muse.predict(tokens, condition, noise)
     filled, _ = muse.resample_masked(rows, masked, tokens, noise)
     mask = masked.mask
     scores = muse.critic(muse.compute_hidden(filled, condition))[..., 0]
     expected = F.binary_cross_entropy_with_logits(scores[mask], (filled != tokens)[mask].float())
-    torch.testing.assert_close(found.terms["critic"].value(), expected)
-    torch.testing.assert_close(found.total.value(), found.terms["cross_entropy"].value() + 0.5 * expected)
+    torch.testing.assert_close(loss.terms["critic"].value(), expected)
+    torch.testing.assert_close(loss.total.value(), loss.terms["cross_entropy"].value() + 0.5 * expected)
 
 
-def test_self_critic_trains_and_decides(make):
+def test_self_critic_trains_and_steers_sampling(make):
     muse = make(critic="self")
     before = muse.critic.weight.clone()
     train(muse, batch_of(4), 10)
@@ -133,8 +133,8 @@ def test_self_critic_trains_and_decides(make):
     assert not torch.equal(drawn, muse.sample_tokens(prompts, options))
 
 
-def test_guidance_without_dropout_is_refused_as_of_the_generator(make):
-    """Guidance stands in the critic's config, the dropout in that of the generator that it draws with."""
+def test_guidance_needs_the_dropout_of_the_generator(make):
+    """Guidance is in the critic's config, caption_dropout in the generator's."""
     blind = freeze(make(caption_dropout=0.0, sample={"guidance": 1.0}))
     refused = r"generator=generator: sample\.guidance=3 needs a model trained with dropped conditions, and caption_dropout=0: set caption_dropout=0\.1"
     with pytest.raises(ConfigError, match=refused):
@@ -145,5 +145,6 @@ def test_guidance_without_dropout_is_refused_as_of_the_generator(make):
         critic.sample(prompts, MuseSample(guidance=3.0, steps=1))
     critic.sample(prompts, MuseSample(guidance=1.0, steps=1))
     make_critic(freeze(make(caption_dropout=0.1)))
-    make_critic(freeze(make(caption_dropout=0.0, init="runs/x/generator")))  # whose weights may know it
+    # The initial weights may have been trained with dropout.
+    make_critic(freeze(make(caption_dropout=0.0, init="runs/x/generator")))
     make_critic(freeze(make(caption_dropout=0.0, text={"kind": "none"})))

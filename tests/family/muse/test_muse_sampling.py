@@ -1,4 +1,4 @@
-"""Drawing images with Muse: captions, guidance, negative prompts, chunks."""
+"""Sampling with Muse: captions, guidance, negative prompts, chunks."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def prompts(captions, seed: int = 0, first: int = 0, **keys) -> Prompts:
     return Prompts(Noise(seed, 0, first + torch.arange(rows)), captions, **keys)
 
 
-def test_overfits_captions_and_draws_what_they_ask_for(make):
+def test_overfits_captions(make):
     batch = batch_of(8)
     many = Batch(slots=torch.arange(16), pixels=batch.pixels.repeat(2, 1, 1, 1, 1), captions=batch.captions * 2)
     muse = make(width=64, heads=4, text={"width": 32, "heads": 2, "depth": 1, "length": 24})
@@ -56,25 +56,25 @@ def test_reproducible_and_independent_of_chunks(make):
     assert not torch.equal(whole, muse.sample_tokens(prompts(CAPTIONS[:5], seed=1), options))
 
 
-def test_guidance_in_one_batch_is_two_passes_and_may_act_on_hidden_states(make):
+def test_guided_hidden_states_equal_guided_logits(make):
     muse = make().eval()
-    wanted = Condition(*encode_captions(muse.text, CAPTIONS[:3]))
-    other = Condition(*encode_null(muse.text, 3, torch.device("cpu")))
+    positive = Condition(*encode_captions(muse.text, CAPTIONS[:3]))
+    negative = Condition(*encode_null(muse.text, 3, torch.device("cpu")))
     tokens = torch.randint(0, 17, (3, 16), generator=torch.Generator().manual_seed(0))
-    both = wanted.concat(other)
+    both = positive.concat(negative)
     hidden = make_guided(lambda x, step: muse.compute_hidden(x, both), lambda step: 3.0)(tokens, 0)
-    a, b = (muse.head.logits(muse.compute_hidden(tokens, condition)) for condition in (wanted, other))
+    a, b = (muse.head.logits(muse.compute_hidden(tokens, condition)) for condition in (positive, negative))
     torch.testing.assert_close(muse.head.logits(hidden), b + 3.0 * (a - b), rtol=1e-4, atol=1e-4)
 
 
-def test_one_forward_a_step_for_both_halves(make):
+def test_one_forward_pass_per_step(make):
     muse = make().eval()
     rows = []
     inner = muse.network.forward
     muse.network.forward = lambda tokens, *rest: rows.append(len(tokens)) or inner(tokens, *rest)
     muse.sample_tokens(prompts(CAPTIONS[:3]), MuseSample(steps=4, guidance=2.0))
     muse.sample_tokens(prompts(CAPTIONS[:3]), MuseSample(steps=4, guidance=1.0))
-    muse.sample_tokens(prompts(None), MuseSample(steps=2, guidance=2.0))  # nothing was asked for, so nothing guides
+    muse.sample_tokens(prompts(None), MuseSample(steps=2, guidance=2.0))  # null text: nothing to guide
     assert rows == [6] * 4 + [3] * 4 + [4] * 2
 
 
@@ -89,7 +89,7 @@ def test_one_forward_a_step_for_both_halves(make):
         {"noise": 0.0},
     ],
 )
-def test_every_option_of_sampling_does_something(make, change):
+def test_every_sampling_option_changes_samples(make, change):
     muse = make().eval()
     base = MuseSample(steps=6, guidance=change.get("guidance", 3.0) if "guidance_schedule" in change else 3.0)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_every_option_of_sampling_does_something(make, change):
     assert not torch.equal(plain, muse.sample_tokens(prompts(CAPTIONS), base.model_copy(update=change)))
 
 
-def test_critic_noise_does_something(make):
+def test_critic_noise_changes_samples(make):
     muse = make(critic="self").eval()
     few, much = (muse.sample_tokens(prompts(CAPTIONS), MuseSample(steps=6, critic_noise=x)) for x in (0.0, 50.0))
     assert not torch.equal(few, much)
@@ -120,13 +120,13 @@ def test_negative_prompts_change_the_result_and_steer_away(make):
     assert torch.equal(same, muse.sample_tokens(prompts(CAPTIONS), options.model_copy(update={"guidance": 1.0})))
 
 
-def test_unconditional_draws_with_and_without_captions(make):
+def test_unconditional_model_ignores_captions(make):
     muse = make(text={"kind": "none"}).eval()
     a = muse.sample_tokens(prompts(None), MuseSample(steps=3))
     assert torch.equal(a, muse.sample_tokens(prompts(CAPTIONS[:4]), MuseSample(steps=3)))
 
 
-def test_given_embeddings_are_drawn_from(make):
+def test_embeddings_in_the_data_change_samples(make):
     muse = make(text={"kind": "given", "width": 24, "length": 5}).eval()
     with torch.no_grad():
         muse.head.weight.mul_(3)
@@ -147,9 +147,9 @@ def test_self_conditioning_carries_hidden_states_from_step_to_step(make):
     inner = muse.network.forward
 
     def spy(tokens, text, mask, low, previous, memory):
-        found = inner(tokens, text, mask, low, previous, memory)
-        seen.append((previous, found))
-        return found
+        hidden = inner(tokens, text, mask, low, previous, memory)
+        seen.append((previous, hidden))
+        return hidden
 
     muse.network.forward = spy
     muse.sample_tokens(prompts(CAPTIONS[:2]), MuseSample(steps=3))
@@ -158,14 +158,14 @@ def test_self_conditioning_carries_hidden_states_from_step_to_step(make):
     assert torch.equal(seen[2][0], seen[1][1])
 
 
-def test_what_cannot_be_drawn_is_refused(make):
+def test_other_sizes_are_refused(make):
     muse = make().eval()
     for keys in ({"frames": 4}, {"height": 32}):
         with pytest.raises(InputError, match="trained for"):
             muse.sample(prompts(CAPTIONS[:1], **keys), MuseSample())
 
 
-def test_sampling_leaves_the_model_in_its_mode(make):
+def test_sampling_keeps_training_mode(make):
     muse = make(dropout=0.3)
     muse.train()
     muse.sample_tokens(prompts(CAPTIONS[:1]), MuseSample(steps=2))

@@ -1,4 +1,4 @@
-"""Super-resolution: the smaller image's tokens are really used."""
+"""Super-resolution: conditioning on the tokens of a smaller image."""
 
 import pytest
 import torch
@@ -41,17 +41,17 @@ def test_perturbed_low_res_tokens_change_the_logits(large):
     text, mask = encode_captions(task.text, CAPTIONS[:1])
     low = torch.zeros(1, 16, dtype=torch.int64)
     before = task.head.logits(task.compute_hidden(tokens, Condition(text, mask, low)))
-    for place in (0, 15):
+    for index in (0, 15):
         changed = low.clone()
-        changed[0, place] = 9
+        changed[0, index] = 9
         after = task.head.logits(task.compute_hidden(tokens, Condition(text, mask, changed)))
         change = (after - before).abs().sum(-1)[0].view(8, 8)
-        assert change.min() > 0  # every place may look at it
-        y, x = 2 * (place // 4), 2 * (place % 4)
-        assert change[y : y + 2, x : x + 2].mean() > 2 * change.mean()  # those above it most
+        assert change.min() > 0  # every token attends to it
+        y, x = 2 * (index // 4), 2 * (index % 4)
+        assert change[y : y + 2, x : x + 2].mean() > 2 * change.mean()  # the tokens that it covers change most
 
 
-def test_training_profits_from_them(large, monkeypatch):
+def test_low_res_tokens_lower_the_loss(large, monkeypatch):
     task = large(text={"kind": "none"}, width=48)
     losses = train(task, batch_of(8, size=32), 30)
     held_out = batch_of(8, size=32, seed=5)
@@ -64,7 +64,7 @@ def test_training_profits_from_them(large, monkeypatch):
     assert true < random - 0.05
 
 
-def test_sampling_starts_from_what_the_base_draws(large, base, monkeypatch):
+def test_sampling_starts_from_the_base_sample(large, base, monkeypatch):
     task = large().eval()
     with torch.no_grad():
         task.head.weight.mul_(3)
@@ -81,14 +81,14 @@ def test_sampling_starts_from_what_the_base_draws(large, base, monkeypatch):
     assert not torch.equal(drawn, task.sample_tokens(prompts, options))
 
 
-def test_a_given_picture_is_enlarged(large, codec):
+def test_given_image_is_upscaled(large, codec):
     task = large().eval()
     picture = batch_of(2, size=32).video
     prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2], prime=picture)
     assert torch.equal(task.encode_prompts(prompts)[0].low_res, task.encode_low_res(picture))
 
 
-def test_a_codec_may_stand_for_the_base(large):
+def test_codec_as_low_res(large):
     task = large(low_res="small").eval()
     assert task.low_res_size == (16, 16)
     assert large(low_res="small", low_res_size=8).low_res_size == (8, 8)
@@ -99,18 +99,18 @@ def test_a_codec_may_stand_for_the_base(large):
         task.sample(Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2]), MuseSample(steps=2))
 
 
-def test_a_size_that_is_not_the_bases_is_refused(large):
+def test_size_other_than_the_base_size_is_refused(large):
     with pytest.raises(ConfigError, match="low_res_size"):
         large(low_res_size=8)
 
 
-def test_cached_tokens_without_pixels_say_what_is_missing(large):
+def test_cached_tokens_without_pixels_are_refused(large):
     batch = Batch(slots=torch.arange(2), tokens=torch.zeros(2, 1, 8, 8, dtype=torch.int64), captions=CAPTIONS[:2])
     with pytest.raises(InputError, match="train from pixels"):
         large()(batch, Noise(0, 0, batch.slots))
 
 
-def test_a_given_small_picture_is_taken_as_it_is(large, codec):
+def test_small_image_is_not_resized(large, codec):
     task = large()
     assert task.prime_size(task.config.sample) == (16, 16)
     small = torch.rand(2, 1, 3, 16, 16)
