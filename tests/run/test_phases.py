@@ -290,10 +290,10 @@ def test_evaluation_uses_the_average_and_leaves_the_task_training(
     assert not seen[-1][1]  # what is judged is not what is trained
 
 
-def test_a_metric_that_does_not_apply_rests_and_says_so_once(tmp_path: Path) -> None:
+def test_a_metric_that_does_not_apply_is_skipped_and_noted_once(tmp_path: Path) -> None:
     told: list[str] = []
     run = train(tmp_path, lines=told, train__metrics=["loss", "reconstruction"])
-    assert len([line for line in told if "generator: reconstruction rests" in line]) == 1
+    assert len([line for line in told if "generator: reconstruction is skipped from here on" in line]) == 1
     assert all("metric/reconstruction/psnr" not in record for record in lines(run))
 
 
