@@ -179,7 +179,7 @@ class Codec(Task):
         return lengths
 
     def mask_for(self, frame_mask: Tensor) -> Tensor:
-        """B T → B t: which token times hold a real frame, where clips of a batch differ in length."""
+        """B T → B t: which latent frames hold a real frame, where clips of a batch differ in length."""
         raise NotImplementedError
 
     def encode(self, pixels: Tensor, frame_mask: Tensor | None = None) -> Tensor:

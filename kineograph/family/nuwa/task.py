@@ -121,7 +121,7 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
     def forward(self, batch: Batch, noise: Noise) -> TokenLoss:
         tokens = self.get_tokens(batch)  # B t h w
         condition = self.encode_batch(batch, noise)
-        hidden = self.network(tokens.flatten(1), condition.text, condition.mask, condition.sketch)  # B N D
+        hidden = self.network(tokens.flatten(1), *condition)  # B N D
         if batch.frame_mask is None:
             weights = torch.ones(tokens.numel(), device=tokens.device)
         else:

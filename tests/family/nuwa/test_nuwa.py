@@ -1,4 +1,4 @@
-"""NUWA's training: what each token is learned from, what is scored, what conditions it."""
+"""NUWA's training: causality, scoring, padding, conditions."""
 
 import pytest
 import torch
@@ -32,14 +32,14 @@ def value(task, batch, noise):
 
 def hidden(nuwa, tokens, batch):
     condition = nuwa.encode_batch(batch)
-    return nuwa.network(tokens.flatten(1), condition.text, condition.mask, condition.sketch)
+    return nuwa.network(tokens.flatten(1), *condition)
 
 
 def test_found_by_name():
     assert find_task("nuwa") is Nuwa
 
 
-def test_the_chunked_loss_is_that_of_all_logits(make, batch, noise):
+def test_the_chunked_loss_equals_the_cross_entropy_of_all_logits(make, batch, noise):
     nuwa = make(label_smoothing=0.1).eval()
     tokens = nuwa.get_tokens(batch)
     logits = nuwa.head.logits(hidden(nuwa, tokens, batch))
@@ -48,15 +48,15 @@ def test_the_chunked_loss_is_that_of_all_logits(make, batch, noise):
     torch.testing.assert_close(found.total.value(), expected)
     right = (logits.argmax(-1) == tokens.flatten(1)).float().mean()
     torch.testing.assert_close(found.terms["accuracy"].value(), right)
-    wanted = torch.autograd.grad(expected, list(nuwa.parameters()), allow_unused=True)
-    got = torch.autograd.grad(found.total.value(), list(nuwa.parameters()), allow_unused=True)
-    for (name, _), a, b in zip(nuwa.named_parameters(), wanted, got, strict=True):
+    expected_gradients = torch.autograd.grad(expected, list(nuwa.parameters()), allow_unused=True)
+    gradients = torch.autograd.grad(found.total.value(), list(nuwa.parameters()), allow_unused=True)
+    for (name, _), a, b in zip(nuwa.named_parameters(), expected_gradients, gradients, strict=True):
         if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("keys", VARIANTS)
-def test_no_token_is_learned_from_itself_or_from_later_ones(make, batch, keys):
+def test_no_token_sees_itself_or_later_ones(make, batch, keys):
     nuwa = make(**keys).eval()
     tokens = nuwa.get_tokens(batch)
     plain = hidden(nuwa, tokens, batch)
@@ -68,8 +68,8 @@ def test_no_token_is_learned_from_itself_or_from_later_ones(make, batch, keys):
         assert not torch.allclose(other[:, place + 1 :], plain[:, place + 1 :], atol=1e-4)
 
 
-def test_a_block_sees_the_window_around_the_target_and_nothing_else(make, batch):
-    """Of earlier frames all sides, not only what is above and to the left; nothing outside."""
+def test_a_block_sees_exactly_the_window_around_the_target(make, batch):
+    """On all sides in earlier frames; nothing outside."""
     nuwa = make(depth=1, token_shift=False).eval()
     tokens = nuwa.get_tokens(batch)
     plain = hidden(nuwa, tokens, batch)
@@ -83,8 +83,8 @@ def test_a_block_sees_the_window_around_the_target_and_nothing_else(make, batch)
 
     assert all(moves(1, y, x) for y in range(SIDE) for x in range(SIDE))  # ±1 is all of a 3 × 3 frame
     assert all(moves(2, y, x) for y, x in ((0, 0), (0, 1), (0, 2), (1, 0)))
-    assert not any(moves(0, y, x) for y in range(SIDE) for x in range(SIDE))  # two times earlier
-    corner = 2 * PLACES  # place (2, 0, 0) sees (1, 0 … 1, 0 … 1)
+    assert not any(moves(0, y, x) for y in range(SIDE) for x in range(SIDE))  # two frames earlier
+    corner = 2 * PLACES  # position (2, 0, 0) sees (1, 0 … 1, 0 … 1)
     seen = []
     for y, x in ((0, 0), (1, 1), (0, 2), (2, 0), (2, 2)):
         changed = tokens.clone()
@@ -94,14 +94,14 @@ def test_a_block_sees_the_window_around_the_target_and_nothing_else(make, batch)
     assert seen == [True, True, False, False, True]
 
 
-def test_bos_is_no_codec_token(make, batch):
+def test_bos_is_not_a_codec_token(make, batch):
     nuwa = make()
     assert nuwa.network.bos == CODES == nuwa.vocabulary
     assert nuwa.network.tokens.num_embeddings == CODES + 1
-    assert nuwa.head.vocabulary == CODES  # and it is never drawn
+    assert nuwa.head.vocabulary == CODES  # BOS is never sampled
 
 
-def test_padding_is_never_scored_nor_seen(make, noise):
+def test_padding_is_neither_scored_nor_seen(make, noise):
     nuwa = make().eval()
     short, long = batch_of(4, frames=2), batch_of(4)
     long.pixels[:, :2] = short.pixels
@@ -150,7 +150,7 @@ def test_captions_condition_every_token(make, batch):
     torch.testing.assert_close(other[1:], plain[1:])
 
 
-def test_the_text_encoder_learns_with_it(make, batch, noise):
+def test_the_text_encoder_is_trained(make, batch, noise):
     nuwa = make()
     value(nuwa, batch, noise).backward()
     assert nuwa.text.tokens.weight.grad.abs().sum() > 0
@@ -196,12 +196,12 @@ def test_options_do_something(make, batch, noise, key, other):
     assert float(value(make(), batch, noise).detach()) != float(value(make(**{key: other}), batch, noise).detach())
 
 
-def test_dilations_go_round(make):
+def test_dilations_cycle_over_the_blocks(make):
     nuwa = make(depth=5, dilations=(1, 2, 4))
     assert [block.attention.window.dilation for block in nuwa.network.blocks] == [1, 2, 4, 1, 2]
 
 
-def test_one_player_owns_everything_and_the_codec_is_not_in_it(make):
+def test_one_player_owns_everything_but_the_codec(make):
     nuwa = make()
     assert player_parameters(nuwa, "model").keys() == dict(nuwa.named_parameters()).keys()
     assert not any(name.startswith(("stages", "decode_step")) for name, _ in nuwa.named_parameters())
@@ -212,7 +212,7 @@ def test_one_player_owns_everything_and_the_codec_is_not_in_it(make):
 
 
 @pytest.mark.parametrize("keys", [{}, {"window": None, "positions": "rotary"}])
-def test_recomputed_activations_give_the_same_gradients(make, batch, noise, keys):
+def test_activation_checkpointing_gives_the_same_gradients(make, batch, noise, keys):
     from kineograph.train.activation_checkpointing import checkpoint_activations
 
     gradients = []
@@ -238,11 +238,11 @@ def test_half_precision_stays_finite(make, batch, noise, keys):
     torch.testing.assert_close(loss, exact, rtol=0.02, atol=0.02)
 
 
-def test_cached_tokens_are_those_of_the_codec(make, batch, noise, codec):
+def test_cached_tokens_give_the_same_loss(make, batch, noise, codec):
     nuwa = make().eval()
     from_pixels = value(nuwa, batch, noise)
     made = nuwa.precompute(batch)
-    assert made.keys() == {"tokens"}  # the text encoder still learns
+    assert made.keys() == {"tokens"}  # the text encoder is trained
     calls = codec.calls
     cached = Batch(slots=batch.slots, tokens=made["tokens"], captions=batch.captions)
     torch.testing.assert_close(value(nuwa, cached, noise), from_pixels)
@@ -255,7 +255,7 @@ def test_cached_tokens_are_those_of_the_codec(make, batch, noise, codec):
         nuwa(cached, noise)
 
 
-def test_a_frozen_text_is_cached_too(make, batch):
+def test_frozen_text_embeddings_are_cached(make, batch):
     nuwa = make(text={"kind": "given", "width": 24, "length": 5})
     batch.text_embeds = torch.randn(4, 5, 24)
     assert nuwa.precompute(batch).keys() == {"tokens", "text_embeds", "text_mask"}

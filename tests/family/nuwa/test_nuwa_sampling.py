@@ -30,7 +30,7 @@ def tokens_of(codec: PatchCodec, pixels: Tensor) -> Tensor:
 @torch.no_grad()
 def all_logits(nuwa, tokens: Tensor, condition: Condition) -> Tensor:
     """Every position at once, no cache: B N V."""
-    return nuwa.head.logits(nuwa.network(tokens.flatten(1), condition.text, condition.mask, condition.sketch))
+    return nuwa.head.logits(nuwa.network(tokens.flatten(1), *condition))
 
 
 @torch.no_grad()
@@ -82,20 +82,20 @@ def test_step_by_step_equals_one_pass(make, batch, keys, given):
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 @pytest.mark.parametrize("keys", [{}, {"window": None, "positions": "rotary"}])
 def test_sampling_equals_the_naive_loop(make, codec, keys, scale):
-    """Guided away from the null text, whose own pass reads the same tokens as the wanted one's."""
+    """With and without guidance against the null text."""
     nuwa = make(**keys).eval()
     drawn = tokens_of(codec, nuwa.sample(prompts(frames=2), GREEDY.model_copy(update={"guidance": scale})))
     expected = greedy(nuwa, torch.zeros(3, 0, SIDE, SIDE, dtype=torch.int64), 2, CAPTIONS[:3], scale)
     assert torch.equal(drawn, expected)
 
 
-def test_a_token_costs_one_step_and_the_text_is_read_once(make):
+def test_one_step_per_token_and_the_text_is_encoded_once(make):
     nuwa = make().eval()
     calls = {"steps": 0, "text": 0, "logits": []}
     step, text, logits = nuwa.network.step, nuwa.network.text.forward, nuwa.head.logits
 
     def spy_step(token, *rest):
-        assert token.shape == (6, 1)  # the wanted and the others in one batch
+        assert token.shape == (6, 1)  # conditional and unconditional rows in one batch
         calls["steps"] += 1
         return step(token, *rest)
 
@@ -105,7 +105,7 @@ def test_a_token_costs_one_step_and_the_text_is_read_once(make):
     nuwa.sample(prompts(), NuwaSample(guidance=2))
     assert calls["steps"] == FRAMES * PLACES
     assert calls["text"] == 1
-    assert set(calls["logits"]) == {(3, 32)}  # the last position alone, guided before the head
+    assert set(calls["logits"]) == {(3, 32)}  # one position, guided before the head
 
 
 def test_seeds_repeat_and_do_not_depend_on_the_batch(make):
@@ -152,10 +152,10 @@ def test_fewer_frames_are_the_beginning_of_more(make):
     assert torch.equal(nuwa.sample(prompts(frames=2), GREEDY), nuwa.sample(prompts(), GREEDY)[:, :2])
 
 
-# Given frames ----------------------------------------------------------------------------------------------------
+# Primes -----------------------------------------------------------------------------------------------------------
 
 
-def test_given_frames_come_first_and_are_continued(make, codec):
+def test_a_prime_comes_first_and_is_continued(make, codec):
     nuwa = make().eval()
     prime = clips(3, 2).float() / 255
     drawn = nuwa.sample(prompts(prime=prime), GREEDY)
@@ -166,8 +166,8 @@ def test_given_frames_come_first_and_are_continued(make, codec):
 
 
 @pytest.mark.parametrize("keys", [{}, {"window": None}])
-def test_its_own_frames_given_back_lead_to_the_same_clip(make, keys):
-    """Draws belong to places, and a cache that was filled in one go is the one that was filled token by token."""
+def test_its_own_frames_as_prime_give_the_same_clip(make, keys):
+    """Noise is keyed by position, and a prefilled cache equals one filled token by token."""
     nuwa = make(**keys).eval()
     drawn = nuwa.sample(prompts(), NuwaSample(guidance=2))
     for frames in (1, 3):
@@ -181,7 +181,7 @@ def test_its_own_frames_given_back_lead_to_the_same_clip(make, keys):
     ("keys", "overlap", "windows"),
     [({}, None, 5), ({"positions": "rotary"}, 3, 5), ({"window": None}, 2, 3), ({"positions": "rotary"}, 1, 3)],
 )
-def test_a_clip_of_twice_the_length_slides_on(make, codec, keys, overlap, windows):
+def test_a_clip_of_twice_the_length_is_sampled_in_windows(make, codec, keys, overlap, windows):
     """Each window begins with the last frames of the one before, as if the clip began there."""
     nuwa = make(**keys, depth=2).eval()
     filled = []
@@ -198,7 +198,7 @@ def test_a_clip_of_twice_the_length_slides_on(make, codec, keys, overlap, window
     assert torch.equal(tokens_of(codec, drawn), expected[:, : 2 * FRAMES])
 
 
-def test_more_frames_given_than_a_window_holds(make, codec):
+def test_a_prime_longer_than_a_window(make, codec):
     nuwa = make().eval()
     prime = clips(3, FRAMES + 1).float() / 255
     drawn = tokens_of(codec, nuwa.sample(prompts(prime=prime, frames=FRAMES + 2), GREEDY))
@@ -208,8 +208,8 @@ def test_more_frames_given_than_a_window_holds(make, codec):
 
 
 @pytest.mark.parametrize(("overlap", "kept"), [(None, 3), (1, 1)])
-def test_a_codec_with_more_frames_a_time_is_encoded_anew(make, overlap, kept):
-    """Times 1 + 3 of 1 + 6 frames: the first time of a window is a single frame, so tokens alone cannot slide."""
+def test_overlapping_frames_are_encoded_again_if_a_latent_frame_covers_several(make, overlap, kept):
+    """Latent frames 1 + 3 of 1 + 6 frames: the first one of a window is a single frame, so tokens alone cannot slide."""
     codec = freeze(PatchCodec(pair=2))
     nuwa = make(stages={"pairs": codec}, codec="pairs", frames=7).eval()
     assert nuwa.grid == (4, SIDE, SIDE)
@@ -223,7 +223,7 @@ def test_a_codec_with_more_frames_a_time_is_encoded_anew(make, overlap, kept):
     torch.testing.assert_close(drawn[:, 7:9], expected[:, :2].float())
 
 
-def test_what_cannot_be_drawn_is_said(make):
+def test_impossible_requests_are_refused(make):
     nuwa = make().eval()
     with pytest.raises(InputError, match=r"\(8, 8\) cannot be drawn"):
         nuwa.sample(prompts(height=8, width=8), GREEDY)
@@ -233,8 +233,8 @@ def test_what_cannot_be_drawn_is_said(make):
         make(frames=1).eval().sample(prompts(frames=2), GREEDY)
 
 
-def test_it_draws_the_clips_that_it_learned(make, codec):
-    """Four captions, a random clip each: remembered, and told apart by their captions."""
+def test_overfitted_clips_follow_their_captions(make, codec):
+    """Four captions with a random clip each."""
     nuwa = make(width=48, depth=2, frames=2)
     batch = batch_of(4, frames=2)
     train(nuwa, batch, 80, lr=6e-3)
@@ -242,8 +242,7 @@ def test_it_draws_the_clips_that_it_learned(make, codec):
     assert (tokens_of(codec, drawn) == nuwa.get_tokens(batch)).float().mean() > 0.95
 
 
-def test_no_mode_and_no_tensor_of_drawing_is_left_behind(make, batch, noise):
-    """Training goes on after drawing in inference mode."""
+def test_sampling_in_inference_mode_does_not_disturb_training(make, batch, noise):
     nuwa = make()
     with torch.inference_mode():
         nuwa.sample(prompts(), NuwaSample(guidance=2))

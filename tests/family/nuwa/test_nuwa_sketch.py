@@ -43,7 +43,7 @@ def with_sketch(rows: int = 4, seed: int = 0) -> Batch:
 
 def hidden(nuwa, batch):
     condition = nuwa.encode_batch(batch)
-    return nuwa.network(nuwa.get_tokens(batch).flatten(1), condition.text, condition.mask, condition.sketch)
+    return nuwa.network(nuwa.get_tokens(batch).flatten(1), *condition)
 
 
 @pytest.mark.parametrize("grid", [(3, 4, 5), (1, 3, 3)])
