@@ -1,4 +1,4 @@
-"""The documents tell the truth: every config key stands in docs/ with its default, every command that is named exists, the examples work."""
+"""The docs are true: every config key is listed with its default, every command exists, the examples work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Keys ------------------------------------------------------------------------------------------------------------
 
-# file, heading, class, prefix of its keys, the class whose keys stand elsewhere
+# file, heading, class, prefix of its keys, the class whose keys are listed elsewhere
 TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "Keys of every source", DataConfig, "data.", None),
     (DATA, "moving_digits", MovingDigitsConfig, "data.", DataConfig),
@@ -102,15 +102,15 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
 
 
 def section(path: Path, heading: str) -> str:
-    """What stands under a heading, up to the next one."""
+    """The text under a heading, up to the next one."""
     parts = re.split(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))[heading]
 
 
 def key_tables(text: str) -> list[dict[str, str]]:
-    """Tables that begin with `| key | default |`: key → default as it stands there."""
-    found = re.findall(r"^\| key \| default \| meaning \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
-    return [dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", rows, re.MULTILINE)) for rows in found]
+    """Tables with the columns key, default and meaning: key → default as written there."""
+    tables = re.findall(r"^\| key \| default \| meaning \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", rows, re.MULTILINE)) for rows in tables]
 
 
 def shown_default(model: type[BaseModel], name: str) -> Any:
@@ -127,22 +127,22 @@ def shown_default(model: type[BaseModel], name: str) -> Any:
 @pytest.mark.parametrize(
     ("path", "heading", "model", "prefix", "base"), TABLES, ids=lambda v: getattr(v, "__name__", "")
 )
-def test_every_key_stands_there_with_its_default(
+def test_every_key_is_listed_with_its_default(
     path: Path, heading: str, model: type[BaseModel], prefix: str, base: type[BaseModel] | None
 ) -> None:
     names = [name for name in model.model_fields if base is None or name not in base.model_fields]
-    wanted = {prefix + name: shown_default(model, name) for name in names}
+    expected = {prefix + name: shown_default(model, name) for name in names}
     tables = key_tables(section(path, heading))
-    told = next((table for table in tables if table.keys() == wanted.keys()), None)
-    nearest = max(tables, key=lambda table: len(table.keys() & wanted.keys()))
-    assert told is not None, (
-        f"{path.name}, {heading}: {sorted(wanted.keys() ^ nearest.keys())} only in code or only in the table"
+    table = next((table for table in tables if table.keys() == expected.keys()), None)
+    nearest = max(tables, key=lambda table: len(table.keys() & expected.keys()))
+    assert table is not None, (
+        f"{path.name}, {heading}: {sorted(expected.keys() ^ nearest.keys())} only in code or only in the table"
     )
-    plain = {key: text if "`" not in text else read_yaml(text.strip("` "), key) for key, text in told.items()}
-    assert plain == wanted
+    plain = {key: text if "`" not in text else read_yaml(text.strip("` "), key) for key, text in table.items()}
+    assert plain == expected
 
 
-def test_no_table_of_keys_is_forgotten() -> None:
+def test_every_table_of_keys_is_checked() -> None:
     headings = {(path, heading) for path, heading, *_ in TABLES}
     for path in (DATA, CONFIG):
         counted = sum(len(key_tables(section(file, heading))) for file, heading in headings if file == path)
@@ -161,18 +161,18 @@ def nested(model: type[BaseModel]) -> set[type[BaseModel]]:
 
 
 def test_nested_classes_have_tables_too() -> None:
-    told = {model for _, _, model, *_ in TABLES}
-    for model in list(told):
-        assert nested(model) <= told, model
+    documented = {model for _, _, model, *_ in TABLES}
+    for model in list(documented):
+        assert nested(model) <= documented, model
 
 
-def test_the_documents_name_what_may_change_on_resume() -> None:
-    told = set(re.findall(r"`(train\.[a-z_*]+|prompts)`", section(CONFIG, "Resume").split("may differ")[0]))
+def test_the_docs_list_the_keys_that_may_change_on_resume() -> None:
+    documented = set(re.findall(r"`(train\.[a-z_*]+|prompts)`", section(CONFIG, "Resume").split("may differ")[0]))
     known = {f"train.{name}" for name in TrainConfig.model_fields} | {"prompts"}
     for key in known:
         base = {"prompts": 1, "train": dict.fromkeys(TrainConfig.model_fields, 1)}
         changed = {"prompts": 2} if key == "prompts" else {"train": base["train"] | {key.removeprefix("train."): 2}}  # type: ignore[operator]
-        allowed = key in told or (key.endswith("_every") and "train.*_every" in told)
+        allowed = key in documented or (key.endswith("_every") and "train.*_every" in documented)
         if allowed:
             refuse_changes(base, base | changed)
         else:
@@ -184,31 +184,31 @@ def test_the_documents_name_what_may_change_on_resume() -> None:
 
 
 def commands() -> dict[str, set[str]]:
-    """`train`, `data make` … → the options that each has."""
+    """Name of each command (`train`, `data make`) → its options."""
     top = typer.main.get_command(cli.app)
-    found: dict[str, set[str]] = {}
+    options_of: dict[str, set[str]] = {}
 
     def walk(command: Any, name: str) -> None:
         if hasattr(command, "commands"):
             for child, inner in command.commands.items():
                 walk(inner, f"{name} {child}".strip())
         else:
-            found[name] = {text for option in command.params for text in (*option.opts, *option.secondary_opts)} | {
-                "--help"
-            }
+            options_of[name] = {
+                text for option in command.params for text in (*option.opts, *option.secondary_opts)
+            } | {"--help"}
 
     walk(top, "")
-    return found
+    return options_of
 
 
 def named_commands(text: str) -> list[tuple[str, list[str]]]:
-    """Commands that a document names, with their options: (`data make moving-digits`, [`--out`])."""
+    """Commands in a document with their options: (`data make moving-digits`, [`--out`])."""
     calls = re.findall(r"(?<![\w/.-])kineo\s+(?:--debug\s+)?([a-z][^`#\n]*)", text)
     return [(call, re.findall(r"(?<![\w-])--[a-z][a-z-]*", call)) for call in calls]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_every_command_that_is_named_exists(path: Path) -> None:
+def test_every_documented_command_exists(path: Path) -> None:
     known = commands()
     for call, options in named_commands(path.read_text(encoding="utf-8")):
         words = call.split()
@@ -217,7 +217,7 @@ def test_every_command_that_is_named_exists(path: Path) -> None:
         assert set(options) <= known[name], f"{path.name} names `kineo {call}`: {set(options) - known[name]}"
 
 
-def test_every_command_is_named_somewhere() -> None:
+def test_every_command_is_documented() -> None:
     calls = [call for path in DOCUMENTS for call, _ in named_commands(path.read_text(encoding="utf-8"))]
     for name in commands():
         assert any(f"{call} ".startswith(f"{name} ") for call in calls), name
@@ -234,9 +234,11 @@ def test_the_yaml_examples_are_plans(tmp_path: Path) -> None:
         path.write_text(block, encoding="utf-8")
         plan = make_plan(layers.read_config([str(path)]))
         assert [stage.name for stage in plan.stages] == ["tokenizer", "generator"]
-        given = {key: value for key, value in flatten(read_yaml(block, "block")["stages"]).items() if ".train." in key}
+        written = {
+            key: value for key, value in flatten(read_yaml(block, "block")["stages"]).items() if ".train." in key
+        }
         saved = flatten(plan.tree()["stages"])
-        assert given == {key: saved[key] for key in given}
+        assert written == {key: saved[key] for key in written}
 
 
 def test_a_section_takes_another_kind() -> None:
@@ -264,7 +266,7 @@ def test_lines_fit(path: Path) -> None:
     assert [line for line in path.read_text(encoding="utf-8").splitlines() if len(line) > 130] == []
 
 
-def test_the_stages_that_dalle2_shows_are_sound():
+def test_the_stages_in_dalle2_md_are_valid():
     text = (Path(__file__).parents[1] / "docs" / "dalle2.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert blocks
