@@ -43,19 +43,19 @@ def build_digits(sizes: Sizes, device: torch.device) -> Workload:
 def build_folder(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.data.folder import Folder, FolderConfig
 
-    kept = tempfile.TemporaryDirectory()
-    _write_pictures(Path(kept.name), sizes["files"], sizes["file_pixels"])
-    config = FolderConfig(folder=kept.name, size=sizes["pixels"], frames=1, validation=0)
-    return _delete_on_close(_build_loading(Folder.open(config, "train", seed=0), sizes), kept)
+    folder = tempfile.TemporaryDirectory()
+    _write_pictures(Path(folder.name), sizes["files"], sizes["file_pixels"])
+    config = FolderConfig(folder=folder.name, size=sizes["pixels"], frames=1, validation=0)
+    return _delete_on_close(_build_loading(Folder.open(config, "train", seed=0), sizes), folder)
 
 
 def build_webdataset(sizes: Sizes, device: torch.device) -> Workload:
     from kineograph.data.webdataset import WebDataset, WebDatasetConfig
 
-    kept = _write_shards(sizes)
-    config = WebDatasetConfig(shards=kept.name, size=sizes["pixels"], frames=1, validation=0)
-    work = _build_loading(WebDataset.open(config, "train", seed=0), sizes)
-    return _delete_on_close(work, kept)
+    folder = _write_shards(sizes)
+    config = WebDatasetConfig(shards=folder.name, size=sizes["pixels"], frames=1, validation=0)
+    workload = _build_loading(WebDataset.open(config, "train", seed=0), sizes)
+    return _delete_on_close(workload, folder)
 
 
 def build_plain_webdataset(sizes: Sizes, device: torch.device) -> Workload:
@@ -63,8 +63,8 @@ def build_plain_webdataset(sizes: Sizes, device: torch.device) -> Workload:
     import webdataset
     from torch.utils.data import DataLoader
 
-    kept = _write_shards(sizes)
-    urls = sorted(str(path) for path in Path(kept.name).glob("*.tar"))
+    folder = _write_shards(sizes)
+    urls = sorted(str(path) for path in Path(folder.name).glob("*.tar"))
     dataset = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False).repeat().shuffle(100).decode("pil")
     dataset = dataset.to_tuple("jpg", "txt").map_tuple(_Resize(sizes["pixels"]), str).batched(sizes["batch"])
     batches = iter(
@@ -85,7 +85,7 @@ def build_plain_webdataset(sizes: Sizes, device: torch.device) -> Workload:
             precision="uint8",
             notes=[f"resized by {library}, on the CPU"],
         ),
-        kept,
+        folder,
     )
 
 
@@ -119,24 +119,24 @@ def _write_shards(sizes: Sizes) -> tempfile.TemporaryDirectory:
     """Write the pictures of `_write_pictures` as four tars."""
     from kineograph.data.shard_writer import ShardWriter
 
-    kept = tempfile.TemporaryDirectory()
-    with tempfile.TemporaryDirectory() as pictures, ShardWriter(Path(kept.name), -(-sizes["files"] // 4)) as writer:
+    folder = tempfile.TemporaryDirectory()
+    with tempfile.TemporaryDirectory() as pictures, ShardWriter(Path(folder.name), -(-sizes["files"] // 4)) as writer:
         _write_pictures(Path(pictures), sizes["files"], sizes["file_pixels"])
         for path in sorted(Path(pictures).glob("*.jpg")):
             writer.add(path.read_bytes(), "jpg", path.with_suffix(".txt").read_text(encoding="utf-8"), {})
-    return kept
+    return folder
 
 
-def _delete_on_close(work: Workload, kept: tempfile.TemporaryDirectory) -> Workload:
+def _delete_on_close(workload: Workload, folder: tempfile.TemporaryDirectory) -> Workload:
     """Delete the folder when the workload is closed."""
-    stop = work.close
+    stop = workload.close
 
     def close() -> None:
         stop()
-        kept.cleanup()
+        folder.cleanup()
 
-    work.close = close
-    return work
+    workload.close = close
+    return workload
 
 
 def _write_pictures(root: Path, count: int, size: tuple[int, int]) -> None:
