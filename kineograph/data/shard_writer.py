@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Sample
 from kineograph.core.capabilities import SupportsEmbedding
-from kineograph.core.errors import InputError
 
 INDEX_WIDTH = 4
 LARGEST = 10**INDEX_WIDTH  # items per shard
@@ -30,11 +29,7 @@ _BATCH = 64  # items per embedder call
 class ShardWriter:
     """Writes `per_shard` items to each tar. The shards are complete when the `with` block ends without an error."""
 
-    def __init__(self, folder: Path, per_shard: int = 1000, embedder: SupportsEmbedding | None = None) -> None:
-        if not 1 <= per_shard <= LARGEST:
-            raise InputError(
-                f"shard={per_shard}: give the number of items per tar file, 1 to {LARGEST} (a row has {INDEX_WIDTH} digits)"
-            )
+    def __init__(self, folder: Path, per_shard: int, embedder: SupportsEmbedding | None) -> None:
         self.folder, self.per_shard, self.embedder = folder, per_shard, embedder
         self.count = 0
         self._tar: tarfile.TarFile | None = None

@@ -142,7 +142,7 @@ def _select_network(sat: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return inside or dict(sat)
 
 
-def extract_adapters(sat: Mapping[str, Tensor], where: Path, alpha: float = 1.0) -> Lora:
+def extract_adapters(sat: Mapping[str, Tensor], where: Path) -> Lora:
     """The LoRA adapters of a SAT checkpoint by diffusers' names. SAT's alpha is 1."""
     factors: dict[str, dict[str, Tensor]] = {}
     for key, value in _select_network(sat).items():
@@ -155,7 +155,7 @@ def extract_adapters(sat: Mapping[str, Tensor], where: Path, alpha: float = 1.0)
     for name, pair in factors.items():
         if len(pair) != 2:
             raise InputError(f"{where}: the adapter of {name} (diffusers' name) lacks one of its two matrices")
-    return {name: Adapter(pair["A"], pair["B"], alpha) for name, pair in factors.items()}
+    return {name: Adapter(pair["A"], pair["B"], alpha=1.0) for name, pair in factors.items()}
 
 
 def _has_learned_positions(inside: Mapping[str, Tensor]) -> bool:

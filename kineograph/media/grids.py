@@ -34,14 +34,14 @@ def make_animated_grid(cells: Sequence[Tensor], captions: Sequence[str | None] |
     return _play(_Sheet(first, _columns(first), captions), clips)
 
 
-def make_film_strip(clip: Tensor, most: int = 32) -> Image.Image:
-    """Frames in rows of eight; of a long clip, `most` evenly spaced ones with the first and the last."""
-    return _strip(_frames(clip), most, STRIP)
+def make_film_strip(clip: Tensor) -> Image.Image:
+    """Frames in rows of eight; of a long clip, 32 evenly spaced ones with the first and the last."""
+    return _strip(_frames(clip), 4 * STRIP, STRIP)
 
 
-def make_titled_strips(rows: Sequence[tuple[str, Tensor]], most: int = STRIP) -> Image.Image:
-    """One film strip per row under its title: `most` evenly spaced frames of each clip T C H W."""
-    images = [_strip(_frames(clip[select_evenly(len(clip), most)]), most, most) for _, clip in rows]
+def make_titled_strips(rows: Sequence[tuple[str, Tensor]]) -> Image.Image:
+    """One film strip per row under its title: eight evenly spaced frames of each clip T C H W."""
+    images = [_strip(_frames(clip[select_evenly(len(clip), STRIP)]), STRIP, STRIP) for _, clip in rows]
     wide = max(image.width for image in images)
     padded = [ImageOps.pad(image, (wide, image.height), color=PAGE, centering=(0, 0)) for image in images]
     return _Sheet(padded, 1, titles=[title for title, _ in rows]).paint(padded)

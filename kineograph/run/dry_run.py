@@ -28,12 +28,7 @@ from kineograph.train.trackers import check_trackers
 _PATH_KEYS = {"folder": "folder", "memmap": "folder", "cache": "folder", "webdataset": "shards"}
 
 
-def examine(
-    arguments: Sequence[str],
-    out: Callable[[str], None] = print,
-    memory: float | None = None,
-    processes: int | None = None,
-) -> None:
+def examine(arguments: Sequence[str], memory: float | None = None, processes: int | None = None) -> None:
     """Report the environment; with a preset, files or overrides also what each stage takes.
 
     `memory`: GiB of the GPU to estimate for, instead of the device that is here. `processes`: the number that will train,
@@ -43,12 +38,12 @@ def examine(
         if value is not None and not arguments:
             raise InputError(f"{option} {value:g} needs a preset or file to estimate: name one")
     with distributed.single_process():
-        report_environment(out)
+        report_environment(print)
         if arguments:
             plan, world = make_plan(_fill_paths(read_config(arguments))), planned_world(processes)
-            out("")
-            data = _open_data(plan, out, world, blank_if_missing=True, elsewhere=memory is not None)
-            report_plan(plan, data, out, world, None if memory is None else int(memory * 2**30))
+            print()
+            data = _open_data(plan, print, world, blank_if_missing=True, elsewhere=memory is not None)
+            report_plan(plan, data, print, world, None if memory is None else int(memory * 2**30))
 
 
 def _fill_paths(tree: Tree) -> Tree:
