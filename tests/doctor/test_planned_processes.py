@@ -179,7 +179,7 @@ def test_a_layout_is_checked_for_the_processes_that_are_meant(toy: str) -> None:
     ):  # fmt: skip
         for command in (dry_run, examine):
             with pytest.raises(ConfigError, match=message):
-                command(words, out=lines.append, processes=processes)
+                command(words, processes=processes)
 
 
 def test_one_process_of_a_launcher_speaks_for_all(
