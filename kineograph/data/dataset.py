@@ -24,8 +24,8 @@ from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
 from kineograph.core.registry import find_source
 from kineograph.data.decode import to_channels
-from kineograph.data.precomputed_tokens import TokenGrid
 from kineograph.data.source import DataConfig, Split, select_split
+from kineograph.data.token_check import TokenGrid
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
 NAMES = {

@@ -314,7 +314,7 @@ def _start_method(source: Source) -> str:
     if method not in torch.multiprocessing.get_all_start_methods():
         return "spawn"
     if method == "forkserver":
-        modules = ["forkserver_preload", "loader", "folder"]
+        modules = ["worker_signals", "loader", "folder"]
         preload = [*(f"kineograph.data.{name}" for name in modules), type(source).__module__]
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([name for name in preload if name != "__main__"])

@@ -22,8 +22,8 @@ from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.protocols import Source, Stream, TextEncoder
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task, find_codec
+from kineograph.run.open_data import open_data
 from kineograph.run.plan import make_plan, resolve_run
-from kineograph.run.stage_data import open_data
 from kineograph.stage.data import StageData, check_codec, check_tokens
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan

@@ -18,8 +18,8 @@ from kineograph.doctor.report import format_size, report_environment, report_pla
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import read_launcher_env
 from kineograph.run.layers import read_config
+from kineograph.run.open_data import open_data
 from kineograph.run.plan import Resume, make_plan, resolve_run
-from kineograph.run.stage_data import open_data
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan
 from kineograph.train.trackers import check_trackers

@@ -25,10 +25,10 @@ from kineograph.run.cache import StageCache
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import is_main_process, process_group, set_group_timeout
 from kineograph.run.metrics import TrainingMetrics
+from kineograph.run.open_data import open_data
 from kineograph.run.plan import Resume, make_plan, resolve_run
 from kineograph.run.previews import Previews
 from kineograph.run.resume_from import fetch_checkpoints
-from kineograph.run.stage_data import open_data
 from kineograph.stage.data import StageData
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan

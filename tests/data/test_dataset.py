@@ -10,8 +10,8 @@ from kineograph.core.task import Codec
 from kineograph.data.captions import require_captions
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.loader import Loader
-from kineograph.data.precomputed_tokens import TokenGrid
 from kineograph.data.source import open_source, parse_data_config
+from kineograph.data.token_check import TokenGrid
 
 
 class Items(Dataset):

@@ -21,8 +21,8 @@ from kineograph.doctor.report import describe_estimate
 from kineograph.doctor.step_trace import trace_step
 from kineograph.run import layers
 from kineograph.run.dry_run import dry_run, examine
+from kineograph.run.open_data import open_data
 from kineograph.run.plan import make_plan
-from kineograph.run.stage_data import open_data
 from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan

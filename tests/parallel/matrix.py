@@ -15,8 +15,8 @@ import torch
 
 from kineograph.core.errors import ConfigError
 from kineograph.run import launch, layers
+from kineograph.run.open_data import open_data
 from kineograph.run.plan import make_plan
-from kineograph.run.stage_data import open_data
 from kineograph.stage.build import PlanBuilder
 from kineograph.train.stepper import Stepper
 from tests.parallel.worlds import run

@@ -113,8 +113,8 @@ def test_a_run_trains_on_every_shape_and_keeps_the_report(tmp_path: Path, clips:
 
 def held(run: Path) -> int:
     """Items of the validation split."""
+    from kineograph.run.open_data import open_data
     from kineograph.run.plan import make_plan
-    from kineograph.run.stage_data import open_data
 
     plan = make_plan(RunFolder(run).config())
     return len(open_data(plan.stages[0], plan.seed, note=lambda line: None).validation)
