@@ -121,6 +121,23 @@ def test_constraints_pin_everything_that_make_installs():
     assert wanted <= _names(pins)
 
 
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+    imported: set[str] = set()
+    for path in (ROOT / "kineograph").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    names = {"PIL": "pillow", "yaml": "pyyaml", "aiohttp": "fsspec"}  # aiohttp comes with fsspec[http]
+    third_party = imported - set(sys.stdlib_module_names) - {"kineograph"}
+    extras = PROJECT["project"]["optional-dependencies"]
+    shipped = [line for name, lines in extras.items() if name != "dev" for line in lines]
+    declared = _names([*PROJECT["project"]["dependencies"], *shipped])
+    # Imported by name (wandb), or read as files without an import (the digits of scikit-learn).
+    assert {names.get(name, name) for name in third_party} == declared - {"wandb", "scikit-learn"}
+
+
 def test_package_data_is_declared():
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["kineograph"]
     package = ROOT / "kineograph"

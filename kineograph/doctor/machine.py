@@ -18,8 +18,8 @@ import torch
 OPTIONAL = (
     ("wandb", "train.trackers=[wandb]", "pip install 'kineograph[wandb]'"),
     ("torchmetrics", "FID, KID and IS", "pip install 'kineograph[metrics]'"),
-    ("diffusers", "CogVideoX weights in and out", "pip install 'kineograph[cogvideox]'"),
-    ("peft", "LoRA adapters", "pip install 'kineograph[cogvideox]'"),
+    ("peft", "LoRA adapters of CogVideoX", "pip install 'kineograph[cogvideox]'"),
+    ("aiohttp", "--resume-from and init over https://", "pip install 'kineograph[http]'"),
 )
 
 
