@@ -29,7 +29,7 @@ _BATCH = 64  # items per embedder call
 class ShardWriter:
     """Writes `per_shard` items to each tar. The shards are complete when the `with` block ends without an error."""
 
-    def __init__(self, folder: Path, per_shard: int, embedder: SupportsEmbedding | None) -> None:
+    def __init__(self, folder: Path, per_shard: int, embedder: SupportsEmbedding | None = None) -> None:
         self.folder, self.per_shard, self.embedder = folder, per_shard, embedder
         self.count = 0
         self._tar: tarfile.TarFile | None = None
