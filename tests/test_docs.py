@@ -24,7 +24,7 @@ from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
-from kineograph.data.source import DataConfig
+from kineograph.data.open_source import DataConfig
 from kineograph.data.webdataset_samples import WebDatasetConfig
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, FirstFrameConfig, LoraConfig
 from kineograph.family.dalle2.config import AugmentConfig, DecoderConfig, DecoderSample, PriorConfig, PriorSample

@@ -55,7 +55,7 @@ def copy_of_package(folder: Path) -> Path:
     [
         ("core/extra.py", "import kineograph.nn", "Models"),
         ("nn/extra.py", "import kineograph.codec", "Models"),
-        ("train/extra.py", "from kineograph.data import source", "Services"),
+        ("train/extra.py", "from kineograph.data import open_source", "Services"),
         ("media/extra.py", "def late():\n    from kineograph import text", "never learn what a model is"),
         ("family/first.py", "from kineograph.train import config", "never learn how they are trained"),
         ("family/first.py", "from kineograph.family import second", "Families"),

@@ -21,7 +21,7 @@ from kineograph.core.config import parse
 from kineograph.core.task import BuildContext, Task, player_parameters
 from kineograph.family.cogvideox.diffusers_weights import diffusers_config, network_state
 from kineograph.family.cogvideox.network import Transformer
-from kineograph.family.cogvideox.shapes import RELEASED, TransformerShape
+from kineograph.family.cogvideox.transformer_config import RELEASED, TransformerShape
 from kineograph.run import layers
 from kineograph.run.plan import make_plan
 from kineograph.run.train import train

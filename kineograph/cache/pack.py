@@ -22,7 +22,7 @@ from kineograph.core.config import Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.run_folder import write_atomic
 from kineograph.data.arrays import Array
-from kineograph.data.source import Split
+from kineograph.data.open_source import Split
 
 HEADER = "cache.json"
 KINDS = ("tokens", "latents", "image_embed")

@@ -17,7 +17,7 @@ from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.arrays import find_array, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
-from kineograph.data.source import DataConfig, Split, SplitItems, select_split
+from kineograph.data.open_source import DataConfig, Split, SplitItems, select_split
 
 _OPEN_PACKS = 64  # packs whose arrays stay mapped
 _EXTRA = ("image_embed", "text_embed", "first_frame")  # fields that go into Sample.extra

@@ -19,7 +19,7 @@ from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
 from kineograph.data.buckets import BucketsConfig
-from kineograph.data.source import Split
+from kineograph.data.open_source import Split
 
 SET = "set.json"
 SHARDS = "shards.json"  # the list of a cache of an earlier version

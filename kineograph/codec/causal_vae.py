@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, build_discriminator, gan_players
 from kineograph.codec.causal_vae_network import CausalVAEShape, Decoder, Encoder
-from kineograph.codec.gan_losses import (
+from kineograph.codec.codec_loss import (
     Divergence,
     Reconstruction,
     codec_loss,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, build_discriminator, gan_players
-from kineograph.codec.gan_losses import (
+from kineograph.codec.codec_loss import (
     Reconstruction,
     codec_loss,
     frames_to_pixels,

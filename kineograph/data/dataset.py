@@ -24,7 +24,7 @@ from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
 from kineograph.core.registry import find_source
 from kineograph.data.decode import to_channels
-from kineograph.data.source import DataConfig, Split, select_split
+from kineograph.data.open_source import DataConfig, Split, select_split
 from kineograph.data.token_check import TokenGrid
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from kineograph.core.errors import Unreadable, explain_oversized_image
 from kineograph.data.buckets import Bucket, BucketsConfig, MediaInfo
-from kineograph.data.source import DataConfig, Split
+from kineograph.data.open_source import DataConfig, Split
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, ResizeCrop, pick_frames
 
 # Pillow warns about metadata that is not used here (odd EXIF, unknown chunks); undecodable pixels are an error anyway.

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import product
 
 from kineograph.core.noise import key_of
-from kineograph.data.source import Split
+from kineograph.data.open_source import Split
 
 COLOURS = {  # names → RGB; far apart, all bright on black
     "red": (255, 56, 56),

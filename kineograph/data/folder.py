@@ -19,8 +19,8 @@ from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_caption
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, media_kind, probe_media
+from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
-from kineograph.data.source import Split, select_split
 from kineograph.data.transforms import pad_frames
 
 

@@ -13,7 +13,7 @@ from kineograph.core.batch import Sample
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.arrays import Array, find_array, parse_dtype, read_captions_beside
-from kineograph.data.source import DataConfig, Split, select_split
+from kineograph.data.open_source import DataConfig, Split, select_split
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
 _FPS = 8.0  # an array does not state its frame rate

@@ -25,7 +25,7 @@ from kineograph.core.protocols import Source
 from kineograph.data import digit_glyphs
 from kineograph.data.digit_captions import COLOURS, PLAIN, Facts, Figure, joins, list_motions, wordings, write_caption
 from kineograph.data.digit_motion import CANDIDATES, Canvas
-from kineograph.data.source import DataConfig, Split
+from kineograph.data.open_source import DataConfig, Split
 from kineograph.data.transforms import convert_channels
 
 ENDLESS = 2**40

@@ -18,9 +18,9 @@ from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, BucketedSource, BucketsConfig, MediaInfo, assign_buckets
 from kineograph.data.decode import probe_media, raise_unreadable
+from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.shards import Shard, find_shards, shards_error
-from kineograph.data.source import Split, select_split
 from kineograph.data.tar import TarIndex, index_shards
 from kineograph.data.webdataset_samples import EMBEDDINGS, Member, Record, SampleDecoder, WebDatasetConfig
 

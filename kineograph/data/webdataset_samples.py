@@ -17,8 +17,8 @@ from kineograph.data.buckets import Bucket
 from kineograph.data.captions import TEXT_KEYS
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media
 from kineograph.data.embeddings import AlignedEmbeddings, pad_encodings, read_npy
+from kineograph.data.open_source import Split
 from kineograph.data.shards import Shard
-from kineograph.data.source import Split
 from kineograph.data.transforms import pad_frames
 
 EMBEDDINGS = {  # field → config key of the folder of embedding files

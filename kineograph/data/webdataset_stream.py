@@ -19,9 +19,9 @@ from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, RunFailed, Unreadable
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source, Stream
+from kineograph.data.open_source import Split, hash_to_unit
 from kineograph.data.order import pick_resampled, pick_shuffled
 from kineograph.data.shards import Shard, shards_error
-from kineograph.data.source import Split, hash_to_unit
 from kineograph.data.tar import stream_samples
 from kineograph.data.webdataset_samples import Member, Record, SampleDecoder, WebDatasetConfig
 
@@ -108,7 +108,7 @@ def _iterate_head(
 
 
 def assign_split(identity: str, config: WebDatasetConfig) -> Split:
-    """The split of one sample, as in data/source.py."""
+    """The split of one sample, as in data/open_source.py."""
     position = hash_to_unit(identity)
     if position < config.validation:
         return "validation"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kineograph.core.batch import Shape
 from kineograph.core.task import Mean, Task
-from kineograph.data.source import DataConfig
+from kineograph.data.open_source import DataConfig
 
 if TYPE_CHECKING:
     from kineograph.evaluate.extractor.registry import Extractor, Extractors

@@ -12,7 +12,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
-from kineograph.data.source import Split, open_source
+from kineograph.data.open_source import Split, open_source
 from kineograph.evaluate import results_file
 from kineograph.evaluate.console import open_console
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices

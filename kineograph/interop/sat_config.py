@@ -9,7 +9,7 @@ from typing import Any
 
 from kineograph.core.config import Tree, dump_yaml, load_file, merge, nest, parse
 from kineograph.core.errors import InputError
-from kineograph.family.cogvideox.shapes import RELEASED, TransformerShape
+from kineograph.family.cogvideox.transformer_config import RELEASED, TransformerShape
 from kineograph.interop.sat_keys import (
     CLASSES,
     DISCRETIZATIONS,

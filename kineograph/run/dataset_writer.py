@@ -24,8 +24,8 @@ from kineograph.core.atomic_folder import write_atomically
 from kineograph.core.config import Tree, parse, parse_override, unknown_key
 from kineograph.core.errors import InputError
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+from kineograph.data.open_source import Split
 from kineograph.data.shard_writer import LARGEST, ShardWriter, SupportsEmbedding
-from kineograph.data.source import Split
 from kineograph.media.clips import write_clip
 from kineograph.media.frames import to_images
 

@@ -12,7 +12,7 @@ from kineograph.core.config import Tree
 from kineograph.core.distributed import World
 from kineograph.core.errors import InputError, NoData
 from kineograph.core.run_folder import RunFolder
-from kineograph.data.source import BlankSource, source_name
+from kineograph.data.open_source import BlankSource, source_name
 from kineograph.doctor import machine
 from kineograph.doctor.report import format_size, report_environment, report_plan
 from kineograph.run.checks import check_stages

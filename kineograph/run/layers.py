@@ -15,7 +15,7 @@ from typing import Any
 
 from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override
 from kineograph.core.errors import ConfigError
-from kineograph.data.source import drop_other_source_keys, source_name
+from kineograph.data.open_source import drop_other_source_keys, source_name
 
 PRESETS = Path(__file__).parent.parent / "presets"
 SHARED_SECTIONS = ("train", "data")  # sections at the top that a stage may have too

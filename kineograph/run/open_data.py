@@ -11,8 +11,8 @@ from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
 from kineograph.data.captions import require_captions
 from kineograph.data.dataset import DatasetSource
-from kineograph.data.scan import check_unreadable_share, scan
-from kineograph.data.source import Split, open_source
+from kineograph.data.open_source import Split, open_source
+from kineograph.data.startup_scan import check_unreadable_share, scan
 from kineograph.stage.data import StageData, scan_file
 from kineograph.stage.spec import StagePlan
 from kineograph.text import TextConfig

@@ -33,7 +33,7 @@ from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
 from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
-from kineograph.data.source import Split
+from kineograph.data.open_source import Split
 from kineograph.doctor.machine import release_memory
 from kineograph.media.clips import write_clip
 from kineograph.media.curves import draw_curves

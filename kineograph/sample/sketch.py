@@ -19,7 +19,7 @@ from torch import Tensor
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import Codec, Task
-from kineograph.data.source import DataConfig
+from kineograph.data.open_source import DataConfig
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE
 from kineograph.media.clips import read_frames
 from kineograph.sample.prime import Size, check_clip, fit_images, fit_tensor, identify

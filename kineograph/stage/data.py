@@ -25,8 +25,8 @@ from kineograph.core.task import Codec, Task, find_codec
 from kineograph.data.buckets import Bucket, Buckets, buckets_of
 from kineograph.data.dataset import DatasetSource
 from kineograph.data.loader import Loader
-from kineograph.data.scan import save_scan, write_skipped
-from kineograph.data.source import Split
+from kineograph.data.open_source import Split
+from kineograph.data.startup_scan import save_scan, write_skipped
 from kineograph.data.token_check import TokenGrid
 from kineograph.stage.spec import StagePlan
 from kineograph.train.config import TrainConfig

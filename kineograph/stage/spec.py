@@ -11,7 +11,7 @@ from kineograph.core.noise import key_of
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
-from kineograph.data.source import DataConfig, drop_other_source_keys, parse_data_config
+from kineograph.data.open_source import DataConfig, drop_other_source_keys, parse_data_config
 from kineograph.train.config import PlayerConfig, TrainConfig
 
 _OUTSIDE_TASK = ("data", "train", "players")  # sections of a stage that its Task does not read

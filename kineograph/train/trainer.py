@@ -23,7 +23,7 @@ from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
 from kineograph.train.phases import Cursor, Phase, advance, is_finished, is_logged, is_snapshot, skip_removed_phases
-from kineograph.train.progress import Progress
+from kineograph.train.progress_bar import Progress
 from kineograph.train.rank_log import RankLog
 from kineograph.train.saver import Saver
 from kineograph.train.step_timer import StepFlops, is_measured

@@ -103,11 +103,11 @@ def test_phenaki_is_as_large_as_the_peer():
 @pytest.mark.parametrize("case", ["vqgan-train", "cvivit-train"])
 def test_codecs_compute_the_penalty_in_every_step(case, monkeypatch):
     """The peers do so too; with a lazy penalty the ratio would be wrong."""
-    from kineograph.codec import gan_losses
+    from kineograph.codec import codec_loss
 
     paid = []
-    penalty = gan_losses.finite_difference_r1
-    monkeypatch.setattr(gan_losses, "finite_difference_r1", lambda *scores: paid.append(1) or penalty(*scores))
+    penalty = codec_loss.finite_difference_r1
+    monkeypatch.setattr(codec_loss, "finite_difference_r1", lambda *scores: paid.append(1) or penalty(*scores))
     work = load_cases()[case].ours(load_cases()[case].resolve_sizes(small=True), CPU)
     paid.clear()
     for _ in range(2):

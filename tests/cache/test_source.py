@@ -229,7 +229,7 @@ def test_damaged_caches(tmp_path):
 
 
 def test_split_by_identity_as_the_source_would(tmp_path):
-    from kineograph.data.source import assign_splits
+    from kineograph.data.open_source import assign_splits
 
     fill_pack(tmp_path)
     expected = {NAMES[index] for index in assign_splits(NAMES, 0.3, 0)["validation"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from kineograph.data.source import open_source, parse_data_config
+from kineograph.data.open_source import open_source, parse_data_config
 from kineograph.data.webdataset import WebDataset
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from kineograph.data.source import open_source, parse_data_config
+from kineograph.data.open_source import open_source, parse_data_config
 from tests.data.conftest import MakeVideo
 
 FRAMES = 3

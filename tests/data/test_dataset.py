@@ -10,7 +10,7 @@ from kineograph.core.task import Codec
 from kineograph.data.captions import require_captions
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.loader import Loader
-from kineograph.data.source import open_source, parse_data_config
+from kineograph.data.open_source import open_source, parse_data_config
 from kineograph.data.token_check import TokenGrid
 
 

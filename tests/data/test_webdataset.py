@@ -17,9 +17,9 @@ from PIL import Image
 
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.data.loader import Loader
-from kineograph.data.scan import scan
+from kineograph.data.open_source import open_source, parse_data_config
 from kineograph.data.shards import Shard, expand_braces, find_shards
-from kineograph.data.source import open_source, parse_data_config
+from kineograph.data.startup_scan import scan
 from kineograph.data.tar import TarIndex, load_or_build_index, split_name
 from kineograph.data.webdataset import WebDataset
 from tests.data.tar_shards import item, opened, picture, read, three_shards, write

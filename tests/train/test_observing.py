@@ -22,7 +22,7 @@ from kineograph.train import step_timer
 from kineograph.train.config import TrainConfig
 from kineograph.train.metrics_file import MetricsFile
 from kineograph.train.phases import Cursor
-from kineograph.train.progress import Progress
+from kineograph.train.progress_bar import Progress
 from kineograph.train.rank_log import RankLog, log_file
 from kineograph.train.step_timer import (
     MEASURED_STEPS,

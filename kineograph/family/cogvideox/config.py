@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.config import Config, StageConfig
 from kineograph.core.errors import InputError
-from kineograph.family.cogvideox.shapes import ReleasedModel, TransformerShape, apply_released_shape
+from kineograph.family.cogvideox.transformer_config import ReleasedModel, TransformerShape, apply_released_shape
 from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.guidance import check_guidance_dropout
 from kineograph.process.solvers import DiffusionSample

@@ -15,7 +15,7 @@ from torch import Tensor
 from kineograph.core.errors import InputError
 from kineograph.core.weight_files import WeightFiles
 from kineograph.family.cogvideox.network import NORM_EPS, Transformer
-from kineograph.family.cogvideox.shapes import TransformerShape
+from kineograph.family.cogvideox.transformer_config import TransformerShape
 
 if TYPE_CHECKING:
     from kineograph.family.cogvideox.task import CogVideoX

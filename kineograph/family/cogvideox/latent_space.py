@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kineograph.codec.gan_losses import repeat_last_real
+from kineograph.codec.codec_loss import repeat_last_real
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import PosteriorCodec, Task
 from kineograph.family.cogvideox.config import CogVideoXConfig
-from kineograph.family.cogvideox.shapes import Latents
+from kineograph.family.cogvideox.transformer_config import Latents
 
 
 def check_size(height: int, width: int, side: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kineograph.core.parallel_plan import ParallelPlan
 from kineograph.family.cogvideox.positions import Grid, PositionTables, build_positions
-from kineograph.family.cogvideox.shapes import Latents, TransformerShape
+from kineograph.family.cogvideox.transformer_config import Latents, TransformerShape
 from kineograph.nn.attention import attend
 
 OFS = 2.0  # the constant that the released image-to-video model reads

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kineograph.family.cogvideox.shapes import TransformerShape
+from kineograph.family.cogvideox.transformer_config import TransformerShape
 
 Grid = tuple[int, int, int]  # tokens: t, h, w
 BASE = 10_000.0

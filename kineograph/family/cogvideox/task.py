@@ -33,8 +33,8 @@ from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample,
 from kineograph.family.cogvideox.diffusers_weights import check_state, load_network
 from kineograph.family.cogvideox.latent_space import LatentClips, LatentSpace, check_size
 from kineograph.family.cogvideox.network import Transformer
-from kineograph.family.cogvideox.shapes import Latents
 from kineograph.family.cogvideox.text_conditioning import TextConditioning
+from kineograph.family.cogvideox.transformer_config import Latents
 from kineograph.process.diffusion import Diffusion
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -21,7 +21,7 @@ from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weigh
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig, check_weights_folder
 from kineograph.family.cogvideox.diffusers_weights import read_shape, rename_weights
 from kineograph.family.cogvideox.network import Transformer
-from kineograph.family.cogvideox.shapes import TransformerShape
+from kineograph.family.cogvideox.transformer_config import TransformerShape
 from kineograph.process.diffusers_scheduler import compare_diffusion, read_scheduler, unsupported_scheduler_options
 
 ASSET = "cogvideox/base.json"

@@ -16,7 +16,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import load_weights, player_parameters, task_state_dict
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
-from kineograph.family.cogvideox.shapes import RELEASED
+from kineograph.family.cogvideox.transformer_config import RELEASED
 from kineograph.train.config import EmaConfig, TrainConfig
 from kineograph.train.stepper import Stepper
 

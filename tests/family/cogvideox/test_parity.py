@@ -15,7 +15,7 @@ from kineograph.core.config import parse
 from kineograph.core.errors import InputError
 from kineograph.family.cogvideox import diffusers_weights
 from kineograph.family.cogvideox.network import OFS, Transformer
-from kineograph.family.cogvideox.shapes import RELEASED, TransformerShape
+from kineograph.family.cogvideox.transformer_config import RELEASED, TransformerShape
 
 TEXT, LENGTH, CHANNELS = 24, 5, 4
 SMALL = {"depth": 2, "heads": 3, "head_width": 32, "time_width": 16, "base_size": (8, 12), "base_frames": 3}

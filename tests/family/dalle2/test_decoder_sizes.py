@@ -11,7 +11,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.capabilities import sample_shape
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze
-from kineograph.data.source import DataConfig
+from kineograph.data.open_source import DataConfig
 from kineograph.family.dalle2 import Decoder
 from kineograph.family.dalle2.image_space import downsample
 from kineograph.sample.limits import ClipLimits

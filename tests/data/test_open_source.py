@@ -7,7 +7,14 @@ import pytest
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.data.source import BlankSource, DataConfig, assign_splits, open_source, parse_data_config, select_split
+from kineograph.data.open_source import (
+    BlankSource,
+    DataConfig,
+    assign_splits,
+    open_source,
+    parse_data_config,
+    select_split,
+)
 
 NAMES = [f"a/{index}.png" for index in range(2000)]
 

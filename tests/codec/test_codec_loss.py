@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kineograph.codec.adversarial import AdversarialConfig
-from kineograph.codec.gan_losses import (
+from kineograph.codec.codec_loss import (
     DiscriminatorFrames,
     Reconstruction,
     frames_to_pixels,

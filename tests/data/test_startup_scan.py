@@ -5,9 +5,9 @@ import pytest
 
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.protocols import Source
-from kineograph.data import scan as scan_module
+from kineograph.data import startup_scan as scan_module
 from kineograph.data.folder import Folder
-from kineograph.data.scan import Skipped, scan, write_skipped
+from kineograph.data.startup_scan import Skipped, scan, write_skipped
 
 
 @pytest.fixture
