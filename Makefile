@@ -19,10 +19,10 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/.base ## train a small text-to-video model on handwritten digits on the CPU, judge it, draw clips
+demo: .venv/.base ## train a small text-to-video model on handwritten digits on the CPU, evaluate it, draw clips
 	@echo "── training phenaki-tiny into runs/demo (the same command resumes an interrupted run)"
 	$(BIN)/kineo train phenaki-tiny --run runs/demo
-	@echo "── judging it"
+	@echo "── evaluating it"
 	$(BIN)/kineo evaluate runs/demo --metrics caption_accuracy,reconstruction,codebook,loss
 	@echo "── drawing"
 	$(BIN)/kineo sample runs/demo $(PROMPTS) --out runs/demo/clips
@@ -51,10 +51,10 @@ fmt: .venv/.dev ## format, and repair what can be repaired
 bench: .venv/.dev ## time optimizer steps and sampling calls: make bench ARGS="--help"
 	$(BIN)/python -m benchmarks $(ARGS)
 
-matrix: .venv/.dev ## hold every family under every layout of processes against one process; writes the table in docs/parallel.md
+matrix: .venv/.dev ## compare every family under every layout of processes with one process; writes the table in docs/parallel.md
 	$(ONE_THREAD) $(BIN)/python -m tests.parallel.matrix
 
-torture: .venv/.dev ## kill runs at random and meet every other fault: make torture KILLS=200 MINUTES=25 ARGS="--help"
+torture: .venv/.dev ## kill runs at random and cause every other fault: make torture KILLS=200 MINUTES=25 ARGS="--help"
 	$(ONE_THREAD) $(BIN)/python -m tests.torture --kills $(KILLS) --minutes $(MINUTES) $(ARGS)
 
 venv: .venv/.dev ## only set up .venv, with everything that the other targets need
