@@ -269,13 +269,13 @@ def gather_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def resolve_device(name: str = "auto") -> torch.device:
     """`auto` is this process's GPU where there is one."""
     if name != "auto":
-        return _checked(name)
+        return _parse_device(name)
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("cpu")
 
 
-def _checked(name: str) -> torch.device:
+def _parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:

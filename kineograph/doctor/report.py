@@ -29,7 +29,7 @@ def report_environment(out: Callable[[str], None]) -> None:
     """Print versions, devices, free memory and packages."""
     from kineograph import __version__
 
-    line = _labelled(out)
+    line = _make_line_writer(out)
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     line("kineograph", f"{__version__}, Python {platform.python_version()}, {system}")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
@@ -90,7 +90,7 @@ def report_plan(
 def describe_estimate(estimate: Estimate, data: StageData) -> list[str]:
     """Describe one stage, in lines."""
     lines: list[str] = []
-    line = _labelled(lines.append)
+    line = _make_line_writer(lines.append)
     stage, memory = estimate.stage, estimate.memory
     players = ", ".join(f"{name} {format_count(n)}" for name, n in estimate.trained.items())
     lines.append(
@@ -226,7 +226,7 @@ def _describe_speed(estimate: Estimate, line: Callable[[str, str], None]) -> Non
 # Formatting ------------------------------------------------------------------------------------------------------
 
 
-def _labelled(out: Callable[[str], None]) -> Callable[[str, str], None]:
+def _make_line_writer(out: Callable[[str], None]) -> Callable[[str, str], None]:
     return lambda label, text: out(f"  {label:<{_LABEL_WIDTH}}{text}")
 
 

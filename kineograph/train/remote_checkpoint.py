@@ -42,7 +42,7 @@ def download_checkpoint(source: str, near: Path, note: Callable[[str], None]) ->
     temporary = Path(tempfile.mkdtemp(prefix=".fetching-", dir=near))
     try:
         note(f"fetching {source}")
-        yield _find_checked(source, _download(source, temporary))
+        yield _verify_download(source, _download(source, temporary))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         for folder in new_folders:
@@ -183,7 +183,7 @@ def _find_artifact(source: str) -> Any:
         ) from None
 
 
-def _find_checked(source: str, path: Path) -> Path:
+def _verify_download(source: str, path: Path) -> Path:
     """Find the checkpoint or the weights in what was downloaded, and check them."""
     if path.is_file():
         if path.suffix != ".safetensors":

@@ -187,7 +187,7 @@ class Trainer:
         if ema is not None:
             record["ema_decay"] = ema.decay
         timings, slowest = self.timer.report(self.hooks.step_flops)
-        record |= timings | {"time/elapsed": self._elapsed()}
+        record |= timings | {"time/elapsed": self._count_seconds()}
         self.hooks.log(record)
         self.progress.numbers(step, numbers.get("loss", math.nan), record["time/samples_per_second"])
         if self.hooks.rank_log is not None:
@@ -248,7 +248,7 @@ class Trainer:
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
-    def _elapsed(self) -> float:
+    def _count_seconds(self) -> float:
         """Seconds of training, over all processes that have trained this stage one after the other."""
         return self._elapsed_before + time.monotonic() - self._started
 
@@ -259,7 +259,7 @@ class Trainer:
             "samples": cursor.step * self.config.batch_size,
             "best": None if math.isinf(self.best_loss) else self.best_loss,
             "best_step": self.best_step,
-            "elapsed": self._elapsed(),
+            "elapsed": self._count_seconds(),
         }
 
     def _save(self, cursor: Cursor) -> None:

@@ -36,11 +36,11 @@ class Fid:
         self.distance.update(batch.features(self.fake, self.extractor), real=False)
 
     def compute(self) -> Result:
-        value, labels = compute_labelled(self.distance, self.label)
+        value, labels = compute_with_labels(self.distance, self.label)
         return Result({self.name: value}, labels | ({"of": "frames"} if self.frames > 1 else {}))
 
 
-def compute_labelled(distance: FrechetDistance, extractor: str) -> tuple[float, dict[str, Any]]:
+def compute_with_labels(distance: FrechetDistance, extractor: str) -> tuple[float, dict[str, Any]]:
     """→ the distance, and labels that say how far to trust it"""
     value, real, fake = distance.compute()
     labels: dict[str, Any] = {"extractor": extractor, "count": fake, "real": real}

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from kineograph.evaluate.extractor.i3d import SHORTEST
 from kineograph.evaluate.extractor.registry import Extractor
-from kineograph.evaluate.metric.fid import compute_labelled
+from kineograph.evaluate.metric.fid import compute_with_labels
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, MetricSkipped, Result
 from kineograph.evaluate.statistics import FrechetDistance
 
@@ -42,7 +42,7 @@ class Fvd:
                 self.distance.update(self.extractor.features(selected), real=kind == "real")
 
     def compute(self) -> Result:
-        value, labels = compute_labelled(self.distance, self.label)
+        value, labels = compute_with_labels(self.distance, self.label)
         return Result({"fvd": value}, {**labels, "of": f"clips of {self.frames} frames"})
 
 
