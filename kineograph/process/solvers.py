@@ -15,7 +15,8 @@ handful of elementwise kernels and never waits for the device; `denoise` may be 
                     D = x̂0 + (h / 2 h_before) (x̂0 − x̂0 before): second order, multistep (DPM-Solver++ 2M)
 
 Timesteps have trailing spacing: the first is T − 1, and the last step leads to ᾱ = 1, where every solver returns x̂0 itself.
-Where x̂0 is clipped, ε is derived again from x_t and the clipped x̂0.
+Where x̂0 is clipped, ε is derived again from x_t and the clipped x̂0. Where it is not, `solve` may start below T − 1:
+see `find_first_timestep`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,30 @@ def timesteps(total: int, steps: int) -> list[int]:
     if not 1 <= steps <= total:
         raise InputError(f"steps={steps} does not fit a diffusion of {total} timesteps: use 1 … {total}")
     return [round(total - step * total / steps) - 1 for step in range(steps)]
+
+
+# A ddim step may multiply an error of the predicted ε by this much before `solve` starts at a later timestep.
+_MAX_ERROR_GAIN = 10.0
+# √ᾱ where it then starts. Scaled_linear ends at 0.068.
+_START_ALPHA = 0.05
+
+
+def find_first_timestep(diffusion: Diffusion, steps: int) -> int:
+    """Where sampling without clipping starts: T − 1, or where x̂0 would explode there, the last t with α ≥ 0.05.
+
+    x̂0 = (x_t − σ_t ε) / α_t, so a ddim step multiplies an error of the predicted ε by σ_t α_s / α_t − σ_s. The cosine schedule
+    ends at α = 5e-5: the first of 50 steps multiplies by 631. At α = 0.05, x_t is still noise to within 0.05 of the data.
+    """
+    last = diffusion.steps - 1
+    if diffusion.config.objective != "eps":
+        return last
+    gain = max(
+        math.sqrt((1 - kept) * then / kept) - math.sqrt(1 - then)
+        for _, kept, then in _step_levels(diffusion, steps, last)
+    )
+    if gain <= _MAX_ERROR_GAIN:
+        return last
+    return max((t for t, kept in enumerate(diffusion.alpha_bar) if kept >= _START_ALPHA**2), default=last)
 
 
 def check_steps(steps: int, total: int) -> None:
@@ -116,14 +141,14 @@ def ddpm(
     noise: NoiseFn,
     clip: Clip | None = None,
     inpaint: Inpaint | None = None,
-    start: int = 0,
+    first: int | None = None,
 ) -> Tensor:
-    """Ancestral sampling from q(x_s | x_t, x̂0), with the learned variance where there is one.
+    """Ancestral sampling from noise x (B …) by q(x_s | x_t, x̂0), with the learned variance where there is one.
 
-    `x` is noise (B …), or with `start` > 0 data noised to that step by `add_start_noise`.
+    `first` is the timestep of the first step; None: T − 1.
     """
     plan = []
-    for t, kept, then in _step_levels(diffusion, steps, start):
+    for t, kept, then in _step_levels(diffusion, steps, first):
         beta = 1 - kept / then
         ratio = (1 - then) / (1 - kept)
         step = _Step(t, math.sqrt(1 - beta) * ratio, math.sqrt(then) * beta / (1 - kept), math.sqrt(beta * ratio))
@@ -143,13 +168,13 @@ def ddim(
     eta: float = 0.0,
     clip: Clip | None = None,
     inpaint: Inpaint | None = None,
-    start: int = 0,
+    first: int | None = None,
 ) -> Tensor:
     """Deterministic at eta = 0, ancestral (with β̃) at eta = 1. Ignores learned variances."""
     if not 0 <= eta <= 1:
         raise InputError(f"eta={eta} does not fit ddim: use 0 (deterministic) … 1 (as ddpm)")
     plan = []
-    for t, kept, then in _step_levels(diffusion, steps, start):
+    for t, kept, then in _step_levels(diffusion, steps, first):
         spread = eta * math.sqrt((1 - kept / then) * (1 - then) / (1 - kept))
         keep = math.sqrt(max(0.0, 1 - then - spread**2) / (1 - kept))
         plan.append(_Step(t, keep, math.sqrt(then) - keep * math.sqrt(kept), spread))
@@ -166,12 +191,12 @@ def dpm_solver(
     sde: bool = False,
     clip: Clip | None = None,
     inpaint: Inpaint | None = None,
-    start: int = 0,
+    first: int | None = None,
 ) -> Tensor:
     """DPM-Solver++ 2M, or with `sde` its stochastic form. The first and the last step are first order."""
     plan = []
     last: float | None = None  # h of the step before
-    for t, kept, then in _step_levels(diffusion, steps, start):
+    for t, kept, then in _step_levels(diffusion, steps, first):
         decay = math.sqrt((1 - then) / (1 - kept) * kept / then)  # e^−h: 0 to x̂0, and from pure noise
         size = -math.log(decay) if decay else math.inf
         if sde:
@@ -186,18 +211,9 @@ def dpm_solver(
     return _integrate(diffusion, denoise, x, plan, noise, clip, inpaint)
 
 
-def add_start_noise(diffusion: Diffusion, x0: Tensor, eps: Tensor, steps: int, start: int) -> Tensor:
-    """Noise data to step `start` of `steps`, for a solver to continue from (SDEdit)."""
-    kept = _step_levels(diffusion, steps, start)[0][1]
-    return math.sqrt(kept) * x0.float() + math.sqrt(1 - kept) * eps.float()
-
-
-def _step_levels(diffusion: Diffusion, steps: int, start: int) -> list[tuple[int, float, float]]:
-    """t, ᾱ_t, ᾱ_s of every step from `start` on; ᾱ = 1 after the last."""
-    times = timesteps(diffusion.steps, steps)
-    if not 0 <= start < steps:
-        raise InputError(f"start={start} does not fit steps={steps}: use 0 … {steps - 1}")
-    times = times[start:]
+def _step_levels(diffusion: Diffusion, steps: int, first: int | None) -> list[tuple[int, float, float]]:
+    """t, ᾱ_t, ᾱ_s of every step from timestep `first` on; ᾱ = 1 after the last."""
+    times = timesteps(diffusion.steps if first is None else first + 1, steps)
     kept = [diffusion.alpha_bar[t] for t in times]
     return list(zip(times, kept, [*kept[1:], 1.0], strict=True))
 
@@ -310,25 +326,27 @@ def solve(
     guide: bool = False,
     clip: Clip | None = None,
     inpaint: Inpaint | None = None,
-    start: int = 0,
+    first: int | None = None,
 ) -> Tensor:
     """Sample with the solver that `options` name. With `guide`, `denoise` is bound to 2B conditions and x has B rows.
 
-    `clip` overrides the one in the options, for data without a fixed range such as embeddings.
+    `clip` overrides the one in the options, for data without a fixed range such as embeddings. `first` is the first
+    timestep; None: T − 1, or without clipping that of `find_first_timestep`.
     """
+    if clip is None and options.clip != "none":
+        clip = static_clip() if options.clip == "static" else dynamic_clip(options.clip_quantile)
+    if first is None:
+        first = diffusion.steps - 1 if clip is not None else find_first_timestep(diffusion, options.steps)
+    steps = options.steps if first == diffusion.steps - 1 else min(options.steps, first + 1)
     if guide:
-        times = timesteps(diffusion.steps, options.steps)
+        times = timesteps(first + 1, steps)
         denoise = make_guided_denoiser(
             denoise, scale_table(options.guidance, times, options.guidance_schedule, x.device)
         )
-    if clip is None and options.clip != "none":
-        clip = static_clip() if options.clip == "static" else dynamic_clip(options.clip_quantile)
     if options.solver == "ddpm":
-        return ddpm(diffusion, denoise, x, options.steps, noise=noise, clip=clip, inpaint=inpaint, start=start)
+        return ddpm(diffusion, denoise, x, steps, noise=noise, clip=clip, inpaint=inpaint, first=first)
     if options.solver == "ddim":
         eta = options.eta
-        return ddim(diffusion, denoise, x, options.steps, noise=noise, eta=eta, clip=clip, inpaint=inpaint, start=start)
+        return ddim(diffusion, denoise, x, steps, noise=noise, eta=eta, clip=clip, inpaint=inpaint, first=first)
     sde = options.solver == "dpm_solver_sde"
-    return dpm_solver(
-        diffusion, denoise, x, options.steps, noise=noise, sde=sde, clip=clip, inpaint=inpaint, start=start
-    )
+    return dpm_solver(diffusion, denoise, x, steps, noise=noise, sde=sde, clip=clip, inpaint=inpaint, first=first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -147,9 +147,18 @@ class DecoderConfig(StageConfig, UnetConfig):
     self_conditioning: bool = False
     """Each step reads the previous step's x̂0; every other training step runs two forward passes."""
     diffusion: DiffusionConfig = DiffusionConfig()
-    """Noise schedule, objective and loss."""
+    """Noise schedule, objective (default: eps for pixels, v for latents) and loss."""
     sample: DecoderSample = DecoderSample()
     """Options of sampling."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_objective(cls, tree: Any) -> Any:
+        """Predict v for latents unless the section sets an objective: without a range to clip to, errors of ε at the last timesteps explode."""
+        if not isinstance(tree, Mapping) or tree.get("codec") is None:
+            return tree
+        diffusion = tree.get("diffusion", {})
+        return {**tree, "diffusion": {"objective": "v", **diffusion}} if isinstance(diffusion, Mapping) else tree
 
     def reads(self) -> frozenset[str]:
         if not self.clip_text:
@@ -198,6 +207,10 @@ class DecoderConfig(StageConfig, UnetConfig):
         if self.codec is not None and self.diffusion.learned_variance:
             raise ValueError(
                 "diffusion.learned_variance=true does not fit codec: its bound is for pixels of 256 levels; set it to false"
+            )
+        if self.codec is not None and self.self_conditioning and self.diffusion.objective == "eps":
+            raise ValueError(
+                "self_conditioning=true with codec does not fit diffusion.objective=eps: the x̂0 that it reads has no bound; set objective=v"
             )
         if self.codec is not None and self.sample.clip == "dynamic":
             raise ValueError("sample.clip=dynamic does not fit codec, since latents have no range: remove it")

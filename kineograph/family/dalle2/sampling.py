@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from kineograph.core.errors import InputError, NotTrained
 from kineograph.core.noise import Noise, key_of
 from kineograph.family.dalle2.config import DecoderSample
 from kineograph.family.dalle2.image_space import Size, add_noise, downsample, normalize, upsample
-from kineograph.process.solvers import Inpaint, dynamic_clip, solve, static_clip
+from kineograph.process.solvers import Clip, Inpaint, dynamic_clip, find_first_timestep, solve, static_clip
 from kineograph.text.clip_embedding import IMAGE
 
 if TYPE_CHECKING:
@@ -43,24 +42,24 @@ def sample_images(task: Decoder, prompts: Prompts, options: DecoderSample) -> Te
     def denoise(x: Tensor, t: Tensor) -> Tensor:
         return task.network(x, t, low_res=low_res, previous=repeat_rows(previous), **prepared._asdict())
 
-    clip_x0 = _make_clip(task, options)
-
-    def clip(x0: Tensor) -> Tensor:
+    def keep_previous(x0: Tensor) -> Tensor:
+        """Clip x̂0, and keep it for self-conditioning."""
         nonlocal previous
-        x0 = clip_x0(x0)
-        if previous is not None:
-            previous = task.clamp_x0(x0)
+        x0 = x0 if clip is None else clip(x0)
+        previous = task.clamp_x0(x0)
         return x0
 
+    clip = _make_clip(task, options)
     x0 = solve(
         task.diffusion,
         denoise,
         start,
-        options,
+        options.model_copy(update={"clip": "none"}),  # `clip` instead
         noise=lambda number: noise.normal(f"step {number}", *shape),
         guide=guide,
-        clip=clip,
+        clip=keep_previous if task.config.self_conditioning else clip,
         inpaint=_build_inpaint(task, prompts, options),
+        first=find_first_timestep(task.diffusion, options.steps) if clip is None else None,
     )
     pixels = task.space.decode(x0)
     if prompts.mask is not None and prompts.prime is not None:  # the codec's reconstruction would differ
@@ -89,10 +88,10 @@ def _check_request(task: Decoder, prompts: Prompts, options: DecoderSample) -> N
         raise InputError(f"sample.start={options.start} needs an image to upscale: give one with --prime")
 
 
-def _make_clip(task: Decoder, options: DecoderSample) -> Callable[[Tensor], Tensor]:
-    """Clip x̂0 as in the options. Latents have no range."""
+def _make_clip(task: Decoder, options: DecoderSample) -> Clip | None:
+    """The clip of the options; None for latents, which have no range."""
     if options.clip == "none" or task.config.codec is not None:
-        return lambda x0: x0
+        return None
     return static_clip() if options.clip == "static" else dynamic_clip(options.clip_quantile)
 
 
