@@ -86,6 +86,10 @@ class Noise:
         """The draws of rows start … stop − 1, for work done in chunks."""
         return Noise(self.seed, self.step, self.slots[start:stop])
 
+    def keyed_by(self, name: str) -> Noise:
+        """Draws that are independent of these, for a stage that samples beside others."""
+        return Noise(key_of(self.seed, name), self.step, self.slots)
+
     def bits(self, name: str, *shape: int) -> Tensor:
         """64 random bits per element, shape B × shape."""
         stream = _signed(key_of(self.seed, self.step, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -40,6 +41,14 @@ def test_each_part_of_the_key_makes_independent_noise(other: Noise) -> None:
 def test_names_make_independent_noise() -> None:
     noise = Noise.for_rows(3, 7, 1)
     _uncorrelated(noise.normal("mask", MANY)[0], noise.normal("time", MANY)[0])
+
+
+def test_stages_have_independent_noise() -> None:
+    noise = Noise.for_rows(0, 0, 4)
+    draws = [source.normal("x", 1000) for source in (noise, noise.keyed_by("base"), noise.keyed_by("superres"))]
+    for a, b in itertools.combinations(draws, 2):
+        assert abs(float((a * b).mean())) < 0.06
+    assert torch.equal(draws[1][2:], noise.rows(2, 4).keyed_by("base").normal("x", 1000))
 
 
 def test_neighbouring_slots_and_elements_are_independent() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kineograph.core.batch import Prompts
 from kineograph.core.errors import InputError, NotTrained
-from kineograph.core.noise import Noise, key_of
 from kineograph.family.dalle2.config import DecoderSample
 from kineograph.family.dalle2.image_space import Size, add_noise, downsample, normalize, upsample
 from kineograph.process.solvers import Clip, Inpaint, dynamic_clip, find_first_timestep, solve, static_clip
@@ -35,7 +34,8 @@ def sample_images(task: Decoder, prompts: Prompts, options: DecoderSample) -> Te
 
     low_res = repeat_rows(low_res)
     prepared = task.network.prepare(condition, repeat_rows(level))
-    noise, shape = _stage_noise(task, prompts), (task.space.channels, *task.space.grid)
+    # Keyed by the stage: independent of the other stages, and the same alone and in a cascade.
+    noise, shape = prompts.noise.keyed_by(task.name), (task.space.channels, *task.space.grid)
     start = noise.normal("start", *shape)
     previous = torch.zeros_like(start) if task.config.self_conditioning else None
 
@@ -65,12 +65,6 @@ def sample_images(task: Decoder, prompts: Prompts, options: DecoderSample) -> Te
     if prompts.mask is not None and prompts.prime is not None:  # the codec's reconstruction would differ
         pixels = torch.where(prompts.mask[:, None], pixels, prompts.prime[:, 0])
     return pixels
-
-
-def _stage_noise(task: Decoder, prompts: Prompts) -> Noise:
-    """Noise keyed by the stage's name: independent of the other stages, and the same alone and in a cascade."""
-    noise = prompts.noise
-    return Noise(key_of(noise.seed, task.name), noise.step, noise.slots)
 
 
 def _check_request(task: Decoder, prompts: Prompts, options: DecoderSample) -> None:
@@ -126,7 +120,7 @@ def _build_low_res(task: Decoder, prompts: Prompts, options: DecoderSample) -> t
     low_res = normalize(_get_low_res_image(task, prompts, options))
     level = torch.full((len(low_res),), options.low_res_noise, device=low_res.device)
     if options.low_res_noise:
-        low_res = add_noise(low_res, level, _stage_noise(task, prompts))
+        low_res = add_noise(low_res, level, prompts.noise.keyed_by(task.name))
     return upsample(low_res, task.space.grid), level
 
 

@@ -42,7 +42,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         shape = context.shape
         if shape.frames != 1:
             raise ConfigError(f"data.frames={shape.frames} does not fit muse, which draws images: set data.frames=1")
-        self.config, self.shape = config, shape
+        self.config, self.shape, self.name = config, shape, context.name
         codec, self.vocabulary = context.token_codec(config.codec)
         self.mask_id = self.vocabulary
         _, height, width = codec.shape_for(1, shape.height, shape.width)
@@ -118,12 +118,18 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
             previous = torch.zeros(*tokens.shape, self.config.width, device=tokens.device)
         return self.network(tokens, condition.text, condition.mask, condition.low_res, previous)
 
+    def uses_previous(self, noise: Noise) -> bool:
+        """Whether to self-condition on a first pass: every other step in training; always in validation, as in sampling."""
+        if not self.config.self_conditioning:
+            return False
+        return not self.training or bool(key_of(noise.seed, noise.step, "self-conditioning") % 2)
+
     def predict(self, tokens: Tensor, condition: Condition, noise: Noise) -> tuple[TokenMask, Tensor]:
         """Mask tokens and run the network. → the mask, and the hidden states of the scored tokens, R D"""
         masked = mask_tokens(noise, tokens.shape[1], bias=self.config.mask_bias)
         inputs = tokens.masked_fill(masked.mask, self.mask_id)
         previous = None
-        if self.config.self_conditioning and key_of(noise.seed, noise.step, "self-conditioning") % 2:
+        if self.uses_previous(noise):
             with torch.no_grad():
                 previous = self.compute_hidden(inputs, condition)
         hidden = self.compute_hidden(inputs, condition, previous)
@@ -220,7 +226,8 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
             options,
             guide=guide,
             mask_id=self.mask_id,
-            noise=prompts.noise,
+            # Super-resolution is independent of its base, which draws for the same prompts.
+            noise=prompts.noise.keyed_by(self.name) if self.can_upscale() else prompts.noise,
             critic=make_critic(positive) if make_critic is not None else None,
         )
         return rearrange(tokens, "b (h w) -> b 1 h w", h=self.grid[0])

@@ -188,8 +188,10 @@ def test_unconditional_needs_no_captions(make, batch, noise):
         make()(batch, noise)
 
 
-def test_self_conditioning_reads_the_last_hidden_states_on_some_steps(make, batch):
-    muse = make(self_conditioning=True).eval()
+@pytest.fixture
+def conditioned(make):
+    """A self-conditioned Muse, and what its network has read of the step before: 0 for nothing."""
+    muse = make(self_conditioning=True)
     calls = []
     inner = muse.network.forward
 
@@ -198,6 +200,11 @@ def test_self_conditioning_reads_the_last_hidden_states_on_some_steps(make, batc
         return inner(tokens, text, mask, low, previous, *rest)
 
     muse.network.forward = spy
+    return muse, calls
+
+
+def test_self_conditioning_reads_the_last_hidden_states_on_some_steps(conditioned, batch):
+    muse, calls = conditioned
     for step in range(20):
         muse(batch, Noise(0, step, batch.slots))
     assert 22 <= len(calls) <= 38
@@ -206,6 +213,14 @@ def test_self_conditioning_reads_the_last_hidden_states_on_some_steps(make, batc
     tokens, condition = muse.get_tokens(batch), muse.encode_batch(batch)
     a = muse.compute_hidden(tokens, condition)
     assert not torch.allclose(a, muse.compute_hidden(tokens, condition, torch.randn(4, 16, 32)), atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_validation_self_conditions_as_sampling_does(conditioned, batch, seed):
+    """Whatever the seed: every validation of a run has one key, and half of all keys chose a single pass."""
+    muse, calls = conditioned
+    muse.eval().validate(batch, Noise(seed, 0, batch.slots))
+    assert len(calls) == 2 and calls[0] == 0 and calls[1] > 0
 
 
 @pytest.mark.parametrize(("key", "other"), [("positions", "sincos"), ("rotary", False), ("label_smoothing", 0.2)])

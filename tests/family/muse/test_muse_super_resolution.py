@@ -81,6 +81,24 @@ def test_sampling_starts_from_the_base_sample(large, base, monkeypatch):
     assert not torch.equal(drawn, task.sample_tokens(prompts, options))
 
 
+def test_super_resolution_draws_other_random_numbers_than_its_base(large, base, monkeypatch):
+    """And the base the same ones in a cascade as alone."""
+    task, names = large().eval(), []
+    inner = Noise.uniform
+
+    def spy(noise, name, *shape):
+        names.append((noise.seed, name))
+        return inner(noise, name, *shape)
+
+    monkeypatch.setattr(Noise, "uniform", spy)
+    prompts = Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2])
+    task.sample_tokens(prompts, MuseSample(steps=3))
+    both, names[:] = names[:], []
+    base.sample_tokens(prompts, base.config.sample)
+    assert len(set(both)) == len(both) == 4
+    assert both[:2] == names
+
+
 def test_given_image_is_upscaled(large, codec):
     task = large().eval()
     picture = batch_of(2, size=32).video
