@@ -156,9 +156,7 @@ def test_the_sidecar_repeats_the_video(run, tmp_path, capsys):
     assert end.value.code == 0
     again = [tmp_path / "one" / path.name.replace("0001", "0002") for path in written]
     assert capsys.readouterr().out.split() == [str(path) for path in again]
-    # H.264 is lossy, and its encoder may differ in a few bits from call to call: compare what a viewer sees.
-    torch.testing.assert_close(read_clip(again[0])[0].float(), read_clip(video)[0].float(), rtol=0, atol=4)
-    assert again[1].read_bytes() == written[1].read_bytes()
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
     assert video.with_suffix(".txt").read_text().splitlines() == SCENES
 
 
