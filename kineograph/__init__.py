@@ -29,15 +29,18 @@ def train(
     resume: Literal["auto", "never", "must"] = "auto",
     resume_from: Sequence[str] = (),
     quiet: bool = False,
+    trust: bool = False,
     **settings: Any,
 ) -> Path:
     """Train presets, YAML or JSON files, with dotted keys as settings. Call it again to resume. → the run folder.
 
     `dataset` is your own torch Dataset, in place of `data.source`; `on_log` gets every record of metrics.jsonl; `resume_from`
-    names checkpoints elsewhere (URLs, `wandb:…`) to continue from.
+    names checkpoints elsewhere (URLs, `wandb:…`) to continue from; `trust` runs the code that runs and checkpoints from
+    elsewhere name, until this process ends.
     """
     from kineograph.run.train import train as run_training
 
+    _trust(trust)
     if dataset is not None:
         settings = {"data.source": "dataset", **settings}
     return run_training(
@@ -55,8 +58,25 @@ def train(
 _train = train  # importing the package kineograph.train hides the function; the package calls this one
 
 
-def load(run: str | Path, checkpoint: str | int = "last", device: str = "auto", stage: str | None = None) -> Sampler:
-    """Open a trained run: `.sample([...])` draws prompts, `.story([...])` one long clip, a scene per caption."""
+def load(
+    run: str | Path,
+    checkpoint: str | int = "last",
+    device: str = "auto",
+    stage: str | None = None,
+    trust: bool = False,
+) -> Sampler:
+    """Open a trained run: `.sample([...])` draws prompts, `.story([...])` one long clip, a scene per caption.
+
+    `trust` runs the code that a run from elsewhere names, until this process ends.
+    """
+    _trust(trust)
     from kineograph.sample.sampler import Sampler
 
     return Sampler.open(run, checkpoint=checkpoint, device=device, stage=stage)
+
+
+def _trust(trust: bool) -> None:
+    from kineograph.core.trust import trust_all
+
+    if trust:
+        trust_all()

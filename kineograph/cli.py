@@ -52,6 +52,23 @@ Processes = Annotated[
 ]
 
 
+def _set_trust(trusted: bool) -> None:
+    if trusted:
+        from kineograph.core.trust import trust_all
+
+        trust_all()
+
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        callback=_set_trust,
+        help="Run the code that a run or checkpoint from elsewhere names: dotted paths and pipes.",
+    ),
+]
+
+
 @app.callback()
 def options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
     pass
@@ -89,6 +106,7 @@ def train(
         bool, typer.Option("--dry-run", help="Resolve the config, check the data, build, estimate; do not train.")
     ] = False,
     processes: Processes = None,
+    trust: Trust = False,
 ) -> None:
     """Train all stages; run the same command again to resume.
 
@@ -151,9 +169,11 @@ def sample(
     ema: Ema = True,
     compile: Compile = False,
     device: Device = "auto",
+    trust: Trust = False,
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
     flags = locals()  # the parameters above are the fields of SampleRequest, and where and how to write
+    del flags["trust"]
     from kineograph.run.launch import NO_TIMEOUT, process_group
     from kineograph.sample.command import write_samples
 
@@ -206,12 +226,14 @@ def story(
     ema: Ema = True,
     compile: Compile = False,
     device: Device = "auto",
+    trust: Trust = False,
 ) -> None:
     """Draw one long video, a scene per line, each continuing the last; with a sheet of the scenes and a JSON file that reproduces it.
 
     Frames are written as they are drawn, so a story can have any length.
     """
     flags = locals()
+    del flags["trust"]
     from kineograph.sample.command import write_story
 
     for path in write_story(**flags, note=_print_to_stderr):
@@ -237,6 +259,7 @@ def evaluate(
     ] = None,
     compile: Compile = False,
     device: Device = "auto",
+    trust: Trust = False,
 ) -> None:
     """Evaluate a run: a table, evaluation.json and a sheet of samples."""
     from kineograph.evaluate.runner import evaluate as run_evaluation
@@ -256,6 +279,7 @@ def evaluate(
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path | None, typer.Option(help="Write comparison.json and comparison.png here.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Compare runs side by side."""
     from kineograph.evaluate.compare import compare as compare_runs
@@ -272,6 +296,7 @@ def cache(
     what: Annotated[list[str], typer.Argument(metavar="RUN|FILE.yaml [key=value …]")],
     run: Annotated[Path | None, typer.Option(help="Run folder, for a file or preset.")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Then remove what no stage reads any more.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Encode the data once with the trained codecs and frozen text encoders; training then reads it from disk.
 
@@ -301,6 +326,7 @@ def data_make(
         str | None,
         typer.Option(metavar="RUN", help="Write CLIP embeddings beside the shards, with this run's CLIP stage."),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write a dataset of moving digits."""
     from kineograph.run.dataset_writer import write_dataset
@@ -369,6 +395,7 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="diffusers: fp32, bf16 or fp16.", show_default="as saved in the run")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write a run's weights for other tools: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
     from kineograph.interop.export_run import export_weights
@@ -411,6 +438,7 @@ def doctor(
         float | None, typer.Option(min=0.001, help="Memory of the GPU to plan for, in GiB, instead of this machine's.")
     ] = None,
     processes: Processes = None,
+    trust: Trust = False,
 ) -> None:
     """Check the machine, and estimate what a preset needs: whether it fits, and which setting helps."""
     from kineograph.run.dry_run import examine

@@ -24,9 +24,10 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_fetched_weights(tmp_path_factory):
-    """What metrics run must not depend on what the machine's owner has fetched."""
+    """What metrics run must not depend on what the machine's owner has fetched, nor trust on what was typed here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KINEO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 

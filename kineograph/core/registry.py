@@ -15,7 +15,13 @@ from kineograph.core.errors import ConfigError
 
 TASK_PACKAGES = ("kineograph.family", "kineograph.codec", "kineograph.text")
 SOURCE_PACKAGES = ("kineograph.data",)
+TASK_ENTRY_POINTS = "kineograph.tasks"
 METRIC_PACKAGES = ("kineograph.evaluate.metric",)
+_KINDS = {
+    "task": (TASK_PACKAGES, "TASK"),
+    "source": (SOURCE_PACKAGES, "SOURCE"),
+    "metric": (METRIC_PACKAGES, "METRIC"),
+}
 SOURCES_ELSEWHERE = {"cache": "kineograph.cache.source"}
 
 
@@ -24,18 +30,44 @@ def find_task(name: str, key: str = "task") -> Any:
 
     A dotted path names a class (`my.module.Class`) or a module that holds TASK (`my.module`).
     """
-    return _find(name, key, TASK_PACKAGES, "TASK", entry_point_group="kineograph.tasks")
+    from kineograph.core.task import Task
+
+    found = _find(name, key, TASK_PACKAGES, "TASK", entry_point_group=TASK_ENTRY_POINTS)
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise ConfigError(
+            f"{key}={name} is {found!r}: give the dotted path of a class that extends kineograph.core.task.Task"
+        )
+    return found
 
 
 def find_source(name: str, key: str = "data.source") -> Any:
     """`folder` or `moving_digits` of this package, or a dotted path to a class, or to a module that holds SOURCE."""
+    from torch.utils.data import Dataset
+
+    from kineograph.core.protocols import Source
+
     name = name.replace("-", "_")
-    return _find(SOURCES_ELSEWHERE.get(name, name), key, SOURCE_PACKAGES, "SOURCE")
+    found = _find(SOURCES_ELSEWHERE.get(name, name), key, SOURCE_PACKAGES, "SOURCE")
+    if isinstance(found, Dataset) or (isinstance(found, type) and issubclass(found, Source | Dataset)):
+        return found
+    raise ConfigError(f"{key}={name} is {found!r}: give the dotted path of a torch.utils.data.Dataset class")
 
 
 def find_metric(name: str, key: str = "metrics") -> Any:
     """`caption_accuracy` or `loss` of this package, or a dotted path to a class, or to a module that holds METRIC."""
     return _find(name.replace("-", "_"), key, METRIC_PACKAGES, "METRIC")
+
+
+def is_known(kind: str, name: str) -> bool:
+    """Whether this package or an installed entry point has the task, source or metric `name`. Imports nothing else."""
+    packages, attribute = _KINDS[kind]
+    path = name.replace("-", "_").replace(":", ".")
+    if path.startswith("kineograph.") or (kind == "source" and path in SOURCES_ELSEWHERE):
+        return True
+    if kind == "task" and entry_points(group=TASK_ENTRY_POINTS, name=name):
+        return True
+    # A module without the attribute is not found: `find_task` would go on to a module of that name elsewhere.
+    return any(attribute in _import_names(f"{package}.{path}") for package in packages)
 
 
 def metric_names() -> list[str]:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, load_file
+from kineograph.core.config import Tree, dump_yaml, load_file
 from kineograph.core.errors import InputError, RunInUse
+from kineograph.core.trust import remember, require_trust
 
 
 class RunFolder:
@@ -45,7 +46,20 @@ class RunFolder:
         return self.path / "stopped"
 
     def config(self) -> Tree:
-        return load_file(self.config_file)
+        """Read the saved config. A run may come from elsewhere: code that nobody typed here is refused."""
+        tree = load_file(self.config_file)
+        stages = tree.get("stages")
+        if not isinstance(stages, dict) or not all(
+            isinstance(stage, dict) and isinstance(stage.get("task"), str) for stage in stages.values()
+        ):
+            raise InputError(f"{self.config_file} is damaged: stages must map each name to the keys of a stage")
+        require_trust(tree, str(self.config_file))
+        return tree
+
+    def write_config(self, tree: Tree) -> None:
+        """Save the config of a run that begins or continues here, and remember the code that it names."""
+        write_atomic(self.config_file, dump_yaml(tree))
+        remember(tree)
 
     def stage(self, name: str) -> Path:
         return self.path / name

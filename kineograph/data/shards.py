@@ -124,6 +124,11 @@ def _expand(url: str) -> list[str]:
                 f"data.shards={url}: {scheme}:// is not supported; use pipe:COMMAND that prints the tar file"
             )
         return [url]
+    # A file may have the name pipe:COMMAND.tar: it is read, not run.
+    return [f"./{file}" if _scheme(file) else file for file in _list_files(url)]
+
+
+def _list_files(url: str) -> list[str]:
     path = Path(url).expanduser()
     if path.is_dir():
         files = sorted(

@@ -16,11 +16,10 @@ from kineograph.cache.source import Cache, CacheConfig
 from kineograph.cache.store import SET, format_size, is_complete, list_stale, prune
 from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
-from kineograph.core.config import dump_yaml
 from kineograph.core.errors import ConfigError, InputError, RunInUse
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.protocols import Source, Stream, TextEncoder
-from kineograph.core.run_folder import RunFolder, write_atomic
+from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, find_codec
 from kineograph.run.open_data import open_data
 from kineograph.run.plan import make_plan, resolve_run
@@ -186,7 +185,7 @@ def cache_run(
     # Others may encode at the same time, but nothing trains.
     with folder.lock(shared=True), stop.handle_signals():
         if caches and not folder.exists():
-            write_atomic(folder.config_file, dump_yaml(plan.tree()))
+            folder.write_config(plan.tree())
         for cache in caches or (_prepare(plan, stage, folder, note) for stage in stages):
             if cache is None:
                 continue

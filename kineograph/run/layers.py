@@ -15,6 +15,7 @@ from typing import Any
 
 from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override
 from kineograph.core.errors import ConfigError
+from kineograph.core.trust import accept, require_trust
 from kineograph.data.open_source import drop_other_source_keys, source_name
 
 PRESETS = Path(__file__).parent.parent / "presets"
@@ -57,6 +58,7 @@ def read_config(arguments: Sequence[str], extra: Tree | None = None, base: Tree 
     settings += (extra or {}).items()
     for key, value in _sort_choices_first(settings):
         tree = lay_over(tree, nest(key, value))
+    accept(tree)
     return tree
 
 
@@ -75,13 +77,14 @@ def read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:
     if path in extended_by:
         raise ConfigError(f"{path} extends itself: {' → '.join(str(p) for p in (*extended_by, path))}")
     tree = load_file(path)
+    if tree.get("resolved") is True:  # a run's own config.yaml is complete; `preset` only records its origin
+        require_trust(tree, str(path))
+        return tree
     base = tree.get("preset")
     if base is None or (path.parent in preset_folders() and base == path.stem):
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{path}: preset={base!r} must be the name of a preset")
-    if tree.get("resolved") is True:  # a run's own config.yaml is complete; `preset` only records its origin
-        return tree
     return lay_over(read_file(find_preset(base), (*extended_by, path)), tree)
 
 

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from kineograph.core.config import Tree, dump_yaml
+from kineograph.core.config import Tree
 from kineograph.core.errors import InputError
-from kineograph.core.run_folder import RunFolder, read_json, write_atomic, write_json
+from kineograph.core.run_folder import RunFolder, read_json, write_json
+from kineograph.core.trust import require_trust
 from kineograph.run.plan import drop_origin, make_plan, refuse_changes
 from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
@@ -49,7 +50,7 @@ def fetch_checkpoints(sources: Sequence[str], run: str | Path | None, note: Call
             _check_references(plan, folder, item, fetched)
         stack.enter_context(folder.lock())
         if not folder.exists():  # before the checkpoints: a run without any starts at 0
-            write_atomic(folder.config_file, dump_yaml(plan.tree()))
+            folder.write_config(plan.tree())
         for item in fetched:
             _install(folder, item, note)
             known[item.source] = {"stage": item.stage, "step": item.step}
@@ -65,6 +66,7 @@ def _read_checkpoint(source: str, path: Path) -> _RemoteCheckpoint:
         raise InputError(
             f"--resume-from {source}: its state.json names no run, stage and step; use a checkpoint of kineo train"
         )
+    require_trust(config, f"--resume-from {source}")
     return _RemoteCheckpoint(source, path, stage, step, config)
 
 

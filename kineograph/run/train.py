@@ -13,11 +13,12 @@ import torch
 
 from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
-from kineograph.core.config import Tree, dump_yaml
+from kineograph.core.config import Tree
 from kineograph.core.errors import Stopped
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
+from kineograph.core.trust import accept
 from kineograph.data.loader import worker_error
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_flops import count_step_flops
@@ -113,6 +114,7 @@ def _resolve_on_all_ranks(
         return resolve_run(arguments, run, resume, extra)
     if not distributed.is_first():
         tree, path = distributed.broadcast_object(None)
+        accept(tree)  # the first process has checked it
         return make_plan(tree), RunFolder(path)
     plan, folder = resolve_run(arguments, run, resume, extra)
     distributed.broadcast_object([plan.tree(), str(folder.path)])
@@ -147,7 +149,7 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
 
 def _write_run_files(plan: Plan, folder: RunFolder, data: dict[str, StageData]) -> None:
     """Write what a run folder holds before its first stage trains."""
-    write_atomic(folder.config_file, dump_yaml(plan.tree()))
+    folder.write_config(plan.tree())
     # Stages that read the same data share one source.
     for stage_data in {id(each.source): each for each in data.values()}.values():
         stage_data.write_scan(folder.path)

@@ -94,8 +94,8 @@ def test_only_a_folder_with_a_config_is_a_run(tmp_path: Path) -> None:
     assert not RunFolder(tmp_path).exists()
     with pytest.raises(InputError, match="not a run folder"):
         RunFolder.existing(tmp_path)
-    (tmp_path / "config.yaml").write_text("name: x")
-    assert RunFolder.existing(tmp_path).config() == {"name": "x"}
+    (tmp_path / "config.yaml").write_text("stages: {a: {task: muse}}")
+    assert RunFolder.existing(tmp_path).config() == {"stages": {"a": {"task": "muse"}}}
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

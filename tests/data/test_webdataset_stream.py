@@ -15,6 +15,7 @@ import torch
 from kineograph.core.errors import InputError, RunFailed
 from kineograph.core.protocols import Stream
 from kineograph.data.loader import Loader
+from kineograph.data.shards import find_shards
 from tests.data.tar_shards import item, npy, opened, three_shards, write
 
 
@@ -194,3 +195,13 @@ def test_embeddings_in_streams(tmp_path: Path) -> None:
     (batch,) = next(iter(Loader(source, 1, 5).steps(0, 1)))
     assert batch.extra["image_embed"].tolist() == [[1, 2, 3]] * 5
     assert sorted(batch.extra["text_embed"][:, 0].tolist()) == [1, 2, 3, 11, 12]
+
+
+def test_a_file_named_like_a_pipe_is_read_and_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "pipe:touch ran;.tar"
+    (tmp_path / name).write_bytes(b"")
+    for text in ("*.tar", f"file://{name}"):
+        (shard,) = find_shards(text)
+        assert shard.command is None
+        assert shard.url == f"./{name}"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from kineograph import cli
@@ -24,7 +23,7 @@ def run(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     stages = {name: {"task": "tests.train.toy_tasks.Toy"} for name in ("first", "second", "third")}
-    folder.config_file.write_text(yaml.safe_dump({"name": "run", "stages": stages}))
+    folder.write_config({"name": "run", "stages": stages})
     online, mean = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([5.0, 6.0])}
     for step in (10, 20):
         tensors = {"model": {"w": online["w"] * step}, "ema": {"w": mean["w"] * step}, "optimizer": {"m": online["w"]}}

@@ -9,6 +9,7 @@ import pytest
 
 from kineograph.core.config import dump_yaml, nest, read_yaml
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.run_folder import RunFolder
 from kineograph.run.layers import lay_over, read_config
 from kineograph.run.plan import make_plan, refuse_changes
 
@@ -56,7 +57,7 @@ def test_the_saved_tree_says_everything(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_resolved_file_is_not_laid_onto_its_preset(tmp_path: Path) -> None:
     tree = make_plan(TREE).tree() | {"preset": "a preset that is gone"}
-    (tmp_path / "config.yaml").write_text(dump_yaml(tree))
+    RunFolder(tmp_path).write_config(tree)
     assert make_plan(read_config([str(tmp_path / "config.yaml")])).tree() == tree
 
 

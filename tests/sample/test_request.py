@@ -22,8 +22,8 @@ NAMES = {item.name for item in fields(SampleRequest)}
 
 def test_every_field_is_an_option_of_the_commands():
     sample, story = (set(inspect.signature(function).parameters) for function in (cli.sample, cli.story))
-    assert sample - {"out", "format"} == NAMES - {"overlap"}
-    assert story - {"out", "format", "scenes"} == NAMES - {"prompts", "count", "size", "mask"}
+    assert sample - {"out", "format", "trust"} == NAMES - {"overlap"}
+    assert story - {"out", "format", "scenes", "trust"} == NAMES - {"prompts", "count", "size", "mask"}
 
 
 @pytest.mark.parametrize("prompts", [["a 3", "-x 'y'"], ["a 3"], None])

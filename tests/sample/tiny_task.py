@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.capabilities import SupportsContinuation, SupportsReconstruction, SupportsSampling
-from kineograph.core.config import Config, StageConfig, Tree, dump_yaml
+from kineograph.core.config import Config, StageConfig, Tree
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
 from kineograph.core.run_folder import RunFolder
@@ -237,7 +237,7 @@ def make_run(place: Path, /, *stages: str, step: int = 20, **settings: object) -
     run = RunFolder(place)
     place.mkdir(parents=True)
     tree = tree_for(**settings)  # type: ignore[arg-type]
-    run.config_file.write_text(dump_yaml(tree))
+    run.write_config(tree)
     for name in stages or tree["stages"]:
         save_stage(run, name, step)
     return run

@@ -16,6 +16,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import sha256_of
 from kineograph.core.task import freeze
+from kineograph.core.trust import require_trusted_program
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
 from kineograph.evaluate.extractor.layers import FeatureNetwork, Takes
 from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
@@ -129,6 +130,7 @@ class _TorchScript(FeatureNetwork):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        require_trusted_program(f"--extractor {path} is TorchScript")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
