@@ -339,15 +339,17 @@ def data_check(
     folder: Annotated[Path, typer.Argument(help="A dataset folder.")],
     setting: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value …]", help="Keys of data.*, such as size=256 frames=17 fps=8 'buckets={}'."),
+        typer.Argument(
+            metavar="[key=value …]", help="Keys of data.*, such as flip=0.5 or size=256 frames=17 fps=8 'buckets={}'."
+        ),
     ] = None,
 ) -> None:
     """List what a folder holds and every problem with it (exit 1 if there is any); with buckets, which items go where."""
-    from kineograph.data.check import bucket_lines, check_folder, parse_bucket_config
+    from kineograph.data.check import bucket_lines, check_folder, parse_settings
 
-    buckets = parse_bucket_config(folder, setting) if setting else None  # before hours of decoding: it may have a typo
-    report = check_folder(folder)
-    for line in [*report.lines(), *(bucket_lines(buckets) if buckets is not None else [])]:
+    settings = parse_settings(folder, setting) if setting else None  # before hours of decoding: it may have a typo
+    report = check_folder(folder, settings.flip if settings is not None else 0.0)
+    for line in [*report.lines(), *(bucket_lines(settings) if settings is not None else [])]:
         print(line)
     if report.problems:
         raise typer.Exit(1)

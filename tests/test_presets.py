@@ -19,6 +19,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.capabilities import SupportsReconstruction
 from kineograph.core.config import parse
 from kineograph.core.task import BuildContext, Task, player_parameters
+from kineograph.data.decode import MediaConfig
 from kineograph.family.cogvideox.diffusers_weights import diffusers_config, network_state
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.transformer_config import RELEASED, TransformerShape
@@ -262,6 +263,15 @@ def test_builds_on_the_meta_device(preset: str, clip: Path, pictures: Path, arra
             for player in task.players:
                 assert player_parameters(task, player)
             assert all(p.is_meta for p in task.parameters())
+
+
+@pytest.mark.parametrize("preset", layers.preset_names())
+def test_no_stage_that_reads_captions_mirrors_its_pictures(
+    preset: str, clip: Path, pictures: Path, arrays: Path
+) -> None:
+    for stage in make_plan(layers.read_config([preset, *files(preset, clip, pictures, arrays)])).stages:
+        if "captions" in stage.spec.config.reads() and isinstance(stage.spec.data, MediaConfig):
+            assert stage.spec.data.flip == 0, stage.name
 
 
 @pytest.mark.parametrize("preset", [name for name in layers.preset_names() if name.startswith("dalle2")])

@@ -52,6 +52,7 @@ class Cache(BucketedSource):
     ) -> None:
         """`rows` (N 2) is the pack and row of each item, `captions` its identity and caption; `part` chooses the items of the split."""
         self.config, self.packs, self._rows, self._captions = config, packs, rows, captions
+        self._has_captions = any(caption for _, caption in captions)
         self.indices, self.note = part
         self.fields = frozenset(packs[0].arrays)
         self._header = header
@@ -167,7 +168,8 @@ class Cache(BucketedSource):
         pack, row = self._rows[self.indices[index]].tolist()
         fields = self._map_pack(pack).read(row, self.identity(index))
         fps = float(fields.pop("fps")) if "fps" in fields else self.config.shape.fps
-        sample = Sample(caption=self.caption(index), fps=fps)
+        # Where others have a caption, an empty one is the null text.
+        sample = Sample(caption=self.caption(index) or ("" if self._has_captions else None), fps=fps)
         for name, value in fields.items():
             if name in _EXTRA:
                 sample.extra[name] = value

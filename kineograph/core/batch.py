@@ -50,7 +50,7 @@ class Batch:
     pixels: Tensor | None = None  # B T C H W, uint8
     frame_mask: Tensor | None = None  # B T, bool; None: no padding, so attention needs no mask
     fps: Tensor | None = None  # B
-    captions: list[str] | None = None
+    captions: list[str] | None = None  # None: no sample has one; "" is the null text
     tokens: Tensor | None = None  # B t h w
     latents: Tensor | None = None
     text_embeds: Tensor | None = None  # B L D
@@ -117,9 +117,8 @@ class Batch:
             batch.frame_mask = None if mask.all() else mask
         if all(sample.fps is not None for sample in samples):
             batch.fps = torch.tensor([sample.fps for sample in samples], dtype=torch.float32)
-        captions = [sample.caption for sample in samples if sample.caption is not None]
-        if len(captions) == len(samples):
-            batch.captions = captions
+        if any(sample.caption is not None for sample in samples):
+            batch.captions = [sample.caption or "" for sample in samples]
         for name in ("tokens", "latents", "text_embeds", "text_mask"):
             if getattr(first, name) is not None:
                 setattr(batch, name, torch.stack([getattr(sample, name) for sample in samples]))

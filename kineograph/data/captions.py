@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from kineograph.core.text_file import read_text, split_lines
 METADATA = ("metadata.jsonl", "metadata.csv")
 TEXT_KEYS = ("text", "caption", "prompt")
 FILE_KEYS = ("file_name", "video", "media_path", "path")
+# Words that become wrong when the picture is mirrored.
+_SIDES = re.compile(r"\b(?:left|right)(?:wards?|most|hand(?:ed)?)?\b|\b(?:anti-?|counter-?)?clockwise\b", re.IGNORECASE)
 PROMPTS = ("prompts.txt", "prompt.txt", "captions.txt")
 
 
@@ -191,6 +194,22 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
             yield number, row
         else:
             problems.append(Problem(name, f"line {number} is not a JSON object"))
+
+
+def names_side(caption: str) -> bool:
+    """Whether a caption says left, right or clockwise."""
+    return _SIDES.search(caption) is not None
+
+
+def warn_of_flip(flip: float, captions: Sequence[str]) -> str | None:
+    """A warning if `data.flip` mirrors pictures whose captions name a side."""
+    sided = [caption for caption in captions if names_side(caption)] if flip else []
+    if not sided:
+        return None
+    return (
+        f"data.flip={flip:g} mirrors pictures, but not the words of their captions: {len(sided)} of {len(captions)} captions name a side, "
+        f"such as {sided[0]!r}; set data.flip=0"
+    )
 
 
 def require_captions(source: Source, consumer: str, kind: str = "items") -> None:

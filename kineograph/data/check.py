@@ -16,7 +16,7 @@ import numpy as np
 from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.captions import Problem, find_captions, read_caption
+from kineograph.data.captions import Problem, find_captions, names_side, read_caption
 from kineograph.data.decode import media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
 
@@ -34,6 +34,8 @@ class Report:
     items: int = 0
     """Images and clips; captioned spans count instead of their clip."""
     captions: list[str] = field(default_factory=list)
+    sided: int = 0
+    """Captions, also of shards, that say left or right."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -59,6 +61,10 @@ class Report:
             ]
         if any(kind.startswith(("images", "clips")) for kind in self.kinds):  # notes describe arrays and shards
             lines.append(self._captions_line())
+        if self.sided:
+            lines.append(
+                f"sides: {self.sided} captions say left or right; leave data.flip at 0, which would mirror the pictures only"
+            )
         lines.append(f"{len(self.problems)} problems" if len(self.problems) != 1 else "1 problem")
         return lines + [f"  {path}: {reason}" for path, reason in self.problems]
 
@@ -78,8 +84,8 @@ def _format_range(name: str, values: list[float] | list[int], form: str = "g") -
     return f"{name}: {min(values):{form}} to {max(values):{form}}, median {statistics.median(values):{form}}"
 
 
-def check_folder(path: Path | str) -> Report:
-    """Decode everything, to the last frame."""
+def check_folder(path: Path | str, flip: float = 0.0) -> Report:
+    """Decode everything, to the last frame. With `flip`, captions that name a side are a problem."""
     root = Path(path).expanduser()
     listing = list_folder(root, "")
     report = Report(root, problems=list(listing.problems))
@@ -92,6 +98,13 @@ def check_folder(path: Path | str) -> Report:
         _check_shards(report, tars, arrays)
     elif not listing.media:
         _check_arrays(report, arrays)
+    if flip and report.sided:
+        report.problems.append(
+            Problem(
+                "captions",
+                f"{report.sided} say left or right, and data.flip={flip:g} mirrors the pictures: set data.flip=0",
+            )
+        )
     if not report.count and not report.problems:
         suffixes = Counter(PurePosixPath(name).suffix or name for name in listing.others)
         found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(5)) or "no files at all"
@@ -104,22 +117,24 @@ def _map_threads(function: Callable[[str], T], names: Sequence[str]) -> list[T]:
         return list(pool.map(function, names))
 
 
-def parse_bucket_config(path: Path | str, settings: Sequence[str]) -> FolderConfig:
-    """Parse keys of data.*, with or without that prefix, for `bucket_lines`; refuse wrong ones before anything is read."""
+def parse_settings(path: Path | str, settings: Sequence[str]) -> FolderConfig:
+    """Parse keys of data.*, with or without that prefix; refuse wrong ones, and those without effect, before anything is read."""
     tree: dict[str, Any] = {"folder": str(path), "validation": 0, "max_unreadable": 1.0}
     for text in settings:
         key, value = parse_override(text.removeprefix("data."))
         tree = merge(tree, nest(key, value))
     config = parse(FolderConfig, tree, "data")
-    if config.buckets is None:
+    if config.buckets is None and not config.flip:
         raise ConfigError(
-            "these keys set no buckets: add 'buckets={}', or the shapes as in 'buckets={sizes: [[480, 720], [720, 480]]}'"
+            "these keys set neither buckets nor flip: add 'buckets={}', or the shapes as in 'buckets={sizes: [[480, 720], [720, 480]]}'"
         )
     return config
 
 
 def bucket_lines(config: FolderConfig) -> list[str]:
-    """How `data.buckets` sorts a folder."""
+    """How `data.buckets` sorts a folder; no lines without buckets."""
+    if config.buckets is None:
+        return []
     buckets = Folder.open(config, "train", 0).buckets
     assert buckets is not None
     return buckets.lines()
@@ -169,6 +184,7 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
     captioned = {item: item.span.text if item.span else texts.get(item.name, "") for item in items}
     captioned = {item: text for item, text in captioned.items() if text}
     report.items, report.captions = len(items), list(captioned.values())
+    report.sided += sum(map(names_side, report.captions))
     if captioned or unreadable:  # a folder without any captions is fine: a tokenizer trains on it
         report.problems += [
             Problem(item.identity, "no caption")
@@ -218,9 +234,10 @@ def _check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -
 
     report.kinds["shards (tar)"] += len(names)
     keys: list[list[str]] = []
-    for note, problems, sample_keys in _map_threads(lambda name: _check_shard(report.path, name), names):
+    for note, problems, sample_keys, sided in _map_threads(lambda name: _check_shard(report.path, name), names):
         report.notes.append(note)
         report.problems += problems
+        report.sided += sided
         keys.append(sample_keys)
     shards = [Shard(str(report.path / name), PurePosixPath(name).name) for name in names]
     for folder in sorted({str(PurePosixPath(name).parent) for name in arrays}):
@@ -245,8 +262,8 @@ def _check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -
         report.notes.append(f"{folder}: embeddings of {shape} for {count} of {sum(map(len, keys))} samples")
 
 
-def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str]]:
-    """One tar → a line about it, its problems, and the keys of its samples with an image or clip."""
+def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str], int]:
+    """One tar → a line about it, its problems, the keys of its samples with an image or clip, and its captions that name a side."""
     from kineograph.data.tar import TarIndex
     from kineograph.data.webdataset_samples import WebDatasetConfig
 
@@ -254,17 +271,18 @@ def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str]]:
     try:
         index = TarIndex.build(str(root / name))
     except OSError as error:
-        return f"{name}: unreadable", [Problem(name, f"cannot be read: {error.strerror}")], []
+        return f"{name}: unreadable", [Problem(name, f"cannot be read: {error.strerror}")], [], 0
     if index.problem:
         problems.append(Problem(name, f"not a whole tar file: {index.problem}"))
     caption_suffixes: list[str] = WebDatasetConfig.model_fields["captions"].default
-    with_media, with_caption = set(), set()
+    with_media, with_caption, with_side = set(), set(), set()
     with open(root / name, "rb") as file:
         for row, kind, offset, size in index.members.T.tolist():
             suffix = index.suffixes[kind]
             member = f"{name}:{index.keys[row]}.{suffix}"
+            data = os.pread(file.fileno(), size, offset)
             try:
-                has_media = _check_member(os.pread(file.fileno(), size, offset), suffix, member)
+                has_media = _check_member(data, suffix, member)
             except Unreadable as error:
                 problems.append(Problem(member, error.reason))
                 has_media = suffix not in caption_suffixes
@@ -272,10 +290,12 @@ def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str]]:
                 with_media.add(row)
             elif suffix in caption_suffixes:
                 with_caption.add(row)
+                if names_side(data.decode("utf-8", "replace")):
+                    with_side.add(row)
     if with_caption:
         problems += [Problem(f"{name}:{index.keys[row]}", "no caption") for row in sorted(with_media - with_caption)]
     note = f"{name}: {len(with_media)} samples, {len(with_media & with_caption)} with text"
-    return note, problems, [index.keys[row] for row in sorted(with_media)]
+    return note, problems, [index.keys[row] for row in sorted(with_media)], len(with_side)
 
 
 def _check_member(data: bytes, suffix: str, name: str) -> bool:

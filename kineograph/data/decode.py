@@ -67,7 +67,7 @@ class MediaConfig(DataConfig):
     crop_aspect: tuple[float, float] = (1.0, 1.0)
     """With crop=resized: smallest and largest aspect of the crop, relative to that of `size`; the crop is stretched accordingly."""
     flip: float = Field(0.0, ge=0, le=1)
-    """Probability of a horizontal flip (training only). Beware of captions that say left or right."""
+    """Probability of a horizontal flip (training only). Training warns if captions say left or right."""
     rotate: bool = False
     """Rotate by a random multiple of 90° (training only)."""
     background: Literal["white", "black"] = "white"

@@ -208,6 +208,8 @@ class WebDataset(BucketedSource):
 
     def list_missing_captions(self) -> list[str]:
         """By the names of the members; an empty caption is counted when its sample is read."""
+        if self.decoder.accepts_uncaptioned:
+            return []
         return [self.identity(row) for row in np.flatnonzero(self._table.ranges["caption"].suffixes < 0).tolist()]
 
     def item_states(self) -> list[str]:

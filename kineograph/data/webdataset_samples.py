@@ -47,7 +47,7 @@ class WebDatasetConfig(MediaConfig):
     caption_key: str | None = None
     """Key of the caption in a .json; null: text, caption or prompt."""
     uncaptioned: Literal["skip", "keep"] = "skip"
-    """Skip or keep samples without a caption, if others have one."""
+    """Skip samples without a caption, if others have one; or keep them with an empty caption, which is the null text."""
     image_embed: str | None = None
     """Suffix of the image embedding in the tar, such as img_emb.npy."""
     text_embed: str | None = None
@@ -125,6 +125,11 @@ class SampleDecoder:
         fields = {*self.suffixes, *self.aligned} - {"caption"}
         return frozenset(names.get(field, field) for field in fields)
 
+    @property
+    def accepts_uncaptioned(self) -> bool:
+        """Whether samples without a caption are read with an empty one."""
+        return self.has_captions and self.config.uncaptioned == "keep"
+
     def missing_reason(self, fields: Collection[str]) -> str | None:
         """Why a sample with only these fields is skipped; None if it is not."""
         if "media" in self.suffixes and "media" not in fields:
@@ -150,8 +155,10 @@ class SampleDecoder:
     def decode(self, record: Record, rng: np.random.Generator, shape: Bucket | None = None) -> Sample:
         """Decode a clip of `shape` (default: data.frames × data.size). Raises Unreadable."""
         sample = Sample(fps=self.config.shape.fps, caption=self.decode_caption(record))
-        if sample.caption is None and self.has_captions and self.config.uncaptioned == "skip":
-            raise Unreadable(record.name, "an empty caption")
+        if sample.caption is None and self.has_captions:
+            if not self.accepts_uncaptioned:
+                raise Unreadable(record.name, "an empty caption")
+            sample.caption = ""
         for field in EMBEDDINGS:
             if field in self.suffixes or field in self.aligned:
                 self._add_embedding(sample, field, record)

@@ -265,6 +265,8 @@ class StreamHead(Source):
         return self._records[index].name
 
     def list_missing_captions(self) -> list[str]:
+        if self.decoder.accepts_uncaptioned:
+            return []
         return [record.name for record in self._records if "caption" not in record.members]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
-from kineograph.data.captions import require_captions
+from kineograph.data.captions import require_captions, warn_of_flip
 from kineograph.data.dataset import DatasetSource
+from kineograph.data.decode import MediaConfig
 from kineograph.data.open_source import Split, open_source
 from kineograph.data.startup_scan import check_unreadable_share, scan
 from kineograph.stage.data import StageData, scan_file
@@ -71,6 +72,11 @@ def open_data(
         require_captions(data.source, stage.title)
         for split in held_out:
             require_captions(data.split(split), stage.title, f"{split} items")
+        warning = (
+            warn_of_flip(config.flip, data.captions()) if isinstance(config, MediaConfig) and config.flip else None
+        )
+        if warning is not None:
+            note(f"warning: {stage.name}: {warning}")
         if stage.spec.config.init in opened:
             opened[stage.spec.config.init].warm_started.append(data)
     return data

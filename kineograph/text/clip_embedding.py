@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from kineograph.core.batch import Batch
 from kineograph.core.capabilities import SupportsEmbedding
 from kineograph.core.config import Config
-from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import BuildContext, Task
 from kineograph.text.clip import unit
 from kineograph.text.clip_pretrained import PretrainedClip
+from kineograph.text.conditioning import find_blank
 
 IMAGE, TEXT = "image_embed", "text_embed"  # in Batch.extra: B D
 
@@ -181,7 +181,7 @@ class ClipEmbedder(nn.Module):
     def _find_blank(captions: list[str] | None, like: Tensor) -> Tensor:
         if captions is None:
             return torch.zeros(len(like), dtype=torch.bool, device=like.device)
-        return copy_to_device(torch.tensor([not caption.strip() for caption in captions]), like.device)
+        return find_blank(captions, like.device)
 
 
 def _note_blur(name: str, expects: tuple[int, int], context: BuildContext) -> None:

@@ -36,8 +36,12 @@ def encode_captions(text: TextEncoder | None, captions: list[str] | None) -> Tex
     if captions is None:
         raise InputError("these samples have no captions: add captions, or set text.kind=none")
     embeddings, mask = text.encode(captions)
-    empty = copy_to_device(torch.tensor([not caption.strip() for caption in captions]), mask.device)
-    return TextEmbeddings(*text.drop(embeddings, mask, empty))
+    return TextEmbeddings(*text.drop(embeddings, mask, find_blank(captions, mask.device)))
+
+
+def find_blank(captions: list[str], device: torch.device) -> Tensor:
+    """B, bool: which captions are empty."""
+    return copy_to_device(torch.tensor([not caption.strip() for caption in captions]), device)
 
 
 def encode_batch(text: TextEncoder | None, batch: Batch, dropped: Tensor | None = None) -> TextEmbeddings:
@@ -88,8 +92,8 @@ def encode_prompts(text: TextEncoder | None, prompts: Prompts) -> tuple[TextEmbe
     return positive, null if prompts.negative is None else encode_captions(text, prompts.negative)
 
 
-def compute_cached_text(text: TextEncoder | None, batch: Batch) -> dict[str, Tensor]:
-    """`text_embeds` and `text_mask` for a cache, if the encoder is frozen."""
+def compute_cached_text(text: TextEncoder | None, batch: Batch, blank_is_null: bool = True) -> dict[str, Tensor]:
+    """`text_embeds` and `text_mask` for a cache, if the encoder is frozen. With `blank_is_null`, blank captions have no real token."""
     if text is None or text.trained:
         return {}
     if batch.text_embeds is not None:
@@ -97,4 +101,6 @@ def compute_cached_text(text: TextEncoder | None, batch: Batch) -> dict[str, Ten
     if batch.captions is None:
         return {}
     embeddings, mask = text.encode(batch.captions)
+    if blank_is_null:
+        mask = mask & ~find_blank(batch.captions, mask.device)[:, None]
     return {"text_embeds": embeddings, "text_mask": mask}

@@ -45,8 +45,14 @@ def test_without_padding_there_is_no_mask() -> None:
 
 def test_what_not_every_sample_has_is_left_out() -> None:
     batch = Batch.collate([Sample(pixels=clip(1), caption="a"), Sample(pixels=clip(1), fps=8)], [0, 1])
-    assert batch.captions is None
     assert batch.fps is None
+
+
+def test_a_sample_without_a_caption_leaves_the_others_theirs() -> None:
+    """An empty caption is the null text."""
+    with_caption, without = Sample(pixels=clip(1), caption="a"), Sample(pixels=clip(1))
+    assert Batch.collate([with_caption, without], [0, 1]).captions == ["a", ""]
+    assert Batch.collate([without, without], [0, 1]).captions is None
 
 
 def test_tokens_and_extras_are_stacked() -> None:

@@ -7,7 +7,9 @@ import pytest
 from PIL import Image
 
 from kineograph.core.errors import InputError
+from kineograph.data.captions import names_side
 from kineograph.data.check import check_folder
+from tests.data.tar_shards import item, write
 
 
 def problems(report):
@@ -33,6 +35,34 @@ def test_sound_folder(pictures, make_video, counting):
         assert line in text
     assert "captions: 13 of 13 (0 missing), 1 repeated, words 2 to 2 (median 2)" in text
     assert text.endswith("0 problems")
+
+
+@pytest.mark.parametrize(
+    ("caption", "sided"),
+    [
+        ("a cat on the left", True),
+        ("Right-handed catcher", True),
+        ("moving leftwards, then rightward", True),
+        ("the leftmost tree", True),
+        ("it turns counter-clockwise", True),
+        ("copyright, a brightly lit cleft", False),
+        ("a cat", False),
+    ],
+)
+def test_captions_that_name_a_side(pictures, caption, sided):
+    assert names_side(caption) == sided
+    (pictures / "p01.txt").write_text(caption)
+    report = check_folder(pictures)
+    assert report.problems == []
+    assert any("1 captions say left or right; leave data.flip at 0" in line for line in report.lines()) == sided
+    assert dict(check_folder(pictures, flip=0.5).problems).keys() == ({"captions"} if sided else set())
+
+
+def test_captions_of_shards_that_name_a_side(tmp_path):
+    write(
+        tmp_path / "0.tar", [*item(0), *item(1, caption=False, txt=b"to the left"), *item(2, caption=False, txt=b"x")]
+    )
+    assert check_folder(tmp_path).sided == 1
 
 
 def test_every_problem_is_named(pictures):

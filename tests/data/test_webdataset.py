@@ -291,12 +291,22 @@ def test_samples_that_lack_something(tmp_path: Path) -> None:
     assert source.skipped["0.tar:000000009"].startswith("no image or clip")
     assert "2 of 10 samples are left out" in str(source.note)
     kept = opened(path, uncaptioned="keep")
-    assert len(kept) == 9 and kept.list_missing_captions() == ["0.tar:000000008"]
-    assert read(kept, 8).caption is None
+    assert len(kept) == 9 and kept.list_missing_captions() == []
+    assert read(kept, 8).caption == ""
     with pytest.raises(InputError, match=r"2 of 10 samples .*max_unreadable=0.1.*png, txt"):
         opened(path, max_unreadable=0.1)
     with pytest.raises(InputError, match=r"10 of 10 samples.*no image or clip \(jpg"):
         opened(path, media=["jpg"], max_unreadable=1)
+
+
+@pytest.mark.parametrize("blank", [[("000000003.png", picture(3)), ("000000003.txt", b" \n")], item(3, caption=False)])
+def test_a_kept_sample_without_caption_leaves_the_others_theirs(tmp_path: Path, blank: list[tuple[str, bytes]]) -> None:
+    path = write(tmp_path / "0.tar", [file for number in range(3) for file in item(number)] + blank)
+    source = opened(path, uncaptioned="keep")
+    batch = next(iter(Loader(source, seed=0, batch_size=4).fixed_batches(4, 4)))
+    assert sorted(batch.captions) == ["", "gray 0", "gray 1", "gray 2"]
+    none = opened(write(tmp_path / "none.tar", item(0, caption=False)), uncaptioned="keep")
+    assert none.list_missing_captions() and read(none, 0).caption is None
 
 
 def test_a_folder_of_shards_is_named_to_who_asks_for_a_folder(tmp_path: Path) -> None:

@@ -111,6 +111,20 @@ def test_what_a_cache_may_hold(learned, given):
     assert compute_cached_text(given, Batch(torch.arange(2))) == {}
 
 
+def test_a_blank_caption_is_the_null_text_in_a_cache_too(given, monkeypatch):
+    """A tokenizer adds an end token, so that an empty caption has an encoding of its own."""
+
+    def encode(captions):
+        embeddings = torch.stack([torch.full((12, 16), float(len(caption))) for caption in captions])
+        return embeddings, torch.ones(len(captions), 12, dtype=torch.bool)
+
+    monkeypatch.setattr(given, "encode", encode)
+    batch = Batch(torch.arange(3), captions=CAPTIONS)
+    cached = Batch(torch.arange(3), captions=CAPTIONS, **compute_cached_text(given, batch))
+    assert same(encode_batch(given, cached), encode_batch(given, batch))
+    assert torch.equal(encode_batch(given, cached).embeddings[2], encode_null(given, 1, CPU).embeddings[0])
+
+
 def test_captions_are_read_where_an_encoder_reads_them():
     assert "captions" in TextConfig().reads()
     assert "captions" not in TextConfig(kind="none").reads()

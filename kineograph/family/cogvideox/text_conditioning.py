@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import InputError
 from kineograph.core.task import BuildContext, freeze, is_fake_or_meta
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.text import build_text
-from kineograph.text.conditioning import compute_cached_text
+from kineograph.text.conditioning import compute_cached_text, find_blank
 
 
 class TextConditioning(nn.Module):
@@ -91,7 +90,10 @@ class TextConditioning(nn.Module):
             raise InputError(
                 f"text embeddings have {found.shape[2]} channels and text.width={self.width}: set text.width={found.shape[2]}"
             )
-        return found if batch.text_mask is None else _zero_padding(found, batch.text_mask)
+        if batch.text_mask is None:
+            return found
+        found = _zero_padding(found, batch.text_mask)
+        return found if self.null_text == "empty" else self.drop(found, ~batch.text_mask.any(dim=1))
 
     def _encode_captions(self, captions: list[str] | None) -> Tensor:
         encoder = self.encoder
@@ -100,8 +102,7 @@ class TextConditioning(nn.Module):
         found = _zero_padding(*encoder.encode(captions))
         if self.null_text == "empty":
             return found
-        empty = copy_to_device(torch.tensor([not caption.strip() for caption in captions]), found.device)
-        return self.drop(found, empty)
+        return self.drop(found, find_blank(captions, found.device))
 
     @staticmethod
     def _match_length(null: Tensor, like: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class TextConditioning(nn.Module):
 
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         """Embeddings for a cache, if the encoder is frozen."""
-        return compute_cached_text(self.encoder, batch)
+        return compute_cached_text(self.encoder, batch, blank_is_null=self.null_text != "empty")
 
     def _release(self) -> None:
         """Free the memory of an encoder that training does not use."""

@@ -250,6 +250,21 @@ def test_no_caption_is_the_same_in_training_and_drawing(make: Make, null: str) -
     assert not torch.equal(negative, away)
 
 
+@pytest.mark.parametrize("null", ["empty", "zeros", "learned"])
+def test_a_blank_caption_is_the_same_in_a_cache(make: Make, null: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make(text={"kind": "given", "width": 8, "length": 5}, null_text="zeros" if null == "empty" else null)
+    task.texts.null_text = null
+
+    def encode(captions: list[str]) -> tuple[Tensor, Tensor]:
+        rows = [torch.full((5, 8), len(caption) + 1.0) for caption in captions]
+        return torch.stack(rows), torch.ones(len(captions), 5, dtype=torch.bool)
+
+    monkeypatch.setattr(task.texts.encoder, "encode", encode)
+    batch = replace(clips(), captions=["one", "", "three", " "])
+    fields = task.texts.precompute(batch)
+    assert torch.equal(task.texts.encode_batch(replace(batch, **fields)), task.texts.encode_batch(batch))
+
+
 def test_given_embeddings_are_hidden_where_masked(make: Make) -> None:
     task = make(text={"kind": "given", "width": 8, "length": 5}, null_text="learned")
     embeds = torch.randn(4, 5, 8)
