@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core.noise import Noise
-from kineograph.process.sampling import draw_tokens, top_k_blockwise
+from kineograph.process.token_sampling import draw_tokens, top_k_blockwise
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """step(previous token B 1, position 1) → logits B V of the token at this position, both int64 on the device. The KV cache

@@ -17,7 +17,7 @@ from kineograph.core.config import Config
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
 from kineograph.process.guidance import Schedule, guidance_scale_at, make_guided
-from kineograph.process.sampling import draw_tokens
+from kineograph.process.token_sampling import draw_tokens
 
 Critic = Callable[[Tensor, int], Tensor]  # tokens B N, step → scores B N, high = looks wrong
 

@@ -5,7 +5,7 @@ import torch
 
 from kineograph.core.noise import Noise
 from kineograph.process.guidance import guidance_scale_at, make_guided
-from kineograph.process.sampling import draw_tokens, top_k_blockwise
+from kineograph.process.token_sampling import draw_tokens, top_k_blockwise
 
 
 @pytest.mark.parametrize("classes", [2, 13, 16, 1000, 96])
