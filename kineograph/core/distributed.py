@@ -179,6 +179,11 @@ def all_gather_rows(value: Tensor) -> Tensor:
     return torch.cat(_gather_rows(value, data_world(), _group()))
 
 
+def count_rows_before(count: int, device: torch.device) -> int:
+    """The index of this rank's first row in `all_gather_rows`, where it has `count` of them."""
+    return int(all_gather_rows(torch.tensor([count], device=device))[: data_rank()].sum()) if is_active() else 0
+
+
 def _gather_rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
     """The rows of each of the `world` processes of a group."""
     counts = [torch.empty(1, dtype=torch.int64, device=value.device) for _ in range(world)]

@@ -123,6 +123,11 @@ class TrainConfig(PlayerConfig):
     log_checkpoints: bool = False
     """Upload checkpoints to wandb as artifacts, with the aliases latest and best."""
 
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of all processes in one forward pass, in training and in validation."""
+        return max(1, self.batch_size // self.accumulate)
+
     @model_validator(mode="after")
     def _check_log_checkpoints(self) -> TrainConfig:
         if self.log_checkpoints and "wandb" not in self.trackers:
