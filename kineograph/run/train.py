@@ -37,6 +37,7 @@ from kineograph.stage.warm_start import build_for_training
 from kineograph.train import checkpoint
 from kineograph.train.metrics_file import MetricsFile
 from kineograph.train.phases import Cursor, is_finished, skip_removed_phases
+from kineograph.train.precision import warn_of_bf16_weights
 from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
@@ -280,12 +281,8 @@ class _StageTraining:
             + (f", from step {start.step}" if start.step else "")
             + (f", to {start.phase}" if start.phase != "train" else "")
         )
-        plain = any(player.optimizer == "adamw" for player in self.stage.players.values())
-        if plain and any(p.requires_grad and p.dtype == torch.bfloat16 for p in task.parameters()):
-            self.run.note(
-                f"warning: {self.stage.name} trains 16-bit weights with optimizer=adamw, which rounds small updates away: "
-                "set train.optimizer=adamw_8bit (or adamw_split)"
-            )
+        for line in warn_of_bf16_weights(task, self.stage.train, self.stage.players):
+            self.run.note(f"warning: {self.stage.name} {line}")
 
     def _log(self, record: dict[str, Any]) -> None:
         if not distributed.is_first():
