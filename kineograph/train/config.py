@@ -67,6 +67,8 @@ class TrainConfig(PlayerConfig):
     checkpointing: bool | Literal["light", "selective"] = False
     """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: keep the outputs of attention;
     light: also those of all matrix products but the widest."""
+    deterministic: bool = False
+    """The same command gives the same losses and weights, bit by bit, on the same kind of GPU, or on a CPU with as many threads. Slower."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     log_every: int = Field(10, ge=1)
