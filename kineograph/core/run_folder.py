@@ -15,6 +15,7 @@ from typing import Any
 
 from kineograph.core.config import Tree, dump_yaml, load_file
 from kineograph.core.errors import InputError, RunInUse
+from kineograph.core.text_file import parse_json
 from kineograph.core.trust import remember, require_trust
 
 
@@ -33,7 +34,7 @@ class RunFolder:
         return folder
 
     def exists(self) -> bool:
-        return self.config_file.is_file()
+        return os.path.isfile(self.config_file)  # False for a name that is too long
 
     @property
     def config_file(self) -> Path:
@@ -140,7 +141,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "wb") as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        # A file name that is not UTF-8 is written as JSON's escapes.
+        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -154,7 +156,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON file; empty if it is missing or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -83,7 +83,7 @@ class TarReader:
                 size = _parse_decimal(pax[b"size"], start)
             name = long_name if long_name is not None else _parse_name(header)
             if b"path" in pax:
-                name = pax[b"path"].decode("utf-8", "surrogateescape")
+                name = pax[b"path"].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
             content = self._at
             if kind != _LONG_LINK:
                 sparse = kind == _SPARSE or any(key.startswith(b"GNU.sparse.") for key in pax)

@@ -6,7 +6,6 @@ Everything is checked against its manifest before it is read, and nothing is unp
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from kineograph.core.errors import InputError
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
+from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
 from kineograph.train.trackers import import_wandb
 
@@ -149,7 +149,7 @@ def _download_folder(url: str, folder: Path) -> Path:
     """Download a checkpoint's manifest and the files that it lists."""
     manifest = _download_file(f"{url}/manifest.json", folder / "manifest.json", url)
     try:
-        names = list(json.loads(manifest.read_text(encoding="utf-8"))["files"])
+        names = list(parse_json(manifest.read_text(encoding="utf-8"))["files"])
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{url}/manifest.json is not the manifest of a checkpoint") from None
     for name in names:
