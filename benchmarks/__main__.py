@@ -1,4 +1,4 @@
-"""`python -m benchmarks [CASE …] [--peer] [--device cpu|cuda] [--small] [--repeat N] [--out DIR]`"""
+"""`python -m benchmarks [CASE …] [--peer] [--device cpu|cuda] [--small] [--deterministic] [--repeat N] [--out DIR]`"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from benchmarks.case import Sizes, Workload, find_cases, load_cases
 from benchmarks.measure import measure_matmul_flops, release_memory, time_calls
 from benchmarks.report import Row
 from kineograph.core.errors import InputError, KineoError
+from kineograph.train.determinism import deterministic_algorithms, set_deterministic_environment
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,6 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, command: str) -> list[Row]:
     device = _resolve_device(options.device)
+    if options.deterministic:
+        set_deterministic_environment()
+    with deterministic_algorithms(device) if options.deterministic else nullcontext():
+        return _run_cases(options, command, device)
+
+
+def _run_cases(options: argparse.Namespace, command: str, device: torch.device) -> list[Row]:
     cases = find_cases(options.cases)
     if options.peer:
         for case in cases:
@@ -46,7 +55,12 @@ def run(options: argparse.Namespace, command: str) -> list[Row]:
                 case.peer.check()
     facts = machine.describe(device, measure_matmul_flops(device, options.small))
     rows: list[Row] = []
-    file = report.ResultFile(options.out, machine.slugify_device(device) + ("-small" if options.small else ""))
+    file = report.ResultFile(
+        options.out,
+        machine.slugify_device(device)
+        + ("-small" if options.small else "")
+        + ("-deterministic" if options.deterministic else ""),
+    )
 
     def add(row: Row) -> None:
         """Record a row and print it at once, since the table comes only at the end."""
@@ -124,6 +138,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", action="store_true", help="also run the peer, in the same process")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--small", action="store_true", help="shrunk sizes, to test that the cases run")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="step as train.deterministic=true does, to measure its price"
+    )
     parser.add_argument("--repeat", type=int, metavar="N", help="timed calls per side (default: set by the case)")
     parser.add_argument(
         "--out",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -484,7 +486,11 @@ def main(arguments: list[str] | None = None) -> None:
     words = [word for word in words if word != "--debug"]
     if words[:1] == ["--"]:  # keeps torchrun from reading --run as its own --run-path; some versions pass it on
         words = words[1:]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file name that the terminal cannot show
     try:
+        _check_encoding(words)
         if not (_SHARED & set(words)) and _rank():  # rank 0 runs it alone
             return
         app(args=words, prog_name="kineo", standalone_mode=True)
@@ -494,6 +500,14 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         _report(error)
+
+
+def _check_encoding(words: list[str]) -> None:
+    for number, word in enumerate(words, 1):
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # how Python holds bytes that are not UTF-8
+            from kineograph.core.errors import InputError
+
+            raise InputError(f"argument {number} is not UTF-8: {os.fsencode(word)!r}; convert it, or rename the file")
 
 
 def _report(error: Any) -> None:
@@ -516,6 +530,9 @@ def _report(error: Any) -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+    if isinstance(error, OSError) and error.filename is not None:  # a file that is gone, protected, too long …
+        print(f"{prefix}{error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
     print(f"{prefix}unexpected {type(error).__name__}: {error} (kineo --debug … shows where)", file=sys.stderr)
     sys.exit(1)
 

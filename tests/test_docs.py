@@ -19,6 +19,7 @@ from kineograph.codec.cvivit import CViViTConfig
 from kineograph.codec.perceptual import PerceptualConfig
 from kineograph.codec.vqgan import VQGANConfig
 from kineograph.core.config import StageConfig, flatten, read_yaml
+from kineograph.core.media_file import MediaLimits
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig
@@ -56,6 +57,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "Keys of every source", DataConfig, "data.", None),
     (DATA, "moving_digits", MovingDigitsConfig, "data.", DataConfig),
     (DATA, "folder", FolderConfig, "data.", DataConfig),
+    (DATA, "Limits", MediaLimits, "data.limits.", None),
     (DATA, "Buckets", BucketsConfig, "data.buckets.", None),
     (DATA, "memmap", MemmapConfig, "data.", DataConfig),
     (DATA, "webdataset", WebDatasetConfig, "data.", DataConfig),

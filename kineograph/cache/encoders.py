@@ -23,7 +23,7 @@ class Encoders:
     def __init__(
         self, task: Task, device: torch.device, may_compile: bool, shapes: int, note: Callable[[str], None]
     ) -> None:
-        """`shapes`: how many clip shapes there are; each is compiled for itself."""
+        """`shapes`: how many clip shapes there are; each is compiled for itself. `may_compile`: if the time left makes it worthwhile."""
         self.task, self.device, self.note, self.shapes = task, device, note, shapes
         self.may_compile = may_compile and device.type == "cuda"
         self.compiled = False

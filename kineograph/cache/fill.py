@@ -87,7 +87,7 @@ class CacheFiller:
         self.loader, self.buckets = content.loader, content.loader.buckets
         self.precision = resolve_precision(train.precision, device)
         shapes = len(self.buckets.shapes) if self.buckets is not None else 1
-        self.encoders = Encoders(task, device, train.compile is not False, shapes, note)
+        self.encoders = Encoders(task, device, train.compile is not False and not train.deterministic, shapes, note)
         self.index = PackIndex(content.folder, content.recipe)
         self.encoded = 0  # items, by this process
         self.share = 0  # items that it has to encode

@@ -14,7 +14,17 @@ from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, Buckets
 
 # Keys of data.* that choose the items and their batches, not how one item is read. Its bucket is part of its own key.
-_SET_OPTIONS = ("validation", "test", "max_unreadable", "buckets", "shards", "start_shard", "end_shard", "shard_width")
+_SET_OPTIONS = (
+    "validation",
+    "test",
+    "max_unreadable",
+    "limits",
+    "buckets",
+    "shards",
+    "start_shard",
+    "end_shard",
+    "shard_width",
+)
 
 
 def recipe_key(data: dict[str, Any], facts: dict[str, Any]) -> str:

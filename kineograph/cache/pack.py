@@ -21,6 +21,7 @@ from torch import Tensor
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.run_folder import write_atomic
+from kineograph.core.text_file import parse_json
 from kineograph.data.arrays import Array
 from kineograph.data.open_source import Split
 
@@ -62,7 +63,7 @@ class Header(Config):
 def read_header(folder: Path) -> Header | None:
     """The header of a pack; None without one."""
     try:
-        tree = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        tree = parse_json((folder / HEADER).read_text(encoding="utf-8"))
         return Header.model_validate({name: value for name, value in tree.items() if name != "complete"})
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -111,7 +112,7 @@ class Pack:
         path = self.folder / _CAPTIONS
         try:
             lines = path.read_text(encoding="utf-8").splitlines()[: self.header.done]
-            rows = [(row["identity"], row.get("caption") or "") for row in map(json.loads, lines)]
+            rows = [(row["identity"], row.get("caption") or "") for row in map(parse_json, lines)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} cannot be read: {error}; remove {self.folder} and encode again") from None
         if len(rows) < self.header.done:

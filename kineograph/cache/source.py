@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from kineograph.cache.pack import HEADER, Header, Pack, read_header
 from kineograph.cache.store import SET, SHARDS, CacheSet, SetHeader, lock_cache
 from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.text_file import parse_json
 from kineograph.data.arrays import find_array, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
 from kineograph.data.open_source import DataConfig, Split, SplitItems, select_split
@@ -220,7 +220,7 @@ def _open_set(folder: Path) -> CacheSet:
 def _read_shards(folder: Path) -> CacheSet:
     """A cache of an earlier version: shards.json, the bucket of each item in buckets.npy, and shard-00000 … in order of bucket and item."""
     try:
-        tree = json.loads((folder / SHARDS).read_text(encoding="utf-8"))
+        tree = parse_json((folder / SHARDS).read_text(encoding="utf-8"))
         count, shapes = tree["count"], tree["shapes"]
         of = np.load(folder / "buckets.npy", allow_pickle=False) if shapes else np.zeros(count, np.int64)
         header = SetHeader.model_validate(

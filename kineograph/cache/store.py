@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable
@@ -18,6 +17,7 @@ from kineograph.cache.pack import HEADER, Pack, pack_folders, read_header
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
+from kineograph.core.text_file import parse_json
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.open_source import Split
 
@@ -100,7 +100,7 @@ class CacheSet:
     def read(folder: Path) -> CacheSet | None:
         """None where there is no set."""
         try:
-            header = SetHeader.model_validate(json.loads((folder / SET).read_text(encoding="utf-8")))
+            header = SetHeader.model_validate(parse_json((folder / SET).read_text(encoding="utf-8")))
             return CacheSet(folder, header, np.load(folder / _ROWS, allow_pickle=False))
         except (FileNotFoundError, NotADirectoryError):
             return None

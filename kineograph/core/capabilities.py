@@ -93,6 +93,14 @@ class HasSampleSize(Protocol):
         """Resize real pixels, B T C H W, to the size that `sample` draws, for comparison."""
 
 
+@runtime_checkable
+class ComparesSamples(Protocol):
+    """Its loss compares the samples of a batch with one another: evaluation takes the batches of training's validation."""
+
+    def compares_samples(self) -> bool:
+        return True
+
+
 # Encoding --------------------------------------------------------------------------------------------------------
 
 

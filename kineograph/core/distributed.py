@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kineograph.core.errors import InputError
+from kineograph.core.text_file import parse_json
 
 _alone = False
 
@@ -179,6 +180,11 @@ def all_gather_rows(value: Tensor) -> Tensor:
     return torch.cat(_gather_rows(value, data_world(), _group()))
 
 
+def count_rows_before(count: int, device: torch.device) -> int:
+    """The index of this rank's first row in `all_gather_rows`, where it has `count` of them."""
+    return int(all_gather_rows(torch.tensor([count], device=device))[: data_rank()].sum()) if is_active() else 0
+
+
 def _gather_rows(value: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
     """The rows of each of the `world` processes of a group."""
     counts = [torch.empty(1, dtype=torch.int64, device=value.device) for _ in range(world)]
@@ -208,7 +214,7 @@ def broadcast_object(value: Any) -> Any:
     dist.broadcast(size, 0)
     text = text if is_first() else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(text, 0)
-    return json.loads(bytes(text.tolist()))
+    return parse_json(bytes(text.tolist()))
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -223,7 +229,7 @@ def data_all_gather_object(value: Any, device: torch.device | str = "cpu") -> li
 
 def _gather_json(value: Any, world: int, group: dist.ProcessGroup | None, device: torch.device | str) -> list[Any]:
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    return [json.loads(part.cpu().numpy().tobytes()) for part in _gather_rows(text.to(device), world, group)]
+    return [parse_json(part.cpu().numpy().tobytes()) for part in _gather_rows(text.to(device), world, group)]
 
 
 def print_note(line: str) -> None:

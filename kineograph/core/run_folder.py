@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 from kineograph.core.config import Tree, dump_yaml, load_file
 from kineograph.core.errors import InputError, RunInUse
+from kineograph.core.text_file import parse_json
 from kineograph.core.trust import remember, require_trust
 
 
@@ -31,7 +34,7 @@ class RunFolder:
         return folder
 
     def exists(self) -> bool:
-        return self.config_file.is_file()
+        return os.path.isfile(self.config_file)  # False for a name that is too long
 
     @property
     def config_file(self) -> Path:
@@ -76,21 +79,21 @@ class RunFolder:
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
         """Lock the run for this process, exclusively or `shared`. The kernel drops the lock when the process dies."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / ".lock").touch()
-        except OSError as error:
-            raise InputError(
-                f"{self.path} cannot be written to ({error.strerror}): give --run a folder that can"
-            ) from None
-        path = self.path.resolve()
         # A record lock: unlike flock, forked data workers do not keep it alive. It does not exclude this process itself, and closing
         # the file anywhere in it drops the lock; so locked runs are remembered.
+        path = self.path.resolve()
         if path in _locked:
             raise RunInUse(
                 f"{self.path} is in use by this process: wait for the other training call, or give it another run folder"
             )
-        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = self._open_lock()
+        except OSError as error:
+            raise InputError(
+                f"{self.path} cannot be written to ({error.strerror}): give --run a folder that can"
+            ) from None
+        with open(descriptor, "r+", encoding="utf-8") as file:
             try:
                 fcntl.lockf(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except OSError:
@@ -108,18 +111,26 @@ class RunFolder:
             finally:
                 _locked.discard(path)
 
+    def _open_lock(self, create: int = os.O_CREAT) -> int:
+        """Refuses a link or a pipe, which a run from elsewhere may hold: it would lead to another file, or block."""
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | create, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, ".lock is not a regular file")
+        return descriptor
+
     def in_use(self) -> bool:
         """Whether a live process holds the run."""
         if self.path.resolve() in _locked:
             return True
         try:
-            with open(self.path / ".lock", "r+", encoding="utf-8") as file:
+            with open(self._open_lock(0), "r+", encoding="utf-8") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return False
-        except (FileNotFoundError, PermissionError):
-            return False
-        except OSError:
+        except BlockingIOError:
             return True
+        except OSError:
+            return False
 
 
 _locked: set[Path] = set()  # by this process
@@ -130,7 +141,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "wb") as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        # A file name that is not UTF-8 is written as JSON's escapes.
+        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -144,7 +156,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON file; empty if it is missing or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

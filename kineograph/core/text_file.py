@@ -1,8 +1,10 @@
-"""Text files that people write."""
+"""Text that people write: files of it, and captions."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from kineograph.core.errors import InputError
 
@@ -15,6 +17,24 @@ def read_text(path: Path, key: str = "") -> str:
         raise InputError(f"{key}{path} is not UTF-8 text: {error}; save it as UTF-8") from None
     except OSError as error:
         raise InputError(f"{key}{path} cannot be read: {error.strerror}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON from anywhere. Raises a ValueError, also for nesting that Python's parser cannot follow."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def replace_surrogates(text: str) -> str:
+    """Put U+FFFD for half a character: JSON and Python can hold one, such as "\\ud83d", and UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def clean_caption(text: str) -> str:
+    """One line of whole characters."""
+    return " ".join(replace_surrogates(text).split())
 
 
 def split_lines(text: str) -> list[str]:

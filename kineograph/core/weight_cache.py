@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import sync_folder, write_json
 from kineograph.core.safe_unpickle import sha256_of
+from kineograph.core.text_file import parse_json
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def find(name: str) -> StoredWeights:
     if not path.is_file():
         raise WeightsNotFetched(f"the weights {name} are not on this machine: run kineo weights get {name}")
     try:
-        recorded = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["sha256"]
+        recorded = parse_json(path.with_suffix(".json").read_text(encoding="utf-8"))["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         recorded = None
     actual = sha256_of(path)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kineograph.core.errors import ConfigError, InputError, NoData
-from kineograph.core.text_file import split_lines
+from kineograph.core.text_file import parse_json, replace_surrogates, split_lines
 
 _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
 
@@ -94,11 +93,12 @@ def read_captions_beside(path: Path) -> list[str] | None:
     """Captions from captions.txt (a line an item) or captions.jsonl ({"caption" or "text"}) in the same folder."""
     plain, rows = path.parent / "captions.txt", path.parent / "captions.jsonl"
     try:
-        if plain.exists():
+        if plain.is_file():
             return [line.strip() for line in split_lines(plain.read_text(encoding="utf-8-sig"))]
-        if rows.exists():
-            parsed = [json.loads(line) for line in split_lines(rows.read_text(encoding="utf-8-sig")) if line.strip()]
-            return [row.get("caption") or row.get("text") or "" for row in parsed]
-    except (UnicodeDecodeError, ValueError, AttributeError) as error:
+        if rows.is_file():
+            parsed = [parse_json(line) for line in split_lines(rows.read_text(encoding="utf-8-sig")) if line.strip()]
+            texts = [row.get("caption") or row.get("text") or "" for row in parsed]
+            return [replace_surrogates(text) for text in texts]
+    except (OSError, UnicodeDecodeError, ValueError, AttributeError) as error:
         raise InputError(f"the captions beside {path} cannot be read: {error}") from None
     return None

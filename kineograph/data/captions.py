@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from unicodedata import normalize
 
 from kineograph.core.errors import InputError
 from kineograph.core.protocols import Source
-from kineograph.core.text_file import read_text, split_lines
+from kineograph.core.text_file import clean_caption, parse_json, read_text, split_lines
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 TEXT_KEYS = ("text", "caption", "prompt")
@@ -97,7 +96,7 @@ def find_captions(root: Path, media: Sequence[str], others: Sequence[str]) -> Ca
 
 def read_caption(path: Path) -> str:
     """The whole file as one line. Raises OSError or UnicodeDecodeError."""
-    return " ".join(path.read_text(encoding="utf-8-sig").split())
+    return clean_caption(path.read_text(encoding="utf-8-sig"))
 
 
 def _sidecar_names(name: str) -> list[str]:
@@ -143,7 +142,7 @@ def _find_file(row: dict[str, Any]) -> str | None:
 
 def _find_text(row: dict[str, Any]) -> str:
     text = next((row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)), "")
-    return " ".join(text.split())
+    return clean_caption(text)
 
 
 def _parse_span(row: Any, required: bool) -> tuple[float, float] | None:
@@ -166,7 +165,7 @@ def _names_files(path: Path) -> bool:
     """Whether the first line of a .jsonl names a file: others may contain anything."""
     try:
         with open(path, encoding="utf-8-sig") as file:
-            row = json.loads(next((line for line in file if line.strip()), "null"))
+            row = parse_json(next((line for line in file if line.strip()), "null"))
     except (OSError, ValueError):
         return False
     return isinstance(row, dict) and _find_file(row) is not None and bool(row.keys() & {*TEXT_KEYS, "clips"})
@@ -186,8 +185,8 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             problems.append(Problem(name, f"line {number} is not JSON: {error}"))
             continue
         if isinstance(row, dict):

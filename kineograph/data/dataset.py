@@ -23,6 +23,7 @@ from kineograph.core.errors import ConfigError, InputError, KineoError, Unreadab
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
 from kineograph.core.registry import find_source
+from kineograph.core.text_file import replace_surrogates
 from kineograph.data.decode import to_channels
 from kineograph.data.open_source import DataConfig, Split, select_split
 from kineograph.data.token_check import TokenGrid
@@ -145,7 +146,8 @@ class DatasetSource(Source):
     def caption(self, index: int) -> str | None:
         read_caption = getattr(self.dataset, "caption", None)  # a Dataset may give captions without decoding
         if callable(read_caption):
-            return read_caption(int(self.indices[index]))
+            text = read_caption(int(self.indices[index]))
+            return None if text is None else check_value("caption", text, self.identity(index))
         return self._read_fields(index).get("caption")
 
     def identity(self, index: int) -> str:
@@ -249,7 +251,7 @@ def check_value(field: str, value: Any, name: str) -> Any:
             value = value[0]
         if not isinstance(value, str):
             raise InputError(f"{name}: the caption is of type {type(value).__name__}, not str")
-        return value
+        return replace_surrogates(value)
     if field == "fps":
         return _check_fps(value, name)
     if field in ("pixels", "sketch") and isinstance(value, Image.Image):

@@ -18,6 +18,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from pydantic import Field, model_validator
 
 from kineograph.core.errors import Unreadable, explain_oversized_image
+from kineograph.core.media_file import MediaLimits, Meter, check_bytes, open_image, read_media
 from kineograph.data.buckets import Bucket, BucketsConfig, MediaInfo
 from kineograph.data.open_source import DataConfig, Split
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, ResizeCrop, pick_frames
@@ -38,6 +39,9 @@ def media_kind(name: str) -> Literal["image", "clip"] | None:
     return "image" if suffix in IMAGES else "clip" if suffix in CLIPS else None
 
 
+_LIMITS = MediaLimits()
+
+
 @dataclass(frozen=True)
 class DecodeOptions:
     """Which frames of a file to decode, and how."""
@@ -49,6 +53,7 @@ class DecodeOptions:
     background: Literal["white", "black"] = "white"
     truncated: bool = False
     span: tuple[float, float] | None = None  # only frames shown between these seconds
+    limits: MediaLimits = _LIMITS
 
     def with_shape(self, shape: Bucket) -> DecodeOptions:
         resize_crop = replace(self.resize_crop, size=(shape.height, shape.width))
@@ -74,6 +79,8 @@ class MediaConfig(DataConfig):
     """Colour behind transparent images when `channels` has no alpha."""
     truncated: bool = False
     """Accept images that end too early; the missing part stays gray or black."""
+    limits: MediaLimits = MediaLimits()
+    """What one file may take; a larger one is unreadable."""
     buckets: BucketsConfig | None = None
     """Train on clips of several shapes, one per batch: `{}` for five aspects of `size`'s area; null: all are `frames` × `size`."""
 
@@ -106,7 +113,9 @@ class MediaConfig(DataConfig):
 
     def decode_options(self, split: Split) -> DecodeOptions:
         resize_crop = self.resize_crop if split == "train" else self.resize_crop.deterministic
-        return DecodeOptions(resize_crop, self.frames, self.fps, self.channels, self.background, self.truncated)
+        return DecodeOptions(
+            resize_crop, self.frames, self.fps, self.channels, self.background, self.truncated, limits=self.limits
+        )
 
 
 class Clip(NamedTuple):
@@ -121,17 +130,26 @@ def decode_media(file: Path | bytes, suffix: str, name: str, options: DecodeOpti
             from kineograph.data.video import decode_video  # imports PyAV only for videos
 
             return decode_video(file if isinstance(file, Path) else io.BytesIO(file), options, rng)
-        return decode_image(file.read_bytes() if isinstance(file, Path) else file, options, rng)
+        return decode_image(_read(file, options.limits), options, rng)
 
 
-def probe_media(file: Path | bytes, suffix: str, name: str, decode_all: bool = False) -> MediaInfo:
+def probe_media(
+    file: Path | bytes, suffix: str, name: str, decode_all: bool = False, limits: MediaLimits = _LIMITS
+) -> MediaInfo:
     """Size and length of a file, from its header or by decoding all frames. Raises Unreadable."""
     with raise_unreadable(name):
         if suffix.lower() in VIDEOS:
             from kineograph.data.video import probe_video
 
-            return probe_video(file if isinstance(file, Path) else io.BytesIO(file), decode_all)
-        return _probe_image(file.read_bytes() if isinstance(file, Path) else file, decode_all)
+            return probe_video(file if isinstance(file, Path) else io.BytesIO(file), decode_all, limits)
+        return _probe_image(_read(file, limits), decode_all, Meter(limits))
+
+
+def _read(file: Path | bytes, limits: MediaLimits) -> bytes:
+    if isinstance(file, Path):
+        return read_media(file, limits)
+    check_bytes(len(file), limits)
+    return file
 
 
 @contextmanager
@@ -142,7 +160,7 @@ def raise_unreadable(name: str) -> Iterator[None]:
     except Unreadable as error:
         raise Unreadable(name, error.reason) from None
     except UnidentifiedImageError:
-        raise Unreadable(name, "not an image in any format that Pillow knows") from None
+        raise Unreadable(name, "not a PNG, JPEG, WebP, BMP, TIFF or GIF image") from None
     except FileNotFoundError:
         raise Unreadable(name, "the file no longer exists") from None
     except PermissionError:
@@ -163,9 +181,10 @@ def raise_unreadable(name: str) -> Iterator[None]:
 
 def decode_image(data: bytes, options: DecodeOptions, rng: np.random.Generator) -> Clip:
     """A still image gives one frame; frames of an animation (GIF, WebP, APNG) are picked by their durations."""
-    with _open_image(data, options.truncated) as image:
+    meter = Meter(options.limits)
+    with _open_image(data, options.truncated, meter) as image:
         if _is_animation(image):
-            return _decode_animation(image, data, options, rng)
+            return _decode_animation(image, data, options, rng, meter)
         if image.format in ("JPEG", "MPO"):
             _shrink_while_decoding(image, options)
         image.load()
@@ -175,10 +194,9 @@ def decode_image(data: bytes, options: DecodeOptions, rng: np.random.Generator) 
 
 
 @contextmanager
-def _open_image(data: bytes, truncated: bool) -> Iterator[Image.Image]:
-    if not data:
-        raise Unreadable("", "empty file (0 bytes)")
-    with Image.open(io.BytesIO(data)) as image, _allow_truncation(truncated):
+def _open_image(data: bytes, truncated: bool, meter: Meter) -> Iterator[Image.Image]:
+    with open_image(data) as image, _allow_truncation(truncated):
+        meter.check_size(*image.size)
         yield image
 
 
@@ -187,8 +205,8 @@ def _is_animation(image: Any) -> bool:
     return image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False)
 
 
-def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.random.Generator) -> Clip:
-    delays = _frame_delays(image, data, options.truncated)
+def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.random.Generator, meter: Meter) -> Clip:
+    delays = _frame_delays(image, data, meter, options.truncated)
     ends = np.cumsum(delays)
     tolerance = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
     starts, first, end = ends - delays, 0, float(ends[-1])
@@ -204,25 +222,28 @@ def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.r
     needed = set(chosen.tolist())
     for index in range(max(needed) + 1):  # frames build on earlier ones
         image.seek(index)
+        meter.count_frame(*image.size)
         if index in needed:
             decoded[index] = transform.apply(to_channels(image, options.channels, options.background))
     return Clip(np.stack([decoded[index] for index in chosen.tolist()]), options.fps or len(delays) / float(ends[-1]))
 
 
-def _frame_delays(image: Any, data: bytes, truncated: bool = False) -> np.ndarray:
+def _frame_delays(image: Any, data: bytes, meter: Meter, truncated: bool = False) -> np.ndarray:
     """Seconds per frame. Like browsers, show frames of 10 ms or less for 100 ms."""
     if image.format == "GIF":
-        delays = np.array(_gif_delays(data, truncated))
+        delays = np.array(_gif_delays(data, meter, truncated))
     else:
+        meter.check_count(image.n_frames)
         delays = np.empty(image.n_frames)
         for index in range(len(delays)):
             image.seek(index)
             image.load()
+            meter.check_time()
             delays[index] = image.info.get("duration", 0) / 1000
     return np.where(delays <= 0.01, 0.1, delays)
 
 
-def _gif_delays(data: bytes, truncated: bool = False) -> list[float]:
+def _gif_delays(data: bytes, meter: Meter, truncated: bool = False) -> list[float]:
     """Each frame's delay, read from the control blocks without decoding pixels."""
     delays: list[float] = []
     delay = 0.0
@@ -237,6 +258,7 @@ def _gif_delays(data: bytes, truncated: bool = False) -> list[float]:
                 flags = data[at + 9]
                 at = _skip_blocks(data, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0))
                 delays.append(delay)
+                meter.check_count(len(delays))
                 delay = 0.0
     except IndexError:
         if not truncated or not delays:
@@ -284,18 +306,19 @@ def _allow_truncation(allowed: bool) -> Iterator[None]:
             ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _probe_image(data: bytes, decode_all: bool) -> MediaInfo:
-    with _open_image(data, truncated=False) as image:
+def _probe_image(data: bytes, decode_all: bool, meter: Meter) -> MediaInfo:
+    with _open_image(data, truncated=False, meter=meter) as image:
         if not _is_animation(image):
             if decode_all:
                 image.load()
             width, height = image.size
             swapped = image.getexif().get(_ORIENTATION, 1) >= 5
             return MediaInfo(height, width) if swapped else MediaInfo(width, height)
-        delays = _frame_delays(image, data, truncated=not decode_all)
+        delays = _frame_delays(image, data, meter, truncated=not decode_all)
         for index in range(len(delays) if decode_all else 0):
             image.seek(index)
             image.load()
+            meter.count_frame(*image.size)
         return MediaInfo(*image.size, len(delays), float(delays.sum()))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import InputError, NoData, Unreadable
+from kineograph.core.media_file import MediaLimits
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_caption
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, media_kind, probe_media
@@ -72,8 +73,10 @@ def list_folder(root: Path, key: str = "data.folder=") -> Listing:
                 continue
             if entry.is_dir():
                 walk(Path(entry.path), name + "/")
-            else:
-                (media if media_kind(entry.name) else others).append(name)
+            elif media_kind(entry.name):
+                media.append(name)
+            elif entry.is_file():  # not a pipe or device, which would block
+                others.append(name)
 
     walk(root, "")
     return Listing(sorted(media), sorted(others), problems)
@@ -157,7 +160,9 @@ class Folder(BucketedSource):
         buckets, skipped = None, {}
         if config.buckets is not None:
             stamps = [_file_stamp(root, item) for item in items]
-            infos = probe_all(stamps, lambda index: _probe(root, items[index]), str(root), f"data.folder={root}")
+            infos = probe_all(
+                stamps, lambda index: _probe(root, items[index], config.limits), str(root), f"data.folder={root}"
+            )
             unreadable = list_unreadable([item.identity for item in items], infos, config.max_unreadable)
             skipped = {
                 item.identity: unreadable[item.identity]
@@ -240,8 +245,8 @@ def _file_stamp(root: Path, item: Item) -> str:
         return f"{item.identity}\0gone"
 
 
-def _probe(root: Path, item: Item) -> MediaInfo:
-    info = probe_media(root / item.name, PurePosixPath(item.name).suffix, item.identity)
+def _probe(root: Path, item: Item, limits: MediaLimits) -> MediaInfo:
+    info = probe_media(root / item.name, PurePosixPath(item.name).suffix, item.identity, limits=limits)
     if item.span is None:
         return info
     seconds = min(item.span.end, info.seconds) - item.span.start

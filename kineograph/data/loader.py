@@ -138,9 +138,9 @@ class Loader:
     def fixed_batches(self, count: int, batch_size: int, one_shape: bool = False) -> Iterator[Batch]:
         """The same `count` items (or all) with the same crops and starts at every call, for validation.
 
-        Each item comes once over all ranks, and every rank gets the same number of batches; with fewer items than ranks, some ranks get a
-        `spare` batch that another rank counts. Slots number the `count` items. With buckets, a batch has one bucket and about as many tokens
-        as `batch_size` base clips; `one_shape` reads all items in the base shape instead.
+        Each item comes once over all ranks, and every rank takes part in every batch: where a batch has fewer items than there are ranks, some
+        get a `spare` one that another rank counts. So the batches do not depend on the number of ranks. Slots number the `count` items.
+        With buckets, a batch has one bucket and about as many tokens as `batch_size` base clips; `one_shape` reads all items in the base shape instead.
         """
         count = min(count, len(self.source))
         key = (count, batch_size, one_shape)
@@ -151,19 +151,19 @@ class Loader:
         items = permute(slots, len(self.source), 0) if count < len(self.source) else slots
         groups = self._group_by_shape(items, batch_size, one_shape)
         parts = [
-            (group, group.slots[part[self.rank]])
+            (group, share.spare, group.slots[share.indices])
             for group in groups
-            for part in split_batches(len(group.slots), group.batch_size, self.world)
+            for share in (shares[self.rank] for shares in split_batches(len(group.slots), group.batch_size, self.world))
         ]
 
         def requests() -> Iterator[ReadRequest]:
-            for group, part in parts:
+            for group, _, part in parts:
                 yield ReadRequest(("fixed",), part, items[part], group.shape)
 
         kept: list[Batch] | None = []
         size = 0
-        for (group, _), batch in zip(parts, self._read(requests, len(parts)), strict=True):
-            batch.spare = self.rank >= len(group.slots)
+        for (_, spare, _), batch in zip(parts, self._read(requests, len(parts)), strict=True):
+            batch.spare = spare
             yield batch
             if kept is not None:
                 kept.append(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kineograph.core.noise import key_of
@@ -60,14 +62,20 @@ def pick_replacement(seed: int, index: int, attempt: int, count: int) -> int:
     return key_of(seed, "replacement", index, attempt) % count
 
 
-def split_batches(count: int, batch_size: int, world: int) -> list[list[np.ndarray]]:
-    """[batch][rank] → indices into `count` items: each item once, batches of about `batch_size`, and every rank in every
-    batch, so that no rank waits for another in a reduction. With fewer items than ranks, some are repeated."""
-    if count < world:
-        return [[np.array([rank % count]) for rank in range(world)]]
+class Share(NamedTuple):
+    """A rank's part of a batch."""
+
+    indices: np.ndarray
+    spare: bool  # repeated from another rank, because the batch has fewer items than there are ranks
+
+
+def split_batches(count: int, batch_size: int, world: int) -> list[list[Share]]:
+    """[batch][rank] → indices into `count` items: batches of `batch_size` (at least `world`) items, the same for every
+    number of ranks; each item once, and every rank in every batch, so that no rank waits for another in a reduction."""
+    batches = []
     size = max(batch_size, world)
-    starts = list(range(0, count, size))
-    if count - starts[-1] < world and len(starts) > 1:  # a tail too short for every rank joins the previous batch
-        starts.pop()
-    ends = [*starts[1:], count]
-    return [np.array_split(np.arange(start, end), world) for start, end in zip(starts, ends, strict=True)]
+    for start in range(0, count, size):
+        items = np.arange(start, min(start + size, count))
+        shares = [Share(part, spare=False) for part in np.array_split(items, min(world, len(items)))]
+        batches.append([shares[rank] if rank < len(shares) else Share(items[:1], spare=True) for rank in range(world)])
+    return batches

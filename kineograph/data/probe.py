@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.run_folder import write_atomic
+from kineograph.core.text_file import parse_json
 from kineograph.data.buckets import MediaInfo
 
 _THREADS = 16  # waits for the disk, not for the processor
@@ -70,7 +71,7 @@ def probe_all(
 
 def _load_cache(path: Path) -> dict[str, MediaInfo]:
     try:
-        return {stamp: MediaInfo(*values) for stamp, values in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {stamp: MediaInfo(*values) for stamp, values in parse_json(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

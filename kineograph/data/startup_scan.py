@@ -13,6 +13,7 @@ from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import write_atomic
+from kineograph.core.text_file import parse_json
 
 LIMIT = 10_000  # items; larger sets are checked while they are read
 
@@ -72,7 +73,7 @@ def save_scan(path: Path, source: Source, skipped: Iterable[tuple[str, str]]) ->
 
 def _load_scan(path: Path, fingerprint: str) -> list[Skipped] | None:
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = parse_json(path.read_text(encoding="utf-8"))
         return [Skipped(*row) for row in saved["skipped"]] if saved["fingerprint"] == fingerprint else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -96,7 +97,7 @@ def write_skipped(path: Path, skipped: Mapping[str, str] | Iterable[tuple[str, s
     rows: dict[str, str] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+            row = parse_json(line)
             rows[row["path"]] = row["reason"]
     rows |= dict(skipped)
     if rows:

@@ -5,6 +5,7 @@ Samples follow webdataset's rule: consecutive members that share their name up t
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -12,20 +13,20 @@ import select
 import shlex
 import signal
 import subprocess
-import tarfile
 import tempfile
-import zlib
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from lzma import LZMAError
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from kineograph.core.errors import Unreadable
+from kineograph.core.media_file import MediaLimits
 from kineograph.core.run_folder import write_atomic
+from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
 from kineograph.data.probe import map_with_progress, user_cache
 from kineograph.data.shards import Shard
 
@@ -34,7 +35,6 @@ _FOLDER = ".kineo-index"
 _NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 _STDERR_CHARS = 300  # of a failed command's stderr, in its error
 _EXIT_TIMEOUT = 10.0  # seconds a command may take to exit after its output has been read
-_DAMAGED = (tarfile.TarError, EOFError, zlib.error, LZMAError)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -76,27 +76,30 @@ class TarIndex:
         keys: list[str] = []
         kinds: dict[str, int] = {}
         table: list[tuple[int, int, int, int]] = []
-        problem = ""
-        with open(path, "rb") as file:
+        problem = sparse = ""
+        with _open_shard(path) as file:
             status = os.fstat(file.fileno())
             try:
-                for info in _iterate_members(file):
-                    named = split_name(info.name)
+                for member in TarReader(file, file.seek):
+                    named = split_name(member.name)
                     if named is None:
+                        continue
+                    if member.sparse:
+                        sparse = sparse or f"holds {member.name}, a sparse file, which is not read"
                         continue
                     key, suffix = named
                     if not keys or keys[-1] != key:
                         keys.append(key)
-                    if info.offset_data + info.size > status.st_size:
+                    if member.offset + member.size > status.st_size:
                         problem = f"ends inside a member after {len(table)} whole files"
                         table = [row for row in table if row[0] < len(keys) - 1]  # drop the incomplete sample
                         keys.pop()
                         break
-                    table.append((len(keys) - 1, kinds.setdefault(suffix, len(kinds)), info.offset_data, info.size))
-            except (tarfile.TarError, ValueError) as error:
+                    table.append((len(keys) - 1, kinds.setdefault(suffix, len(kinds)), member.offset, member.size))
+            except TarDamaged as error:
                 problem = f"{error} after {len(table)} whole files"
         columns = np.array(table, np.int64).reshape(-1, 4).T  # 4 M
-        return TarIndex(keys, list(kinds), columns, problem, _file_stamp(status))
+        return TarIndex(keys, list(kinds), columns, problem or sparse, _file_stamp(status))
 
     def save(self, path: Path) -> None:
         buffer = io.BytesIO()
@@ -107,45 +110,25 @@ class TarIndex:
 
     @staticmethod
     def load(path: Path) -> TarIndex:
-        """Raises OSError, ValueError or KeyError if there is no usable index."""
+        """Raises any exception if there is no usable index: it lies beside the data, and may be anything."""
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("compressed, so it may unpack to any size")
         with np.load(path, allow_pickle=False) as saved:
             if int(saved["version"]) != _VERSION:
                 raise ValueError("another version")
             about, keys = (saved[name].tobytes().decode("utf-8", "surrogateescape") for name in ("about", "keys"))
             stamp, problem, *suffixes = about.split("\0")
-            return TarIndex(keys.split("\0") if keys else [], suffixes, saved["members"], problem, stamp)
+            index = TarIndex(keys.split("\0") if keys else [], suffixes, saved["members"], problem, stamp)
+        index._check(int(stamp.split()[0]))
+        return index
 
-
-class _FastTarInfo(tarfile.TarInfo):
-    """Reads only name and size of an ordinary file's header, which takes a quarter of the time."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _FastTarInfo:
-        if len(buf) != tarfile.BLOCKSIZE or buf[156:157] != tarfile.REGTYPE or buf[257:262] != b"ustar" or buf[345]:
-            return super().frombuf(buf, encoding, errors)
-        info = cls(buf[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape"))
-        info.size = tarfile.nti(buf[124:136])  # type: ignore[attr-defined]
-        return info
-
-
-def _iterate_members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar; raises tarfile.ReadError where it is damaged, where tarfile would stop without an error."""
-    offset = 0
-    with suppress(tarfile.ReadError), tarfile.open(fileobj=file, mode="r:", tarinfo=_FastTarInfo) as tar:
-        while (info := tar.next()) is not None:
-            tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every header
-            offset = tar.offset
-            if info.isfile():
-                yield info
-        offset = tar.offset
-    file.seek(offset)
-    block = file.read(tarfile.BLOCKSIZE)
-    if not block:
-        raise tarfile.ReadError("ends without an end mark")
-    if len(block) < tarfile.BLOCKSIZE:
-        raise tarfile.ReadError("ends inside a header")
-    if block.strip(b"\0"):
-        raise tarfile.ReadError(f"no tar header at byte {offset}")
+    def _check(self, file_size: int) -> None:
+        """Raise a ValueError unless the members lie in a file of this size."""
+        samples, kinds, offsets, sizes = self.members
+        within = [(samples, len(self.keys)), (kinds, len(self.suffixes)), (offsets, file_size), (sizes, file_size + 1)]
+        if self.members.dtype != np.int64 or any(((row < 0) | (row >= end)).any() for row, end in within):
+            raise ValueError("not an index of this file")
 
 
 def _file_stamp(status: os.stat_result) -> str:
@@ -158,7 +141,7 @@ def load_or_build_index(path: str) -> TarIndex:
     real = Path(os.path.realpath(path))
     candidates = [real.parent / _FOLDER / f"{real.name}.npz", user_cache("index", path, ".npz")]
     for candidate in candidates:
-        with suppress(OSError, ValueError, KeyError, EOFError):
+        with suppress(Exception):
             index = TarIndex.load(candidate)
             if index.stamp == stamp:
                 return index
@@ -176,11 +159,18 @@ def index_shards(shards: Sequence[Shard]) -> list[TarIndex | OSError]:
     return list(map_with_progress(load_or_build_index, urls, message, OSError))
 
 
+def _open_shard(path: str) -> IO[bytes]:
+    """Open a regular file: a pipe or device would block, or never end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return open(path, "rb", buffering=0)
+
+
 # Streams ----------------------------------------------------------------------------------------------------------
 
 
 def stream_samples(
-    shard: Shard, timeout: float, is_wanted: Callable[[str], bool]
+    shard: Shard, timeout: float, is_wanted: Callable[[str], bool], limits: MediaLimits
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield key and members (suffix → content) of each sample. Raises Unreadable at the end of a damaged shard."""
     count = 0
@@ -189,26 +179,24 @@ def stream_samples(
         members: dict[str, bytes] = {}
         problem = ""
         try:
-            with tarfile.open(fileobj=stream, mode="r|*") as tar:
-                for member in tar:
-                    tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every header
-                    named = split_name(member.name) if member.isfile() else None
-                    if named is None:
-                        continue
-                    if named[0] != key:
-                        if key is not None:
-                            yield key, members
-                            count += 1
-                        key, members = named[0], {}
-                    if is_wanted(named[1]):
-                        content = tar.extractfile(member)
-                        members[named[1]] = content.read() if content is not None else b""
+            tar = TarReader(decompress(stream))
+            for member in tar:
+                named = split_name(member.name)
+                if named is None or member.sparse:
+                    continue
+                if named[0] != key:
+                    if key is not None:
+                        yield key, members
+                        count += 1
+                    key, members = named[0], {}
+                if is_wanted(named[1]) and member.size <= limits.bytes:
+                    members[named[1]] = tar.read(member)
             if key is not None:
                 yield key, members
                 count += 1
             while stream.read(1 << 20):  # a command with unread output would fail with a broken pipe
                 pass
-        except _DAMAGED as error:
+        except (TarDamaged, *DAMAGED) as error:
             problem = f"cut off ({' '.join(str(error).split()) or type(error).__name__})"
         except OSError as error:
             problem = str(error)
@@ -224,7 +212,7 @@ def _open_stream(shard: Shard, timeout: float) -> Iterator[tuple[Any, Callable[[
     command = shard.command
     if command is None:
         try:
-            file = open(shard.url, "rb")  # noqa: SIM115
+            file = _open_shard(shard.url)
         except OSError as error:
             raise Unreadable(shard.name, f"the shard cannot be read: {error.strerror}") from None
         with file:

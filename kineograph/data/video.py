@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
+from kineograph.core.media_file import MediaLimits, Meter, open_video
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.decode import MODES, Clip, DecodeOptions, to_channels
 from kineograph.data.transforms import TOLERANCE, ImageTransform
@@ -24,22 +25,23 @@ _NO_FRAMES = "a video without frames"
 
 def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random.Generator) -> Clip:
     """Frames on screen at s, s + 1/fps …, by timestamps; consecutive frames if no fps is set."""
-    with _open_video(file) as container:
+    meter = Meter(options.limits)
+    with open_video(file, options.limits) as container:
         stream = _video_stream(container)
         rate = frame_rate(stream)
         length = (options.frames - 1) * (1 / (options.fps or rate))
         begin, end = options.span or (0.0, math.inf)
-        duration = min(_stated_duration(container, stream) or _measure_duration(container, stream), end)
+        duration = min(_stated_duration(container, stream) or _measure_duration(container, stream, meter), end)
         start = begin + float(rng.random()) * max(duration - length - TOLERANCE - begin, 0.0)
         state = rng.bit_generator.state  # a second attempt must draw the same crop
-        frames = _decode_frames(container, stream, start, options, rng)
+        frames = _decode_frames(container, stream, start, options, rng, meter)
         if not frames and start > begin:  # the stated duration was wrong, or the tail is missing
-            latest = min(_measure_duration(container, stream), end) - length - TOLERANCE
+            latest = min(_measure_duration(container, stream, meter), end) - length - TOLERANCE
             for retry in (max(min(start, latest), begin), begin):
                 rng.bit_generator.state = state
-                frames = frames or _decode_frames(container, stream, retry, options, rng)
+                frames = frames or _decode_frames(container, stream, retry, options, rng, meter)
         if not frames and begin > 0:
-            seconds = _measure_duration(container, stream)
+            seconds = _measure_duration(container, stream, meter)
             raise Unreadable("", f"its clip begins at {begin:g} s, but it lasts {seconds:.3g} s")
         if not frames:
             raise Unreadable("", _NO_FRAMES)
@@ -47,11 +49,11 @@ def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random
 
 
 def _decode_frames(
-    container: Any, stream: Any, start: float, options: DecodeOptions, rng: np.random.Generator
+    container: Any, stream: Any, start: float, options: DecodeOptions, rng: np.random.Generator, meter: Meter
 ) -> list[np.ndarray]:
     """Frames from the one on screen at `start`; fewer if the file ends."""
     begin, end = options.span or (0.0, math.inf)
-    decoded = _iterate_frames(container, stream, start, options.truncated)
+    decoded = _iterate_frames(container, stream, start, options.truncated, meter)
     frames = _stop_at(end, decoded)
     shown: av.VideoFrame | None = None
     shown_at = 0.0
@@ -93,7 +95,7 @@ def _stop_at(end: float, frames: Iterator[tuple[float, av.VideoFrame]]) -> Itera
 
 
 def _iterate_frames(
-    container: Any, stream: Any, start: float, truncated: bool
+    container: Any, stream: Any, start: float, truncated: bool, meter: Meter
 ) -> Iterator[tuple[float, av.VideoFrame]]:
     """(seconds, frame) from the keyframe at or before `start`, in presentation order."""
     import av
@@ -104,10 +106,11 @@ def _iterate_frames(
     last = -1 / frame_rate(stream)
     try:
         for frame in container.decode(stream):
+            meter.count_frame(frame.width, frame.height)
             at = (frame.pts - origin) * clock if frame.pts is not None else last + 1 / frame_rate(stream)
             # The container's index is wrong: restart at the beginning.
             if first and start > 0 and at > start + TOLERANCE:
-                yield from _iterate_frames(container, stream, 0.0, truncated)
+                yield from _iterate_frames(container, stream, 0.0, truncated, meter)
                 return
             first, last = False, at
             yield at, frame
@@ -162,49 +165,39 @@ def _stated_duration(container: Any, stream: Any) -> float | None:
     return container.duration / 1e6 if container.duration else None
 
 
-def _measure_duration(container: Any, stream: Any) -> float:
+def _measure_duration(container: Any, stream: Any, meter: Meter) -> float:
     """From the packets, without decoding: for files that were never closed, such as recordings of a stream."""
     origin, clock = stream.start_time or 0, float(stream.time_base)
     container.seek(origin, stream=stream, backward=True)
-    packets = (packet for packet in container.demux(stream) if packet.pts is not None)
-    ends = [(packet.pts + (packet.duration or 0) - origin) * clock for packet in packets]
-    if not ends:
+    longest = -math.inf
+    for packet in container.demux(stream):
+        meter.check_time()
+        if packet.pts is not None:
+            longest = max(longest, (packet.pts + (packet.duration or 0) - origin) * clock)
+    if longest == -math.inf:
         raise Unreadable("", _NO_FRAMES)
-    return max(ends)
-
-
-def _open_video(file: Path | io.BytesIO) -> Any:
-    import av
-
-    if not (file.stat().st_size if isinstance(file, Path) else file.getbuffer().nbytes):
-        raise Unreadable("", "empty file (0 bytes)")
-    try:
-        return av.open(str(file) if isinstance(file, Path) else file)
-    except av.InvalidDataError:
-        reason = "not a video in any format that FFmpeg knows, or cut off before its index was written"
-        raise Unreadable("", reason) from None
+    return longest
 
 
 def _video_stream(container: Any) -> Any:
-    if not container.streams.video:
-        raise Unreadable("", "no video stream in it (audio only?)")
     stream = container.streams.video[0]
     stream.codec_context.thread_count = 1  # worker processes are the parallelism
     return stream
 
 
-def probe_video(file: Path | io.BytesIO, decode_all: bool) -> MediaInfo:
+def probe_video(file: Path | io.BytesIO, decode_all: bool, limits: MediaLimits) -> MediaInfo:
     """As the container states it, with one frame decoded; or by decoding all frames."""
-    with _open_video(file) as container:
+    meter = Meter(limits)
+    with open_video(file, limits) as container:
         stream = _video_stream(container)
         if not decode_all:
-            seconds = _stated_duration(container, stream) or _measure_duration(container, stream)
+            seconds = _stated_duration(container, stream) or _measure_duration(container, stream, meter)
             count = stream.frames or max(1, round(seconds * frame_rate(stream)))
-            for _, frame in _iterate_frames(container, stream, 0.0, truncated=False):
+            for _, frame in _iterate_frames(container, stream, 0.0, False, meter):
                 return MediaInfo(*_upright_size(frame), count, seconds)
             raise Unreadable("", _NO_FRAMES)
         count, end, size = 0, 0.0, (0, 0)
-        for at, frame in _iterate_frames(container, stream, 0.0, truncated=False):
+        for at, frame in _iterate_frames(container, stream, 0.0, False, meter):
             size = size if count else _upright_size(frame)
             count, end = count + 1, at + _frame_duration(frame, stream)
         if not count:

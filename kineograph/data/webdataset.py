@@ -15,6 +15,7 @@ import numpy as np
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.core.media_file import check_bytes
 from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, BucketedSource, BucketsConfig, MediaInfo, assign_buckets
 from kineograph.data.decode import probe_media, raise_unreadable
@@ -171,7 +172,7 @@ class WebDataset(BucketedSource):
 
         def probe(row: int) -> MediaInfo:
             member = self._read_member("media", row, names[row])
-            return probe_media(member.data, f".{member.suffix}", names[row])
+            return probe_media(member.data, f".{member.suffix}", names[row], limits=self.config.limits)
 
         shards = self._table.shards.tolist()
         stamps = [f"{name}\0{self._stamps[shard]}" for name, shard in zip(names, shards, strict=True)]
@@ -242,6 +243,7 @@ class WebDataset(BucketedSource):
         ranges = self._table.ranges[field]
         size = int(ranges.sizes[index])
         with raise_unreadable(name):
+            check_bytes(size, self.config.limits)
             data = os.pread(self._file_descriptor(int(self._table.shards[index])), size, int(ranges.offsets[index]))
         if len(data) < size:
             raise Unreadable(name, "the shard became shorter while it was read")

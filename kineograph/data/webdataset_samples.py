@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -13,6 +12,7 @@ from pydantic import Field, field_validator
 
 from kineograph.core.batch import Sample
 from kineograph.core.errors import Unreadable
+from kineograph.core.text_file import clean_caption, parse_json
 from kineograph.data.buckets import Bucket
 from kineograph.data.captions import TEXT_KEYS
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media
@@ -182,14 +182,14 @@ class SampleDecoder:
         try:
             text = member.data.decode("utf-8-sig")
             if member.suffix.rpartition(".")[2] == "json":
-                tree = json.loads(text)
+                tree = parse_json(text)
                 keys = (self.config.caption_key,) if self.config.caption_key else TEXT_KEYS
                 text = next((tree[key] for key in keys if isinstance(tree.get(key), str)), "")
         except UnicodeDecodeError:
             raise Unreadable(name, f"its .{member.suffix} is not UTF-8 text") from None
         except (ValueError, AttributeError):
             raise Unreadable(name, f"its .{member.suffix} is not a JSON object") from None
-        return " ".join(text.split()) or None
+        return clean_caption(text) or None
 
     def _add_embedding(self, sample: Sample, field: str, record: Record) -> None:
         name, exists = record.name, True

@@ -120,7 +120,7 @@ def _iterate_records(
 ) -> Iterator[Record]:
     """The usable samples of one shard; raises Unreadable at the end of a damaged one."""
     wanted = {suffix for suffixes in decoder.suffixes.values() for suffix in suffixes}
-    for key, files in stream_samples(shard, config.pipe_timeout, wanted.__contains__):
+    for key, files in stream_samples(shard, config.pipe_timeout, wanted.__contains__, config.limits):
         name = f"{shard.name}:{key}"
         members: dict[str, Member] = {}
         for field, suffixes in decoder.suffixes.items():

@@ -31,6 +31,7 @@ class EvalBatch:
     generated: Tensor | None = None  # B T C H W: sampled for `captions`
     reconstruction: Tensor | None = None  # B T C H W: `real` through the codec
     tokens: Tensor | None = None  # B t h w: its codes
+    token_mask: Tensor | None = None  # B t, bool: False where latent frames are padding; None: no padding
     spare: bool = False  # another process has the same rows: metrics must not count them
     losses: dict[str, Mean] | None = None  # from Task.validate
     _features: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # by kind of pixels and extractor

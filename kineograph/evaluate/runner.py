@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kineograph.core import distributed
+from kineograph.core.config import Tree, parse
 from kineograph.core.errors import InputError
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.registry import find_metric, metric_names
@@ -21,6 +22,7 @@ from kineograph.evaluate.stage_evaluator import Reasons, StageEvaluator
 from kineograph.stage.load import StageLoader, choose_sampling_stage
 from kineograph.stage.spec import read_stage
 from kineograph.train import checkpoint as checkpoints
+from kineograph.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,13 @@ class Evaluation:
 
 def _format(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _validation_batch(train: Tree) -> int:
+    """Samples of all processes in a batch of training's validation."""
+    return parse(
+        TrainConfig, {key: train[key] for key in ("batch_size", "accumulate") if key in train}
+    ).micro_batch_size
 
 
 def evaluate(
@@ -140,6 +149,7 @@ def evaluate(
             interactive=True,
             note=note,
             split=split,
+            validation_batch=_validation_batch(tree["stages"][name].get("train", {})),
         )
         results, sheets = evaluator.run(chosen, reasons)
         if distributed.is_first():

@@ -11,6 +11,7 @@ import torch
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.capabilities import (
+    ComparesSamples,
     DescribesStart,
     SupportsReconstruction,
     SupportsSampling,
@@ -52,11 +53,16 @@ class StageEvaluator:
         interactive: bool = False,
         note: Callable[[str], None] = lambda line: None,
         split: str = "validation",
+        validation_batch: int | None = None,
     ) -> None:
-        """`generate`: sample from the stage, if it can. `interactive`: announce the work, show progress, collect sheets."""
+        """`generate`: sample from the stage, if it can. `interactive`: announce the work, show progress, collect sheets.
+
+        `batch` is the number of samples of one process at a time, `validation_batch` that of all processes in training's validation.
+        """
         self.spec, self.task, self.source, self.device = spec, task, source, device
         self.name, self.shape = spec.name, sample_shape(task, spec.data.shape)
-        self.run_seed, self.seed, self.batch, self.split = run_seed, seed, batch, split
+        self.run_seed, self.seed, self.split = run_seed, seed, split
+        self.batch, self.validation_batch = batch, validation_batch
         self.extractors, self.stages, self.interactive, self.note = extractors, stages, interactive, note
         self.generate = generate and isinstance(task, SupportsSampling)
         self.count = min(samples, len(source))
@@ -169,7 +175,10 @@ class StageEvaluator:
             world=world,
         )
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # the Trainer's
-        for real in self.progress.track(loader.fixed_batches(self.count, self.batch * world)):
+        size = self.batch * world
+        if isinstance(self.task, ComparesSamples) and self.validation_batch is not None:
+            size = min(self.validation_batch, self.count)
+        for real in self.progress.track(loader.fixed_batches(self.count, size)):
             real = real.to(self.device)
             heartbeat.beat()
             batch = EvalBatch(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
@@ -185,6 +194,7 @@ class StageEvaluator:
                 if "tokens" in needed:
                     assert isinstance(self.task, Codec)
                     batch.tokens = self.task.encode(real.video, real.frame_mask)
+                    batch.token_mask = None if real.frame_mask is None else self.task.mask_for(real.frame_mask)
                 if "losses" in needed:
                     batch.losses = self.task.validate(real, Noise(noise_seed, 0, real.slots))
             yield batch

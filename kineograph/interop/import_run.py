@@ -9,7 +9,6 @@ Tensors keep the precision of the folder. With `link` or a LoRA file nothing is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from kineograph.core.batch import Shape
 from kineograph.core.config import Tree, dump_yaml, parse
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.text_file import parse_json
 from kineograph.core.weight_files import WeightFiles, check_shapes
 from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig
@@ -188,7 +188,7 @@ def _link_generator(
     if lora is None:
         adapters, keys = zero_adapters(network)
     else:
-        check_base(lora, network, str(model.path), json.loads(asset)["digest"], note)
+        check_base(lora, network, str(model.path), parse_json(asset)["digest"], note)
         adapters, keys = convert_lora(network, read_lora(lora, diffusers_modules(network)), str(lora))
     tree["stages"] = {GENERATOR: stage | {"tune": "lora", "lora": keys}}
     return {f"network.{name}": value for name, value in adapters.items()}, {tuning.ASSET: asset}

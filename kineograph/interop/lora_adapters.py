@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
+from kineograph.core.text_file import parse_json
 from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.diffusers_weights import (
     diffusers_state,
@@ -116,7 +117,7 @@ def describe_shape(network: Transformer) -> dict[str, Any]:
 def describe_base(task: CogVideoX) -> dict[str, str]:
     """The transformer of a stage, for the header of its LoRA file. Names the weights' folder without its path."""
     mark = task.assets().get(tuning.ASSET)
-    known = json.loads(mark) if mark is not None else {"digest": tuning.digest_weights(diffusers_state(task))}
+    known = parse_json(mark) if mark is not None else {"digest": tuning.digest_weights(diffusers_state(task))}
     weights = {"digest": known["digest"]} | ({"name": Path(known["folder"]).name} if "folder" in known else {})
     return {KEY: json.dumps({"shape": describe_shape(task.network), "weights": weights}, sort_keys=True)}
 
@@ -130,7 +131,7 @@ def check_base(file: Path, network: Transformer, folder: str, digest: str, note:
     if text is None:
         return
     try:
-        base = json.loads(text)
+        base = parse_json(text)
         shape, weights = dict(base["shape"]), dict(base["weights"])
     except (ValueError, TypeError, KeyError):
         raise InputError(f"{file}: {KEY} in its header is not readable: export it again") from None

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kineograph.core.config import load_file
 from kineograph.core.errors import InputError
+from kineograph.core.text_file import parse_json
 from kineograph.core.weight_files import WeightFiles
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -140,7 +141,7 @@ def _read_peft_metadata(tensors: WeightFiles, file: Path) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        return {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
+        return {key.removeprefix("transformer."): value for key, value in parse_json(text).items()}
     except (ValueError, AttributeError):
         raise InputError(f"{file}: {_METADATA} in its header is not readable JSON") from None
 

@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 
-from kineograph.core.errors import InputError, explain_oversized_image
+from kineograph.core.errors import InputError, Unreadable, explain_oversized_image
+from kineograph.core.media_file import MediaLimits, Meter, open_image, open_video, read_media
 from kineograph.media.frames import replace_atomically, to_images
 from kineograph.media.gif import GifWriter
 from kineograph.media.grids import make_film_strip
@@ -19,6 +20,7 @@ from kineograph.media.mp4 import Mp4Writer
 WRITERS: dict[str, type[GifWriter | Mp4Writer]] = {".gif": GifWriter, ".mp4": Mp4Writer}
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v"})
 DEFAULT_FPS = 8.0  # for a video without timestamps and frame rate
+_LIMITS = MediaLimits()
 _REMEDY = "give a picture (png, jpg, webp) or a clip (gif, mp4, webm, mov)"
 
 
@@ -69,14 +71,16 @@ def read_frames(path: str | Path) -> Iterator[Frame]:
 
 
 def _read_image(path: Path) -> Iterator[Frame]:
+    meter = Meter(_LIMITS)
     try:
-        with Image.open(path) as file:
+        with open_image(read_media(path, _LIMITS)) as file:
             # Not the pages of a TIFF, nor the second view that phones keep inside a JPEG.
             if file.format not in ("GIF", "WEBP", "PNG") or not getattr(file, "is_animated", False):
                 yield Frame(ImageOps.exif_transpose(file).copy(), 0.0, file.format or "")
                 return
             start = 0  # milliseconds
             for frame in ImageSequence.Iterator(file):
+                meter.count_frame(*frame.size)
                 image = frame.copy()  # decodes; WebP knows the duration only then
                 duration = round(frame.info.get("duration") or 0)
                 yield Frame(image, start / 1000, file.format)
@@ -85,6 +89,8 @@ def _read_image(path: Path) -> Iterator[Frame]:
         yield from _read_video(path)
     except Image.DecompressionBombError as error:
         raise InputError(f"{path} is {explain_oversized_image(error)}") from None
+    except Unreadable as error:
+        raise InputError(f"{path} cannot be read ({error.reason}): {_REMEDY}") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read ({error}): {_REMEDY}") from None
 
@@ -92,21 +98,22 @@ def _read_image(path: Path) -> Iterator[Frame]:
 def _read_video(path: Path) -> Iterator[Frame]:
     import av
 
-    start = None
+    start, meter = None, Meter(_LIMITS)
     try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise InputError(f"{path} has no video stream: {_REMEDY}")
+        with open_video(path, _LIMITS) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             spacing = 1 / float(stream.average_rate or stream.guessed_rate or DEFAULT_FPS)
             for frame in container.decode(stream):
+                meter.count_frame(frame.width, frame.height)
                 following = 0.0 if start is None else start + spacing
                 start = float(frame.time) if frame.time is not None else following
                 # Phones store portrait clips sideways, with a rotation tag.
                 turns = round(getattr(frame, "rotation", 0) / 90) % 4
                 upright = np.rot90(frame.to_ndarray(format="rgb24"), turns)
                 yield Frame(Image.fromarray(upright), start, "video")
+    except Unreadable as error:
+        raise InputError(f"{path} cannot be read ({error.reason}): {_REMEDY}") from None
     except av.FFmpegError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
     if start is None:

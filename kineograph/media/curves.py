@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kineograph.core.text_file import parse_json
 from kineograph.media.frames import replace_atomically
 
 DENSE = 2_000  # lines per stage and split that are all read; later ones are thinned out evenly
@@ -57,7 +57,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             if counts[kind] > DENSE and counts[kind] % stride:
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:  # cut off by a kill
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), (int, float)) and "stage" in record:

@@ -22,7 +22,7 @@ class Mp4Writer:
 
         rate = Fraction(fps).limit_denominator(1001)  # 30000/1001 is the largest denominator in use
         try:
-            self._container: Any = av.open(str(path), "w", options={"movflags": "+faststart"})
+            self._container: Any = av.open(f"file:{path}", "w", options={"movflags": "+faststart"})
         except av.FFmpegError as error:
             raise InputError(f"cannot write {path}: {error}") from None
         try:

@@ -78,27 +78,6 @@ def mask_tokens(noise: Noise, tokens: int, keep: Tensor | None = None, bias: flo
     return TokenMask(mask, rows[:limit], (values[:limit] < 2.0).float())
 
 
-@dataclass
-class MaskedLoss:
-    """Sums over the masked tokens of a batch."""
-
-    cross_entropy: Tensor
-    correct: Tensor
-    count: Tensor
-    critic: Tensor | None = None  # loss of a critic that shares the network
-
-    def loss(self, critic_weight: float) -> Loss:
-        terms = {
-            "cross_entropy": Mean(self.cross_entropy.detach(), self.count),
-            "accuracy": Mean(self.correct, self.count),
-        }
-        total = self.cross_entropy
-        if self.critic is not None:
-            total = total + critic_weight * self.critic
-            terms["critic"] = Mean(self.critic.detach(), self.count)
-        return Loss(Mean(total, self.count), terms)
-
-
 # Critics ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from kineograph.core import distributed
 from kineograph.core.capabilities import ChecksPrecision, SupportsLatentSampling, SupportsSampling
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError, KineoError
+from kineograph.core.protocols import Stream
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
@@ -21,6 +22,7 @@ from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import check_init_shapes
 from kineograph.train import checkpoint
 from kineograph.train.compile import uses_cuda_graphs
+from kineograph.train.determinism import check_deterministic_device
 from kineograph.train.precision import resolve_precision
 from kineograph.train.remote_checkpoint import check_reachable, is_remote
 from kineograph.train.stepper import check_layout
@@ -50,10 +52,13 @@ def check_stages(
             device = distributed.resolve_device(stage.train.device)
             precision = resolve_precision(stage.train.precision, device)
             uses_cuda_graphs(stage.train, device, several)
+            if stage.train.deterministic:
+                check_deterministic_device(device)
         stage.train.parallel.mesh_shape(*(planned or distributed.current_world()))
         for metric in stage.train.metrics:
             find_metric(metric, "train.metrics")
         check_cachable(stage, data[stage.name].source)
+        _check_deterministic_order(stage, data[stage.name])
         if building and planned is None:
             missing = find_missing_weights(stage, data[stage.name], hub=True)
             if missing is not None:
@@ -79,6 +84,15 @@ def check_stages(
             check_tokens(task, data[stage.name])
             check_buckets(task, data[stage.name])
             _check_show(stage, task)
+
+
+def _check_deterministic_order(stage: StagePlan, data: StageData) -> None:
+    """Refuse a stream whose order would depend on the machine's cores."""
+    if stage.train.deterministic and stage.train.workers == "auto" and isinstance(data.source, Stream):
+        raise ConfigError(
+            "train.deterministic=true: the order of a stream (data.shards that are pipes, URLs or compressed) depends on the number of data "
+            "workers, and train.workers=auto takes it from the machine: set train.workers=4, for example"
+        )
 
 
 def _check_show(stage: StagePlan, task: Task) -> None:

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override
+from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override, shorten
 from kineograph.core.errors import ConfigError
 from kineograph.core.trust import accept, require_trust
 from kineograph.data.open_source import drop_other_source_keys, source_name
@@ -35,11 +35,11 @@ def preset_names() -> list[str]:
 
 def find_preset(name: str) -> Path:
     for folder in preset_folders():
-        if (folder / f"{name}.yaml").is_file():
+        if os.path.isfile(folder / f"{name}.yaml"):
             return folder / f"{name}.yaml"
     close = difflib.get_close_matches(name, preset_names(), n=1)
     hint = f"did you mean {close[0]}?" if close else f"the presets are {', '.join(preset_names())}"
-    raise ConfigError(f"{name!r} is neither a preset nor a file: {hint} (overrides look like train.steps=100)")
+    raise ConfigError(f"{shorten(name)!r} is neither a preset nor a file: {hint} (overrides look like train.steps=100)")
 
 
 def read_config(arguments: Sequence[str], extra: Tree | None = None, base: Tree | None = None) -> Tree:
@@ -64,12 +64,13 @@ def read_config(arguments: Sequence[str], extra: Tree | None = None, base: Tree 
 
 def is_override(text: str) -> bool:
     """`key=value`; an existing path is a file even if it contains '='."""
-    return "=" in text and not Path(text).exists()
+    return "=" in text and not os.path.exists(text)  # Path.exists raises for a long text
 
 
 def _find_file(argument: str) -> Path:
     path = Path(argument)
-    return path if path.suffix.lower() in (".yaml", ".yml", ".json") or path.is_file() else find_preset(argument)
+    is_file = path.suffix.lower() in (".yaml", ".yml", ".json") or os.path.isfile(path)
+    return path if is_file else find_preset(argument)
 
 
 def read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Tree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from kineograph.core.config import load_file
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.text_file import parse_json
 from kineograph.evaluate import results_file
 from kineograph.evaluate.console import open_console
 from kineograph.evaluate.run_summary import planned_steps
@@ -108,7 +108,7 @@ def _logged_steps(path: Path) -> dict[str, int]:
         return newest
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
+            entry = parse_json(line)
             newest[entry["stage"]] = max(newest.get(entry["stage"], 0), int(entry["step"]))
     return newest
 

@@ -60,4 +60,5 @@ class TrainingMetrics:
             self.plan.seed,
             self.extractors,
             self.stages,
+            validation_batch=self.stage.train.micro_batch_size,
         )

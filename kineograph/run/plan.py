@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from kineograph.core.config import Config, Tree, merge, parse
+from kineograph.core.config import Config, Tree, merge, parse, shorten
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import read_text, split_lines
@@ -60,7 +61,7 @@ def resolve_run(
     if fresh and not any(checkpoint.saved_steps(folder.checkpoints(name)) for name in saved.get("stages", {})):
         return make_plan(fresh), folder  # without a checkpoint there is nothing to continue
     # The saved config contains the preset already, as it was when the run began.
-    changes = [a for a in arguments if not (a == saved.get("preset") and not Path(a).is_file())]
+    changes = [a for a in arguments if not (a == saved.get("preset") and not os.path.isfile(a))]
     plan = make_plan(read_config(changes, extra, base=saved))
     refuse_changes(drop_origin(make_plan(saved).tree()), drop_origin(plan.tree()))
     return plan, folder
@@ -126,9 +127,9 @@ def _read_prompts(prompts: list[str] | str) -> list[str] | str:
     if prompts == "auto" or isinstance(prompts, list):
         return prompts
     path = Path(prompts)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
-            f"prompts={prompts}: no such file; give a list, a text file with one prompt per line, or auto"
+            f"prompts={shorten(prompts)}: no such file; give a list, a text file with one prompt per line, or auto"
         )
     lines = [line.strip() for line in split_lines(read_text(path, "prompts=")) if line.strip()]
     if not lines:

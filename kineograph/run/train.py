@@ -35,8 +35,10 @@ from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import build_for_training
 from kineograph.train import checkpoint
+from kineograph.train.determinism import deterministic_algorithms, set_deterministic_environment
 from kineograph.train.metrics_file import MetricsFile
 from kineograph.train.phases import Cursor, is_finished, skip_removed_phases
+from kineograph.train.precision import warn_of_bf16_weights
 from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
@@ -81,6 +83,8 @@ def train(
         if resume_from and distributed.is_first():
             fetch_checkpoints(resume_from, run, note)
         plan, folder = _resolve_on_all_ranks(arguments, run, resume, extra)
+        if any(stage.train.deterministic for stage in plan.stages):
+            set_deterministic_environment()
         set_group_timeout(max(stage.train.timeout for stage in plan.stages))
         tracker_names: list[str] = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
         check_trackers(tracker_names)
@@ -139,7 +143,9 @@ def _train_stages(run: _Run, data: dict[str, StageData]) -> None:
                 if stage.spec.config.skip:
                     run.note(f"{stage.name}: skipped (stages.{stage.name}.skip=true)")
                 else:
-                    _StageTraining(run, stage, data[stage.name]).train()
+                    training = _StageTraining(run, stage, data[stage.name])
+                    with deterministic_algorithms(training.device) if stage.train.deterministic else nullcontext():
+                        training.train()
                     _release_stage()
     except Stopped:
         if distributed.is_first():
@@ -280,12 +286,8 @@ class _StageTraining:
             + (f", from step {start.step}" if start.step else "")
             + (f", to {start.phase}" if start.phase != "train" else "")
         )
-        plain = any(player.optimizer == "adamw" for player in self.stage.players.values())
-        if plain and any(p.requires_grad and p.dtype == torch.bfloat16 for p in task.parameters()):
-            self.run.note(
-                f"warning: {self.stage.name} trains 16-bit weights with optimizer=adamw, which rounds small updates away: "
-                "set train.optimizer=adamw_8bit (or adamw_split)"
-            )
+        for line in warn_of_bf16_weights(task, self.stage.train, self.stage.players):
+            self.run.note(f"warning: {self.stage.name} {line}")
 
     def _log(self, record: dict[str, Any]) -> None:
         if not distributed.is_first():

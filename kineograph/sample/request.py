@@ -16,6 +16,7 @@ import yaml
 
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.text_file import replace_surrogates
 from kineograph.media.gif import MAX_FPS
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class SampleRequest:
         for prompt in self.prompts or ():
             if not isinstance(prompt, str):
                 raise InputError(f"prompt {prompt!r} has type {type(prompt).__name__}: give a str")
+            if replace_surrogates(prompt) != prompt:
+                raise InputError(f"prompt {prompt!r} holds half a character: give whole Unicode text")
         if self.negative is not None and self.prompts is None:
             raise InputError("--negative has no effect without a prompt: give one")
         for name in ("count", "frames"):

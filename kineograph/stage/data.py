@@ -87,8 +87,7 @@ class StageData:
         """The same items with the same crops every time."""
         train = self.stage.train
         count = min(train.validation_samples, len(self.validation))
-        micro = max(1, train.batch_size // train.accumulate)
-        return self._validation_loader.fixed_batches(count, min(micro, count))
+        return self._validation_loader.fixed_batches(count, min(train.micro_batch_size, count))
 
     def fixed_batch(self, count: int, split: Split = "validation") -> Batch:
         """The same `count` items every time, to show; repeated if the split has fewer."""

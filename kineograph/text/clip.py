@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import SupportsEmbedding
+from kineograph.core.capabilities import ComparesSamples, SupportsEmbedding
 from kineograph.core.config import StageConfig
 from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import ConfigError, InputError
@@ -76,7 +78,7 @@ class ImageTower(nn.Module):
         return self.transformer(self.patches(x) + self.positions()).mean(1)  # N D
 
 
-class TrainedClip(Task, SupportsEmbedding):
+class TrainedClip(Task, SupportsEmbedding, ComparesSamples):
     Config = ClipConfig
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
@@ -141,8 +143,12 @@ class TrainedClip(Task, SupportsEmbedding):
         images = self.embed_images(batch.video, batch.frame_mask)
         texts, _, _ = self.embed_texts(cast("list[str]", batch.captions))
         keys = copy_to_device(self.keys(cast("list[str]", batch.captions)), images.device)
-        # Validation batches may differ in size between processes, so each process has its own negatives.
-        return contrastive_loss(images, texts, keys, self.scale(), over_ranks=self.training)
+        if self.training:
+            gather, first = distributed.all_gather_with_grad, len(batch) * distributed.data_rank()
+        else:  # batches may differ in size between processes, and a spare one is another's
+            rows = 0 if batch.spare else len(batch)
+            gather, first = partial(_gather_rows, rows), distributed.count_rows_before(rows, images.device)
+        return contrastive_loss(images, texts, keys, self.scale(), gather, first)
 
     def keys(self, captions: list[str]) -> Tensor:
         """B, on the host: equal for captions with the same tokens."""
@@ -201,21 +207,32 @@ class ContrastiveLoss:
     scale: Tensor  # 1/temperature
 
 
-def contrastive_loss(images: Tensor, texts: Tensor, keys: Tensor, scale: Tensor, over_ranks: bool) -> ContrastiveLoss:
+def _gather_rows(rows: int, value: Tensor) -> Tensor:
+    return distributed.all_gather_rows(value[:rows])
+
+
+def contrastive_loss(
+    images: Tensor,
+    texts: Tensor,
+    keys: Tensor,
+    scale: Tensor,
+    gather: Callable[[Tensor], Tensor] = lambda value: value,
+    first: int = 0,
+) -> ContrastiveLoss:
     """Symmetric InfoNCE of unit vectors, images B D and texts B D; `keys` (B, int64) are equal where captions are.
 
         loss = ½ Σᵢ [ −log e^{s·xᵢyᵢ} / Σ_{j ∈ N(i)} e^{s·xᵢyⱼ}  −log e^{s·xᵢyᵢ} / Σ_{j ∈ N(i)} e^{s·xⱼyᵢ} ]
 
     N(i) is i and all j with another caption: an image of the same caption is not a negative, or it would be pushed away from its own
-    caption. With `over_ranks` the negatives are those of all processes, which must have equally many rows; each process computes the
-    loss of its own rows.
+    caption. `gather` collects the rows of all processes, which are negatives too, and `first` is the index of the own rows among them;
+    each process computes the loss of its own rows.
     """
     with torch.autocast(images.device.type, enabled=False):  # a logit of 100 has steps of 0.5 in bf16
         images, texts = images.float(), texts.float()
-        gather = distributed.all_gather_with_grad if over_ranks else lambda value: value
         all_images, all_texts, all_keys = gather(images), gather(texts), gather(keys)
-        rows, first = len(keys), len(keys) * distributed.data_rank() if over_ranks else 0
-        own = torch.arange(first, first + rows, device=keys.device)
+        rows = len(keys)
+        # Spare rows have no index, and nobody counts their loss.
+        own = torch.arange(first, first + rows, device=keys.device).clamp_(max=len(all_keys) - 1)
         same_caption = keys[:, None] == all_keys[None]  # B N
         excluded = same_caption & (own[:, None] != torch.arange(len(all_keys), device=keys.device))
         to_texts, to_images = scale * images @ all_texts.T, scale * texts @ all_images.T  # B N

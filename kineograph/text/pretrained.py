@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import InputError
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import freeze, is_fake_or_meta
+from kineograph.core.text_file import parse_json
 from kineograph.core.weight_files import TRANSFORMERS_STEM, open_weights
 from kineograph.text.encoder import NullText
 
@@ -226,7 +226,7 @@ def _read_config(name: str, local: bool, kind: str) -> dict[str, Any]:
     """An encoder's config.json; of a whole CLIP, its text tower's."""
     if local:
         check_folder(Path(name), KEY)
-        config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((Path(name) / "config.json").read_text(encoding="utf-8"))
     else:
         from transformers import AutoConfig
 

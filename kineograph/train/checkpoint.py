@@ -36,6 +36,7 @@ from torch import Tensor
 from kineograph.core import distributed
 from kineograph.core.errors import InputError, NotTrained, RunFailed
 from kineograph.core.run_folder import read_json, sync_folder, write_json
+from kineograph.core.text_file import parse_json
 
 DISK_REMEDY = "free disk space or fix the permissions"
 ONE_FILE, SHARDED = 1, 2  # formats of the manifest
@@ -94,7 +95,7 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         with _explain_removal(self.path):
-            state = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+            state = parse_json((self.path / "state.json").read_text(encoding="utf-8"))
         # If phase.json cannot be read, the phases of this step run again.
         return state | read_json(self.path / "phase.json")
 
@@ -230,7 +231,7 @@ def flush_and_hash(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    return json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    return parse_json((path / "manifest.json").read_text(encoding="utf-8"))
 
 
 def find_damage(path: Path) -> str | None:

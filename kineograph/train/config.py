@@ -67,6 +67,8 @@ class TrainConfig(PlayerConfig):
     checkpointing: bool | Literal["light", "selective"] = False
     """Recompute activations of the repeated blocks in the backward pass: less memory, more time. selective: keep the outputs of attention;
     light: also those of all matrix products but the widest."""
+    deterministic: bool = False
+    """The same command gives the same losses and weights, bit by bit, on the same kind of GPU, or on a CPU with as many threads. Slower."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     log_every: int = Field(10, ge=1)
@@ -122,6 +124,11 @@ class TrainConfig(PlayerConfig):
     wandb: WandbConfig = WandbConfig()
     log_checkpoints: bool = False
     """Upload checkpoints to wandb as artifacts, with the aliases latest and best."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of all processes in one forward pass, in training and in validation."""
+        return max(1, self.batch_size // self.accumulate)
 
     @model_validator(mode="after")
     def _check_log_checkpoints(self) -> TrainConfig:

@@ -12,6 +12,7 @@ from typing import Any
 from kineograph.core import distributed
 from kineograph.core.errors import RunFailed
 from kineograph.core.run_folder import sync_folder
+from kineograph.core.text_file import parse_json
 from kineograph.train.checkpoint import DISK_REMEDY
 from kineograph.train.phases import Cursor, Phase
 
@@ -77,7 +78,7 @@ class MetricsFile:
         with open(self.path, "rb") as file:
             for line in file:
                 try:
-                    record = json.loads(line)
+                    record = parse_json(line)
                 except ValueError:
                     continue
                 if not isinstance(record, dict) or not line.endswith(b"\n"):

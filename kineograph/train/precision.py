@@ -1,13 +1,36 @@
-"""The dtype of the forward pass: `train.precision`."""
+"""The dtype of the forward pass (`train.precision`), and what 16-bit weights lose."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from kineograph.core.errors import ConfigError
+from kineograph.core.task import Task
+from kineograph.train.config import PlayerConfig, TrainConfig
+
+# Beyond so many micro-batches, a sum of gradients in bf16 may lose more than a hundredth.
+MAX_BF16_SUM = 64
+
+
+def warn_of_bf16_weights(task: Task, config: TrainConfig, players: Mapping[str, PlayerConfig]) -> list[str]:
+    """What trained bf16 weights lose by this config, each with a remedy."""
+    if not any(p.requires_grad and p.dtype == torch.bfloat16 for p in task.parameters()):
+        return []
+    lines = []
+    if any(player.optimizer == "adamw" for player in players.values()):
+        lines.append(
+            "trains 16-bit weights with optimizer=adamw, which rounds small updates away: set train.optimizer=adamw_8bit (or adamw_split)"
+        )
+    if config.accumulate > MAX_BF16_SUM:
+        lines.append(
+            f"sums the bf16 gradients of train.accumulate={config.accumulate} micro-batches in bf16, which is exact to 1 % up to {MAX_BF16_SUM}: "
+            "lower train.accumulate, or keep the weights in fp32"
+        )
+    return lines
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

@@ -6,10 +6,8 @@ Everything is checked against its manifest before it is read, and nothing is unp
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +16,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kineograph.core.errors import InputError
+from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
+from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
 from kineograph.train.trackers import import_wandb
 
@@ -149,7 +149,7 @@ def _download_folder(url: str, folder: Path) -> Path:
     """Download a checkpoint's manifest and the files that it lists."""
     manifest = _download_file(f"{url}/manifest.json", folder / "manifest.json", url)
     try:
-        names = list(json.loads(manifest.read_text(encoding="utf-8"))["files"])
+        names = list(parse_json(manifest.read_text(encoding="utf-8"))["files"])
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{url}/manifest.json is not the manifest of a checkpoint") from None
     for name in names:
@@ -166,9 +166,20 @@ def _download_folder(url: str, folder: Path) -> Path:
 
 def _unpack(path: Path, folder: Path, source: str) -> Path:
     try:
-        with tarfile.open(path) as archive:
-            archive.extractall(folder, filter="data")  # refuses paths and links that lead outside
-    except (tarfile.TarError, OSError, EOFError) as error:
+        with open(path, "rb") as file:
+            tar = TarReader(decompress(file))
+            for member in tar:
+                parts = PurePosixPath(member.name).parts
+                if ".." in parts or "/" in parts:
+                    raise InputError(
+                        f"{source} is refused: {member.name!r} leads outside of the folder it is unpacked to"
+                    )
+                target = folder.joinpath(*parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with open(target, "wb") as copy:
+                    for part in tar.read_parts(member):
+                        copy.write(part)
+    except (TarDamaged, *DAMAGED, OSError) as error:
         raise InputError(f"{source} is not a tar that can be unpacked: {error}") from None
     return folder
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.errors import RunFailed, Stopped
+from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
 from kineograph.train.dtensors import full_tensor
 
@@ -176,12 +177,12 @@ def _write_shards(folder: Path, step: int, copies: dict[str, dict[str, Any]], te
         files = _gather_results(
             group, lambda: {name: checkpoint.flush_and_hash(file) for name, file in own_files.items()}
         )
-        positions = _gather_results(group, lambda: json.loads(text).get("data") or {})
+        positions = _gather_results(group, lambda: parse_json(text).get("data") or {})
 
         def commit() -> None:
             if not distributed.is_first():
                 return
-            state = json.loads(text) | {"processes": distributed.world()}
+            state = parse_json(text) | {"processes": distributed.world()}
             if positions[0]:  # of a stream: go on from the rank that is furthest behind, rather than skip samples
                 state["data"] = {key: min(position[key] for position in positions) for key in positions[0]}
             all_files = {name: entry for part in files for name, entry in part.items()}

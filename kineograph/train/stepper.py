@@ -25,6 +25,7 @@ from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.compile import compile_task, is_large, uses_cuda_graphs
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ddp import GradientAverage, ReplicatedTask
+from kineograph.train.determinism import permit_row_scans
 from kineograph.train.dtensors import full_tensor, to_local
 from kineograph.train.ema import Ema, swap_in_averages
 from kineograph.train.fsdp import ShardedTask, check_sharding
@@ -71,8 +72,8 @@ class Stepper:
     ) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda":
-            # Shapes repeat from step to step: let cuDNN find its fastest kernels once.
-            torch.backends.cudnn.benchmark = True
+            # Shapes repeat from step to step: let cuDNN find its fastest kernels once. Which they are varies from run to run.
+            torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         self.layout = Layout(config.parallel, self.device, config.timeout)
         # A task of fake tensors cannot be moved, and is built where it is needed.
         self.task = task if _is_on(task, self.device) else task.to(self.device)
@@ -246,6 +247,7 @@ class Stepper:
                 torch.no_grad(),
                 # Validation and sampling have many shapes, each used rarely: compiling would not pay off.
                 torch.compiler.set_stance("force_eager"),
+                permit_row_scans(),
                 autocast(self.precision, self.device),
             ):
                 yield self.task

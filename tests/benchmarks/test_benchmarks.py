@@ -220,6 +220,14 @@ def test_a_case_that_fails_leaves_the_others_running(tmp_path, only):
     assert second["timing"]["ms"] >= 0
 
 
+def test_deterministic_steps(tmp_path, only):
+    seen: list[bool] = []
+    only(toy("toy", lambda: seen.append(torch.are_deterministic_algorithms_enabled())))
+    assert run(tmp_path, "--deterministic")[0] == 0
+    assert seen and all(seen) and not torch.are_deterministic_algorithms_enabled()
+    assert [path.name[10:] for path in tmp_path.iterdir()] == ["-cpu-small-deterministic.json"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there(tmp_path, capsys):
     assert command.main(["data-digits", "--device", "cuda", "--out", str(tmp_path)]) == 2

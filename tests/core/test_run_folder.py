@@ -111,3 +111,18 @@ def test_what_is_written_is_whole(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"ü": [1]})
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == '{\n  "ü": [\n    1\n  ]\n}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_planted_lock_is_refused_and_its_target_stays(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "precious"
+    target.write_text("keep me")
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    lock = run.path / ".lock"
+    {"link": lambda: lock.symlink_to(target), "pipe": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()
+    assert not run.in_use()
+    with pytest.raises(InputError, match="cannot be written to"), run.lock():
+        pass
+    assert target.read_text() == "keep me"

@@ -81,7 +81,7 @@ def test_every_problem_is_named(pictures):
         (pictures / f"{name}.txt").write_text("x")
     report = check_folder(pictures)
     found = problems(report)
-    assert "not an image" in found["broken.png"]
+    assert "not a PNG" in found["broken.png"]
     assert "0 bytes" in found["zero.mp4"]
     assert "cut.png" in found
     assert found["p01.png"] == "no caption"
@@ -166,7 +166,7 @@ def test_tar_shards(tmp_path):
     found = problems(report)
     assert "0000.tar: 3 samples, 2 with text" in report.lines()
     assert found["0000.tar:b"] == "no caption"
-    assert "not an image" in found["0000.tar:c.png"]
+    assert "not a PNG" in found["0000.tar:c.png"]
     assert any(path.startswith("0001.tar") for path in found)
 
 

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
+from kineograph.core.media_file import MediaLimits, Meter
 from kineograph.data.decode import DecodeOptions, _gif_delays, decode_media, probe_media, to_channels
 from kineograph.data.transforms import ResizeCrop
 from kineograph.media.clips import write_clip
@@ -151,8 +152,8 @@ def test_truncated_pictures_are_refused_and_accepted_by_option(tmp_path, rng, na
         ("a.png", b"", "0 bytes"),
         ("a.gif", b"", "0 bytes"),
         ("a.mp4", b"", "0 bytes"),
-        ("a.jpg", b"hello" * 100, "not an image"),
-        ("a.gif", b"GIF89a", "not an image"),
+        ("a.jpg", b"hello" * 100, "not a PNG"),
+        ("a.gif", b"GIF89a", "not a PNG"),
         ("a.mp4", b"hello" * 100, "not a video"),
     ],
 )
@@ -246,10 +247,10 @@ def test_eight_fps_gif_whose_delays_are_rounded_keeps_its_frames(tmp_path, rng):
 def test__gif_delays_match_pillow(tmp_path):
     animation(tmp_path / "a.gif", [30, 70, 250])
     data = (tmp_path / "a.gif").read_bytes()
-    assert _gif_delays(data) == [0.03, 0.07, 0.25]
-    assert _gif_delays(data[:-1]) == [0.03, 0.07, 0.25]  # many lack the trailer
+    assert _gif_delays(data, Meter(MediaLimits())) == [0.03, 0.07, 0.25]
+    assert _gif_delays(data[:-1], Meter(MediaLimits())) == [0.03, 0.07, 0.25]  # many lack the trailer
     with pytest.raises(Unreadable, match="inside frame 3"):
-        _gif_delays(data[:-6])
+        _gif_delays(data[:-6], Meter(MediaLimits()))
 
 
 def test_unset_delays_play_as_in_a_viewer(tmp_path):

@@ -53,9 +53,11 @@ def test_replacement_is_a_pure_function():
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_validation_is_spread_over_ranks(count, batch_size, world):
     parts = split_batches(count, batch_size, world)
-    assert all(len(part) == world and all(len(share) for share in part) for part in parts)  # no rank waits in vain
-    places = np.concatenate([np.concatenate(part) for part in parts])
-    assert set(places.tolist()) == set(range(count))
-    if count >= world:
-        assert len(places) == count
-    assert max(len(share) for part in parts for share in part) <= -(-max(batch_size, world) // world) + 1
+    assert all(
+        len(part) == world and all(len(share.indices) for share in part) for part in parts
+    )  # no rank waits in vain
+    counted = [np.concatenate([share.indices for share in part if not share.spare]).tolist() for part in parts]
+    assert [place for batch in counted for place in batch] == list(range(count))
+    if world <= batch_size:  # the same batches for one process
+        assert counted == [part[0].indices.tolist() for part in split_batches(count, batch_size, 1)]
+    assert max(len(share.indices) for part in parts for share in part) <= -(-max(batch_size, world) // world)

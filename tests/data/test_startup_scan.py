@@ -18,7 +18,7 @@ def source(pictures):
 
 
 EXPECTED = [
-    Skipped("broken.png", "not an image in any format that Pillow knows"),
+    Skipped("broken.png", "not a PNG, JPEG, WebP, BMP, TIFF or GIF image"),
     Skipped("empty.jpg", "empty file (0 bytes)"),
 ]
 
@@ -32,7 +32,7 @@ def test_lists_what_cannot_be_read(source):
 def test_too_many_is_an_error_that_names_key_and_value(source):
     with pytest.raises(
         InputError,
-        match=r"(?s)2 of 14 items .*14%.*data.max_unreadable=0.1 .*broken.png: not an image.*set data.max_unreadable=0.15",
+        match=r"(?s)2 of 14 items .*14%.*data.max_unreadable=0.1 .*broken.png: not a PNG.*set data.max_unreadable=0.15",
     ) as caught:
         scan(source, 0.1)
     assert scan(source, float(str(caught.value).rsplit("=", 1)[1])) == EXPECTED

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kineograph.core.errors import Unreadable
+from kineograph.core.media_file import MediaLimits
 from kineograph.data import video
 from kineograph.data.decode import DecodeOptions, decode_media
 from kineograph.data.transforms import ResizeCrop
@@ -99,7 +100,7 @@ def test_portrait_clips_are_set_upright(tmp_path, make_video, rotation):
     size = upright.shape[:2]
     clip = decode(path, "a.mp4", wanted(size, frames=2), np.random.default_rng(0))
     assert np.abs(clip.pixels[0].astype(int) - upright).mean() < 6
-    assert video.probe_video(path, decode_all=True)[:2] == (size[1], size[0])
+    assert video.probe_video(path, decode_all=True, limits=MediaLimits())[:2] == (size[1], size[0])
 
 
 def test_colours_and_channels(tmp_path, make_video):
@@ -150,7 +151,7 @@ def test_cut_video(tmp_path, make_video, counting, numbers):
         clip = decode(path, "a.mp4", wanted(frames=2, fps=10.0, truncated=True), np.random.default_rng(seed))
         assert 1 <= len(clip.pixels) <= 2
     with pytest.raises(Unreadable, match=r"damaged or cut off: nothing can be decoded after [\d.]+ s$"):
-        video.probe_video(path, decode_all=True)
+        video.probe_video(path, decode_all=True, limits=MediaLimits())
 
 
 def test_sound_only(tmp_path):
@@ -165,7 +166,9 @@ def test_sound_only(tmp_path):
 
 
 def test_measure(tmp_path, make_video, counting):
-    assert video.probe_video(make_video(tmp_path / "a.mp4", counting(15), fps=30), decode_all=True) == (
+    assert video.probe_video(
+        make_video(tmp_path / "a.mp4", counting(15), fps=30), decode_all=True, limits=MediaLimits()
+    ) == (
         48,
         32,
         15,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
 import pickle
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 import webdataset
 from PIL import Image
 
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.loader import Loader
 from kineograph.data.open_source import open_source, parse_data_config
 from kineograph.data.shards import Shard, expand_braces, find_shards
@@ -270,7 +272,7 @@ def test_bad_pictures_and_captions_are_replaced_and_listed(tmp_path: Path) -> No
     source = opened(write(tmp_path / "0.tar", files))
     reasons = {path.rpartition(":")[2]: reason for path, reason in scan(source, 0.5)}
     assert reasons == {
-        "000000000": "not an image in any format that Pillow knows",
+        "000000000": "not a PNG, JPEG, WebP, BMP, TIFF or GIF image",
         "000000001": "an empty caption",
         "000000002": "its .txt is not UTF-8 text",
     }
@@ -369,3 +371,43 @@ def test_only_headers_are_read_for_an_index(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(os, "pread", lambda handle, count, at: taken.append(count) or pread(handle, count, at))
     TarIndex.build(str(path))
     assert sum(taken) < 30_000  # of 500,000
+
+
+# Shards that fight back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
+def test_a_hostile_tail_leaves_the_samples_before_it(tmp_path, kind):
+    """A negative size, which sends tarfile back to the beginning, for ever."""
+    good = write(tmp_path / "a.tar", item(1) + item(2)).read_bytes()[: 8 * 512]
+    hostile = bytearray(write(tmp_path / "b.tar", item(3)).read_bytes())
+    hostile[124:136] = b"\xff" * 12
+    data = good + bytes(hostile)
+    (tmp_path / "b.tar").unlink()
+    (tmp_path / "a.tar").unlink()
+    (tmp_path / f"x.{kind}").write_bytes(gzip.compress(data) if kind == "tar.gz" else data)
+    source = opened(tmp_path, max_unreadable=0.9)
+    assert any("impossible size" in reason for reason in source.skipped.values())
+    if kind == "tar":
+        assert {source.caption(index) for index in range(2)} == {"gray 1", "gray 2"}
+
+
+def test_a_large_member_and_a_pipe_are_unreadable(tmp_path):
+    write(tmp_path / "a.tar", item(1) + item(2))
+    os.mkfifo(tmp_path / "pipe.tar")
+    source = opened(tmp_path, max_unreadable=0.9, limits={"bytes": 20})
+    assert source.skipped["pipe.tar"] == "the shard cannot be read: not a regular file"
+    with pytest.raises(Unreadable, match=r"data\.limits\.bytes"):
+        source.read(0, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("member", [[0, 0, 10**15, 9], [9, 0, 0, 9], [0, 9, 0, 9], [0, 0, 0, -1], None])
+def test_a_planted_index_is_built_again(tmp_path, member):
+    path = write(tmp_path / "a.tar", item(1))
+    index = TarIndex.build(str(path))
+    forged = replace(index, members=np.array([member], np.int64).T if member else np.zeros((2, 1)))
+    forged.save(tmp_path / ".kineo-index" / "a.tar.npz")
+    assert load_or_build_index(str(path)).members.tolist() == index.members.tolist()
+    (tmp_path / ".kineo-index" / "a.tar.npz").write_bytes(b"PK\x03\x04 not a zip")
+    assert load_or_build_index(str(path)).members.tolist() == index.members.tolist()

@@ -30,7 +30,7 @@ from kineograph.sample.inference import draw
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import read_stage
 from tests.evaluate.test_extractors import Colours, scripted
-from tests.sample.tiny_task import make_run, save_stage
+from tests.sample.tiny_task import TinyCodec, make_run, save_stage
 
 
 class Brightness:
@@ -123,6 +123,44 @@ def test_psnr_codebook_and_loss_are_those_of_the_whole_set(run):
     assert found["codebook_use"] == float((counts > 0).double().mean())
     assert found["codebook_perplexity"] == pytest.approx(math.exp(-(share * share.log()).sum()))
     assert found["loss"] == pytest.approx(float((error * task.gain).mean()), rel=1e-5)
+
+
+def test_padded_frames_are_no_tokens(run, monkeypatch):
+    """Clips that end after their first frame, and others as they are."""
+    inner = Loader.fixed_batches
+
+    def cut(loader, *args):
+        for batch in inner(loader, *args):
+            batch.frame_mask = torch.ones(batch.pixels.shape[:2], dtype=torch.bool)
+            batch.frame_mask[:, 1:] = (batch.slots % 2 == 0)[:, None]
+            batch.pixels[batch.frame_mask.logical_not()] = 255
+            yield batch
+
+    monkeypatch.setattr(Loader, "fixed_batches", cut)
+    found = evaluate(run.path, ["codebook"], samples=12, batch=5, stage="tokenizer", device="cpu")
+    spec = read_stage(run.config(), "tokenizer")
+    task = StageLoader(run).load("tokenizer")
+    batch = next(
+        iter(
+            Loader(
+                MovingDigits.open(spec.data, "validation"), seed=key_of(3, "validation") >> 1, batch_size=12
+            ).fixed_batches(12, 12)
+        )
+    )
+    counts = torch.bincount(task.encode(batch.video)[batch.frame_mask].flatten(), minlength=4)
+    assert found.stages[0].results["codebook"].labels["tokens"] == int(counts.sum())
+    assert counts[3] == 0  # no block of a real frame is white
+    assert found["codebook_use"] == float((counts > 0).double().mean())
+
+
+def test_a_loss_within_a_batch_is_that_of_the_trainers_batches(run, monkeypatch):
+    """Whatever the batch of the evaluation and the number of processes."""
+    sizes, inner = [], Loader.fixed_batches
+    monkeypatch.setattr(Loader, "fixed_batches", lambda loader, *args: (sizes.append(args), inner(loader, *args))[1])
+    evaluate(run.path, ["loss"], samples=40, batch=5, stage="tokenizer", device="cpu")
+    monkeypatch.setattr(TinyCodec, "compares_samples", lambda self: True, raising=False)
+    evaluate(run.path, ["loss"], samples=40, batch=5, stage="tokenizer", device="cpu")
+    assert sizes == [(40, 5), (40, 32)]  # 32 is the default of train.batch_size
 
 
 def test_the_loss_is_the_trainers_own(run):

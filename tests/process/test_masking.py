@@ -158,6 +158,32 @@ def test_given_tokens_are_never_hidden(with_critic):
     assert (oracle.seen[0] == 11).sum() == 3 * 16
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_one_token_a_step_in_random_order_draws_the_joint_distribution(steps):
+    """Of `steps` tokens that depend on one another. Noise that drowns the confidence makes the order random."""
+    rows, classes = 40_000, 3
+    joint = torch.rand((classes,) * steps, generator=torch.Generator().manual_seed(1)) ** 3
+    joint = joint / joint.sum()
+
+    def denoise(tokens, positions, step):
+        known = [tokens[:, place : place + 1] for place in range(steps)]
+        agree = torch.ones(rows, *joint.shape)  # which values are possible, for each row
+        for place, token in enumerate(known):
+            value = torch.arange(classes).view([1] + [classes if axis == place else 1 for axis in range(steps)])
+            token = token.view(-1, *[1] * steps)
+            agree = agree * ((token == classes) | (token == value))
+        possible = joint * agree
+        each = torch.stack([possible.sum([1 + a for a in range(steps) if a != place]) for place in range(steps)], 1)
+        return each.gather(1, positions[..., None].expand(-1, -1, classes)).log()
+
+    start = torch.full((rows, steps), classes)
+    noise = Noise.for_rows(0, 0, rows)
+    found = sample_tokens(denoise, start, mask_id=classes, steps=steps, noise=noise, confidence_noise=1e6)
+    index = (found * classes ** torch.arange(steps - 1, -1, -1)).sum(1)
+    share = torch.bincount(index, minlength=classes**steps) / rows
+    torch.testing.assert_close(share, joint.flatten(), atol=0.01, rtol=0)
+
+
 def test_kept_tokens_stay_without_a_critic_and_may_be_redrawn_with_one():
     flat = Oracle(truth(), 11, sharpness=0.5)
     sample_tokens(flat, torch.full((3, 20), 11), mask_id=11, steps=6, noise=noise(3))

@@ -72,3 +72,13 @@ def test_a_stream_goes_on_at_its_shard(tmp_path: Path, shards: Path, base: dict[
     assert flat[first : first + 4] == resumed[0]
     with pytest.raises(ConfigError, match="is a stream: download the shards"):
         train(tmp_path, "cached", stages__generator__cache=True, **keys)
+
+
+def test_the_order_of_a_stream_must_not_depend_on_the_machine(
+    tmp_path: Path, shards: Path, base: dict[str, Any]
+) -> None:
+    streams = [f"pipe:cat {path}" for path in sorted(shards.glob("*.tar"))]
+    keys = {"data__shards": streams, "train__deterministic": True}
+    with pytest.raises(ConfigError, match=r"depends on the number of data workers.*set train\.workers=4"):
+        train(tmp_path, "refused", train__workers="auto", **keys)
+    train(tmp_path, "fixed", **keys)

@@ -48,6 +48,9 @@ class TinyCodec(Codec, SupportsReconstruction):
         blocks = rearrange(pixels, "b t c (h i) (w j) -> b t h w (c i j)", i=8, j=8).mean(-1)
         return (blocks * self.gain * (self.vocabulary - 1)).round().long().clamp(0, self.vocabulary - 1)
 
+    def mask_for(self, frame_mask: Tensor) -> Tensor:
+        return frame_mask
+
     def decode(self, tokens: Tensor) -> Tensor:
         return repeat(tokens / (self.vocabulary - 1), "b t h w -> b t 3 (h 8) (w 8)")
 

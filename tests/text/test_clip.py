@@ -1,6 +1,7 @@
 import math
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, player_parameters
+from kineograph.data.order import split_batches
 from kineograph.text.clip import ClipConfig, TrainedClip, contrastive_loss
 
 CAPTIONS = ["a red 3", "a blue 7", "two cats", "nothing at all", "a green 1", "up and away"]
@@ -91,7 +93,7 @@ def test_loss_is_the_symmetric_cross_entropy():
     images, texts, scale = units(5), units(5, seed=1), torch.tensor(7.0)
     logits, target = 7 * images @ texts.T, torch.arange(5)
     wanted = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-    found = contrastive_loss(images, texts, torch.arange(5), scale, over_ranks=True)
+    found = contrastive_loss(images, texts, torch.arange(5), scale)
     torch.testing.assert_close(found.loss / 5, wanted)
     assert int(found.text_hits) == int((logits.argmax(1) == target).sum())
     assert int(found.image_hits) == int((logits.argmax(0) == target).sum())
@@ -99,9 +101,9 @@ def test_loss_is_the_symmetric_cross_entropy():
 
 def test_logits_are_float32_under_autocast():
     images, texts, keys = units(64, 32), units(64, 32, 1), torch.arange(64)
-    exact = contrastive_loss(images, texts, keys, torch.tensor(100.0), False).loss
+    exact = contrastive_loss(images, texts, keys, torch.tensor(100.0)).loss
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = contrastive_loss(images, texts, keys, torch.tensor(100.0), False).loss
+        found = contrastive_loss(images, texts, keys, torch.tensor(100.0)).loss
     torch.testing.assert_close(found, exact)
 
 
@@ -110,14 +112,14 @@ def test_equal_captions_are_no_negatives():
     images, texts, scale = units(4), units(4, seed=1), torch.tensor(5.0)
     texts[1] = texts[0]
     keys = torch.tensor([9, 9, 2, 3])
-    whole = contrastive_loss(images, texts, keys, scale, False).loss
-    parts = [contrastive_loss(images[rows], texts[rows], keys[rows], scale, False) for rows in ([0, 2, 3], [1, 2, 3])]
+    whole = contrastive_loss(images, texts, keys, scale).loss
+    parts = [contrastive_loss(images[rows], texts[rows], keys[rows], scale) for rows in ([0, 2, 3], [1, 2, 3])]
     # Rows 2 and 3 see both; so only rows 0 and 1 are compared.
     first, second = (_row_loss(images, texts, [i, 2, 3], scale) for i in (0, 1))
     rest = _row_loss(images, texts, [2, 0, 1, 3], scale) + _row_loss(images, texts, [3, 0, 1, 2], scale)
     torch.testing.assert_close(whole, first + second + rest)
     assert all(part.loss < whole for part in parts)
-    alone = contrastive_loss(images, texts, torch.zeros(4, dtype=torch.long), scale, False)
+    alone = contrastive_loss(images, texts, torch.zeros(4, dtype=torch.long), scale)
     assert float(alone.loss) == 0  # one caption for all: nothing to tell apart
     assert int(alone.text_hits) == int(alone.image_hits) == 4
 
@@ -217,6 +219,42 @@ def _half(rank: int, port: int, path: str) -> None:
             save_file({"loss": total[None], **gradients}, path)
     finally:
         dist.destroy_process_group()
+
+
+def _judged_apart(rank: int, world: int, port: int, path: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        torch.set_num_threads(1)
+        task = make().eval()
+        means = {name: torch.zeros(2, dtype=torch.float64) for name in judged(task, pairs())}
+        batch = pairs()
+        for shares in split_batches(6, 5, world):  # five pairs, then one
+            part = replace(batch.rows(shares[rank].indices.tolist()), spare=shares[rank].spare)
+            with torch.no_grad():
+                found = task.validate(part, noise(part))
+            for name, mean in found.items():
+                if not part.spare:
+                    means[name] += torch.tensor([float(mean.sum), float(mean.count)])
+        totals = {name: distributed.all_reduce_(mean) for name, mean in means.items()}
+        if rank == 0:
+            save_file(totals, path)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_validation_does_not_depend_on_the_number_of_processes(tmp_path):
+    found = {}
+    for world in (1, 2, 3):
+        path = str(tmp_path / f"{world}.safetensors")
+        mp.start_processes(_judged_apart, (world, _free_port(), path), nprocs=world, start_method="fork")
+        found[world] = {name: float(mean[0] / mean[1]) for name, mean in load_file(path).items()}
+    assert found[2] == pytest.approx(found[1], rel=1e-5)
+    assert found[3] == pytest.approx(found[1], rel=1e-5)
+    task, batch = make().eval(), pairs()
+    with torch.no_grad():
+        alone = task.validate(batch.rows([0, 1]), noise(batch.rows([0, 1])))
+    assert float(alone["loss"].value()) != pytest.approx(found[1]["loss"], rel=1e-2)  # other negatives, another loss
 
 
 def test_two_processes_have_the_gradient_of_one(tmp_path):

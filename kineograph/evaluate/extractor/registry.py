@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -116,7 +117,7 @@ def open_extractor(value: str, device: torch.device, report: Callable[[str], Non
         network = build_network(cache.load(file.path), file.path, value)
         return Extractor(network, f"{value} {file.short}", device, report)
     path = Path(value)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"--extractor {value} is neither a file nor one of {', '.join(NETWORKS)}")
     network = build_network(cache.load(path), path) if path.suffix == ".safetensors" else _TorchScript(path)
     return Extractor(network, f"{path.name} {sha256_of(path)[:12]}", device, report)
@@ -172,7 +173,7 @@ def parse_choices(options: list[str]) -> dict[str, str]:
         metric = metric.replace("-", "_")
         if equals and metric in METRICS:
             chosen[metric] = value
-        elif equals and not Path(option).exists():
+        elif equals and not os.path.exists(option):
             raise InputError(f"--extractor {option}: {metric} has no extractor; use one of {', '.join(METRICS)}")
         else:
             chosen |= dict.fromkeys(IMAGE_METRICS, option)

@@ -26,7 +26,8 @@ class Codebook:
 
     def update(self, batch: EvalBatch) -> None:
         assert batch.tokens is not None
-        self.histogram += codebook_histogram(batch.tokens, len(self.histogram))
+        tokens = batch.tokens if batch.token_mask is None else batch.tokens[batch.token_mask]
+        self.histogram += codebook_histogram(tokens, len(self.histogram))
 
     def compute(self) -> Result:
         histogram = distributed.all_reduce_(self.histogram.clone())

@@ -13,7 +13,7 @@ from kineograph.core.errors import InputError
 from kineograph.family.cogvideox.transformer_config import ReleasedModel, TransformerShape, apply_released_shape
 from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.guidance import check_guidance_dropout
-from kineograph.process.solvers import DiffusionSample
+from kineograph.process.solvers import DiffusionSample, check_steps
 from kineograph.text import TextConfig
 
 DIFFUSION = {"schedule": "scaled_linear", "zero_terminal": True, "objective": "v"}
@@ -109,6 +109,7 @@ class CogVideoXConfig(StageConfig, TransformerShape):
 
     @model_validator(mode="after")
     def _fits(self) -> CogVideoXConfig:
+        check_steps(self.sample.steps, self.diffusion.steps)
         if self.null_text == "empty" and self.text.kind == "given":
             raise ValueError(
                 "null_text=empty needs a text encoder, and text.kind=given has none: set null_text=zeros or null_text=learned"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kineograph.core.config import load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze, is_fake_or_meta
+from kineograph.core.text_file import parse_json
 from kineograph.core.weight_files import DIFFUSERS_STEM, WeightFiles, open_weights
 from kineograph.family.cogvideox.config import CogVideoXConfig, LoraConfig, check_weights_folder
 from kineograph.family.cogvideox.diffusers_weights import read_shape, rename_weights
@@ -228,7 +229,7 @@ def describe_base_weights(folder: str, state: Mapping[str, Tensor]) -> str:
 
 def check_base_weights(asset: str, state: Mapping[str, Tensor], folder: str) -> None:
     """Refuse base weights other than those that the stage was trained on."""
-    saved = json.loads(asset)
+    saved = parse_json(asset)
     if saved["digest"] != digest_weights(state):
         raise InputError(
             f"weights={folder} differs from the weights that this stage was trained on ({saved['folder']}): restore those"

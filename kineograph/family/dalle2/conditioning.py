@@ -98,6 +98,10 @@ class Conditioner(nn.Module):
         positive = self._build_condition(prompts, image, positive_text)
         # Without a CLIP a negative prompt has no image embedding: then only the text is guided.
         guides_image = image is not None and (prompts.negative is None or negative_image is not None)
+        if image is not None and negative_text is None and not guides_image:
+            raise InputError(
+                "--negative needs an encoder, and this stage has neither a text encoder nor a CLIP (clip.kind=given): remove --negative"
+            )
         if negative_text is None and not guides_image:
             return positive, None
         if negative_text is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from kineograph.core import distributed
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.errors import ConfigError
@@ -73,6 +75,11 @@ def _learned_vector(width: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(width) * width**-0.5)
 
 
+class SampleErrors(NamedTuple):
+    error: Tensor  # B, 0 where the image embedding is missing
+    present: Tensor  # number of image embeddings that are there
+
+
 class Prior(Task, SupportsCaching):
     """Embeddings of length 1 are multiplied by √D for diffusion, so that their values have unit variance like the noise."""
 
@@ -107,11 +114,10 @@ class Prior(Task, SupportsCaching):
     def predict(self, x: Tensor, t: Tensor, texts: CaptionEmbeddings) -> Tensor:
         return self.network(x, t, texts.embed, texts.empty, texts.encodings, texts.mask)
 
-    def forward(self, batch: Batch, noise: Noise) -> Tensor:
-        """The loss of each sample, B."""
+    def forward(self, batch: Batch, noise: Noise) -> SampleErrors:
         return self.compute_errors(self.clip.images(batch), self.encode_batch(batch), noise)
 
-    def compute_errors(self, images: Tensor, texts: CaptionEmbeddings, noise: Noise) -> Tensor:
+    def compute_errors(self, images: Tensor, texts: CaptionEmbeddings, noise: Noise) -> SampleErrors:
         if self.training:
             dropped = noise.bernoulli("caption dropout", self.config.caption_dropout)
             texts = texts._replace(empty=texts.empty | dropped)
@@ -120,12 +126,11 @@ class Prior(Task, SupportsCaching):
         eps = noise.normal("noise", self.width)
         x_t = self.diffusion.add_noise(x0, eps, t)
         errors = self.diffusion.loss(self.predict(x_t, t, texts), x0, eps, x_t, t)
-        # A row of zeros is a missing embedding; the other rows are reweighted to keep the mean.
-        present = (images != 0).any(dim=1).float()
-        return errors * present * (len(images) / present.sum().clamp(min=1))
+        present = (images != 0).any(dim=1).float()  # a row of zeros is a missing embedding
+        return SampleErrors(errors * present, present.sum())
 
-    def loss(self, player: str, shared: Tensor) -> Loss:
-        return Loss(Mean(shared.sum(), float(len(shared))))
+    def loss(self, player: str, shared: SampleErrors) -> Loss:
+        return Loss(Mean(shared.error.sum(), shared.present))
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         """The loss, and the mean cosine of sampled embeddings with those of the true images, the captions, and, as a control that must stay low,
@@ -133,16 +138,23 @@ class Prior(Task, SupportsCaching):
         images, texts = self.clip.images(batch), self.encode_batch(batch)
         loss = self.loss("model", self.compute_errors(images, texts, noise))
         samples = self.sample_embeddings(texts, noise, self.config.sample.model_copy(update={"candidates": 1}))
-        rows = float(len(images))
+        # The image before each one in the batch of all processes.
+        counted = images[: 0 if batch.spare else len(images)]
+        first, everywhere = (
+            distributed.count_rows_before(len(counted), images.device),
+            distributed.all_gather_rows(counted),
+        )
+        others = everywhere[(torch.arange(len(images), device=images.device) + first - 1) % len(everywhere)]
 
-        def mean_cosine(a: Tensor, b: Tensor, count: float = rows) -> Mean:
-            return Mean(F.cosine_similarity(a, b, dim=-1).sum() * (count > 0), count)
+        def mean_cosine(a: Tensor, b: Tensor) -> Mean:
+            present = (a != 0).any(dim=1) & (b != 0).any(dim=1)
+            return Mean((F.cosine_similarity(a, b, dim=-1) * present).sum(), present.sum())
 
         return {
             "loss": loss.total,
             "cosine/image": mean_cosine(samples, images),
             "cosine/text": mean_cosine(samples, texts.embed),
-            "cosine/shuffled": mean_cosine(samples, images.roll(1, 0), rows if rows > 1 else 0.0),
+            "cosine/shuffled": mean_cosine(samples, others if len(everywhere) > 1 else torch.zeros_like(samples)),
             "cosine/true_to_text": mean_cosine(images, texts.embed),
         }
 

@@ -21,13 +21,13 @@ from kineograph.family.muse.network import Condition, Grid, MuseNetwork
 from kineograph.nn.head import Head
 from kineograph.process.masking import (
     Critic,
-    MaskedLoss,
     TokenMask,
     mask_tokens,
     resample_masked,
     sample_tokens_guided,
     sum_critic_loss,
 )
+from kineograph.process.token_loss import TokenLoss
 from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text, encode_batch, encode_prompts
 
@@ -141,20 +141,20 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         """Sample the masked tokens from the model. → tokens B N, and which of the R samples are wrong"""
         return resample_masked(self.head.logits, self.head.chunks(len(rows)), rows, masked, tokens, noise, temperature)
 
-    def forward(self, batch: Batch, noise: Noise) -> MaskedLoss:
+    def forward(self, batch: Batch, noise: Noise) -> TokenLoss:
         tokens = self.get_tokens(batch)
         dropped = noise.bernoulli("caption dropout", self.config.caption_dropout) if self.training else None
         condition = self.encode_batch(batch, dropped)
         masked, rows = self.predict(tokens, condition, noise)
         targets = tokens.flatten().index_select(0, masked.rows)
         loss, correct = self.head(rows, targets, masked.weights)
-        result = MaskedLoss(loss, correct, masked.weights.sum())
+        result = TokenLoss(loss, correct, masked.weights.sum())
         if self.critic is not None:
             filled, wrong = self.resample_masked(rows.detach(), masked, tokens, noise)
             result.critic = sum_critic_loss(self.critic(self.compute_hidden(filled, condition)), masked, wrong)
         return result
 
-    def loss(self, player: str, shared: MaskedLoss) -> Loss:
+    def loss(self, player: str, shared: TokenLoss) -> Loss:
         return shared.loss(self.config.critic_weight)
 
     # sampling ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,23 +12,15 @@ from kineograph.core.batch import Batch, Prompts
 from kineograph.core.capabilities import SupportsCaching, SupportsContinuation, SupportsSampling
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
-from kineograph.core.task import BuildContext, Codec, Loss, Mean, Task
+from kineograph.core.task import BuildContext, Codec, Loss, Task
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.nuwa.decoding import SessionCache
 from kineograph.family.nuwa.network import Condition, DecodeStep, NuwaNetwork
 from kineograph.family.nuwa.sampling import sample_clips
 from kineograph.nn.head import Head
+from kineograph.process.token_loss import TokenLoss
 from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text, encode_batch
-
-
-@dataclass
-class TokenLoss:
-    """Sums over the tokens of a batch without padding."""
-
-    cross_entropy: Tensor
-    correct: Tensor
-    count: Tensor
 
 
 class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
@@ -131,11 +122,7 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
         return TokenLoss(loss, correct, weights.sum())
 
     def loss(self, player: str, shared: TokenLoss) -> Loss:
-        terms = {
-            "cross_entropy": Mean(shared.cross_entropy.detach(), shared.count),
-            "accuracy": Mean(shared.correct, shared.count),
-        }
-        return Loss(Mean(shared.cross_entropy, shared.count), terms)
+        return shared.loss()
 
     # sampling ------------------------------------------------------------------------------------------------------
 

@@ -20,13 +20,13 @@ from kineograph.family.phenaki.network import Clips, Grid, PhenakiNetwork, Token
 from kineograph.family.phenaki.sampling import choose_overlap, sample_clips
 from kineograph.nn.head import Head
 from kineograph.process.masking import (
-    MaskedLoss,
     TokenMask,
     mask_tokens,
     resample_masked,
     score_critic,
     sum_critic_loss,
 )
+from kineograph.process.token_loss import TokenLoss
 from kineograph.text import build_text
 from kineograph.text.conditioning import TextEmbeddings, compute_cached_text, encode_batch
 
@@ -48,7 +48,7 @@ class ResampledClips:
 class PlayerInputs:
     """What the players of a step share; None if nobody trains on it."""
 
-    generator: MaskedLoss | None = None
+    generator: TokenLoss | None = None
     critic: ResampledClips | None = None
 
 
@@ -192,7 +192,7 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
             if self.is_trained("generator"):
                 targets = clips.tokens.flatten().index_select(0, masked.rows)
                 loss, correct = self.head(rows, targets, masked.weights)
-                shared.generator = MaskedLoss(loss, correct, masked.weights.sum())
+                shared.generator = TokenLoss(loss, correct, masked.weights.sum())
             if self.is_trained("critic"):
                 shared.critic = self.resample_masked(clips, text, masked, rows, noise)
         if shared.generator is not None and shared.critic is not None and self.config.critic == "self":

@@ -53,6 +53,7 @@ def test_a_released_shape_sets_what_is_not_given(shape: str) -> None:
         ({"null_text": "empty", "text": {"kind": "given", "width": 8}}, "null_text=empty needs a text encoder"),
         ({"lora": {"rank": 4}}, "does not use lora"),
         ({"tune": []}, "trains nothing"),
+        ({"diffusion": {"steps": 20}, "sample": {"steps": 50}}, "sample.steps=50 is above diffusion.steps=20"),
         ({"image": {"dropout": 0.5}}, "without first_frame=true"),
         ({"grid": "slice", "positions": "sincos"}, "does not use grid"),
         ({"shape": "3b"}, "shape='3b'"),

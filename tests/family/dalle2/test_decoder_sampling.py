@@ -165,6 +165,18 @@ def test_negative_prompts_lead_away(make, keys):
     assert (a - b).abs().max() > 1e-4
 
 
+def test_negative_prompts_that_nothing_encodes_are_refused(make):
+    """With embeddings in the data and no text encoder, guidance would be off without a word."""
+    task, real = make(clip={"kind": "given", "width": 12}), batch_of(2)
+    real.extra["image_embed"] = torch.randn(2, 12)
+    sizes = []
+    task.network.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    draw(task, prompts_of(2, captions=["a", "b"], batch=real))
+    assert sizes == [4] * 4
+    with pytest.raises(InputError, match="neither a text encoder nor a CLIP"):
+        draw(task, prompts_of(2, captions=["a", "b"], negative=["c"] * 2, batch=real))
+
+
 def test_self_conditioning_reads_the_last_prediction(make):
     task = make(self_conditioning=True).eval()
     seen, predicted = [], []

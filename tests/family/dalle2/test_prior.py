@@ -112,7 +112,7 @@ def test_loss_is_of_embeddings_with_unit_variance():
     task = make().eval()
     torch.nn.init.zeros_(task.network.answer.weight)
     batch = batch_of(4)
-    torch.testing.assert_close(task(batch, Noise(0, 0, batch.slots)), torch.ones(4))
+    torch.testing.assert_close(task(batch, Noise(0, 0, batch.slots)).error, torch.ones(4))
 
 
 def test_default_objective_is_x0():
@@ -317,7 +317,7 @@ def test_row_without_image_embedding_has_no_loss():
     whole = task(batch, noise)
     batch.extra["image_embed"][1] = 0  # as data.missing_embeddings=keep gives it
     loss = task.loss("model", task(batch, noise)).total
-    torch.testing.assert_close(loss.value(), whole[[0, 2, 3]].mean())
+    torch.testing.assert_close(loss.value(), whole.error[[0, 2, 3]].mean())
 
 
 def test_missing_fields_are_named():

@@ -1,0 +1,121 @@
+"""Opens images and videos that strangers made: by allow-lists of formats, and within limits on pixels, frames, bytes and seconds."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from pydantic import Field
+
+from kineograph.core.config import Config
+from kineograph.core.errors import Unreadable
+
+# Pillow's other decoders start programs (EPS), read further files (FITS, WMF) or are rarely tested.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF")
+# Containers. FFmpeg's playlists and scripts (hls, concat …) would open further files and URLs.
+_VIDEO_FORMATS = "mov,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
+_PILLOW_PIXELS = 2 * 89_478_485  # Pillow refuses more
+
+
+class MediaLimits(Config):
+    """What one item may take; a larger one is unreadable."""
+
+    pixels: int = Field(_PILLOW_PIXELS, ge=1, le=_PILLOW_PIXELS)
+    """Pixels of a frame."""
+    frames: int = Field(100_000, ge=1, lt=2**31)
+    """Frames decoded to reach those that are used."""
+    bytes: int = Field(2**30, ge=1, lt=2**63)
+    """Bytes of an image, an animation or a member of a tar: these are read into memory."""
+    seconds: float = Field(120.0, gt=0, le=86_400)
+    """Time to decode it."""
+
+
+class Meter:
+    """Counts what decoding one item takes, and raises Unreadable beyond the limits."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self.limits, self.frames = limits, 0
+        self._end = time.monotonic() + limits.seconds
+
+    def check_time(self) -> None:
+        if time.monotonic() > self._end:
+            raise Unreadable("", f"takes more than {self.limits.seconds:g} s to decode (data.limits.seconds)")
+
+    def check_count(self, frames: int) -> None:
+        if frames > self.limits.frames:
+            raise Unreadable("", f"more than {self.limits.frames:,} frames (data.limits.frames)")
+
+    def check_size(self, width: int, height: int) -> None:
+        if width * height > self.limits.pixels:
+            reason = f"too large: {width} × {height} pixels, and no more than {self.limits.pixels:,} are decoded"
+            raise Unreadable("", f"{reason} (data.limits.pixels); scale it down first")
+
+    def count_frame(self, width: int, height: int) -> None:
+        """Before or after each decoded frame."""
+        self.frames += 1
+        self.check_time()
+        self.check_count(self.frames)
+        self.check_size(width, height)
+
+
+def read_media(path: Path, limits: MediaLimits) -> bytes:
+    """Read a file into memory."""
+    size = _check_regular(path)
+    check_bytes(size, limits)
+    with open(path, "rb") as file:
+        data = file.read(limits.bytes + 1)  # it may grow
+    check_bytes(len(data), limits)
+    return data
+
+
+def check_bytes(size: int, limits: MediaLimits) -> None:
+    if size > limits.bytes:
+        raise Unreadable("", f"{size:,} bytes, and no more than {limits.bytes:,} are read (data.limits.bytes)")
+
+
+def _check_regular(path: Path) -> int:
+    """→ its size. A pipe or device would block, or never end."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise Unreadable("", "not a regular file")
+    return status.st_size
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Open an image by its content, whatever its name."""
+    if not data:
+        raise Unreadable("", "empty file (0 bytes)")
+    return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+
+
+def open_video(file: Path | io.BytesIO, limits: MediaLimits) -> AbstractContextManager[Any]:
+    """Open a video with PyAV. → its container; raises Unreadable without a stream of pictures."""
+    import av
+
+    if not (_check_regular(file) if isinstance(file, Path) else file.getbuffer().nbytes):
+        raise Unreadable("", "empty file (0 bytes)")
+    # `file:` because FFmpeg takes a name like "10:30 lecture.mp4" for a URL.
+    name: Any = f"file:{file}" if isinstance(file, Path) else file
+    options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": "file"}
+    try:
+        container = av.open(name, container_options=options)
+    except (av.InvalidDataError, av.ArgumentError):
+        reason = "not a video in any format that is read, or cut off before its index was written"
+        raise Unreadable("", reason) from None
+    if not container.streams.video:
+        container.close()
+        raise Unreadable("", "no video stream in it (audio only?)")
+    stream = container.streams.video[0]
+    try:
+        Meter(limits).check_size(stream.codec_context.width, stream.codec_context.height)
+    except Unreadable:
+        container.close()
+        raise
+    stream.codec_context.options = {"max_pixels": str(limits.pixels)}  # frames may be larger than their stream says
+    return container
