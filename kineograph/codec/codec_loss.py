@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from kineograph.codec.adversarial import (
     AdversarialConfig,
     adaptive_weight,
-    discriminator_hinge,
+    discriminator_error,
     finite_difference_r1,
-    generator_hinge,
+    generator_error,
     gradient_at,
     perturb,
+    ramp_weight,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import distributed
@@ -123,25 +124,30 @@ def generator_loss(
         terms["kl"] = (shared.divergence.nats * keep).sum()
         total = total + shared.divergence.weight * terms["kl"]
     # Backpropagate through LPIPS and the discriminator here, down to the pixels; the total carries these gradients on.
-    reference = None  # gradient at the pixels that the adversarial one is scaled to
+    perceptual = None
     if lpips is not None:
         weight = config.perceptual.weight
         indices, weights = sample_perceptual_frames(keep, config.perceptual.frames, shared.noise)
-        terms["perceptual"], reference = gradient_at(
+        terms["perceptual"], gradient = gradient_at(
             fake, lambda images: lpips(select_frames(images, indices), select_frames(real, indices)), weights
         )
-        total = total + straight_through(weight * terms["perceptual"], (fake * reference * weight).sum())
+        perceptual = weight * gradient
+        total = total + straight_through(weight * terms["perceptual"], (fake * perceptual).sum())
     if discriminate is not None:
         adversarial = config.adversarial
         assert adversarial is not None
         selection = DiscriminatorFrames.sample(shared, adversarial)
         terms["adversarial"], gradient = gradient_at(
-            fake, lambda images: generator_hinge(selection.logits(discriminate, images)), selection.weights
+            fake,
+            lambda images: generator_error(adversarial.loss, selection.logits(discriminate, images)),
+            selection.weights,
         )
-        strength = torch.full_like(count, adversarial.weight)
+        strength = torch.full_like(count, adversarial.weight * ramp_weight(adversarial, shared.noise.step))
         if adversarial.adaptive:
-            if reference is None:
-                _, reference = gradient_at(fake, lambda images: reconstruction_error(config.loss, images, real), keep)
+            # λ of the VQGAN paper: its reconstruction loss includes the perceptual one.
+            _, reference = gradient_at(fake, lambda images: reconstruction_error(config.loss, images, real), keep)
+            if perceptual is not None:
+                reference = reference + perceptual
             strength = strength * adaptive_weight(fake, last, reference, gradient, adversarial.adaptive_max)
         terms["adversarial_weight"] = strength * count
         total = total + straight_through(strength * terms["adversarial"], (fake * (gradient * strength)).sum())
@@ -152,20 +158,20 @@ def generator_loss(
 def discriminator_loss(
     shared: Reconstruction, config: AdversarialConfig | None, discriminate: DiscriminatorFn | None
 ) -> Loss:
-    """hinge + γ/2 · R1 penalty, the latter every `penalty_every` steps. Only for adversarial steps."""
+    """hinge (or bce) + γ/2 · R1 penalty, the latter every `penalty_every` steps. Only for adversarial steps."""
     assert config is not None
     assert discriminate is not None
     selection = DiscriminatorFrames.sample(shared, config)
     images = [shared.real, shared.fake.detach()]
     if config.penalty and shared.noise.step % config.penalty_every == 0:
-        images.append(perturb(shared.real, shared.noise))
+        images += perturb(shared.real, shared.noise)
     real, fake, *perturbed = selection.logits(discriminate, *images).chunk(
         len(images)
     )  # no norm looks across the batch
-    each = discriminator_hinge(real, fake)
-    terms = {"hinge": each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
+    each = discriminator_error(config.loss, real, fake)
+    terms = {config.loss: each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
     if perturbed:
-        terms["penalty"] = finite_difference_r1(real, *perturbed)
+        terms["penalty"] = finite_difference_r1(*perturbed)
         each = each + config.penalty / 2 * config.penalty_every * terms["penalty"]
     named = {name: Mean((value * selection.weights).sum(), shared.count) for name, value in terms.items()}
     return Loss(Mean((each * selection.weights).sum(), shared.count), named)
