@@ -103,7 +103,8 @@ class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets):
 
     @classmethod
     def build(cls, config: CausalVAEConfig, context: BuildContext) -> CausalVAE:
-        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
+        has_gan = config.adversarial is not None and config.adversarial.weight > 0
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context, has_gan))
 
     # codec -------------------------------------------------------------------------------------------------------
 

@@ -215,7 +215,8 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
 
     @classmethod
     def build(cls, config: CViViTConfig, context: BuildContext) -> CViViT:
-        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
+        has_gan = config.adversarial is not None and config.adversarial.weight > 0
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context, has_gan))
 
     # codec -------------------------------------------------------------------------------------------------------
 

@@ -161,7 +161,8 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
 
     @classmethod
     def build(cls, config: VQGANConfig, context: BuildContext) -> VQGAN:
-        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
+        has_gan = config.adversarial is not None and config.adversarial.weight > 0
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context, has_gan))
 
     # codec -------------------------------------------------------------------------------------------------------
 
