@@ -37,6 +37,7 @@ from kineograph.nn.quantizers import FSQConfig, LFQConfig, VQConfig
 from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.solvers import DiffusionSample
 from kineograph.run import layers
+from kineograph.run.crop_writer import CropConfig
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
 from kineograph.stage.spec import read_stage
 from kineograph.text import TextConfig
@@ -63,6 +64,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "webdataset", WebDatasetConfig, "data.", DataConfig),
     (DATA, "cache", CacheConfig, "data.", DataConfig),
     (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
+    (DATA, "Crops", CropConfig, "", None),
     (CONFIG, "The top", RunConfig, "", None),
     (CONFIG, "stages.x", StageConfig, "", None),
     (CONFIG, "train.*", TrainConfig, "train.", PlayerConfig),

@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 from kineograph.core.atomic_folder import write_atomically
 from kineograph.core.config import Config, Tree, parse, parse_override
 from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.media_file import MediaLimits, Meter, open_image, read_media
 from kineograph.core.noise import numpy_rng
 from kineograph.data.decode import IMAGES, raise_unreadable, to_channels
 from kineograph.data.folder import list_folder
@@ -166,7 +167,9 @@ def title_of(path: Path) -> str:
 
 
 def _open_picture(path: Path) -> Image.Image:
-    with raise_unreadable(str(path)), Image.open(path) as image:
+    limits = MediaLimits()
+    with raise_unreadable(str(path)), open_image(read_media(path, limits)) as image:
+        Meter(limits).check_size(*image.size)
         image.load()
         return to_channels(ImageOps.exif_transpose(image), 3)
 
