@@ -265,6 +265,17 @@ def test_the_example_dataset_is_a_source() -> None:
     assert source.list_missing_captions() == []
 
 
+def test_every_finding_is_explained() -> None:
+    sources = (ROOT / "kineograph").rglob("*.py")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    found = set(re.findall(r'\b(?:Finding|Limit)\(\s*(?:name=)?"(\w+)"', text))
+    documented = set(
+        re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "health.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert len(found) > 15
+    assert found == documented - {"stop", "warn", "off"}
+
+
 @pytest.mark.parametrize("path", [DATA, CONFIG], ids=lambda path: path.name)
 def test_lines_fit(path: Path) -> None:
     assert [line for line in path.read_text(encoding="utf-8").splitlines() if len(line) > 130] == []
