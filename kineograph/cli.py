@@ -315,13 +315,23 @@ def cache(
 
 @data_app.command("make")
 def data_make(
-    what: Annotated[str, typer.Argument(help="moving-digits")],
+    what: Annotated[str, typer.Argument(help="moving-digits, or crops of pictures of yours.")],
     out: Annotated[Path, typer.Option(help="A new or empty folder.")],
     count: Annotated[int, typer.Option(min=1, help="How many items.")] = 100,
-    as_: Annotated[str, typer.Option("--as", help="gif, mp4, png, memmap or webdataset.")] = "gif",
+    as_: Annotated[
+        str | None,
+        typer.Option("--as", help="gif, mp4, png, memmap or webdataset.", show_default="gif; crops: png"),
+    ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value …]", help="Keys of data.*, such as size=64 frames=16 digits=2."),
+        typer.Argument(
+            metavar="[key=value …]",
+            help="Digits: keys of data.*, such as size=64 frames=16 digits=2. Crops: size, zoom, smallest.",
+        ),
+    ] = None,
+    from_: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="FOLDER", help="Crops: a folder of large pictures; may be repeated."),
     ] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
     embeddings: Annotated[
@@ -330,10 +340,10 @@ def data_make(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Write a dataset of moving digits."""
+    """Write a dataset: moving digits, or small crops of large pictures such as wallpapers."""
     from kineograph.run.dataset_writer import write_dataset
 
-    print(write_dataset(what, out, count, as_, setting or [], split, embeddings))
+    print(write_dataset(what, out, count, as_, setting or [], split, embeddings, from_ or []))
 
 
 @data_app.command("check")

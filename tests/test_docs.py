@@ -37,6 +37,7 @@ from kineograph.nn.quantizers import FSQConfig, LFQConfig, VQConfig
 from kineograph.process.diffusion import DiffusionConfig
 from kineograph.process.solvers import DiffusionSample
 from kineograph.run import layers
+from kineograph.run.crop_writer import CropConfig
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
 from kineograph.stage.spec import read_stage
 from kineograph.text import TextConfig
@@ -63,6 +64,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "webdataset", WebDatasetConfig, "data.", DataConfig),
     (DATA, "cache", CacheConfig, "data.", DataConfig),
     (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
+    (DATA, "Crops", CropConfig, "", None),
     (CONFIG, "The top", RunConfig, "", None),
     (CONFIG, "stages.x", StageConfig, "", None),
     (CONFIG, "train.*", TrainConfig, "train.", PlayerConfig),
@@ -261,6 +263,17 @@ def test_the_example_dataset_is_a_source() -> None:
     assert sample.pixels is not None and sample.pixels.shape == (1, 3, 16, 16)
     assert sample.caption == source.caption(0)
     assert source.list_missing_captions() == []
+
+
+def test_every_finding_is_explained() -> None:
+    sources = (ROOT / "kineograph").rglob("*.py")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    found = set(re.findall(r'\b(?:Finding|Limit)\(\s*(?:name=)?"(\w+)"', text))
+    documented = set(
+        re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "health.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert len(found) > 15
+    assert found == documented - {"stop", "warn", "off"}
 
 
 @pytest.mark.parametrize("path", [DATA, CONFIG], ids=lambda path: path.name)

@@ -15,9 +15,12 @@ from safetensors.torch import save_file
 
 from kineograph.codec.causal_vae import CausalVAE, CausalVAEConfig
 from kineograph.codec.causal_vae_weights import config_to_diffusers, weights_to_diffusers
+from kineograph.codec.perceptual import Lpips
+from kineograph.core import weight_cache
 from kineograph.core.batch import Shape
 from kineograph.core.capabilities import SupportsReconstruction
 from kineograph.core.config import parse
+from kineograph.core.errors import InputError
 from kineograph.core.task import BuildContext, Task, player_parameters
 from kineograph.data.decode import MediaConfig
 from kineograph.family.cogvideox.diffusers_weights import diffusers_config, network_state
@@ -74,6 +77,7 @@ SHRINK: dict[str, list[str]] = {
         "stages.upsampler.low_res_size=16", "stages.upsampler.crop=16", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
     ],
     "vqgan-tiny": ["stages.tokenizer.width=8"],
+    "vqgan-photos": ["data.size=32", "data.split_by=file", "stages.tokenizer.width=8", "stages.tokenizer.adversarial.start=0"],
     "muse-tiny": ["data.count=40", "stages.tokenizer.width=8", "stages.generator.depth=1"],
     "muse-digits": ["stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1"],
     "muse-base": [
@@ -121,6 +125,16 @@ SHRINK: dict[str, list[str]] = {
     ],
     **{f"cogvideox-{shape}": RELEASED_TINY for shape in RELEASED},
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lpips_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds random weights as lpips-vgg16."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KINEO_CACHE", str(folder))
+        weight_cache.store("lpips-vgg16", Lpips("vgg16").state_dict())
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -306,8 +320,11 @@ def test_takes_two_steps_when_shrunk(
     clips: Path,
     arrays: Path,
     released: Callable[[str], Path],
+    lpips_cache: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("KINEO_CACHE", str(lpips_cache))
     words = [preset, *QUICK, *settings(preset, t5, clip, pictures, clips, arrays, released), *SHRINK.get(preset, [])]
     run = train(words, run=tmp_path / "run", quiet=True)
     plan = make_plan(layers.read_config(words))
@@ -318,3 +335,25 @@ def test_takes_two_steps_when_shrunk(
         assert list((run / first.name / "validation").iterdir())
     if len(plan.stages) > 1:
         assert list((run / plan.stages[-1].name / "samples").glob("step-00000002/grid.png"))
+
+
+GANS = ("muse-base", "nuwa-base", "phenaki-base", "vqgan-photos")
+
+
+@pytest.mark.parametrize("preset", GANS)
+def test_a_gan_without_its_perceptual_weights_is_refused_before_anything_is_written(
+    preset: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KINEO_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(
+        InputError, match=r"stages.tokenizer.perceptual.weights=lpips-vgg16: .* run kineo weights get lpips-vgg16"
+    ):
+        train([preset, f"data.folder={pictures}", "data.split_by=file"], run=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_presets_train_no_gan_without_a_perceptual_loss() -> None:
+    for preset in layers.preset_names():
+        for stage in layers.read_config([preset])["stages"].values():
+            if stage.get("adversarial"):
+                assert preset in GANS and stage["perceptual"]["weights"] == "lpips-vgg16", preset

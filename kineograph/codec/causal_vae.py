@@ -20,6 +20,7 @@ from kineograph.codec.causal_vae_network import CausalVAEShape, Decoder, Encoder
 from kineograph.codec.codec_loss import (
     Divergence,
     Reconstruction,
+    codec_limits,
     codec_loss,
     is_adversarial_step,
     pixels_to_frames,
@@ -31,8 +32,9 @@ from kineograph.codec.tiling import Tiling, chunk_spans
 from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import SupportsBuckets, SupportsReconstruction
+from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsReconstruction
 from kineograph.core.config import Size, StageConfig
+from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, PosteriorCodec
 from kineograph.nn.causal_conv import CausalResidual
@@ -80,7 +82,7 @@ class CausalVAEConfig(StageConfig, CausalVAEShape):
         return self
 
 
-class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets):
+class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
     """Codec and its training task: generator (encoder, decoder) and a discriminator of clips."""
 
     Config = CausalVAEConfig
@@ -103,7 +105,8 @@ class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets):
 
     @classmethod
     def build(cls, config: CausalVAEConfig, context: BuildContext) -> CausalVAE:
-        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
+        has_gan = config.adversarial is not None and config.adversarial.weight > 0
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context, has_gan))
 
     # codec -------------------------------------------------------------------------------------------------------
 
@@ -296,6 +299,9 @@ class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets):
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video, batch.frame_mask))
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return codec_limits(None, has_divergence=True, has_discriminator=self.discriminator is not None)
 
     # structure ---------------------------------------------------------------------------------------------------
 

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from kineograph.codec.adversarial import (
     AdversarialConfig,
     adaptive_weight,
-    discriminator_hinge,
+    discriminator_error,
     finite_difference_r1,
-    generator_hinge,
+    generator_error,
     gradient_at,
     perturb,
+    ramp_weight,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import distributed
+from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
 from kineograph.nn.codebook_use import codebook_histogram, codebook_usage
@@ -123,25 +125,30 @@ def generator_loss(
         terms["kl"] = (shared.divergence.nats * keep).sum()
         total = total + shared.divergence.weight * terms["kl"]
     # Backpropagate through LPIPS and the discriminator here, down to the pixels; the total carries these gradients on.
-    reference = None  # gradient at the pixels that the adversarial one is scaled to
+    perceptual = None
     if lpips is not None:
         weight = config.perceptual.weight
         indices, weights = sample_perceptual_frames(keep, config.perceptual.frames, shared.noise)
-        terms["perceptual"], reference = gradient_at(
+        terms["perceptual"], gradient = gradient_at(
             fake, lambda images: lpips(select_frames(images, indices), select_frames(real, indices)), weights
         )
-        total = total + straight_through(weight * terms["perceptual"], (fake * reference * weight).sum())
+        perceptual = weight * gradient
+        total = total + straight_through(weight * terms["perceptual"], (fake * perceptual).sum())
     if discriminate is not None:
         adversarial = config.adversarial
         assert adversarial is not None
         selection = DiscriminatorFrames.sample(shared, adversarial)
         terms["adversarial"], gradient = gradient_at(
-            fake, lambda images: generator_hinge(selection.logits(discriminate, images)), selection.weights
+            fake,
+            lambda images: generator_error(adversarial.loss, selection.logits(discriminate, images)),
+            selection.weights,
         )
-        strength = torch.full_like(count, adversarial.weight)
+        strength = torch.full_like(count, adversarial.weight * ramp_weight(adversarial, shared.noise.step))
         if adversarial.adaptive:
-            if reference is None:
-                _, reference = gradient_at(fake, lambda images: reconstruction_error(config.loss, images, real), keep)
+            # λ of the VQGAN paper: its reconstruction loss includes the perceptual one.
+            _, reference = gradient_at(fake, lambda images: reconstruction_error(config.loss, images, real), keep)
+            if perceptual is not None:
+                reference = reference + perceptual
             strength = strength * adaptive_weight(fake, last, reference, gradient, adversarial.adaptive_max)
         terms["adversarial_weight"] = strength * count
         total = total + straight_through(strength * terms["adversarial"], (fake * (gradient * strength)).sum())
@@ -152,20 +159,20 @@ def generator_loss(
 def discriminator_loss(
     shared: Reconstruction, config: AdversarialConfig | None, discriminate: DiscriminatorFn | None
 ) -> Loss:
-    """hinge + γ/2 · R1 penalty, the latter every `penalty_every` steps. Only for adversarial steps."""
+    """hinge (or bce) + γ/2 · R1 penalty, the latter every `penalty_every` steps. Only for adversarial steps."""
     assert config is not None
     assert discriminate is not None
     selection = DiscriminatorFrames.sample(shared, config)
     images = [shared.real, shared.fake.detach()]
     if config.penalty and shared.noise.step % config.penalty_every == 0:
-        images.append(perturb(shared.real, shared.noise))
+        images += perturb(shared.real, shared.noise)
     real, fake, *perturbed = selection.logits(discriminate, *images).chunk(
         len(images)
     )  # no norm looks across the batch
-    each = discriminator_hinge(real, fake)
-    terms = {"hinge": each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
+    each = discriminator_error(config.loss, real, fake)
+    terms = {config.loss: each, "real": real.mean((1, 2)), "fake": fake.mean((1, 2))}
     if perturbed:
-        terms["penalty"] = finite_difference_r1(real, *perturbed)
+        terms["penalty"] = finite_difference_r1(*perturbed)
         each = each + config.penalty / 2 * config.penalty_every * terms["penalty"]
     named = {name: Mean((value * selection.weights).sum(), shared.count) for name, value in terms.items()}
     return Loss(Mean((each * selection.weights).sum(), shared.count), named)
@@ -188,7 +195,69 @@ def validation_metrics(
     if shared.divergence is not None:
         each["kl"] = shared.divergence.nats
     means = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in each.items()}
+    means["explained_variance"] = explained_variance(shared)
     return means | _codebook_metrics(shared, codes, training=False)
+
+
+def explained_variance(shared: Reconstruction) -> Mean:
+    """1 − Σ (x − x̂)² / Σ (x − x̄)²: 0 for a codec that decodes the mean clip x̄ of the batch, whatever it encodes.
+
+    x̄ fits its own batch of n clips: the errors are reduced by (n − 1) / n to match. A batch of one is compared with its mean colour.
+    """
+    keep = shared.keep.view(shared.noise.batch, -1)  # B T
+    real, fake = (
+        to_unit_range(images).reshape(*keep.shape, images.shape[1], -1) for images in (shared.real, shared.fake)
+    )
+    clips = keep.sum(0)  # T
+    mean = (real * keep[:, :, None, None]).sum(0) / clips.clamp_min(1)[:, None, None]  # T C H·W
+    mean = torch.where(clips[:, None, None] > 1, mean, mean.mean(-1, keepdim=True))
+    share = torch.where(clips > 1, (clips - 1) / clips.clamp_min(1), 1.0)
+    variance = ((real - mean).square().mean((2, 3)) * keep).sum()
+    error = ((real - fake).square().mean((2, 3)) * keep * share).sum()
+    return Mean(variance - error, variance)
+
+
+def codec_limits(codes: int | None, has_divergence: bool = False, has_discriminator: bool = False) -> tuple[Limit, ...]:
+    """What a healthy codec never does. `codes`: size of its codebook."""
+    remedy = "Lower train.lr, lengthen train.warmup or train for more steps; look at the pictures in validation/."
+    collapsed = Limit(
+        "codec_collapsed",
+        "explained_variance",
+        "The codec decodes every picture to about the same one: a stage trained on it would learn nothing.",
+        remedy,
+        at_least=0.1,  # trained codecs have 0.8 and more
+    )
+    limits = [collapsed]
+    if codes is not None and codes >= 16:
+        meaning = "The codec uses one code for everything: its tokens hold no information."
+        limits.append(Limit("one_code", "codes/perplexity", meaning, remedy, at_least=1.2))
+        limits.append(
+            Limit(
+                "few_codes",
+                "codes/use",
+                "Nearly all of the codebook is unused.",
+                "Use a smaller codebook or kind: fsq, lower train.lr, or train for more steps.",
+                at_least=min(0.01, 10 / codes),  # ten codes: a batch may have fewer tokens than the codebook codes
+                severity="warning",
+            )
+        )
+    if has_divergence:
+        meaning = "The posterior is the prior: the latents are noise."
+        # Nats per value of a pixel. A trained VAE has 0.01 and more.
+        limits.append(Limit("posterior_collapsed", "kl", meaning, "Lower kl, its weight. " + remedy, at_least=1e-4))
+    if has_discriminator:
+        limits.append(
+            Limit(
+                "discriminator_saturated",
+                "discriminator/loss",
+                "The discriminator tells all pictures apart and has stopped learning: its gradient teaches little.",
+                "Lower the lr of player discriminator, raise adversarial.penalty, or start it later (adversarial.start).",
+                at_least=0.02,  # of 2 at the start
+                severity="warning",
+                logs=50,
+            )
+        )
+    return tuple(limits)
 
 
 def reconstruction_error(kind: Literal["l1", "l2"], fake: Tensor, real: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, VideoDiscriminator, build_discriminator, gan_players
 from kineograph.codec.codec_loss import (
     Reconstruction,
+    codec_limits,
     codec_loss,
     frames_to_pixels,
     is_adversarial_step,
@@ -26,8 +27,9 @@ from kineograph.codec.codec_loss import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import SupportsBuckets, SupportsReconstruction
+from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsReconstruction
 from kineograph.core.config import Size, StageConfig
+from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean
 from kineograph.nn.positions import Rotation, grid_positions, sincos_embedding
@@ -193,7 +195,7 @@ def _to_channels_first(features: Tensor) -> Tensor:
     return features.flatten(0, 1).permute(0, 3, 1, 2)
 
 
-class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
+class CViViT(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
     """Codec and its training task: generator (encoder, quantizer, decoder) and a discriminator of clips."""
 
     Config = CViViTConfig
@@ -215,7 +217,8 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
 
     @classmethod
     def build(cls, config: CViViTConfig, context: BuildContext) -> CViViT:
-        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
+        has_gan = config.adversarial is not None and config.adversarial.weight > 0
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context, has_gan))
 
     # codec -------------------------------------------------------------------------------------------------------
 
@@ -288,6 +291,9 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets):
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video, batch.frame_mask))
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return codec_limits(self.vocabulary, has_discriminator=self.discriminator is not None)
 
     # structure ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from kineograph.core import weight_cache as cache
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import BuildContext, freeze
+from kineograph.core.task import BuildContext, freeze, is_fake_or_meta
 
 
 class PerceptualConfig(Config):
@@ -24,6 +25,10 @@ class PerceptualConfig(Config):
     AlexNet (features.0.weight …) and the LPIPS heads (lin0.weight … lin4.weight); null turns the loss off."""
     frames: int | None = Field(None, ge=1)
     """Random frames of each clip to compare in a training step; null: all."""
+
+    def check_pretrained(self, given: Collection[str], hub: bool) -> None:
+        if self.weight and self.weights is not None:
+            find_file(self.weights)
 
 
 Trunk = Literal["vgg16", "alexnet"]
@@ -101,16 +106,27 @@ def _unit(features: Tensor) -> Tensor:
     return features / (features.square().sum(1, keepdim=True).add(1e-20).sqrt() + 1e-10)
 
 
+def find_file(weights: Path) -> Path:
+    """The file of `perceptual.weights`, which may be the name of installed weights."""
+    path = cache.path_of(str(weights)) if cache.is_name(weights) else weights
+    if path.is_file():
+        return path
+    if cache.is_name(weights):
+        raise cache.WeightsNotFetched(
+            f"perceptual.weights={weights}: these weights are not on this machine; run kineo weights get {weights}"
+        )
+    raise ConfigError(
+        f"perceptual.weights={weights} does not exist: use a safetensors file, lpips-vgg16 (after kineo weights get lpips-vgg16), "
+        "or null to train without"
+    )
+
+
 def load_lpips(path: Path) -> Lpips:
     """Load a frozen network from a file, or by the name of installed weights."""
+    file = find_file(path)
     if cache.is_name(path):
-        path = cache.find(str(path)).path
-    if not path.is_file():
-        raise ConfigError(
-            f"perceptual.weights={path} does not exist: use a safetensors file, lpips-vgg16 (after kineo weights get lpips-vgg16), "
-            "or null to train without"
-        )
-    return build_lpips(cache.load(path), path)
+        cache.find(str(path))  # checks the hash
+    return build_lpips(cache.load(file), file)
 
 
 def build_lpips(weights: dict[str, Tensor], path: Path) -> Lpips:
@@ -128,20 +144,34 @@ def build_lpips(weights: dict[str, Tensor], path: Path) -> Lpips:
         )
     network = Lpips(trunk)
     network.load_state_dict({name: weights[name].float() for name in expected})
-    return freeze(network)  # type: ignore[return-value]
+    return freeze(network)
 
 
-def build_perceptual_loss(config: PerceptualConfig, context: BuildContext) -> Lpips | None:
+def build_perceptual_loss(config: PerceptualConfig, context: BuildContext, has_gan: bool = False) -> Lpips | None:
     """The LPIPS network of a codec's config; None where the loss is off."""
     if not config.weight:
         return None
     if config.weights is None:
-        context.note(
-            "perceptual loss is off: perceptual.weights is not set (to turn it on, run kineo weights get lpips-vgg16 and set "
-            "perceptual.weights=lpips-vgg16)"
-        )
+        remedy = "run kineo weights get lpips-vgg16 and set perceptual.weights=lpips-vgg16"
+        if not context.for_training:
+            pass
+        elif has_gan:
+            context.note(
+                f"warning: a GAN without a perceptual loss ruins reconstructions: {remedy}; perceptual.weight=0 turns this warning off"
+            )
+        else:
+            context.note(f"perceptual loss is off: perceptual.weights is not set (to turn it on, {remedy})")
         return None
-    network = load_lpips(config.weights)
+    if is_fake_or_meta() and cache.is_name(config.weights):  # an estimate, before the weights are fetched
+        network = freeze(Lpips("alexnet" if config.weights.name.endswith("alexnet") else "vgg16"))
+    elif context.for_training:
+        network = load_lpips(config.weights)
+    else:
+        try:
+            network = load_lpips(config.weights)
+        except (InputError, ConfigError) as error:
+            context.note(f"without the perceptual loss: {error}")  # nothing but its value needs it
+            return None
     if min(context.shape.height, context.shape.width) < network.smallest:
         raise ConfigError(
             f"data.size=[{context.shape.height}, {context.shape.width}] is too small for the perceptual loss: "

@@ -15,6 +15,7 @@ from kineograph.codec import perceptual as lpips
 from kineograph.codec.adversarial import AdversarialConfig, Discriminator, build_discriminator, gan_players
 from kineograph.codec.codec_loss import (
     Reconstruction,
+    codec_limits,
     codec_loss,
     frames_to_pixels,
     is_adversarial_step,
@@ -24,8 +25,9 @@ from kineograph.codec.codec_loss import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import SupportsBuckets, SupportsReconstruction
+from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsReconstruction
 from kineograph.core.config import StageConfig
+from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean
 from kineograph.nn.conv import ChannelNorm, MapAttention, ResidualBlock, downsample_conv, upsample_conv
@@ -138,7 +140,7 @@ class ToPixels(nn.Module):
         return images.contiguous(memory_format=torch.channels_last)
 
 
-class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
+class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
     """Codec and its training task: generator (encoder, quantizer, decoder) and discriminator."""
 
     Config = VQGANConfig
@@ -161,7 +163,8 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
 
     @classmethod
     def build(cls, config: VQGANConfig, context: BuildContext) -> VQGAN:
-        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context))
+        has_gan = config.adversarial is not None and config.adversarial.weight > 0
+        return cls(config, context.shape, lpips.build_perceptual_loss(config.perceptual, context, has_gan))
 
     # codec -------------------------------------------------------------------------------------------------------
 
@@ -229,6 +232,9 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets):
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video))
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return codec_limits(self.vocabulary, has_discriminator=self.discriminator is not None)
 
     # structure ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from kineograph.core.batch import Batch, Prompts, Shape
+from kineograph.core.health import Limit
 from kineograph.core.task import Task
 
 # Sampling --------------------------------------------------------------------------------------------------------
@@ -173,6 +174,14 @@ class ChecksPrecision(Protocol):
 
     def check_precision(self, precision: str) -> None:
         """Refuse fp32, bf16 or fp16 with a ConfigError."""
+
+
+@runtime_checkable
+class ChecksHealth(Protocol):
+    """Knows numbers that a healthy stage of its kind never logs."""
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        """Limits of validation metrics and logged training numbers, by their names in metrics.jsonl."""
 
 
 @runtime_checkable

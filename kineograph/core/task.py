@@ -56,6 +56,8 @@ class BuildContext:
     note: Callable[[str], None] = print
     # The stage's name: the key of its noise where several stages draw for one picture.
     name: str = ""
+    # False: the stage is loaded to encode, draw or be evaluated, and networks of its losses may be missing.
+    for_training: bool = True
 
     def codec(self, name: str, key: str = "codec") -> Codec:
         """The earlier stage `name`, which must be a codec; `key` is the config key that names it."""

@@ -29,6 +29,8 @@ class FolderConfig(MediaConfig):
     source: str = "folder"
     folder: str
     """Searched with all its subfolders; hidden files are ignored."""
+    split_by: Literal["file", "folder"] = "file"
+    """Hold out single files, or whole subfolders: for crops of one picture or scenes of one film, which must not be in both splits."""
     sketches: str | None = None
     """Folder of sketches, each named as its image or clip (the suffix may differ) and cropped the same way; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
@@ -119,6 +121,18 @@ def build_items(names: Iterable[str], captions: Captions) -> list[Item]:
     return [Item(name, span) for name in names for span in captions.spans.get(name, whole)]
 
 
+def _select_names(names: list[str], split: Split, config: FolderConfig) -> tuple[set[str], str | None]:
+    """The files of a split, and a line for the log."""
+    if config.split_by == "file":
+        selected = select_split([normalize("NFC", name) for name in names], split, config)
+        return {names[index] for index in selected.indices}, selected.note
+    parents = [PurePosixPath(name).parent.as_posix() for name in names]
+    folders = sorted(set(parents))
+    selected = select_split([normalize("NFC", folder) for folder in folders], split, config)
+    chosen = {folders[index] for index in selected.indices}
+    return {name for name, parent in zip(names, parents, strict=True) if parent in chosen}, selected.note
+
+
 class Folder(BucketedSource):
     Config = FolderConfig
 
@@ -153,8 +167,7 @@ class Folder(BucketedSource):
         listing = list_folder(root)
         _refuse_empty(root, listing)
         captions = find_captions(root, listing.media, listing.others)
-        selected = select_split([normalize("NFC", name) for name in listing.media], split, config)
-        names = {listing.media[index] for index in selected.indices}
+        names, note = _select_names(listing.media, split, config)
         items = build_items(listing.media, captions)  # all spans of a file are in one split
         problems = listing.problems + captions.problems
         buckets, skipped = None, {}
@@ -174,7 +187,7 @@ class Folder(BucketedSource):
             buckets = assign_buckets(readable, config.buckets, config.base_shape, config.fps)  # of all splits
             buckets = buckets.subset([index for index, item in enumerate(items) if item.name in names])
         items = [item for item in items if item.name in names]
-        return cls(config, items, captions, split, selected.note, problems, buckets, skipped)
+        return cls(config, items, captions, split, note, problems, buckets, skipped)
 
     def __len__(self) -> int:
         return len(self.items)

@@ -8,6 +8,7 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
+from kineograph.core.health import read_findings
 from kineograph.core.run_folder import RunFolder, read_json, write_json
 from kineograph.evaluate.metric_api import Result
 
@@ -22,7 +23,10 @@ def read_results(run: RunFolder) -> Results:
 
 
 def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict[str, Result], **extra: Any) -> None:
-    """Record the results of one checkpoint. Earlier results of the same metrics are replaced, all others stay."""
+    """Record the results of one checkpoint. Earlier results of the same metrics are replaced, all others stay.
+
+    `findings` of the file are those about the stages of the run, as metrics.jsonl has them now.
+    """
     path = run.path / "evaluation.json"
     everything = read_results(run)
     if not everything and path.exists():  # keep a damaged file
@@ -32,7 +36,10 @@ def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict
     for name, result in results.items():
         values = {key: value if math.isfinite(value) else None for key, value in result.values.items()}
         records[name] = {"values": values, "labels": result.labels, **extra, "date": date}
-    write_json(path, {"format": FORMAT, "results": everything})
+    findings: dict[str, list[dict[str, Any]]] = {}
+    for name, found_at, finding in read_findings(run.metrics_file):
+        findings.setdefault(name, []).append({"step": found_at, **finding.to_json()})
+    write_json(path, {"format": FORMAT, "results": everything} | ({"findings": findings} if findings else {}))
 
 
 def newest_result(results: Results, split: str, stage: str, metric: str) -> tuple[int, dict[str, Any]] | None:

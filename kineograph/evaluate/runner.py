@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kineograph.core import distributed
+from kineograph.core.capabilities import ChecksHealth
 from kineograph.core.config import Tree, parse
 from kineograph.core.errors import InputError
+from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.task import Task
 from kineograph.data.open_source import Split, open_source
 from kineograph.evaluate import results_file
 from kineograph.evaluate.console import open_console
@@ -41,6 +44,9 @@ class Evaluation:
     split: str
     stages: list[StageResult] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # lines that name skipped metrics and the reason
+    findings: list[str] = field(
+        default_factory=list
+    )  # lines about stages that went wrong in training, or look like it here
     files: list[Path] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> float:
@@ -71,7 +77,7 @@ class Evaluation:
     def show(self) -> None:
         console = open_console()
         console.print(self.table())
-        for line in (*self.skipped, *(f"wrote {path}" for path in self.files)):
+        for line in (*self.findings, *self.skipped, *(f"wrote {path}" for path in self.files)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -162,9 +168,21 @@ def evaluate(
                     folder, split, name, step, results, samples=evaluator.count, seed=seed, weights=weights
                 )
             evaluation.stages.append(StageResult(name, spec.config.task, step, results))
+        evaluation.findings += _list_findings(folder, name, task, results)
     _report_skipped(evaluation, chosen, reasons, named=metrics is not None)
     evaluation.files.insert(0, folder.path / "evaluation.json")
     return evaluation
+
+
+def _list_findings(run: RunFolder, stage: str, task: Task, results: dict[str, Result]) -> list[str]:
+    """Findings of training, and of the validation limits that the results are beyond."""
+    found = {finding.name: finding for name, _, finding in read_findings(run.metrics_file) if name == stage}
+    values = {name: value for result in results.values() for name, value in result.values.items()}
+    for limit in task.health_limits() if isinstance(task, ChecksHealth) else ():
+        finding = limit.check(values) if not limit.logs else None
+        if finding is not None:
+            found.setdefault(finding.name, finding)
+    return [f"{stage}: {finding.severity}: {finding}" for finding in found.values()]
 
 
 def _select_stages(run: RunFolder, stage: str | None) -> tuple[str, list[str]]:

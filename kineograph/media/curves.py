@@ -19,6 +19,8 @@ MAX_POINTS = 1_500  # per curve
 MAX_TERMS = 8  # curves in the panel of loss terms and scores
 _COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")
 
+_MARKS = {"fatal": "#c1121f", "warning": "#e08e2b"}
+
 Curves = dict[str, dict[str, list[tuple[float, float]]]]  # name → stage → (x, y); null in the file becomes nan
 
 
@@ -30,13 +32,13 @@ class _Panel:
 
 
 def draw_curves(metrics: str | Path, out: str | Path) -> Path:
-    """Draw losses, learning rate, gradient norm, throughput and codebook usage over the steps of all stages."""
+    """Draw losses, learning rate, gradient norm, throughput and codebook usage over the steps of all stages, and mark findings."""
     out = Path(out)
     records = list(read_records(Path(metrics)))
     axis = _Axis(records)
     panels = [panel for panel in _panels(records, axis) if panel.curves]
     with replace_atomically(out) as temporary:
-        _draw(panels, axis, temporary)
+        _draw(panels, axis, find_marks(records, axis), temporary)
     return out
 
 
@@ -54,7 +56,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             kind = b"".join(line.split(b",", 2)[:2])  # stage and split come first
             counts[kind] += 1
-            if counts[kind] > DENSE and counts[kind] % stride:
+            if counts[kind] > DENSE and counts[kind] % stride and b'"finding"' not in line:
                 continue
             try:
                 record = parse_json(line)
@@ -62,6 +64,24 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), (int, float)) and "stage" in record:
                 yield record
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A finding about a stage, where it was made."""
+
+    x: float
+    name: str
+    severity: str
+
+
+def find_marks(records: list[dict[str, Any]], axis: _Axis) -> list[Mark]:
+    """The findings of the stages (docs/health.md)."""
+    found = [(record, record["finding"]) for record in records if isinstance(record.get("finding"), dict)]
+    return [
+        Mark(axis.position(str(record["stage"]), record["step"]), str(finding["name"]), str(finding["severity"]))
+        for record, finding in found
+    ]
 
 
 class _Axis:
@@ -124,7 +144,7 @@ def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
                 panel, label = norm, name
             elif name == "time/samples_per_second":
                 panel, label = speed, "samples/s"
-            elif name.startswith("time/") or last in ("skipped", "ema_decay"):
+            elif name.startswith(("time/", "health/")) or last in ("skipped", "ema_decay"):
                 continue
             elif _is_codebook_share(name):
                 panel = codes
@@ -149,7 +169,7 @@ def _is_codebook_share(name: str) -> bool:
 # Drawing ---------------------------------------------------------------------------------------------------------
 
 
-def _draw(panels: list[_Panel], axis: _Axis, path: Path) -> None:
+def _draw(panels: list[_Panel], axis: _Axis, marks: list[Mark], path: Path) -> None:
     # Without pyplot: no global state, and half the import time.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -170,6 +190,7 @@ def _draw(panels: list[_Panel], axis: _Axis, path: Path) -> None:
                 _draw_curve(axes, label, np.asarray(points, dtype=float), _COLOURS[number % len(_COLOURS)])
                 label = None  # one legend entry for all stages
         _style_axes(axes, panel, axis)
+        _draw_marks(axes, marks, named=index == 0)
     figure.savefig(path, format="png")
 
 
@@ -193,6 +214,16 @@ def _smooth(y: np.ndarray, window: int) -> np.ndarray:
     total = np.convolve(np.where(known, y, 0.0), kernel, mode="same")
     count = np.convolve(known.astype(float), kernel, mode="same")
     return np.where(known, total / np.maximum(count, 1.0), np.nan)
+
+
+def _draw_marks(axes: Any, marks: list[Mark], named: bool) -> None:
+    """A dotted line at each finding, with its name in the first panel."""
+    for number, mark in enumerate(marks):
+        colour = _MARKS.get(mark.severity, _MARKS["warning"])
+        axes.axvline(mark.x, color=colour, lw=1.1, ls=":")
+        if named:
+            style = {"fontsize": 7, "color": colour, "ha": "right", "va": "top", "rotation": 90}
+            axes.text(mark.x, 0.98 - 0.02 * (number % 3), mark.name, transform=axes.get_xaxis_transform(), **style)
 
 
 def _style_axes(axes: Any, panel: _Panel, axis: _Axis) -> None:

@@ -1,9 +1,12 @@
-"""Codebook usage statistics."""
+"""Codebook usage statistics, and what they say about a generator's targets."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kineograph.core.health import LOSS_FALLS, Limit
+from kineograph.core.task import Mean
 
 
 def codebook_histogram(ids: Tensor, codes: int) -> Tensor:
@@ -16,3 +19,41 @@ def codebook_usage(histogram: Tensor) -> dict[str, Tensor]:
     """`use`: share of codes that occur. `perplexity`: exp(entropy) of the code distribution."""
     share = histogram.double() / histogram.sum().clamp_min(1)
     return {"use": (histogram > 0).double().mean(), "perplexity": torch.special.entr(share).sum().exp()}
+
+
+MIN_TOKENS = 4  # for each code that occurs: fewer say too little about how often it does
+
+
+def describe_targets(tokens: Tensor, codes: int) -> dict[str, Mean]:
+    """What validation says about the targets of a token generator, the mean over batches.
+
+    `tokens/distinct`: different codes. `tokens/entropy`: of the frequencies of codes, in nats: the cross-entropy of a model that knows
+    nothing else.
+    """
+    histogram = codebook_histogram(tokens, codes)
+    distinct, total = (histogram > 0).sum(), histogram.sum()
+    # Miller and Madow: a sample's entropy is too low by (codes − 1) / 2 samples.
+    entropy = torch.special.entr(histogram.double() / total).sum() + (distinct - 1) / (2 * total)
+    is_enough = (total >= MIN_TOKENS * distinct).double()
+    return {"tokens/distinct": Mean(distinct, 1.0), "tokens/entropy": Mean(entropy * is_enough, is_enough)}
+
+
+def token_limits(smoothing: float) -> tuple[Limit, ...]:
+    """What a healthy generator of tokens never does. `smoothing` of labels raises its cross-entropy."""
+    constant = Limit(
+        "constant_tokens",
+        "tokens/distinct",
+        "All tokens are the same code: the codec has collapsed, and there is nothing to learn.",
+        "Look at the codec's reconstructions and train it again.",
+        at_least=1.5,
+        always=True,
+    )
+    frequencies = Limit(
+        "only_frequencies",
+        "train/cross_entropy",
+        "The generator has learned how often each token occurs, and nothing about captions or neighbours.",
+        "Lower train.lr, lengthen train.warmup or train for more steps.",
+        at_most=0.98,
+        share_of="tokens/entropy",
+    )
+    return (constant, LOSS_FALLS) if smoothing else (constant, LOSS_FALLS, frequencies)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ class TokenLoss:
     correct: Tensor
     count: Tensor
     critic: Tensor | None = None  # loss of a critic that shares the network
+    targets: dict[str, Mean] = field(default_factory=dict)  # about the tokens, in validation
 
     def loss(self, critic_weight: float = 1.0) -> Loss:
         terms = {
@@ -27,4 +28,4 @@ class TokenLoss:
         if self.critic is not None:
             total = total + critic_weight * self.critic
             terms["critic"] = Mean(self.critic.detach(), self.count)
-        return Loss(Mean(total, self.count), terms)
+        return Loss(Mean(total, self.count), terms | self.targets)

@@ -1,4 +1,4 @@
-"""`kineo data make`: write moving digits as a dataset, in each format that can be read back.
+"""`kineo data make`: write moving digits as a dataset, in each format that can be read back. For crops see crop_writer.py.
 
     gif, mp4, png   000017.gif beside 000017.txt (its caption); png is one picture an item
     memmap          videos.npy, uint8, N T C H W · labels.npy, int64, N × digits, in the order of the caption · captions.txt, one a line
@@ -28,8 +28,9 @@ from kineograph.data.open_source import Split
 from kineograph.data.shard_writer import LARGEST, ShardWriter, SupportsEmbedding
 from kineograph.media.clips import write_clip
 from kineograph.media.frames import to_images
+from kineograph.run.crop_writer import write_crops
 
-KINDS = ("moving-digits",)
+KINDS = ("moving-digits", "crops")
 CLIP_FRAMES = 16  # default of `frames`; png has one
 # Keys of data.* that --count and --split replace, and `sketch`, which no file can hold (shows=sketch writes sketches).
 _NOT_HERE = ("source", "validation", "test", "max_unreadable", "count", "sketch")
@@ -56,17 +57,26 @@ def write_dataset(
     what: str,
     out: str | Path,
     count: int,
-    as_: str = "gif",
+    as_: str | None = None,
     settings: Sequence[str] = (),
     split: str = "train",
     embeddings: str | SupportsEmbedding | None = None,
+    sources: Sequence[Path] = (),
 ) -> Path:
     """Write `count` items into a new or empty folder. → the folder.
 
-    `embeddings` is a run whose CLIP stage embeds pictures and captions (`RUN` or `RUN/STAGE`), or an embedder.
+    `embeddings` is a run whose CLIP stage embeds pictures and captions (`RUN` or `RUN/STAGE`), or an embedder; `sources` are the folders
+    that crops are cut out of.
     """
     if what.replace("_", "-") not in KINDS:
         raise InputError(f"{what!r} cannot be made: use {', '.join(KINDS)}")
+    if what == "crops":
+        if as_ not in (None, "png") or split != "train" or embeddings is not None:
+            raise InputError("crops are PNG files of all pictures: remove --as, --split and --embeddings")
+        return write_crops(sources, Path(out), count, settings)
+    if sources:
+        raise InputError("--from goes with crops: digits are drawn from nothing")
+    as_ = as_ or "gif"
     if as_ not in FORMATS:
         raise InputError(f"--as {as_}: use {', '.join(FORMATS)}")
     if split not in get_args(Split):

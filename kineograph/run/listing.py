@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kineograph.core.config import load_file
 from kineograph.core.errors import InputError, KineoError
+from kineograph.core.health import read_findings
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json
 from kineograph.evaluate import results_file
@@ -18,7 +19,7 @@ from kineograph.evaluate.console import open_console
 from kineograph.evaluate.run_summary import planned_steps
 from kineograph.train import checkpoint
 
-State = Literal["running", "stopped", "finished", "interrupted", "new", "broken"]
+State = Literal["running", "stopped", "finished", "failed", "interrupted", "new", "broken"]
 TAIL = 65_536  # bytes at the end of metrics.jsonl that are read for the newest step
 
 
@@ -33,6 +34,7 @@ class Row:
     accuracy: float | None = None  # newest caption accuracy of the run
     age: float = 0.0  # seconds since a file was last written
     problem: str = ""
+    findings: tuple[str, ...] = ()  # "stage: name" of each finding in training, fatal ones first
 
 
 def list_runs(folder: str | Path = "runs") -> list[Row]:
@@ -66,6 +68,7 @@ def _read_run(path: Path) -> Row:
     stage = unfinished[0] if unfinished else stages[-1]
     logged = _logged_steps(run.metrics_file)
     running = run.in_use()
+    fatal, findings = _read_health(run)
     step = max(saved[stage], logged.get(stage, 0)) if running else saved[stage]
     started = any(saved.values()) or bool(logged)
     state: State = "interrupted" if started else "new"
@@ -73,10 +76,22 @@ def _read_run(path: Path) -> Row:
         state = "running"
     elif not unfinished:
         state = "finished"
+    elif stage in fatal:
+        state = "failed"
     elif run.stopped_marker.exists():
         state = "stopped"
     best = checkpoint.read_best(run.checkpoints(stage))
-    return Row(name, state, stage, step, planned[stage], best.get("loss"), _newest_accuracy(results), age)
+    return Row(
+        name, state, stage, step, planned[stage], best.get("loss"), _newest_accuracy(results), age, findings=findings
+    )
+
+
+def _read_health(run: RunFolder) -> tuple[set[str], tuple[str, ...]]:
+    """Stages with a fatal finding, and all findings, fatal ones first."""
+    found = [(stage, finding) for stage, _, finding in read_findings(run.metrics_file)]
+    found.sort(key=lambda pair: pair[1].severity != "fatal")
+    fatal = {stage for stage, finding in found if finding.severity == "fatal"}
+    return fatal, tuple(dict.fromkeys(f"{stage}: {finding.name}" for stage, finding in found))
 
 
 def _is_in_phase(checkpoints: Path, step: int) -> bool:
@@ -124,10 +139,10 @@ def _newest_accuracy(results: results_file.Results) -> float | None:
 def _make_table(rows: list[Row]) -> Any:
     from rich.table import Table
 
-    table = Table("run", "state", "stage", "step", "best loss", "caption accuracy", "last written")
+    table = Table("run", "state", "stage", "step", "best loss", "caption accuracy", "health", "last written")
     for row in rows:
         if row.state == "broken":
-            table.add_row(row.name, "broken", row.problem, "", "", "", format_age(row.age))
+            table.add_row(row.name, "broken", row.problem, "", "", "", "", format_age(row.age))
             continue
         table.add_row(
             row.name,
@@ -136,6 +151,7 @@ def _make_table(rows: list[Row]) -> Any:
             f"{row.step:,} of {row.steps:,}",
             "–" if row.best is None else f"{row.best:.4g}",
             "–" if row.accuracy is None else f"{row.accuracy:.3f}",
+            "\n".join(row.findings) or "–",
             format_age(row.age),
         )
     return table

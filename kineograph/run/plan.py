@@ -20,7 +20,7 @@ from kineograph.train.config import PlayerConfig, TrainConfig
 
 Resume = Literal["auto", "never", "must"]
 # Keys of train.* that a resumed run may change, beside *_every.
-MAY_CHANGE = ("steps", "keep_last", "workers", "watchdog", "parallel")
+MAY_CHANGE = ("steps", "keep_last", "workers", "watchdog", "parallel", "health")
 
 
 class RunConfig(Config):
@@ -148,7 +148,7 @@ def refuse_changes(saved: Tree, changed: Tree) -> None:
             raise ConfigError(
                 f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
                 "a resumed run may change only train.steps, train.*_every, train.keep_last, train.workers, train.watchdog, "
-                "train.parallel and prompts; give --run another folder for a new run"
+                "train.parallel, train.health and prompts; give --run another folder for a new run"
             )
 
 

@@ -14,7 +14,8 @@ import torch
 from kineograph.core import distributed
 from kineograph.core.capabilities import SupportsCaching
 from kineograph.core.config import Tree
-from kineograph.core.errors import Stopped
+from kineograph.core.errors import RunFailed, Stopped
+from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
@@ -43,7 +44,7 @@ from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import Tracker, check_trackers, open_trackers
-from kineograph.train.trainer import Trainer, TrainerHooks
+from kineograph.train.trainer import Trainer, TrainerHooks, describe_failure
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ class _StageTraining:
         if saved is not None:
             self.stages.check_references(run.folder, stage.name, saved)
             if is_finished(stage.train, skip_removed_phases(stage.train, Cursor(saved.step, saved.phase))):
+                self._refuse_unhealthy(saved.step)
                 run.note(f"{stage.name}: finished at step {saved.step}")
                 return
         task = build_for_training(run.plan, stage, self.stages, data, run.note)
@@ -205,7 +207,7 @@ class _StageTraining:
         hooks = TrainerHooks(
             checkpoints=checkpoints,
             log=self._log,
-            validation_batches=data.validation_batches if stage.train.validate_every else None,
+            validation_batches=data.validation_batches,
             evaluate=self._open_metrics(stepper),
             draw_samples=previews if stage.train.sample_every else None,
             publish=self._publish,
@@ -219,10 +221,12 @@ class _StageTraining:
             quiet=run.quiet,
             rank_log=run.rank_log,
             step_flops=count_step_flops(run.plan, stage, task, data, self.device, run.note),
+            warm_started=stage.spec.config.init is not None,
         )
         trainer = Trainer(stage.name, stepper, loader, hooks)
         start = trainer.resume()
         self._truncate_logs(start)
+        trainer.health.replay(record for record in self.metrics.read() if record["stage"] == stage.name)
         self._describe(task, start)
         skipped_file = run.folder.path / "skipped.jsonl"
         try:
@@ -241,6 +245,16 @@ class _StageTraining:
             loader.skipped.update(skipped)
         data.write_skipped(skipped_file, loader)
         previews.draw_curves()
+
+    def _refuse_unhealthy(self, step: int) -> None:
+        """Refuse to go on from a finished stage whose last check, made while train.health was warn, was fatal."""
+        if self.stage.train.health != "stop":
+            return
+        found = read_findings(self.run.folder.metrics_file)
+        here = [finding for name, at, finding in found if (name, at) == (self.stage.name, step)]
+        fatal = [describe_failure(self.stage.name, finding) for finding in here if finding.severity == "fatal"]
+        if (message := distributed.broadcast_object(fatal[:1])) != []:
+            raise RunFailed(message[0])
 
     def _open_metrics(self, stepper: Stepper) -> TrainingMetrics | None:
         if not self.stage.train.metrics:

@@ -24,6 +24,7 @@ def build_task(
     assets: dict[str, str] | None = None,
     captions: Callable[[], list[str]] = list,
     seed: int = 0,
+    for_training: bool = True,
 ) -> Task:
     """Build a stage. `stage` gives the earlier stages that it refers to; `assets` (a learned vocabulary) replace `captions`."""
     context = BuildContext(
@@ -34,6 +35,7 @@ def build_task(
         assets=assets or {},
         note=note,
         name=spec.name,
+        for_training=for_training,
     )
     return spec.task.build(spec.config, context)
 

@@ -59,7 +59,11 @@ class StageLoader:
             self.check_references(run, name, saved)
             spec = read_stage(run.config(), name)
             task = build_task(
-                spec, lambda other: self.load(_qualify(other, run)), self.note, saved.state().get("assets")
+                spec,
+                lambda other: self.load(_qualify(other, run)),
+                self.note,
+                saved.state().get("assets"),
+                for_training=False,
             )
             load_weights(task, saved.weights(ema))
             task.precision = run.config()["stages"][name].get("train", {}).get("precision", "auto")

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import ComparesSamples, SupportsEmbedding
+from kineograph.core.capabilities import ChecksHealth, ComparesSamples, SupportsEmbedding
 from kineograph.core.config import StageConfig
 from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.health import LOSS_FALLS, Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.nn.positions import LearnedPositions
@@ -78,7 +79,7 @@ class ImageTower(nn.Module):
         return self.transformer(self.patches(x) + self.positions()).mean(1)  # N D
 
 
-class TrainedClip(Task, SupportsEmbedding, ComparesSamples):
+class TrainedClip(Task, SupportsEmbedding, ComparesSamples, ChecksHealth):
     Config = ClipConfig
 
     def __init__(self, config: ClipConfig, context: BuildContext) -> None:
@@ -160,8 +161,17 @@ class TrainedClip(Task, SupportsEmbedding, ComparesSamples):
         return Loss(
             Mean(shared.loss, rows),
             {f"retrieval/{name}": Mean(hits.float(), rows) for name, hits in terms.items()}
-            | {"temperature": Mean(rows / shared.scale.detach(), rows)},
+            | {
+                "temperature": Mean(rows / shared.scale.detach(), rows),
+                "chance": Mean(shared.chance, rows),
+            },
         )
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        remedy = "Lower train.lr, lengthen train.warmup or train for more steps, with more captions in a batch."
+        meaning = "Pictures and captions are matched no better than by chance."
+        matches = Limit("chance_matches", "train/loss", meaning, remedy, at_most=0.98, share_of="train/chance")
+        return (LOSS_FALLS, matches)
 
     # structure -----------------------------------------------------------------------------------------------------
 
@@ -205,6 +215,7 @@ class ContrastiveLoss:
     image_hits: Tensor  # captions whose nearest image is theirs
     rows: int
     scale: Tensor  # 1/temperature
+    chance: Tensor  # the loss of embeddings that are all the same
 
 
 def _gather_rows(rows: int, value: Tensor) -> Tensor:
@@ -242,4 +253,5 @@ def contrastive_loss(
         )
         text, image = (same_caption.gather(1, logits.argmax(1, keepdim=True)).sum() for logits in (to_texts, to_images))
     assert isinstance(loss, Tensor)
-    return ContrastiveLoss(loss / 2, text, image, rows, scale)
+    chance = (~excluded).sum(1).log().sum()
+    return ContrastiveLoss(loss / 2, text, image, rows, scale, chance)

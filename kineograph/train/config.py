@@ -109,6 +109,9 @@ class TrainConfig(PlayerConfig):
     """Samples per evaluation."""
     max_nonfinite: int = Field(20, ge=1)
     """A step with a non-finite gradient is skipped; this many in a row end the run."""
+    health: Literal["stop", "warn", "off"] = "stop"
+    """What a fatal finding about the stage (docs/health.md) does: stop ends the run with code 1 before the next stage trains on it; warn
+    prints it and goes on; off looks for nothing."""
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Data worker processes; 0: read in the training process; auto: half the cores, at most 8."""
     timeout: float = Field(600.0, gt=0)

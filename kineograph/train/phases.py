@@ -1,10 +1,11 @@
 """When a stage trains, saves, validates, evaluates, draws and publishes: pure functions of the config and a cursor.
 
-    train → … → train → save → validate → evaluate → sample → publish → train → …
+    train → … → train → save → validate → evaluate → sample → publish → train → … → publish → check
 
 After each step the phases that are due follow in this order. They are counted in steps (`train.validate_every` …) or,
 with `train.epoch_samples`, in samples: then each epoch ends with all of them. The checkpoint comes first and holds the
-cursor, so a run that is killed in a later phase comes back into that phase and trains nothing twice.
+cursor, so a run that is killed in a later phase comes back into that phase and trains nothing twice. The last phase of
+a stage checks its health, so a stage that fails the check is checked again before the next stage trains on it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from kineograph.train.config import TrainConfig
 
-Phase = Literal["train", "save", "validate", "evaluate", "sample", "publish"]
+Phase = Literal["train", "save", "validate", "evaluate", "sample", "publish", "check"]
 ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -35,6 +36,8 @@ class Cursor:
 
 def phase_of(record: Mapping[str, Any]) -> Phase:
     """The phase that writes such a line of metrics.jsonl."""
+    if "finding" in record:
+        return record["phase"] if record.get("phase") in ORDER else "train"
     if record.get("split") != "validation":
         return "train"
     return "evaluate" if any(name.startswith("metric/") for name in record) else "validate"
@@ -72,6 +75,7 @@ def due_phases(config: TrainConfig, step: int) -> tuple[Phase, ...]:
         "evaluate": bool(config.metrics) and is_due(config.evaluate_every),
         "sample": is_due(config.sample_every),
     }
+    due["check"] = config.health != "off" and step == config.steps
     due["publish"] = config.log_checkpoints and (due["save"] or due["validate"])  # validation saves a new best
     return tuple(phase for phase in ORDER if due.get(phase))
 

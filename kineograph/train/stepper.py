@@ -254,6 +254,19 @@ class Stepper:
         finally:
             self.task.train(was_training)
 
+    def find_nonfinite(self) -> list[str]:
+        """Names of the task's tensors, and of their averages, that hold nan or inf. Every process must call this."""
+        tensors = task_state_dict(self.task) | {
+            f"{name} (averaged)": value for ema in self.emas.values() for name, value in ema.state().items()
+        }
+        floats = {name: to_local(value) for name, value in tensors.items() if value.is_floating_point()}
+        bad = (
+            torch.stack([(~value.isfinite()).any() for value in floats.values()]).float() if floats else torch.zeros(0)
+        )
+        # Shards differ between processes, and model-parallel ones are no data ranks.
+        parts = distributed.all_gather_floats(bad.tolist())
+        return [name for name, *each in zip(floats, *parts, strict=True) if any(each)]
+
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
     def full_state(self) -> dict[str, dict[str, Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.core.errors import InputError
+from kineograph.core.health import Finding
 from kineograph.core.run_folder import read_json
 from kineograph.train.config import WandbConfig
 from kineograph.train.metrics_file import Record
@@ -94,6 +95,9 @@ class TensorBoard:
         writer = self._writer(record["stage"], record["step"])
         for name, value in _numbers(record):
             writer.add_scalar(f"{record['stage']}/{record['split']}/{name}", value, record["step"])
+        if "finding" in record:
+            finding = Finding.from_json(record["finding"])
+            writer.add_text(f"{record['stage']}/health", f"{finding.severity}: {finding}", record["step"])
 
     def log_media(self, step: int, name: str, path: Path, caption: str = "") -> None:
         from PIL import Image
@@ -182,7 +186,8 @@ class WeightsAndBiases:
     def log(self, record: Record) -> None:
         stage, split, step = record["stage"], record["split"], record["step"]
         numbers = {f"{stage}/{split}/{name}": value for name, value in _numbers(record)}
-        self._log_once(f"{stage}/{split}/{phase_of(record)}", stage, step, numbers)
+        kind = f"health/{record['finding']['name']}" if "finding" in record else phase_of(record)
+        self._log_once(f"{stage}/{split}/{kind}", stage, step, numbers)
 
     def log_media(self, step: int, name: str, path: Path, caption: str = "") -> None:
         kind = self._module.Video if path.suffix == ".gif" else self._module.Image

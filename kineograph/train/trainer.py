@@ -17,11 +17,14 @@ from torch import Tensor
 
 from kineograph.core import distributed, heartbeat
 from kineograph.core.batch import Batch
+from kineograph.core.capabilities import ChecksHealth
 from kineograph.core.device_copy import fetch_floats
 from kineograph.core.errors import InputError, RunFailed, Stopped
+from kineograph.core.health import Finding
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
+from kineograph.train.health import DataProbe, StageHealth
 from kineograph.train.phases import Cursor, Phase, advance, is_finished, is_logged, is_snapshot, skip_removed_phases
 from kineograph.train.progress_bar import Progress
 from kineograph.train.rank_log import RankLog
@@ -57,6 +60,13 @@ class TrainerHooks:
     quiet: bool = False
     rank_log: RankLog | None = None
     step_flops: StepFlops | None = None
+    warm_started: bool = False
+    """Whether the stage starts from trained weights."""
+
+
+def describe_failure(stage: str, finding: Finding) -> str:
+    """The message that ends a run."""
+    return f"stage {stage}: {finding} Set train.health=warn to go on all the same"
 
 
 class Trainer:
@@ -72,6 +82,16 @@ class Trainer:
         log_note = hooks.rank_log.write if hooks.rank_log is not None else None
         self.progress = Progress(stage, self.config.steps, hooks.quiet or not distributed.is_first(), log_note)
         self.saver = Saver(hooks.checkpoints)
+        task = stepper.task
+        self.health = StageHealth(
+            self.config.steps,
+            stepper.players,
+            task.health_limits() if isinstance(task, ChecksHealth) else (),
+            starts_random=not hooks.warm_started,
+            batch_size=self.config.batch_size,
+            scales_loss=stepper.scale is not None,
+        )
+        self._probe = DataProbe("captions" in task.reads) if self.config.health != "off" else None
         self.saved_step: int | None = None  # of the checkpoint that this process last wrote or resumed from
         self.best_loss = math.inf
         self.best_step: int | None = None
@@ -108,6 +128,8 @@ class Trainer:
             if config.save_first and cursor == Cursor():
                 self._save(cursor)
                 self.saver.wait()  # the data workers are forked next, and should not copy a thread in mid-write
+            if self.config.health != "off" and cursor.step < config.steps:
+                self._report(self.health.check_start(), cursor.step, "train")
             self.timer.reset()
             batches = self.data.steps(cursor.step, config.steps)
             while not is_finished(config, cursor):
@@ -133,6 +155,7 @@ class Trainer:
     def _train_step(self, step: int, batches: Iterator[list[Batch]]) -> None:
         """Make the update from `step` to `step` + 1."""
         micro_batches = self._next_batches(batches, step)
+        self._probe_data(micro_batches, step)
         with self.timer.step(is_measured(self.config, step + 1)):
             values = self.stepper.step(step, micro_batches)
         self.timer.count(sum(map(len, micro_batches)) * distributed.data_world())
@@ -151,6 +174,8 @@ class Trainer:
             self.saver.then(self.hooks.draw_samples(step, self.stepper))
         elif phase == "publish" and distributed.is_first():
             self._publish(step)
+        elif phase == "check":
+            self._check_end(step)
         return False
 
     def _next_batches(self, batches: Iterator[list[Batch]], step: int) -> list[Batch]:
@@ -194,15 +219,30 @@ class Trainer:
             self.hooks.rank_log.write_timings(self.stage, step, self.timer.own_ms, slowest)
         if slowest is not None and self.timer.should_warn(slowest):
             self.progress.note(f"{self.stage}  step {step}  {slowest}")
+        self._observe(record, "train")
 
-    @torch.no_grad()
     def _validate(self, step: int) -> bool:
         """Validate the averaged weights with fixed data and noise. → whether they are the best so far."""
         if self.hooks.validation_batches is None:
             return False
+        started = time.monotonic()
+        values = self._compute_validation()
+        seconds = time.monotonic() - started
+        record = {"stage": self.stage, "split": "validation", "step": step, **values}
+        self.hooks.log({**record, "time/validation_seconds": seconds})
+        self.progress.note(f"{self.stage}  step {step}  validation loss {values['loss']:.4g}")
+        is_best = values["loss"] < self.best_loss
+        if is_best:
+            self.best_loss, self.best_step = values["loss"], step
+        self._observe(record, "validate")
+        return is_best
+
+    @torch.no_grad()
+    def _compute_validation(self) -> dict[str, float]:
+        """The validation metrics of the averaged weights, over all processes."""
+        assert self.hooks.validation_batches is not None
         means: dict[str, Mean] = {}
         seed = key_of(self.stepper.seed, "validation")
-        started = time.monotonic()
         with self.stepper.eval_mode() as task:
             for batch in self.hooks.validation_batches():
                 batch = batch.to(self.stepper.device)
@@ -213,18 +253,10 @@ class Trainer:
                     if not batch.spare:
                         total = Mean(total.sum + mean.sum.to(torch.float64), total.count + count)
                     means[name] = total
-        values = {
+        return {
             name: float(distributed.all_reduce_(mean.sum) / distributed.all_reduce_(torch.as_tensor(mean.count)))
             for name, mean in means.items()
         }
-        seconds = time.monotonic() - started
-        record = {"stage": self.stage, "split": "validation", "step": step, **values}
-        self.hooks.log({**record, "time/validation_seconds": seconds})
-        self.progress.note(f"{self.stage}  step {step}  validation loss {values['loss']:.4g}")
-        is_best = values["loss"] < self.best_loss
-        if is_best:
-            self.best_loss, self.best_step = values["loss"], step
-        return is_best
 
     def _evaluate(self, step: int) -> None:
         """Compute the metrics of the averaged weights and log them under `metric/…`."""
@@ -245,6 +277,42 @@ class Trainer:
         if self.hooks.publish is not None and self.saved_step == step:
             self.saver.wait()
             self.hooks.publish(checkpoint.checkpoint_at(self.hooks.checkpoints, step), step == self.best_step)
+
+    # Health ----------------------------------------------------------------------------------------------------------
+
+    def _probe_data(self, batches: list[Batch], step: int) -> None:
+        """Look at the first batches, until they are known to differ."""
+        if self._probe is None:
+            return
+        self._probe.add(batches)
+        found = self._probe.check(distributed.all_gather_object(self._probe.summary()))
+        if found is not None:
+            self._probe = None
+            self._report(found, step, "train")
+
+    def _observe(self, record: Record, phase: Phase) -> None:
+        if self.config.health != "off":
+            self._report(self.health.observe(record), record["step"], phase)
+
+    def _check_end(self, step: int) -> None:
+        """Check the finished stage, before another is trained on it."""
+        if self.health.needs_validation(step) and self.hooks.validation_batches is not None:
+            values = self._compute_validation()
+            self._report(self.health.observe({"split": "validation", "step": step, **values}), step, "check")
+        self._report(self.health.check_end(self.stepper.find_nonfinite()), step, "check")
+
+    def _report(self, findings: list[Finding], step: int, phase: Phase) -> None:
+        """Log and print new findings. The first process decides for all; a fatal one ends the stage if train.health=stop."""
+        decided = distributed.broadcast_object([finding.to_json() for finding in findings])
+        findings = [Finding.from_json(tree) for tree in decided]
+        for finding in filter(self.health.is_new, findings):
+            split = "train" if phase == "train" else "validation"
+            record = {"stage": self.stage, "split": split, "step": step, "phase": phase, "finding": finding.to_json()}
+            self.hooks.log({**record, f"health/{finding.name}": finding.value})
+            self.progress.note(f"{self.stage}  step {step}  {finding.severity}: {finding}")
+        fatal = next((finding for finding in findings if finding.severity == "fatal"), None)
+        if fatal is not None and self.config.health == "stop":
+            raise RunFailed(describe_failure(self.stage, fatal))
 
     # Saving ----------------------------------------------------------------------------------------------------------
 

@@ -388,7 +388,7 @@ def test_validation_gives_what_is_seen_and_how_latents_spread():
         again = {name: float(mean.value()) for name, mean in task.validate(batch, noise_for(batch, 7)).items()}
     assert found == again
     spread = {"latents/std", "latents/noise", *(f"latents/std_{i:02d}" for i in range(4))}
-    assert {"loss", "psnr", "reconstruction", "kl", *spread} == set(found)
+    assert {"loss", "psnr", "reconstruction", "explained_variance", "kl", *spread} == set(found)
     latents = task.encode(batch.video, batch.frame_mask)
     real = torch.cat([latents[0], latents[1, :2]])  # t c h w
     together = real.var((0, 2, 3), correction=0).mean().sqrt()

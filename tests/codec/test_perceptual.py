@@ -6,9 +6,17 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from kineograph.codec.perceptual import Lpips, convert_jax_arrays, load_lpips
+from kineograph.codec.perceptual import (
+    Lpips,
+    PerceptualConfig,
+    build_perceptual_loss,
+    convert_jax_arrays,
+    load_lpips,
+)
+from kineograph.core.batch import Shape
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.task import Task, is_frozen
+from kineograph.core.task import BuildContext, Task, is_frozen
+from kineograph.stage.build import fake_tensors
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
@@ -111,3 +119,43 @@ def test_missing_and_wrong_files_are_named(tmp_path, arrays):
     save_file(weights, tmp_path / "part.safetensors")
     with pytest.raises(InputError, match=r"lin3.weight of shape \(1, 512, 1, 1\)"):
         load_lpips(tmp_path / "part.safetensors")
+
+
+def context(lines: list[str], **keys) -> BuildContext:
+    return BuildContext(Shape(1, 32, 32, 3, 8.0), note=lines.append, **keys)
+
+
+def test_a_stage_that_is_only_loaded_does_without_the_weights(tmp_path, monkeypatch):
+    """A codec trained elsewhere encodes and decodes here."""
+    monkeypatch.setenv("KINEO_CACHE", str(tmp_path))
+    config, lines = PerceptualConfig(weights="lpips-vgg16"), []
+    with pytest.raises(InputError, match="run kineo weights get lpips-vgg16"):
+        build_perceptual_loss(config, context(lines))
+    assert build_perceptual_loss(config, context(lines, for_training=False)) is None
+    assert lines == [
+        "without the perceptual loss: perceptual.weights=lpips-vgg16: these weights are not on this machine; "
+        "run kineo weights get lpips-vgg16"
+    ]
+
+
+def test_an_estimate_needs_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("KINEO_CACHE", str(tmp_path))
+    with fake_tensors():
+        network = build_perceptual_loss(PerceptualConfig(weights="lpips-alexnet"), context([]))
+    assert network.trunk == "alexnet" and is_frozen(network)
+
+
+@pytest.mark.parametrize(
+    ("has_gan", "weight", "expected"),
+    [
+        (False, 1.0, "perceptual loss is off"),
+        (True, 1.0, "warning: a GAN without a perceptual loss"),
+        (True, 0.0, None),
+    ],
+)
+def test_a_gan_without_a_perceptual_loss_is_warned_of(has_gan, weight, expected):
+    lines: list[str] = []
+    assert build_perceptual_loss(PerceptualConfig(weight=weight), context(lines), has_gan) is None
+    assert [line.startswith(expected) for line in lines] == ([True] if expected else [])
+    build_perceptual_loss(PerceptualConfig(weight=weight), context(lines, for_training=False), has_gan)
+    assert len(lines) == (1 if expected else 0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kineograph.codec.vqgan import TASK, VQGAN, VQGANConfig
 from kineograph.core.batch import Batch, Sample, Shape
@@ -192,14 +193,15 @@ def test_generator_gradient_is_that_of_the_plain_sum_of_terms(vgg):
 
 @pytest.mark.parametrize("perceptual", [True, False])
 def test_adaptive_weight_is_the_ratio_of_gradients_at_the_last_layer(vgg, perceptual):
-    keys = {"perceptual": {"weight": 1, "weights": str(vgg)}} if perceptual else {}
+    """As in the VQGAN paper, where the reconstruction loss includes the perceptual one."""
+    keys = {"perceptual": {"weight": 3, "weights": str(vgg)}} if perceptual else {}
     task = build(adversarial={"width": 8, "levels": 2, "weight": 0.5}, **keys)
     batch = batch_for(task)
     shared = task(batch, noise_for(batch))
     last = task.to_pixels.conv.weight
-    judged = (
-        task.perceptual(shared.fake, shared.real) if perceptual else (shared.fake - shared.real).abs().mean((1, 2, 3))
-    )
+    judged = (shared.fake - shared.real).abs().mean((1, 2, 3))
+    if perceptual:
+        judged = judged + 3 * task.perceptual(shared.fake, shared.real)
     (wanted,) = torch.autograd.grad(judged.mean(), last, retain_graph=True)
     (push,) = torch.autograd.grad(-task.discriminator(shared.fake).mean(), last, retain_graph=True)
     found = task.loss("generator", shared).terms["adversarial_weight"].value()
@@ -223,6 +225,28 @@ def test_the_game_starts_late():
     before = task.loss("generator", task(batch, noise_for(batch, 4)))
     assert "adversarial" not in before.terms
     assert "adversarial" in task.loss("generator", task(batch, noise_for(batch, 5))).terms
+
+
+def test_the_generator_follows_the_discriminator_slowly_at_first():
+    task = build(adversarial={"width": 8, "levels": 2, "start": 5, "warmup": 4, "adaptive": False, "weight": 0.5})
+    batch = batch_for(task)
+    weights = [
+        task.loss("generator", task(batch, noise_for(batch, step))).terms["adversarial_weight"].value().item()
+        for step in (5, 7, 9, 20)
+    ]
+    assert weights == pytest.approx([0.1, 0.3, 0.5, 0.5])
+    assert task.is_active("discriminator", 5)
+
+
+def test_bce_trains_both_players():
+    task = build(adversarial={"width": 8, "levels": 2, "loss": "bce", "adaptive": False, "weight": 0.5})
+    batch = batch_for(task)
+    shared = task(batch, noise_for(batch))
+    fake = task.discriminator(shared.fake)
+    loss = task.loss("discriminator", shared)
+    expected = (F.softplus(-task.discriminator(shared.real)) + F.softplus(fake)).mean() / 2
+    assert torch.allclose(loss.terms["bce"].value(), expected)
+    assert torch.allclose(task.loss("generator", shared).terms["adversarial"].value(), F.softplus(-fake).mean())
 
 
 def test_penalty_cadence_and_scale():

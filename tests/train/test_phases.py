@@ -104,7 +104,9 @@ def test_steps_as_ever() -> None:
     assert steps(config, "evaluate") == steps(config, "publish") == []
     assert [step for step in range(1, 11) if is_logged(config, step)] == [1, 3, 6, 9, 10]
     never = TrainConfig(steps=10, validate_every=0, sample_every=0, save_every=5)
-    assert {cursor.phase for cursor in walk(never)} == {"train", "save"}
+    assert {cursor.phase for cursor in walk(never)} == {"train", "save", "check"}
+    assert steps(never, "check") == [10]
+    assert steps(never.model_copy(update={"health": "off"}), "check") == []
 
 
 def test_an_epoch_goes_through_all_phases_and_0_leaves_one_out() -> None:
@@ -127,17 +129,21 @@ def test_lines_of_a_phase_that_is_entered_again_are_not_kept() -> None:
     train = {"split": "train", "step": 8}
     validation = {"split": "validation", "step": 8, "loss": 1.0}
     metric = {"split": "validation", "step": 8, "metric/fid": 2.0}
+    finding = {"split": "validation", "step": 8, "phase": "validate", "finding": {"name": "codec_collapsed"}}
+    last = {"split": "validation", "step": 8, "phase": "check", "finding": {"name": "codec_collapsed"}}
     later = {"split": "train", "step": 9}
     for phase, kept in (
-        ("train", [train, validation, metric]),
+        ("train", [train, validation, metric, finding, last]),
         ("save", [train]),
         ("validate", [train]),
-        ("evaluate", [train, validation]),
-        ("sample", [train, validation, metric]),
-        ("publish", [train, validation, metric]),
+        ("evaluate", [train, validation, finding]),
+        ("sample", [train, validation, metric, finding]),
+        ("publish", [train, validation, metric, finding]),
+        ("check", [train, validation, metric, finding]),
     ):
         cursor = Cursor(8, phase)  # type: ignore[arg-type]
-        assert [record for record in (train, validation, metric, later) if cursor.covers(record)] == kept
+        records = (train, validation, metric, finding, last, later)
+        assert [record for record in records if cursor.covers(record)] == kept
         assert all(cursor.covers(record | {"step": 7}) for record in (train, validation, metric))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kineograph.codec.causal_vae import CausalVAE
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.capabilities import (
+    ChecksHealth,
     HasLatentShape,
     HasMemorySavers,
     RemapsInit,
@@ -24,6 +25,7 @@ from kineograph.core.capabilities import (
     SupportsSampling,
 )
 from kineograph.core.config import load_file
+from kineograph.core.health import LOSS_FALLS, Limit
 from kineograph.core.noise import Noise
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext, Loss, Mean, Task, freeze, is_fake_or_meta
@@ -56,6 +58,7 @@ class CogVideoX(
     HasLatentShape,
     HasMemorySavers,
     RemapsInit,
+    ChecksHealth,
 ):
     Config = CogVideoXConfig
 
@@ -158,6 +161,9 @@ class CogVideoX(
 
     def loss(self, player: str, shared: SampleErrors) -> Loss:
         return Loss(Mean(shared.error.sum(), float(len(shared.error))))
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return (LOSS_FALLS,) if self.config.weights is None else ()  # released weights begin where they end
 
     def _draw_timesteps(self, noise: Noise, low: int, high: int, name: str | None = None) -> Tensor:
         """Timesteps spread evenly over [low, high) by a sample's slot in the global batch."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.capabilities import SupportsCaching
+from kineograph.core.capabilities import ChecksHealth, SupportsCaching
 from kineograph.core.errors import ConfigError
+from kineograph.core.health import LOSS_FALLS, Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Loss, Mean, Task
 from kineograph.family.dalle2.config import PriorConfig, PriorSample
@@ -80,7 +81,7 @@ class SampleErrors(NamedTuple):
     present: Tensor  # number of image embeddings that are there
 
 
-class Prior(Task, SupportsCaching):
+class Prior(Task, SupportsCaching, ChecksHealth):
     """Embeddings of length 1 are multiplied by √D for diffusion, so that their values have unit variance like the noise."""
 
     Config = PriorConfig
@@ -131,6 +132,9 @@ class Prior(Task, SupportsCaching):
 
     def loss(self, player: str, shared: SampleErrors) -> Loss:
         return Loss(Mean(shared.error.sum(), shared.present))
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return (LOSS_FALLS,)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
         """The loss, and the mean cosine of sampled embeddings with those of the true images, the captions, and, as a control that must stay low,

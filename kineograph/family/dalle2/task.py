@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Batch, Prompts, Shape
 from kineograph.core.capabilities import (
+    ChecksHealth,
     ChecksPrecision,
     DescribesStart,
     HasSampleSize,
@@ -20,6 +21,7 @@ from kineograph.core.capabilities import (
     SupportsUpscaling,
 )
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.health import LOSS_FALLS, Limit
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import BuildContext, Loss, Mean, Task
@@ -67,6 +69,7 @@ class Decoder(
     HasSampleSize,
     DescribesStart,
     RoutesCaptions,
+    ChecksHealth,
     ChecksPrecision,
 ):
     Config = DecoderConfig
@@ -216,6 +219,9 @@ class Decoder(
         total = shared.error + self.config.diffusion.vb_weight * self.diffusion.steps * shared.bound
         terms = {"error": Mean(shared.error.sum(), count), "bound": Mean(shared.bound.sum(), count)}
         return Loss(Mean(total.sum(), count), terms)
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return (LOSS_FALLS,)
 
     # sampling ------------------------------------------------------------------------------------------------------
 

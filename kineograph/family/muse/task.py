@@ -12,12 +12,20 @@ from torch import Tensor, nn
 
 from kineograph.codec.token_grid import encode_tokens
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.capabilities import DescribesStart, SupportsCaching, SupportsSampling, SupportsUpscaling
+from kineograph.core.capabilities import (
+    ChecksHealth,
+    DescribesStart,
+    SupportsCaching,
+    SupportsSampling,
+    SupportsUpscaling,
+)
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.health import Limit
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import BuildContext, Codec, Loss, Task
 from kineograph.family.muse.config import MuseConfig, MuseSample
 from kineograph.family.muse.network import Condition, Grid, MuseNetwork
+from kineograph.nn.codebook_use import describe_targets, token_limits
 from kineograph.nn.head import Head
 from kineograph.process.masking import (
     Critic,
@@ -34,7 +42,7 @@ from kineograph.text.conditioning import compute_cached_text, encode_batch, enco
 MakeCritic = Callable[[Condition], Critic]
 
 
-class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, DescribesStart):
+class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, DescribesStart, ChecksHealth):
     Config = MuseConfig
 
     def __init__(self, config: MuseConfig, context: BuildContext) -> None:
@@ -149,6 +157,8 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         targets = tokens.flatten().index_select(0, masked.rows)
         loss, correct = self.head(rows, targets, masked.weights)
         result = TokenLoss(loss, correct, masked.weights.sum())
+        if not self.training:
+            result.targets = describe_targets(tokens, self.vocabulary)
         if self.critic is not None:
             filled, wrong = self.resample_masked(rows.detach(), masked, tokens, noise)
             result.critic = sum_critic_loss(self.critic(self.compute_hidden(filled, condition)), masked, wrong)
@@ -156,6 +166,9 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
 
     def loss(self, player: str, shared: TokenLoss) -> Loss:
         return shared.loss(self.config.critic_weight)
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return token_limits(self.config.label_smoothing)
 
     # sampling ------------------------------------------------------------------------------------------------------
 

@@ -9,21 +9,23 @@ from torch import Tensor, nn
 
 from kineograph.codec.token_grid import encode_tokens
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.capabilities import SupportsCaching, SupportsContinuation, SupportsSampling
+from kineograph.core.capabilities import ChecksHealth, SupportsCaching, SupportsContinuation, SupportsSampling
 from kineograph.core.errors import InputError
+from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Task
 from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.nuwa.decoding import SessionCache
 from kineograph.family.nuwa.network import Condition, DecodeStep, NuwaNetwork
 from kineograph.family.nuwa.sampling import sample_clips
+from kineograph.nn.codebook_use import describe_targets, token_limits
 from kineograph.nn.head import Head
 from kineograph.process.token_loss import TokenLoss
 from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text, encode_batch
 
 
-class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
+class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching, ChecksHealth):
     Config = NuwaConfig
 
     def __init__(self, config: NuwaConfig, context: BuildContext) -> None:
@@ -119,10 +121,14 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching):
             # Padding comes last, so no real token attends to it; it only has to leave the loss.
             weights = self.codec.mask_for(batch.frame_mask)[:, :, None, None].expand_as(tokens).flatten().float()
         loss, correct = self.head(hidden.flatten(0, 1), tokens.flatten(), weights)
-        return TokenLoss(loss, correct, weights.sum())
+        targets = {} if self.training else describe_targets(tokens, self.vocabulary)
+        return TokenLoss(loss, correct, weights.sum(), targets=targets)
 
     def loss(self, player: str, shared: TokenLoss) -> Loss:
         return shared.loss()
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return token_limits(self.config.label_smoothing)
 
     # sampling ------------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,21 @@ from torch import Tensor, nn
 
 from kineograph.codec.token_grid import encode_tokens
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.capabilities import RemapsInit, SupportsCaching, SupportsContinuation, SupportsSampling
+from kineograph.core.capabilities import (
+    ChecksHealth,
+    RemapsInit,
+    SupportsCaching,
+    SupportsContinuation,
+    SupportsSampling,
+)
 from kineograph.core.errors import InputError
+from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean, Task
 from kineograph.family.phenaki.config import PhenakiConfig, PhenakiSample
 from kineograph.family.phenaki.network import Clips, Grid, PhenakiNetwork, TokenCritic
 from kineograph.family.phenaki.sampling import choose_overlap, sample_clips
+from kineograph.nn.codebook_use import describe_targets, token_limits
 from kineograph.nn.head import Head
 from kineograph.process.masking import (
     TokenMask,
@@ -52,7 +60,7 @@ class PlayerInputs:
     critic: ResampledClips | None = None
 
 
-class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, RemapsInit):
+class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, RemapsInit, ChecksHealth):
     Config = PhenakiConfig
 
     def __init__(self, config: PhenakiConfig, context: BuildContext) -> None:
@@ -193,6 +201,8 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
                 targets = clips.tokens.flatten().index_select(0, masked.rows)
                 loss, correct = self.head(rows, targets, masked.weights)
                 shared.generator = TokenLoss(loss, correct, masked.weights.sum())
+                if not self.training:
+                    shared.generator.targets = describe_targets(clips.tokens, self.vocabulary)
             if self.is_trained("critic"):
                 shared.critic = self.resample_masked(clips, text, masked, rows, noise)
         if shared.generator is not None and shared.critic is not None and self.config.critic == "self":
@@ -218,6 +228,9 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
             prefix = "" if player == self.players[0] else f"{player}/"
             means |= {prefix + name: mean for name, mean in {"loss": loss.total, **loss.terms}.items()}
         return means
+
+    def health_limits(self) -> tuple[Limit, ...]:
+        return token_limits(self.config.label_smoothing) if self.is_trained("generator") else ()
 
     # sampling ------------------------------------------------------------------------------------------------------
 
