@@ -25,6 +25,7 @@ from benchmarks import machine
 from benchmarks.measure import measure_matmul_flops
 from benchmarks.report import ResultFile, format_command, make_record
 from kineograph.core.errors import ConfigError, KineoError
+from kineograph.core.health import read_findings
 from kineograph.run.layers import read_config
 
 RESULTS = Path(__file__).parent / "results"
@@ -40,7 +41,7 @@ class Outcome:
     train_seconds: float = 0.0
     scores: dict[str, float] = field(default_factory=dict)  # of `kineo evaluate`
     validation: dict[str, dict[str, float]] = field(default_factory=dict)  # stage → its last validation
-    findings: list[str] = field(default_factory=list)  # of train/health.py
+    findings: list[str] = field(default_factory=list)  # stage and name of each
     message: str = ""  # the last line of a run that failed
 
 
@@ -119,8 +120,7 @@ def train_and_evaluate(
         if record.get("split") == "validation" and "loss" in record:
             numbers = {name: value for name, value in record.items() if isinstance(value, float)}
             outcome.validation[record["stage"]] = numbers
-        if record.get("split") == "health":
-            outcome.findings.append(f"{record['stage']}: {record['finding']}")
+    outcome.findings = [f"{stage}: {finding.name}" for stage, _, finding in read_findings(run / "metrics.jsonl")]
     if evaluate and not outcome.exit_code:
         words = ("evaluate", str(run), "--metrics", "caption_accuracy", "--samples", str(samples))
         outcome.exit_code, outcome.message = _run_kineo(*words)
