@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -196,9 +197,15 @@ class CacheFiller:
                 heartbeat.beat()
                 self._show_progress()
                 self._raise_if_stopped()
+        except OSError as error:
+            raise RunFailed(
+                f"cannot write the cache of {self.content.stage} to {self.content.folder}: {error.strerror or error}; free disk "
+                f"space or fix the permissions and run the same command to go on ({self.encoded} items of this call are kept)"
+            ) from error
         finally:
             if writer is not None:
-                writer.close()
+                with suppress(OSError):  # a full disk refuses what is still buffered
+                    writer.close()
 
     def _raise_if_stopped(self) -> None:
         if self.stop:

@@ -22,7 +22,7 @@ from kineograph.core.config import Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.text_file import parse_json
-from kineograph.data.arrays import Array
+from kineograph.data.arrays import Array, ArrayWriter
 from kineograph.data.open_source import Split
 
 HEADER = "cache.json"
@@ -168,10 +168,10 @@ class PackWriter:
             "split": split, "arrays": arrays,
         })  # fmt: skip
         self._arrays = {
-            name: _create_array(folder / f"{name}.npy", "uint16" if dtype == _BF16 else dtype, (count, *fields[name].shape[1:]))
+            name: ArrayWriter(folder / f"{name}.npy", "uint16" if dtype == _BF16 else dtype, (count, *fields[name].shape[1:]))
             for name, dtype in arrays.items()
         }  # fmt: skip
-        self._keys = _create_array(folder / _KEYS, "uint8", (count, KEY_BYTES))
+        self._keys = ArrayWriter(folder / _KEYS, "uint8", (count, KEY_BYTES))
         self._captions = open(folder / _CAPTIONS, "wb")  # noqa: SIM115 (closed by close)
 
     @staticmethod
@@ -197,13 +197,11 @@ class PackWriter:
         """Write one batch. It is on disk and counted when this returns."""
         start, stop = self.header.done, self.header.done + len(keys)
         for name, array in self._arrays.items():
-            value = fields[name].detach().cpu()
-            # Not by broadcasting, which would repeat a wrong shape.
-            assert value.shape == array[start:stop].shape
-            array[start:stop] = self._to_numpy(name, value)
-        self._keys[start:stop] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
+            assert len(fields[name]) == len(keys)
+            array.write(start, self._to_numpy(name, fields[name].detach().cpu()))
+        self._keys.write(start, np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES))
         for array in (*self._arrays.values(), self._keys):
-            array.flush()
+            array.sync()
         for identity, caption in zip(identities, captions or [None] * len(keys), strict=True):
             self._captions.write((json.dumps({"identity": identity, "caption": caption}) + "\n").encode())
         self._captions.flush()
@@ -219,6 +217,8 @@ class PackWriter:
         return (value.float() if value.is_floating_point() else value).numpy()
 
     def close(self) -> None:
+        for array in (*self._arrays.values(), self._keys):
+            array.close()
         self._captions.close()
 
 
@@ -233,10 +233,6 @@ def _stored_dtype(name: str, value: Tensor, vocabulary: int | None, precision: s
     if name == "fps":
         return "float32"
     return _FLOATS[precision] if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
-
-
-def _create_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap:
-    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
 
 def _id_fault(ids: np.ndarray, vocabulary: int | None) -> str | None:

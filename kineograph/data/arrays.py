@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,32 @@ class Array:
                 f"{path} has {size} bytes, and data.array_shape={list(shape)} with data.array_dtype={dtype} needs {expected}"
             )
         return Array(path, tuple(shape), parsed)
+
+
+class ArrayWriter:
+    """Writes the rows of a .npy file. Plainly: on a full disk, writing to a mapped file ends the process with SIGBUS."""
+
+    def __init__(self, path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by close)
+        header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        self._start, self._row = self._file.tell(), math.prod(shape[1:]) * self.dtype.itemsize
+        self._file.truncate(self._start + shape[0] * self._row)  # readers map the whole array
+
+    def write(self, row: int, values: np.ndarray) -> None:
+        """Write rows `row` and following, to the disk."""
+        assert values.shape[1:] == self.shape[1:]
+        assert row + len(values) <= self.shape[0]
+        self._file.seek(self._start + row * self._row)
+        self._file.write(np.ascontiguousarray(values, self.dtype).data)
+        self._file.flush()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def parse_dtype(name: str, key: str) -> np.dtype:

@@ -24,8 +24,9 @@ from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.core.protocols import Source, Stream
 from kineograph.data.buckets import Bucket, BucketedSource, BucketOrder, buckets_of
 from kineograph.data.order import permute, pick_resampled, pick_shuffled, split_batches
-from kineograph.data.reader import Reader, ReadRequest, ReadResult
+from kineograph.data.reader import Reader, ReadRequest, ReadResult, free_shared_memory
 
+_ENOUGH_SHARED = 2**30  # bytes
 _POLL_SECONDS = 2.0  # between checks that the workers are alive
 _CACHE_BYTES = 256 * 2**20  # of validation batches kept in memory
 
@@ -259,10 +260,11 @@ class Loader:
                         "raise train.timeout or train.workers"
                     ) from None
                 if "DataLoader worker" in text and "Traceback" not in text:
-                    raise worker_error(text) from None
+                    raise worker_error(_describe_dead(results) or text) from None
                 raise
             except (ConnectionError, EOFError, FileNotFoundError) as error:  # it died while handing over a batch
-                raise worker_error(f"its connection broke: {error or type(error).__name__}") from None
+                reason = _describe_dead(results) or f"its connection broke: {error or type(error).__name__}"
+                raise worker_error(reason) from None
 
     def _accept(self, result: ReadResult) -> Batch:
         if result.error is not None:
@@ -300,10 +302,41 @@ def _hash_identity(identity: str) -> int:
 # Worker processes -------------------------------------------------------------------------------------------------
 
 
-def worker_error(text: str) -> RunFailed:
+def worker_error(reason: str) -> RunFailed:
     return RunFailed(
-        f"a data worker died ({text.splitlines()[0]}): most often out of memory, or too little shared memory (/dev/shm); "
-        "lower train.workers or train.batch_size, then run the same command to continue"
+        f"a data worker died ({reason.splitlines()[0]}): lower train.workers or train.batch_size if memory is short, "
+        "then run the same command to continue"
+    )
+
+
+_CAUSES = {
+    signal.SIGKILL: "as the kernel does when memory runs out",
+    signal.SIGBUS: "a mapped file became shorter, or shared memory (/dev/shm) is full",
+    signal.SIGSEGV: "a decoder crashed; kineo data check finds the file",
+}
+
+
+def _describe_dead(results: Any) -> str | None:
+    """How the first dead worker ended."""
+    for worker in results._workers:
+        worker.join(0.1)  # its exit code may be on the way
+        code = worker.exitcode
+        if code is not None and code < 0:
+            cause = _CAUSES.get(signal.Signals(-code))
+            return f"process {worker.pid} ended by {signal.Signals(-code).name}" + (f", {cause}" if cause else "")
+        if code:
+            return f"process {worker.pid} ended with code {code}"
+    return None
+
+
+def warn_of_shared_memory(workers: int) -> str | None:
+    """A warning if batches of data workers will not fit into /dev/shm."""
+    free = free_shared_memory()
+    if not workers or free is None or free >= _ENOUGH_SHARED:
+        return None
+    return (
+        f"warning: /dev/shm has {free / 2**20:.0f} MiB free: batches of data workers that do not fit are sent through pipes, "
+        "which is slower; give a container more with --shm-size=8g"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +20,16 @@ from kineograph.data.buckets import Bucket, BucketedSource
 from kineograph.data.order import pick_replacement
 
 _MAX_TRIES = 100  # unreadable items in a row
+_SHARED_RESERVE = 16 * 2**20  # bytes of shared memory left to others, such as NCCL
+
+
+def free_shared_memory() -> int | None:
+    """Bytes free in /dev/shm, which Docker limits to 64 MB; None where there is no such folder."""
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
 
 
 @dataclass
@@ -29,6 +41,30 @@ class ReadResult:
     error: KineoError | None = None
     stream_position: tuple[int, int] | None = None  # the worker, and the shards begun before its current one
     replaced: set[int] = field(default_factory=set)  # unreadable items that were replaced by others
+    inline: bool = False  # the batch goes through the pipe, since shared memory has no room for it
+
+    def share_memory(self) -> None:
+        """Put the batch into shared memory, where there is room. torch would do so later, in a thread whose errors are lost."""
+        if self.batch is None:
+            return
+        needed = sum(tensor.nbytes for tensor in self.batch.tensors())
+        free = free_shared_memory()
+        self.inline = free is not None and free < needed + _SHARED_RESERVE
+        if not self.inline:
+            try:
+                for tensor in self.batch.tensors():
+                    tensor.share_memory_()
+            except RuntimeError:  # another process was faster
+                self.inline = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled by itself, the batch is copied; a queue of torch.multiprocessing would share its tensors.
+        return vars(self) | ({"batch": pickle.dumps(self.batch)} if self.inline else {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.inline:
+            self.batch = pickle.loads(state["batch"])
 
     def pin_memory(self) -> ReadResult:
         return replace(self, batch=self.batch and self.batch.pin_memory())
@@ -64,6 +100,8 @@ class Reader(Dataset):
             result.batch = _pad_batch(_collate(samples, request.slots.tolist()), self.source.pad_to_frames)
         except KineoError as error:
             result.error = error
+        if torch.utils.data.get_worker_info() is not None:
+            result.share_memory()
         return result
 
     def _read(self, item: int, request: ReadRequest, slot: int, result: ReadResult) -> Sample:

@@ -23,6 +23,7 @@ from torch import Tensor
 from kineograph.core.atomic_folder import write_atomically
 from kineograph.core.config import Tree, parse, parse_override, unknown_key
 from kineograph.core.errors import InputError
+from kineograph.data.arrays import ArrayWriter
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.data.open_source import Split
 from kineograph.data.shard_writer import LARGEST, ShardWriter, SupportsEmbedding
@@ -138,15 +139,15 @@ def _write_files(job: _Job) -> None:
 def _write_memmap(job: _Job) -> None:
     config = job.source.config
     shape = (job.count, config.frames, config.channels, *config.size)
-    videos = np.lib.format.open_memmap(job.folder / "videos.npy", mode="w+", dtype=np.uint8, shape=shape)
+    videos = ArrayWriter(job.folder / "videos.npy", "uint8", shape)
     labels = np.empty((job.count, config.digits), dtype=np.int64)
     with open(job.folder / "captions.txt", "w", encoding="utf-8") as captions:
         for index in _show_progress(job):
             sample = job.source.read(index)
-            videos[index] = sample.pixels.numpy()  # type: ignore[union-attr]
+            videos.write(index, sample.pixels.numpy()[None])  # type: ignore[union-attr]
             labels[index] = [figure.digit for figure in job.source.facts(index)]
             captions.write(f"{sample.caption}\n")
-    videos.flush()
+    videos.close()
     np.save(job.folder / "labels.npy", labels)
 
 

@@ -20,7 +20,7 @@ from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.core.trust import accept
-from kineograph.data.loader import worker_error
+from kineograph.data.loader import warn_of_shared_memory, worker_error
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_flops import count_step_flops
 from kineograph.run.cache import StageCache
@@ -201,6 +201,8 @@ class _StageTraining:
         if source is None or (isinstance(task, SupportsCaching) and task.always_encode()):
             stepper.compile_stages()
         loader = data.loader(source)
+        if warning := warn_of_shared_memory(loader.workers):
+            run.note(warning)
         if saved is not None:
             loader.load_position(saved.state().get("data", {}))
         previews = Previews(run.plan, stage, run.folder, data, self.trackers, self.device, run.note)

@@ -16,11 +16,14 @@ from kineograph.core.batch import Batch, Sample
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, RunFailed, Unreadable
 from kineograph.core.protocols import Source
+from kineograph.data import loader as loader_module
+from kineograph.data import reader
 from kineograph.data.digit_captions import parse_caption
 from kineograph.data.folder import Folder
 from kineograph.data.loader import Loader
 from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
 from kineograph.media.clips import write_clip
+from tests.small_disk import on_small_disk
 
 
 class Numbers(Source):
@@ -273,7 +276,9 @@ def test_killed_worker_is_an_error_and_not_a_hang(folder):
     (worker,) = set(children()) - before
     os.kill(worker, signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(RunFailed, match="a data worker died"):
+    with pytest.raises(
+        RunFailed, match=r"a data worker died .*ended by SIGKILL, as the kernel does when memory runs out"
+    ):
         for _ in range(100):
             next(steps)
     assert time.monotonic() - began < 30
@@ -411,3 +416,52 @@ def test_a_folder_of_pictures_and_clips_gives_mixed_batches(tmp_path):
     assert not (batch.pixels[1] == batch.pixels[1, :1]).all()
     only = [index for index in range(6) if index % 2]
     assert Batch.collate([source.read(index, rng) for index in only], only).frame_mask is None
+
+
+# Small shared memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("room", ["none at the start", "gone while it is shared"])
+def test_batches_go_through_the_pipe_where_shared_memory_has_no_room(monkeypatch, room):
+    """Docker gives 64 MB: torch would lose the batch in a thread, and training would wait for it for ten minutes."""
+
+    class Forked(Numbers):
+        is_user_dataset = True  # its workers are forked, with what is patched here
+
+    expected = content(batch for step in Loader(Forked(), 1, 8).steps(0, 4) for batch in step)
+    if room == "none at the start":
+        monkeypatch.setattr(reader, "free_shared_memory", lambda: 0)
+
+    def refuse(tensor):
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
+    loader = Loader(Forked(), 1, 8, workers=2, timeout=20)
+    assert content(batch for step in loader.steps(0, 4) for batch in step) == expected
+
+
+def test_little_shared_memory_is_said_at_the_start(monkeypatch):
+    monkeypatch.setattr(loader_module, "free_shared_memory", lambda: 64 * 2**20)
+    assert "/dev/shm has 64 MiB free" in loader_module.warn_of_shared_memory(2)
+    assert loader_module.warn_of_shared_memory(0) is None
+    monkeypatch.setattr(loader_module, "free_shared_memory", lambda: 2**33)
+    assert loader_module.warn_of_shared_memory(2) is None
+
+
+_IN_64_MB = """
+import torch, numpy as np
+from kineograph.core.batch import Sample
+from kineograph.data.loader import Loader
+from kineograph.data.moving_digits import MovingDigits, MovingDigitsConfig
+source = MovingDigits.open(MovingDigitsConfig(size=128, frames=8), "train", 0)
+loader = Loader(source, 1, 32, workers=2, timeout=30)
+assert sum(len(batch) for step in loader.steps(0, 6) for batch in step) == 6 * 32
+print("all read")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_64_mb_of_real_shared_memory(tmp_path):
+    result = on_small_disk("/dev/shm", "64m", _IN_64_MB)
+    assert result.stdout.endswith("all read\n"), result.stderr
