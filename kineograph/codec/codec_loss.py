@@ -179,9 +179,9 @@ def discriminator_loss(
 
 
 def validation_metrics(
-    shared: Reconstruction, config: CodecLossConfig, codes: int | None, lpips: Lpips | None
+    shared: Reconstruction, config: CodecLossConfig, codes: int | None, lpips: Lpips | None, spare: bool = False
 ) -> dict[str, Mean]:
-    """`loss` is reconstruction and perceptual loss: the adversarial loss does not tell which checkpoint is best."""
+    """`loss` is reconstruction and perceptual loss: the adversarial loss does not tell which checkpoint is best. `spare`: see `Batch`."""
     error = (to_unit_range(shared.fake) - to_unit_range(shared.real)).square().flatten(1).mean(1)
     each = {
         "reconstruction": reconstruction_error(config.loss, shared.fake, shared.real),
@@ -196,7 +196,7 @@ def validation_metrics(
         each["kl"] = shared.divergence.nats
     means = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in each.items()}
     means["explained_variance"] = explained_variance(shared)
-    return means | _codebook_metrics(shared, codes, training=False)
+    return means | _codebook_metrics(shared, codes, training=False, spare=spare)
 
 
 def explained_variance(shared: Reconstruction) -> Mean:
@@ -266,16 +266,17 @@ def reconstruction_error(kind: Literal["l1", "l2"], fake: Tensor, real: Tensor) 
     return error.flatten(1).mean(1)
 
 
-def _codebook_metrics(shared: Reconstruction, codes: int | None, training: bool = True) -> dict[str, Mean]:
-    """Codebook use of this batch. For a whole set, add up codebook_histogram: its use is not the mean of these."""
+def _codebook_metrics(
+    shared: Reconstruction, codes: int | None, training: bool = True, spare: bool = False
+) -> dict[str, Mean]:
+    """Codebook use of this batch, over all processes. For a whole set, add up codebook_histogram: its use is not the mean of these."""
     if shared.quantized is None or codes is None:
         return {}
     ids = shared.quantized.ids
     if shared.rows is not None:
         ids = ids.masked_fill(~shared.rows[:, None, None], codes)  # padding has a bin of its own
     counts = codebook_histogram(ids, codes + 1)[:codes]
-    # Validation is not collective: ranks may have different numbers of batches.
-    usage = codebook_usage(distributed.all_reduce_(counts) if training else counts)
+    usage = codebook_usage(distributed.all_reduce_(torch.zeros_like(counts) if spare else counts))
     metrics = shared.quantized.metrics if training else {}
     return {f"codes/{name}": Mean(value * shared.count, shared.count) for name, value in (metrics | usage).items()}
 

@@ -228,7 +228,8 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
         return codec_loss(player, shared, self.config, self.vocabulary, self.perceptual, self.discriminator, last)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
-        return validation_metrics(self(batch, noise), self.config, self.vocabulary, self.perceptual)
+        shared = self(batch, noise)
+        return validation_metrics(shared, self.config, self.vocabulary, self.perceptual, batch.spare)
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video))

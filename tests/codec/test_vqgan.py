@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kineograph.codec.vqgan import TASK, VQGAN, VQGANConfig
+from kineograph.core import distributed
 from kineograph.core.batch import Batch, Sample, Shape
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, load_weights, player_parameters, task_state_dict
+from kineograph.nn.codebook_use import codebook_histogram
 from kineograph.nn.quantizers import LFQ
 from tests.codec.playing import gradients, noise_for, parameters_of_all, run_player, train
 
@@ -388,6 +392,24 @@ def test_validation_is_deterministic_and_says_how_good(vgg):
     assert torch.allclose(first["loss"].value(), expected)
     error = (task.reconstruct(batch) - batch.video).square().mean((1, 2, 3, 4))
     assert torch.allclose(first["psnr"].value(), (-10 * error.log10()).mean(), rtol=1e-4)
+
+
+def test_codebook_use_in_validation_is_that_of_all_processes(monkeypatch):
+    task = build(quantizer={"kind": "fsq", "levels": [5, 5, 4]}).eval()
+    whole = batch_for(task, clips=4)
+    halves = [whole.rows([0, 1]), whole.rows([2, 3])]
+    other = codebook_histogram(task.encode(halves[1].video), task.vocabulary)
+
+    def perplexity(batch: Batch) -> float:
+        return float(task.validate(batch, noise_for(batch))["codes/perplexity"].value().detach())
+
+    expected, alone = perplexity(whole), perplexity(halves[1])
+    assert perplexity(halves[0]) != pytest.approx(expected)
+    monkeypatch.setattr(
+        distributed, "all_reduce_", lambda counts: counts + other
+    )  # a second process has the other half
+    assert perplexity(halves[0]) == pytest.approx(expected)
+    assert perplexity(replace(halves[0], spare=True)) == pytest.approx(alone)  # counted elsewhere
 
 
 def test_bf16_autocast_trains(vgg):
