@@ -265,6 +265,22 @@ def test_the_example_dataset_is_a_source() -> None:
     assert source.list_missing_captions() == []
 
 
+def test_the_python_example_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    short = '"train.steps": 2, "train.batch_size": 4, "train.validation_samples": 4, "train.samples": 2, "train.device": "cpu"'
+    assert '"train.steps": 500' in block
+    monkeypatch.chdir(tmp_path)
+    (squares,) = re.findall(r"```python\n(.*?)```", DATA.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(squares, names)
+    names["my_torch_dataset"] = names["Squares"]()
+    exec(block.replace('"train.steps": 500', short), names)
+    assert names["samples"].pixels.shape == (1, 1, 3, 40, 40)
+    assert "generator: trains without a cache" in capsys.readouterr().err
+
+
 def test_every_finding_is_explained() -> None:
     sources = (ROOT / "kineograph").rglob("*.py")
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)

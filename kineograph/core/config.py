@@ -54,8 +54,9 @@ class StageConfig(Config):
     """Leave this stage out of training (and unloaded)."""
     init: str | None = None
     """Warm start: another stage, `runs/x/stage`, a safetensors file, a URL or `wandb:…`, whose weights are copied where names and shapes fit."""
-    cache: Literal["auto"] | bool = "auto"
-    """Train from tokens on disk instead of pixels: true encodes the data first; auto uses a cache that `kineo cache` made."""
+    cache: Literal["auto", "if_possible"] | bool = "auto"
+    """Train from tokens on disk instead of pixels: true encodes the data first; if_possible: as true, but data that cannot be
+    cached are encoded in every step; auto uses a cache that `kineo cache` made."""
     cache_precision: Literal["fp16", "bf16", "fp32"] = "fp16"
     """How latents and embeddings are kept in a cache."""
 

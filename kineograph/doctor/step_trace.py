@@ -155,7 +155,9 @@ def trace_step(
             # The average is float32 at least.
             ema=round(sum(shares.share_of(p, p.numel() * max(4, p.element_size())) for p in averaged)),
             activations=round(counter.peak * micro / rows),
-            text=0 if (config or stage.spec.config).cache is True else encoder_bytes(task, encoder_width),
+            text=0
+            if (config or stage.spec.config).cache in (True, "if_possible")
+            else encoder_bytes(task, encoder_width),
             gathered=shares.gathered,
             low_memory_optimizer=round(
                 sum(shares.share_of(p, LowMemoryState(p, eight_bits=True).bytes) for p in owned)

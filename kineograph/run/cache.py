@@ -37,22 +37,22 @@ def check_cachable(stage: StagePlan, source: Source) -> None:
     """Refuse `cache: true` where it cannot work, before anything is written."""
     fault = _cache_fault(stage, source) if stage.spec.config.cache is True else None
     if fault:
-        raise ConfigError(f"stages.{stage.name}.cache=true: {fault}")
+        raise ConfigError(f"stages.{stage.name}.cache=true: {fault}; or set it to false")
 
 
 def _cache_fault(stage: StagePlan, source: Source) -> str | None:
     """Why a stage's data cannot be cached; None where they can."""
     config = stage.spec.config
     if not (issubclass(stage.spec.task, SupportsCaching) and stage.spec.task.can_cache(config)):
-        return f"{config.task} has nothing to keep in place of pixels under this config; set it to false"
+        return f"{config.task} has nothing to keep in place of pixels under this config"
     if "pixels" not in source.fields:
-        return f"the data hold {', '.join(sorted(source.fields))} and no pixels to encode; set it to false"
+        return f"the data hold {', '.join(sorted(source.fields))} and no pixels to encode"
     if isinstance(source, Stream):
-        return "data.shards is a stream: download the shards, or set it to false"
+        return "data.shards is a stream; download the shards"
     if len(source) > MAX_ITEMS:
         return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
     if source.is_user_dataset:
-        return "a change of your own Dataset cannot be detected; set it to false"
+        return "a change of your own Dataset cannot be detected"
     return None
 
 
@@ -114,8 +114,11 @@ class StageCache:
         name, choice = self.stage.name, self.stage.spec.config.cache
         if choice is False or (choice == "auto" and not (self.folder.stage(name) / "cache").is_dir()):
             return None
+        if choice == "if_possible" and (fault := _cache_fault(self.stage, self.data.source)):
+            self.note(f"{name}: trains without a cache, which takes longer (stages.{name}.cache=if_possible): {fault}")
+            return None
         content = self.content
-        if choice is True:
+        if choice in (True, "if_possible"):
             if self.fill(stop):
                 self.note_stale()
             _release_encoders(self.task)
