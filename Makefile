@@ -33,7 +33,8 @@ test: check ## everything that must hold before a commit: style, types, import c
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
 
 test-slow: .venv/.dev ## the tests that take minutes or want a GPU
-	$(BIN)/python -m pytest -q -m "slow or gpu" --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -q -m "slow and not gpu" --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -q -m gpu --timeout 1800 $(ARGS)
 
 check: .venv/.dev ## style, types, import contracts
 	@echo "── style"

@@ -17,6 +17,13 @@ os.environ.setdefault(
 )  # before the first test that uses a GPU, for those of train.deterministic
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that do not ask for one: they run as everywhere, and may fork, which autograd's GPU threads forbid."""
+    chosen = config.option.markexpr
+    if chosen and ("gpu" not in chosen or "not gpu" in chosen):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Test workers share the cores. A test that trains may ask for more, and is told apart by doing so."""

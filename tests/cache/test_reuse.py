@@ -26,6 +26,7 @@ from kineograph.run.cache import cache_run
 from kineograph.train import checkpoint
 from tests.cache.reuse_task import ENCODED
 from tests.run import clip_tasks
+from tests.subprocesses import python_path
 
 ROOT = Path(__file__).parents[2]
 STAGES = {
@@ -337,7 +338,7 @@ def command(run: Path, delay: float = 0.1) -> subprocess.Popen:
         "print('encoded', len(task.ENCODED))\n"
     )
     return subprocess.Popen(
-        [sys.executable, "-c", code, str(run), str(delay)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", code, str(run), str(delay)], cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -356,7 +357,7 @@ def test_two_commands_at_once_do_no_harm(run: Path, trained: Path) -> None:
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_killed_fill_is_taken_up(run: Path, trained: Path, tmp_path: Path, changed: bool) -> None:
     """By the same command, or by one whose data have changed since."""
-    process = command(run)
+    process = command(run, delay=0.5)
     deadline = time.monotonic() + 60
 
     def done() -> int:

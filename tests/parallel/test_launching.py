@@ -18,7 +18,7 @@ from kineograph.run import layers
 from kineograph.run.launch import read_launcher_env
 from kineograph.run.plan import make_plan
 from kineograph.train.step_timer import PARTS
-from tests.parallel.worlds import free_port
+from tests.subprocesses import free_port, python_path
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
@@ -122,7 +122,7 @@ def torchrun(*words: str) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     lone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return {**lone, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
+    return {**lone, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path(), **more}
 
 
 def start(words: list[str], **more: str) -> subprocess.Popen[str]:

@@ -6,19 +6,14 @@ import importlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.subprocesses import free_port
+
 PATIENCE = 280.0  # seconds for a whole world; a hang ends here
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(world: int, function: str, out: Path, *arguments: Any) -> list[Any]:

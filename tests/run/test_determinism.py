@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from kineograph.run.train import train
 from tests.run.calling import written
 from tests.run.test_resume import CONFIG as GAN
+from tests.subprocesses import python_path
 from tests.test_presets import QUICK, SHRINK
 
-ROOT = Path(__file__).parents[2]
 TINY = ["vqgan-tiny", "muse-tiny", "phenaki-tiny", "nuwa-tiny", "dalle2-tiny", "cogvideox-tiny"]
 DETERMINISTIC = "train.deterministic=true"
 
@@ -99,10 +99,9 @@ def busy(loops: int) -> Iterator[None]:
 
 def start(arguments: list[str], run: Path, **variables: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "kineograph", "train", *arguments, "--run", str(run)]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         words,
-        env={**os.environ, "PYTHONPATH": paths, **variables},
+        env={**os.environ, "PYTHONPATH": python_path(), **variables},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,6 +1,4 @@
 import math
-import os
-import socket
 from dataclasses import replace
 
 import pytest
@@ -199,15 +197,8 @@ def test_what_does_not_fit_is_refused():
 # many processes
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def _half(rank: int, port: int, path: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _half(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=2)
     try:
         torch.set_num_threads(1)
         task, batch = make(), pairs(["a red 3", "a blue 7", "a red 3", "two cats"])
@@ -221,9 +212,8 @@ def _half(rank: int, port: int, path: str) -> None:
         dist.destroy_process_group()
 
 
-def _judged_apart(rank: int, world: int, port: int, path: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def _judged_apart(rank: int, world: int, path: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=world)
     try:
         torch.set_num_threads(1)
         task = make().eval()
@@ -247,7 +237,7 @@ def test_validation_does_not_depend_on_the_number_of_processes(tmp_path):
     found = {}
     for world in (1, 2, 3):
         path = str(tmp_path / f"{world}.safetensors")
-        mp.start_processes(_judged_apart, (world, _free_port(), path), nprocs=world, start_method="fork")
+        mp.start_processes(_judged_apart, (world, path), nprocs=world, start_method="fork")
         found[world] = {name: float(mean[0] / mean[1]) for name, mean in load_file(path).items()}
     assert found[2] == pytest.approx(found[1], rel=1e-5)
     assert found[3] == pytest.approx(found[1], rel=1e-5)
@@ -260,7 +250,7 @@ def test_validation_does_not_depend_on_the_number_of_processes(tmp_path):
 def test_two_processes_have_the_gradient_of_one(tmp_path):
     """Equal captions lie on different processes here."""
     path = str(tmp_path / "gradients.safetensors")
-    mp.start_processes(_half, (_free_port(), path), nprocs=2, start_method="fork")
+    mp.start_processes(_half, (path,), nprocs=2, start_method="fork")
     task, batch = make(), pairs(["a red 3", "a blue 7", "a red 3", "two cats"])
     loss = task.loss("model", task(batch, noise(batch))).total.sum
     loss.backward()

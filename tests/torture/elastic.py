@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests.subprocesses import free_port, python_path
 from tests.torture import processes
 from tests.torture.faults import Outcome, Scenario
 
@@ -25,18 +25,15 @@ def elastic(place: Scenario, kills: int, rng: random.Random) -> Outcome:
     )
     script = place.folder / "runner.py"
     script.write_text(_RUNNER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(kills), "--monitor-interval", "0.1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--", str(script), "train", str(place.config), "--run", str(place.run),
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--", str(script), "train", str(place.config), "--run", str(place.run),
         *place.layout.words,
     ]  # fmt: skip
     log = place.folder / "log"
     with open(log, "w") as file:
         # A script does not look for modules where it is started.
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         job = subprocess.Popen(words, stdout=file, stderr=file, env=env, start_new_session=True)
         done = 0
         for _ in range(kills):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.subprocesses import free_port
 from tests.torture import comparison, processes
 from tests.torture.tiny import CONFIG, write_config
 
@@ -31,9 +31,7 @@ class Layout:
     def environment(self) -> list[dict[str, str]]:
         if self.world == 1:
             return [{}]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         return [
             {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world),

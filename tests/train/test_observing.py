@@ -249,7 +249,7 @@ def two(run: Path, what: str) -> list[int | None]:
 
 def _one_reads_slowly(run: Path) -> None:
     log = RankLog(run)
-    slow = Batches(lambda step: time.sleep(0.1 * distributed.rank()))
+    slow = Batches(lambda step: time.sleep(0.3 * distributed.rank()))
     config = CONFIG.model_copy(update={"log_every": 1})
     trainer(run, config, slow, rank_log=log).fit(Cursor())
     with log.capture_warnings():
@@ -288,11 +288,11 @@ def test_a_hang_leaves_stacks_and_ends_all_ranks(tmp_path: Path) -> None:
 
 def _beats_and_ends(run: Path) -> None:
     log = RankLog(run)
-    with log.watchdog(1.0):
-        for _ in range(4):
-            time.sleep(0.5)
+    with log.watchdog(2.0):
+        for _ in range(8):
+            time.sleep(0.3)  # far from the limit: others may want the core
             heartbeat.beat()
-    time.sleep(1.5)
+    time.sleep(2.3)
 
 
 def _holds_the_gil(run: Path) -> None:
