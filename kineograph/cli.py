@@ -245,6 +245,9 @@ def story(
 @app.command()
 def evaluate(
     run: Run,
+    moved: Annotated[
+        list[str] | None, typer.Argument(metavar="[data.folder=NEW]", help="Where the run's data lie now.")
+    ] = None,
     metrics: Annotated[str | None, typer.Option(help="Comma-separated names.", show_default="all that apply")] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to evaluate.")] = 256,
     split: Annotated[str, typer.Option(help="validation or test.")] = "validation",
@@ -271,7 +274,7 @@ def evaluate(
     with process_group(timeout=NO_TIMEOUT):
         evaluation = run_evaluation(
             run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
-            extractors=extractor or [], compile=compile
+            extractors=extractor or [], compile=compile, moved=moved or []
         )  # fmt: skip
     if is_main_process():
         evaluation.show()

@@ -13,12 +13,13 @@ from kineograph.cache.pack import KEY_BYTES
 from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, Buckets
 
-# Keys of data.* that choose the items and their batches, not how one item is read. Its bucket is part of its own key.
+# Keys of data.* that choose the items and their batches, or where they lie, not how one item is read. Its bucket is part of its own key.
 _SET_OPTIONS = (
     "validation",
     "test",
     "max_unreadable",
     "limits",
+    "folder",
     "buckets",
     "shards",
     "start_shard",

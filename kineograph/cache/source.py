@@ -13,6 +13,7 @@ from pydantic import Field
 from kineograph.cache.pack import HEADER, Header, Pack, read_header
 from kineograph.cache.store import SET, SHARDS, CacheSet, SetHeader, lock_cache
 from kineograph.core.batch import Sample
+from kineograph.core.config import LocalPath
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.text_file import parse_json
 from kineograph.data.arrays import find_array, read_captions_beside
@@ -25,7 +26,7 @@ _EXTRA = ("image_embed", "text_embed", "first_frame")  # fields that go into Sam
 
 class CacheConfig(DataConfig):
     source: str = "cache"
-    folder: str
+    folder: LocalPath
     """A cache's folder; or someone else's array of codebook ids (.npy or raw) with `vocabulary` and `tokens_shape`."""
     vocabulary: int | None = Field(None, ge=1)
     """Number of codes in a foreign array."""

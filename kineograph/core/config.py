@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Tag, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Tag, ValidationError
 
 from kineograph.core.errors import ConfigError
 
@@ -22,6 +22,20 @@ C = TypeVar("C", bound="Config")
 
 Size = Annotated[tuple[int, int], BeforeValidator(lambda value: (value, value) if isinstance(value, int) else value)]
 """Height and width; one number is both."""
+
+
+def make_absolute(path: str) -> str:
+    """Complete a local path, so that it means the same files from any folder; URLs and commands (pipe:…) stay."""
+    if re.match(r"[A-Za-z][\w+.-]*://|pipe:", path):
+        return path
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError:  # ~NAME of nobody: opening it says so
+        return path
+
+
+LocalPath = Annotated[str, AfterValidator(make_absolute)]
+"""A path on this machine. It is kept absolute, since a run may be continued and evaluated from another folder."""
 
 
 class Config(BaseModel):

@@ -96,6 +96,10 @@ class Source(ABC):
         """A digest that changes when the files or the way to read them change; None if nothing can tell."""
         return None
 
+    def items_digest(self) -> str | None:
+        """A digest of the items' names and sizes, the same wherever their files lie; None if nothing can tell."""
+        return None
+
     def item_states(self) -> list[str] | None:
         """Per item, a text that changes when its file or caption changes; None if nothing can tell."""
         return None

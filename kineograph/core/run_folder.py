@@ -45,6 +45,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def data_file(self) -> Path:
+        return self.path / "data.json"
+
+    @property
     def stopped_marker(self) -> Path:
         return self.path / "stopped"
 

@@ -15,6 +15,7 @@ from unicodedata import normalize
 import numpy as np
 
 from kineograph.core.batch import Sample
+from kineograph.core.config import LocalPath
 from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.core.media_file import MediaLimits
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
@@ -27,11 +28,11 @@ from kineograph.data.transforms import pad_frames
 
 class FolderConfig(MediaConfig):
     source: str = "folder"
-    folder: str
+    folder: LocalPath
     """Searched with all its subfolders; hidden files are ignored."""
     split_by: Literal["file", "folder"] = "file"
     """Hold out single files, or whole subfolders: for crops of one picture or scenes of one film, which must not be in both splits."""
-    sketches: str | None = None
+    sketches: LocalPath | None = None
     """Folder of sketches, each named as its image or clip (the suffix may differ) and cropped the same way; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
     """Channels of the sketches, as data.channels."""
@@ -240,6 +241,12 @@ class Folder(BucketedSource):
             f"{item.name}\0{_file_stamp(self.root, item)}\0{self.caption(index)}"
             for index, item in enumerate(self.items)
         ]
+
+    def items_digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for item in self.items:
+            digest.update(_file_stamp(self.root, item).rpartition("\0")[0].encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)

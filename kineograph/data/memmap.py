@@ -10,6 +10,7 @@ import numpy as np
 from einops import rearrange
 
 from kineograph.core.batch import Sample
+from kineograph.core.config import LocalPath
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.arrays import Array, find_array, parse_dtype, read_captions_beside
@@ -23,7 +24,7 @@ Layout = Literal["TNHW", "NTHW", "NTCHW"]
 
 class MemmapConfig(DataConfig):
     source: str = "memmap"
-    folder: str
+    folder: LocalPath
     """The array file (.npy, or raw with `array_shape` and `array_dtype`), or a folder that holds it as videos.npy or alone."""
     layout: Literal["auto"] | Layout = "auto"
     """Axes: T frames, N clips, C channels. auto: inferred from the shape, the labels or the captions where that is unambiguous."""
@@ -145,6 +146,10 @@ class Memmap(Source):
         stat = self.array.path.stat()
         array = f"{stat.st_size}\0{stat.st_mtime_ns}"
         return [f"{self.identity(index)}\0{array}\0{self.caption(index)}" for index in range(len(self))]
+
+    def items_digest(self) -> str:
+        array = f"{self.array.path.stat().st_size}\0{len(self)}\0{self.identity(0) if len(self) else ''}"
+        return hashlib.blake2b(array.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def fingerprint(self) -> str:
         """A digest of the array's size and time, the captions and the config."""

@@ -60,6 +60,16 @@ class DataConfig(Config):
         return Shape(self.frames, self.size[0], self.size[1], self.channels, self.fps or 8.0)
 
 
+LOCATION_KEYS = (
+    "folder",
+    "shards",
+    "sketches",
+    "img_embeddings_folder",
+    "text_embeddings_folder",
+    "text_encodings_folder",
+)
+"""Keys of data.* that say where the items lie: a run's data may be moved."""
+
 _DEFAULT_SOURCE: str = DataConfig.model_fields["source"].default
 
 

@@ -225,6 +225,13 @@ class WebDataset(BucketedSource):
             for row, (shard, at) in enumerate(zip(self._table.shards.tolist(), offsets, strict=True))
         ]
 
+    def items_digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        offsets = zip(*(ranges.offsets.tolist() for ranges in self._table.ranges.values()), strict=True)
+        for row, at in enumerate(offsets):
+            digest.update(f"{self.identity(row)}\0{at}\n".encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)
         for shard, stamp in zip(self.shards, self._stamps, strict=True):

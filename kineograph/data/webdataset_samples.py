@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, field_validator
 
 from kineograph.core.batch import Sample
+from kineograph.core.config import LocalPath
 from kineograph.core.errors import Unreadable
 from kineograph.core.text_file import clean_caption, parse_json
 from kineograph.data.buckets import Bucket
@@ -30,7 +31,7 @@ EMBEDDINGS = {  # field → config key of the folder of embedding files
 
 class WebDatasetConfig(MediaConfig):
     source: str = "webdataset"
-    shards: str | list[str]
+    shards: LocalPath | list[LocalPath]
     """Tar files: a folder, `data/{00000..00099}.tar`, a pattern, pipe:COMMAND, s3://, gs:// or http(s):// URLs; or a list of these."""
     start_shard: int = Field(0, ge=0)
     """First number for `{}` in `shards`."""
@@ -54,11 +55,11 @@ class WebDatasetConfig(MediaConfig):
     """Suffix of the text embedding in the tar, such as text_emb.npy."""
     text_encoding: str | None = None
     """Suffix of the text encodings in the tar, such as txt_enc.npy: tokens × width, rows of zeros are padding."""
-    img_embeddings_folder: str | None = None
+    img_embeddings_folder: LocalPath | None = None
     """Folder of image embeddings, `*_NNNN.npy`, one file per shard."""
-    text_embeddings_folder: str | None = None
+    text_embeddings_folder: LocalPath | None = None
     """Folder of text embeddings."""
-    text_encodings_folder: str | None = None
+    text_encodings_folder: LocalPath | None = None
     """Folder of text encodings: samples × tokens × width."""
     index_width: int = Field(4, ge=1)
     """The last this many digits of a sample's key are its row in those files."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from kineograph.core import distributed
 from kineograph.core.capabilities import ChecksHealth
 from kineograph.core.config import Tree, parse
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, NoData
 from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
+from kineograph.core.protocols import Source
 from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
@@ -22,8 +23,9 @@ from kineograph.evaluate.console import open_console
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices
 from kineograph.evaluate.metric_api import Result, WeightsMissing
 from kineograph.evaluate.stage_evaluator import Reasons, StageEvaluator
+from kineograph.stage.data_record import check_items, move_data
 from kineograph.stage.load import StageLoader, choose_sampling_stage
-from kineograph.stage.spec import read_stage
+from kineograph.stage.spec import StageSpec, read_stage
 from kineograph.train import checkpoint as checkpoints
 from kineograph.train.config import TrainConfig
 
@@ -104,6 +106,7 @@ def evaluate(
     seed: int = 0,
     batch: int = 32,
     dataset: Any = None,
+    moved: Sequence[str] = (),
     extractors: Sequence[str] = (),
     compile: bool = False,
     note: Callable[[str], None] = distributed.print_note,
@@ -112,6 +115,7 @@ def evaluate(
 
     `metrics`: None for all that apply. A named metric that does not apply is an error, unless only its weights are missing and
     another metric has a result. `extractors`: `NAME|FILE` for fid, rfid, kid and is, or `METRIC=NAME|FILE`.
+    `moved`: where the data lie now, such as data.folder=NEW; they must be the items that the run was trained on.
     Writes RUN/evaluation.json and image sheets under RUN/evaluation/. Several processes share the items; all return the same
     numbers, and the first one writes and prints.
     """
@@ -137,7 +141,8 @@ def evaluate(
         task = stages.load(name, step)
         if spec.data.source == "dataset" and dataset is None:
             raise InputError(f"stage {name} was trained on a Dataset object: evaluate it from Python with dataset=…")
-        source = open_source(spec.data, split, run_seed, dataset)  # type: ignore[arg-type]
+        spec = replace(spec, data=move_data(spec.data, moved))
+        source = _open_items(folder, spec, split, run_seed, dataset, note)  # type: ignore[arg-type]
         if len(source) < samples:
             note(f"{name}: the {split} split has {len(source)} items: evaluating {len(source)} samples, not {samples}")
         evaluator = StageEvaluator(
@@ -172,6 +177,23 @@ def evaluate(
     _report_skipped(evaluation, chosen, reasons, named=metrics is not None)
     evaluation.files.insert(0, folder.path / "evaluation.json")
     return evaluation
+
+
+def _open_items(
+    run: RunFolder, spec: StageSpec, split: Split, seed: int, dataset: Any, note: Callable[[str], None]
+) -> Source:
+    """Open a split of the data that the stage was trained on."""
+    try:
+        source = open_source(spec.data, split, seed, dataset)
+        if dataset is None:
+            # Training has not recorded the test split: the validation split tells whether these are the items.
+            known = source if split == "validation" else open_source(spec.data, "validation", seed)
+            check_items(run, spec.name, spec.data, "validation", known, note)
+        return source
+    except NoData as error:
+        raise InputError(
+            f"{error}; if the data were moved, say where: kineo evaluate {run.path} data.folder=NEW"
+        ) from None
 
 
 def _list_findings(run: RunFolder, stage: str, task: Task, results: dict[str, Result]) -> list[str]:

@@ -48,7 +48,7 @@ def _cache_fault(stage: StagePlan, source: Source) -> str | None:
     if "pixels" not in source.fields:
         return f"the data hold {', '.join(sorted(source.fields))} and no pixels to encode"
     if isinstance(source, Stream):
-        return "data.shards is a stream; download the shards"
+        return "data.shards is a stream: download the shards"
     if len(source) > MAX_ITEMS:
         return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
     if source.is_user_dataset:

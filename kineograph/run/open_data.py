@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
+from kineograph.core.run_folder import RunFolder
 from kineograph.data.captions import require_captions, warn_of_flip
 from kineograph.data.dataset import DatasetSource
 from kineograph.data.decode import MediaConfig
 from kineograph.data.open_source import Split, open_source
 from kineograph.data.startup_scan import check_unreadable_share, scan
 from kineograph.stage.data import StageData, scan_file
+from kineograph.stage.data_record import check_items
 from kineograph.stage.spec import StagePlan
 from kineograph.text import TextConfig
 from kineograph.train.config import TrainConfig
@@ -49,6 +51,9 @@ def open_data(
         if config.validation == 0:
             note("data.validation=0: validation runs on training data")
         data = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), {"train": skipped})
+    if folder is not None and dataset is None:
+        for split in get_args(Split)[:2]:
+            check_items(RunFolder(folder), stage.name, config, split, data.split(split), note)
     if "test" in stage.train.grids and data.test is None:
         data.test = open_source(config, "test", seed, dataset)
         if len(data.test) == 0:  # most sources refuse an empty split themselves

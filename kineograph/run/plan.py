@@ -13,6 +13,7 @@ from kineograph.core.config import Config, Tree, merge, parse, shorten
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import read_text, split_lines
+from kineograph.data.open_source import LOCATION_KEYS
 from kineograph.run.layers import changed_keys, is_override, read_config
 from kineograph.stage.spec import Plan, StagePlan, read_stage
 from kineograph.train import checkpoint
@@ -144,11 +145,14 @@ def refuse_changes(saved: Tree, changed: Tree) -> None:
         parts = key.split(".")
         section, *rest = parts[2:] if parts[0] == "stages" and len(parts) > 2 else parts
         may_change = section == "train" and rest and (rest[0] in MAY_CHANGE or rest[0].endswith("_every"))
+        may_change = may_change or (
+            section == "data" and rest and rest[0] in LOCATION_KEYS
+        )  # the items are compared later
         if parts[0] != "prompts" and not may_change:
             raise ConfigError(
                 f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
                 "a resumed run may change only train.steps, train.*_every, train.keep_last, train.workers, train.watchdog, "
-                "train.parallel, train.health and prompts; give --run another folder for a new run"
+                "train.parallel, train.health, prompts and where the data lie (data.folder, data.shards); give --run another folder for a new run"
             )
 
 

@@ -32,6 +32,7 @@ from kineograph.run.plan import Resume, make_plan, resolve_run
 from kineograph.run.previews import Previews
 from kineograph.run.resume_from import fetch_checkpoints
 from kineograph.stage.data import StageData
+from kineograph.stage.data_record import write_records
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import build_for_training
@@ -160,6 +161,7 @@ def _write_run_files(plan: Plan, folder: RunFolder, data: dict[str, StageData]) 
     # Stages that read the same data share one source.
     for stage_data in {id(each.source): each for each in data.values()}.values():
         stage_data.write_scan(folder.path)
+    write_records(folder, {name: stage_data.describe_items() for name, stage_data in data.items()})
     for name, stage_data in data.items():
         stage_data.write_buckets(folder.stage(name) / "buckets.json")
     folder.stopped_marker.unlink(missing_ok=True)

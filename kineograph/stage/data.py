@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from kineograph.data.loader import Loader
 from kineograph.data.open_source import Split
 from kineograph.data.startup_scan import save_scan, write_skipped
 from kineograph.data.token_check import TokenGrid
+from kineograph.stage.data_record import describe_items
 from kineograph.stage.spec import StagePlan
 from kineograph.train.config import TrainConfig
 
@@ -124,6 +126,10 @@ class StageData:
             batch_size = self.stage.train.batch_size
             tree = {"budget": self.buckets.budget(batch_size), "buckets": self.buckets.table(batch_size)}
             write_json(path, tree)
+
+    def describe_items(self) -> dict[str, Any]:
+        """The stage's entry in RUN/data.json."""
+        return describe_items(self.stage.spec.data, {"train": self.source, "validation": self.validation})
 
     def write_scan(self, folder: Path) -> None:
         """Write the scan's results, and the items that cannot be read, into the run folder."""

@@ -77,6 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(trained: Path, place: Path, name: str = "run", **changes: Any) -> Path:
     """The run in another place, on the clips that lie there."""
     run = Path(shutil.copytree(trained / "run", place / name))
+    (run / "data.json").unlink()  # the copied clips will change: else they would be other items at another place
     if not (place / "clips").exists():
         shutil.copytree(trained / "clips", place / "clips")
     tree = yaml.safe_load((run / "config.yaml").read_text().replace(str(trained / "clips"), str(place / "clips")))

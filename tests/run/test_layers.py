@@ -126,7 +126,7 @@ def test_a_new_source_drops_the_old_ones_own_keys(order: int) -> None:
     assert tree["data"] == {"source": "folder", "folder": "photos", "size": 24}
     assert tree["stages"]["second"]["data"] == {"frames": 2}
     stages = planned("small", "data.source=folder", "data.folder=photos")["stages"]
-    assert {stage["data"]["folder"] for stage in stages.values()} == {"photos"}
+    assert {stage["data"]["folder"] for stage in stages.values()} == {str(Path("photos").absolute())}
     assert stages["second"]["data"]["frames"] == 2
 
 
@@ -153,8 +153,8 @@ def test_one_stage_may_have_another_source() -> None:
 
 def test_a_resolved_config_takes_a_new_source() -> None:
     saved = file("saved.yaml", **planned("small"))
-    tree = planned(saved, "data.source=folder", "data.folder=x")
-    assert {stage["data"]["folder"] for stage in tree["stages"].values()} == {"x"}
+    tree = planned(saved, "data.source=folder", "data.folder=/x")
+    assert {stage["data"]["folder"] for stage in tree["stages"].values()} == {"/x"}
 
 
 def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
@@ -166,8 +166,8 @@ def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
     first = planned("photos", *typed)
     saved = file("saved.yaml", **first)
     assert planned(saved, *typed)["stages"] == first["stages"]
-    tree = planned(saved, "data.folder=y", "stages.second.data.folder=z")
-    assert [stage["data"]["folder"] for stage in tree["stages"].values()] == ["y", "z"]
+    tree = planned(saved, "data.folder=/y", "stages.second.data.folder=/z")
+    assert [stage["data"]["folder"] for stage in tree["stages"].values()] == ["/y", "/z"]
 
 
 # Mistakes --------------------------------------------------------------------------------------------------------

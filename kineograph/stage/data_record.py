@@ -1,0 +1,69 @@
+"""RUN/data.json: which items a stage was trained on, to recognise them when the run continues or is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kineograph.core.config import parse_override
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.protocols import Source
+from kineograph.core.run_folder import RunFolder, read_json, write_json
+from kineograph.data.open_source import LOCATION_KEYS, DataConfig, Split, parse_data_config
+
+Record = dict[str, Any]
+
+
+def describe_items(config: DataConfig, sources: dict[Split, Source]) -> Record:
+    """Where a stage's items lie, how many there are, and their digests."""
+    record: Record = {"location": _locate(config)}
+    for split, source in sources.items():
+        record[split] = {"items": len(source), "digest": source.items_digest()}
+    return record
+
+
+def write_records(folder: RunFolder, records: dict[str, Record]) -> None:
+    write_json(folder.data_file, records)
+
+
+def check_items(
+    folder: RunFolder, stage: str, config: DataConfig, split: Split, source: Source, note: Callable[[str], None]
+) -> None:
+    """Refuse another place that holds other items than the stage was trained on; note items that changed in their place."""
+    record = read_json(folder.data_file).get(stage) if folder.data_file.is_file() else None
+    trained = record.get(split) if isinstance(record, dict) else None
+    digest = source.items_digest()
+    if not isinstance(trained, dict) or None in (digest, trained.get("digest")) or digest == trained["digest"]:
+        return
+    assert isinstance(record, dict)
+    location, before = _locate(config), record.get("location")
+    counts = f"{trained.get('items')} {split} items then, {len(source)} now"
+    if location != before:
+        places = ", ".join(f"data.{key}={value}" for key, value in location.items())
+        raise InputError(
+            f"{places} holds other items than stage {stage} was trained on, which lay in {', '.join(map(str, (before or {}).values()))} "
+            f"({counts}; names and sizes are compared): give the place where the same files lie now, or train a new run"
+        )
+    note(f"{stage}: the data have changed since training ({counts}; names and sizes are compared)")
+
+
+def move_data(config: DataConfig, settings: Sequence[str]) -> DataConfig:
+    """The config with its items at another place: `settings` such as data.folder=NEW."""
+    if not settings:
+        return config
+    changes = dict(map(parse_override, settings))
+    for key, value in changes.items():
+        name = key.removeprefix("data.")
+        if not key.startswith("data.") or name not in LOCATION_KEYS:
+            places = ", ".join(f"data.{name}" for name in LOCATION_KEYS)
+            raise ConfigError(f"{key}={value}: only where the data lie can change here: {places}")
+        if name not in type(config).model_fields:
+            raise ConfigError(f"{key}={value}: data.source={config.source} has no {name}")
+    return parse_data_config(
+        config.model_dump(mode="json") | {key.removeprefix("data."): value for key, value in changes.items()}
+    )
+
+
+def _locate(config: DataConfig) -> dict[str, Any]:
+    tree = config.model_dump(mode="json")
+    return {key: tree[key] for key in LOCATION_KEYS if tree.get(key) is not None}
