@@ -212,6 +212,23 @@ def test_adaptive_weight_is_the_ratio_of_gradients_at_the_last_layer(vgg, percep
     assert torch.allclose(found, 0.5 * wanted.norm() / push.norm(), rtol=1e-3)
 
 
+def test_fp16_trains_with_the_adaptive_weight_and_gradients_of_fp32(vgg):
+    """As the trainer runs it: autocast, and a loss that is scaled before its backward pass."""
+    task = build(adversarial={"width": 8, "levels": 2}, perceptual={"weight": 1, "weights": str(vgg)})
+    batch = batch_for(task)
+    weights, gradient = {}, {}
+    for dtype, scale in ((torch.float32, 1.0), (torch.float16, 2.0**14)):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            shared = task(batch, noise_for(batch))
+            loss = task.loss("generator", shared)
+        weights[dtype] = loss.terms["adversarial_weight"].value()
+        (found,) = torch.autograd.grad(loss.total.value() * scale, task.to_pixels.conv.weight)
+        gradient[dtype] = found / scale
+    assert torch.allclose(weights[torch.float16], weights[torch.float32], rtol=0.03)
+    apart = (gradient[torch.float16] - gradient[torch.float32]).norm() / gradient[torch.float32].norm()
+    assert apart < 0.05
+
+
 def test_adaptive_weight_can_be_fixed_and_is_capped():
     fixed = build(adversarial={"width": 8, "levels": 2, "weight": 0.25, "adaptive": False})
     batch = batch_for(fixed)
