@@ -263,7 +263,8 @@ class StageHealth:
         found = []
         step = self._validations[-1][0] if self._validations else 0
         for limit in self.limits:
-            if limit.logs or not (limit.always or at_end or 2 * step >= self.steps):
+            # The check at the end repeats the last validation's.
+            if limit.logs or not (limit.always or at_end or self.steps <= 2 * step < 2 * self.steps):
                 continue
             finding = limit.check(values)
             if finding is None or (self._is_trial() and not limit.always):

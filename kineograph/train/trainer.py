@@ -305,13 +305,15 @@ class Trainer:
         """Log and print new findings. The first process decides for all; a fatal one ends the stage if train.health=stop."""
         decided = distributed.broadcast_object([finding.to_json() for finding in findings])
         findings = [Finding.from_json(tree) for tree in decided]
+        stops = self.config.health == "stop"
+        fatal = next((finding for finding in findings if stops and finding.severity == "fatal"), None)
         for finding in filter(self.health.is_new, findings):
             split = "train" if phase == "train" else "validation"
             record = {"stage": self.stage, "split": split, "step": step, "phase": phase, "finding": finding.to_json()}
             self.hooks.log({**record, f"health/{finding.name}": finding.value})
-            self.progress.note(f"{self.stage}  step {step}  {finding.severity}: {finding}")
-        fatal = next((finding for finding in findings if finding.severity == "fatal"), None)
-        if fatal is not None and self.config.health == "stop":
+            if finding is not fatal:  # which is the error's message
+                self.progress.note(f"{self.stage}  step {step}  {finding.severity}: {finding}")
+        if fatal is not None:
             raise RunFailed(describe_failure(self.stage, fatal))
 
     # Saving ----------------------------------------------------------------------------------------------------------
