@@ -255,7 +255,7 @@ def codec_limits(codes: int | None, has_divergence: bool = False, has_discrimina
                 "discriminator/loss",
                 "The discriminator tells all pictures apart and has stopped learning: its gradient teaches little.",
                 "Lower the lr of player discriminator, raise adversarial.penalty, or start it later (adversarial.start).",
-                at_least=0.02,  # of 2 at the start
+                at_least=0.02,  # of 1 at the start (bce: 0.69)
                 severity="warning",
                 logs=50,
             )

@@ -43,6 +43,7 @@ THUMBNAIL = 16  # pixels on a side
 ALIKE = 0.95  # correlation of the thumbnails of two versions of one picture
 FLAT = 8.0  # standard deviation, of 255, below which another crop is drawn, and a picture is left out
 TRIES = 8
+CHUNK = 64  # crops of one source that one thread writes
 PAN, PAN_ZOOM = 0.3, 1.15  # largest shift of a pan, in sides of the crop, and largest change of its side
 
 Note = Callable[[str], None]
@@ -96,17 +97,22 @@ def write_crops(
     digits = max(6, len(str(count - 1)))
     with write_atomically(out.resolve(), "--out") as folder:
 
-        def write_source(number: int) -> None:
-            source = sources[number]
-            (folder / source.name).mkdir()
+        def write_some(source: Source, indices: Sequence[int]) -> None:
             picture = None if source.is_clip else _open_picture(source.path)
-            for index in range(number, count, len(sources)):
+            for index in indices:
                 rng = numpy_rng("crop", source.name, index)
                 frames = cut_clip(source, config, rng) if picture is None else draw_crop(picture, config, rng)
                 _save(frames, folder / source.name / f"{index:0{digits}d}", config.fps)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow's and FFmpeg's work runs outside the GIL
-            list(pool.map(write_source, range(len(sources))))
+            jobs = []
+            for number, source in enumerate(sources):
+                (folder / source.name).mkdir()
+                indices = range(number, count, len(sources))
+                parts = [indices[first : first + CHUNK] for first in range(0, len(indices), CHUNK)]
+                jobs += [pool.submit(write_some, source, part) for part in parts]
+            for job in jobs:
+                job.result()
     note(f"{count} crops of {config.size} px from {len(sources)} sources; train with data.split_by=folder")
     return out
 
