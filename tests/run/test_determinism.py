@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ def results(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for stage in sorted(run.glob("*/checkpoints")):
         last = max(path for path in stage.iterdir() if path.name.startswith("step-"))
-        for file in sorted(last.glob("*.safetensors")):
-            found |= {f"{stage.parent.name}/{file.stem}/{name}": value for name, value in load_file(file).items()}
+        for file in sorted(last.rglob("*.safetensors")):  # several processes write a folder of shards
+            kind = file.relative_to(last).parts[0].removesuffix(".safetensors")
+            found |= {f"{stage.parent.name}/{kind}/{name}": value for name, value in load_file(file).items()}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found["metrics"] = [{key: value for key, value in line.items() if key[:5] != "time/"} for line in lines]
     return found
@@ -97,10 +98,11 @@ def busy(loops: int) -> Iterator[None]:
             other.wait()
 
 
-def start(arguments: list[str], run: Path, **variables: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "kineograph", "train", *arguments, "--run", str(run)]
+def start(
+    arguments: list[str], run: Path, launcher: Sequence[str] = ("-m", "kineograph"), **variables: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        words,
+        [sys.executable, *launcher, "train", *arguments, "--run", str(run)],
         env={**os.environ, "PYTHONPATH": python_path(), **variables},
         text=True,
         stdout=subprocess.PIPE,
@@ -122,6 +124,16 @@ def test_other_processes_threads_and_hashes_do_not_matter(preset: str, tmp_path:
     finish(start(arguments, tmp_path / "one", OMP_NUM_THREADS="2", PYTHONHASHSEED="1"))
     with busy(os.cpu_count() or 1):
         finish(start(arguments, tmp_path / "two", OMP_NUM_THREADS="2", PYTHONHASHSEED="2"))
+    assert_same(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_two_processes_twice(tmp_path: Path) -> None:
+    preset = "muse-tiny"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kineograph", "--"]
+    for name in ("one", "two"):
+        arguments = [preset, *SHRINK[preset], *QUICK, "train.batch_size=8", DETERMINISTIC]
+        finish(start(arguments, tmp_path / name, launcher, OMP_NUM_THREADS="1"))
     assert_same(tmp_path / "one", tmp_path / "two")
 
 
