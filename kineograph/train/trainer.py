@@ -24,6 +24,7 @@ from kineograph.core.health import Finding
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
+from kineograph.train.determinism import allow_all_algorithms
 from kineograph.train.health import DataProbe, StageHealth
 from kineograph.train.phases import Cursor, Phase, advance, is_finished, is_logged, is_snapshot, skip_removed_phases
 from kineograph.train.progress_bar import Progress
@@ -171,7 +172,9 @@ class Trainer:
         if phase == "evaluate":
             self._evaluate(step)
         elif phase == "sample" and self.hooks.draw_samples is not None:
-            self.saver.then(self.hooks.draw_samples(step, self.stepper))
+            with allow_all_algorithms():
+                write_files = self.hooks.draw_samples(step, self.stepper)
+            self.saver.then(write_files)
         elif phase == "publish" and distributed.is_first():
             self._publish(step)
         elif phase == "check":
@@ -263,7 +266,7 @@ class Trainer:
         if self.hooks.evaluate is None:
             return
         started = time.monotonic()
-        with self.stepper.eval_mode() as task:
+        with allow_all_algorithms(), self.stepper.eval_mode() as task:
             metrics, labels = self.hooks.evaluate(step, task)
         if not metrics:
             return

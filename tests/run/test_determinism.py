@@ -141,7 +141,8 @@ def test_two_processes_twice(tmp_path: Path) -> None:
 
 GPU = [
     "train.steps=8", "train.save_every=4", "train.log_every=1", "train.validate_every=4", "train.validation_samples=64",
-    "train.sample_every=8", "train.samples=2", "train.evaluate_every=0", "train.trackers=[]", "train.warmup=2", DETERMINISTIC,
+    "train.sample_every=8", "train.samples=2", "train.evaluate_every=0", "train.trackers=[]", "train.warmup=2", "train.health=off",
+    DETERMINISTIC,
 ]  # fmt: skip
 DIGITS = {
     "muse-digits": [],
@@ -151,7 +152,10 @@ DIGITS = {
     # The VAE compiled too, and its latents cached.
     "cogvideox-digits": ["data.count=512", "stages.vae.train.compile=true"],
     # C-ViViT and VQGAN with codebooks, whose updates add up with index_add_, and with a discriminator.
-    "phenaki-tiny": ["stages.tokenizer.quantizer={kind: vq, codes: 64}"],
+    "phenaki-tiny": [
+        "stages.tokenizer.quantizer={kind: vq, codes: 64}",
+        "stages.critic={task: phenaki.critic, generator: generator, width: 64, depth: 1, heads: 2}",
+    ],
     "vqgan-tiny": [
         "data.size=64", "stages.tokenizer.quantizer={kind: vq, codes: 64}", "train.schedule=constant",
         "stages.tokenizer.adversarial={weight: 0.1, start: 2, width: 32, penalty_every: 2}",
