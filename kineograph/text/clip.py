@@ -33,9 +33,9 @@ from kineograph.text.learned import LearnedText
 class ClipConfig(StageConfig, TransformerConfig):
     """`width`, `depth` and so on are those of the image transformer."""
 
-    embed_width: int = Field(256, ge=2)
+    embed_width: int = Field(256, ge=2, le=65536)
     """Channels of the embeddings."""
-    patch: int = Field(8, ge=1)
+    patch: int = Field(8, ge=1, le=65536)
     """Side of an image token in pixels."""
     text: TextConfig = TextConfig()
     """The text encoder; kind: learned."""
