@@ -77,6 +77,10 @@ SHRINK: dict[str, list[str]] = {
         "stages.upsampler.low_res_size=16", "stages.upsampler.crop=16", "stages.upsampler.width=8", "stages.upsampler.sample.steps=2",
     ],
     "vqgan-tiny": ["stages.tokenizer.width=8"],
+    "cvivit-clips": [
+        "data.size=32", "data.frames=3", "data.split_by=file", "stages.tokenizer.width=32", "stages.tokenizer.spatial_depth=1",
+        "stages.tokenizer.temporal_depth=1", "stages.tokenizer.adversarial.start=0", "stages.tokenizer.adversarial.width=8",
+    ],
     "vqgan-photos": ["data.size=32", "data.split_by=file", "stages.tokenizer.width=8", "stages.tokenizer.adversarial.start=0"],
     "muse-tiny": ["data.count=40", "stages.tokenizer.width=8", "stages.generator.depth=1"],
     "muse-digits": ["stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1"],
@@ -251,7 +255,7 @@ def settings(
 ) -> list[str]:
     """What a user of the preset must name."""
     tree = layers.read_config([preset])
-    found = files(preset, clip, clips if preset.startswith("cogvideox") else pictures, arrays)
+    found = files(preset, clip, clips if preset.startswith(("cogvideox", "cvivit")) else pictures, arrays)
     for name, stage in tree["stages"].items():
         if stage.get("weights"):
             found.append(f"stages.{name}.weights={released(stage['shape'])}")
@@ -337,7 +341,7 @@ def test_takes_two_steps_when_shrunk(
         assert list((run / plan.stages[-1].name / "samples").glob("step-00000002/grid.png"))
 
 
-GANS = ("muse-base", "nuwa-base", "phenaki-base", "vqgan-photos")
+GANS = ("cvivit-clips", "muse-base", "nuwa-base", "phenaki-base", "vqgan-photos")
 
 
 @pytest.mark.parametrize("preset", GANS)

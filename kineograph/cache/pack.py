@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kineograph.core.config import Config
+from kineograph.core.config import Axis, Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.text_file import parse_json
@@ -44,11 +44,11 @@ class Header(Config):
     kind: Literal["tokens", "latents", "image_embed"]
     count: int = Field(ge=1)
     """Rows that the arrays have room for."""
-    done: int = 0
+    done: int = Field(0, ge=0)
     """Rows that are written."""
-    shape: tuple[int, ...]
+    shape: tuple[Axis, ...]
     """Of one row of `kind`: tokens t h w, latents, or an embedding."""
-    vocabulary: int | None = None
+    vocabulary: int | None = Field(None, ge=1)
     """Codes of the codec; null unless `kind` is tokens."""
     key: str = ""
     """Of the recipe: encoder weights and options, preprocessing, precision."""

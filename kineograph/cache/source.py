@@ -13,7 +13,7 @@ from pydantic import Field
 from kineograph.cache.pack import HEADER, Header, Pack, read_header
 from kineograph.cache.store import SET, SHARDS, CacheSet, SetHeader, lock_cache
 from kineograph.core.batch import Sample
-from kineograph.core.config import LocalPath
+from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.text_file import parse_json
 from kineograph.data.arrays import find_array, read_captions_beside
@@ -30,9 +30,9 @@ class CacheConfig(DataConfig):
     """A cache's folder; or someone else's array of codebook ids (.npy or raw) with `vocabulary` and `tokens_shape`."""
     vocabulary: int | None = Field(None, ge=1)
     """Number of codes in a foreign array."""
-    tokens_shape: tuple[int, int, int] | None = None
+    tokens_shape: tuple[Axis, Axis, Axis] | None = None
     """t, h, w of one item in a foreign array; an item may be stored flat."""
-    array_shape: tuple[int, ...] | None = None
+    array_shape: tuple[Axis, ...] | None = None
     """Of a raw foreign file: items first."""
     array_dtype: str = "int64"
     """Of a raw foreign file."""

@@ -9,12 +9,13 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from kineograph.cache.pack import HEADER, Pack, pack_folders, read_header
-from kineograph.core.config import Config
+from kineograph.core.config import Axis, Config
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.text_file import parse_json
@@ -81,9 +82,9 @@ class SetHeader(Config):
     """null: items of all splits, divided by their identities."""
     shapes: tuple[tuple[int, int, int], ...] = ()
     """Of the buckets: frames, height, width. Empty: no buckets."""
-    bucket_of: tuple[int, ...] = ()
+    bucket_of: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """The index in `shapes` of each pack."""
-    usual: tuple[int, int, int] | None = None
+    usual: tuple[Axis, Axis, Axis] | None = None
     """The shape of data.frames and data.size, with buckets."""
     buckets: BucketsConfig | None = None
 

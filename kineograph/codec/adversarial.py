@@ -41,11 +41,11 @@ class AdversarialConfig(Config):
     from blurred ones."""
     penalty_every: int = Field(16, ge=1)
     """Compute the penalty every so many steps, with as many times the weight."""
-    width: int = Field(64, ge=1)
+    width: int = Field(64, ge=1, le=65536)
     """Channels of the discriminator's first layer; each layer doubles them, up to eightfold."""
     frames: int | None = Field(None, ge=1)
     """The discriminator sees so many consecutive frames of each clip, from a random start; null: whole clips."""
-    levels: int = Field(3, ge=1)
+    levels: int = Field(3, ge=1, le=16)
     """Downsamplings of the discriminator: one logit for each 2^levels × 2^levels pixels."""
 
 

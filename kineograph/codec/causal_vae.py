@@ -295,7 +295,7 @@ class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets, ChecksH
         named |= {f"std_{channel:02d}": value.sqrt() for channel, value in enumerate(variances)}
         count = torch.full_like(variances[0], len(batch))
         spread = {f"latents/{name}": Mean(value * count, count) for name, value in named.items()}
-        return validation_metrics(shared, self.config, None, self.perceptual) | spread
+        return validation_metrics(shared, self.config, None, self.perceptual, batch.spare) | spread
 
     def reconstruct(self, batch: Batch) -> Tensor:
         return self.decode(self.encode(batch.video, batch.frame_mask))

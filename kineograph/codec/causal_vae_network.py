@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from kineograph.core.config import Config
+from kineograph.core.config import Config, Positive
 from kineograph.nn.causal_conv import (
     CausalConv,
     CausalResidual,
@@ -29,11 +29,11 @@ Memory = tuple[list[Tensor], list[list[PastFrames]]]
 class CausalVAEShape(Config):
     """Shape of the networks; the defaults are the released VAE."""
 
-    widths: tuple[int, ...] = Field((128, 256, 256, 512), min_length=1)
+    widths: tuple[Positive, ...] = Field((128, 256, 256, 512), min_length=1)
     """Channels of each level, fine to coarse; each level after the first downsamples by 2: a latent's side is 2^(levels − 1) pixels."""
-    layers: int = Field(3, ge=1)
+    layers: int = Field(3, ge=1, le=1000)
     """Residual blocks of each level of the encoder; the decoder has one more."""
-    latent_channels: int = Field(16, ge=1)
+    latent_channels: int = Field(16, ge=1, le=65536)
     """Channels of the latents."""
     temporal: Literal[1, 2, 4] = 4
     """Frames of a latent, except the first frame, which is coded alone: clips have 1 + k · temporal frames."""

@@ -195,12 +195,12 @@ def validation_metrics(
     if shared.divergence is not None:
         each["kl"] = shared.divergence.nats
     means = {name: Mean((value * shared.keep).sum(), shared.count) for name, value in each.items()}
-    means["explained_variance"] = explained_variance(shared)
+    means["explained_variance"] = explained_variance(shared, spare)
     return means | _codebook_metrics(shared, codes, training=False, spare=spare)
 
 
-def explained_variance(shared: Reconstruction) -> Mean:
-    """1 − Σ (x − x̂)² / Σ (x − x̄)²: 0 for a codec that decodes the mean clip x̄ of the batch, whatever it encodes.
+def explained_variance(shared: Reconstruction, spare: bool = False) -> Mean:
+    """1 − Σ (x − x̂)² / Σ (x − x̄)²: 0 for a codec that decodes the mean clip x̄ of all processes' batch, whatever it encodes.
 
     x̄ fits its own batch of n clips: the errors are reduced by (n − 1) / n to match. A batch of one is compared with its mean colour.
     """
@@ -208,8 +208,11 @@ def explained_variance(shared: Reconstruction) -> Mean:
     real, fake = (
         to_unit_range(images).reshape(*keep.shape, images.shape[1], -1) for images in (shared.real, shared.fake)
     )
-    clips = keep.sum(0)  # T
-    mean = (real * keep[:, :, None, None]).sum(0) / clips.clamp_min(1)[:, None, None]  # T C H·W
+    clips, total = keep.sum(0), (real * keep[:, :, None, None]).sum(0)  # T, T C H·W
+    if spare:
+        clips, total = torch.zeros_like(clips), torch.zeros_like(total)
+    clips, total = distributed.all_reduce_(clips), distributed.all_reduce_(total)
+    mean = total / clips.clamp_min(1)[:, None, None]
     mean = torch.where(clips[:, None, None] > 1, mean, mean.mean(-1, keepdim=True))
     share = torch.where(clips > 1, (clips - 1) / clips.clamp_min(1), 1.0)
     variance = ((real - mean).square().mean((2, 3)) * keep).sum()
@@ -252,7 +255,7 @@ def codec_limits(codes: int | None, has_divergence: bool = False, has_discrimina
                 "discriminator/loss",
                 "The discriminator tells all pictures apart and has stopped learning: its gradient teaches little.",
                 "Lower the lr of player discriminator, raise adversarial.penalty, or start it later (adversarial.start).",
-                at_least=0.02,  # of 2 at the start
+                at_least=0.02,  # of 1 at the start (bce: 0.69)
                 severity="warning",
                 logs=50,
             )

@@ -39,13 +39,13 @@ from kineograph.nn.transformer import Block, BlockConfig, Residual, Transformer,
 
 class CViViTConfig(StageConfig, BlockConfig):
     task: str = "cvivit"
-    spatial_depth: int = Field(4, ge=1)
+    spatial_depth: int = Field(4, ge=1, le=1000)
     """Spatial blocks of the encoder."""
-    temporal_depth: int = Field(4, ge=1)
+    temporal_depth: int = Field(4, ge=1, le=1000)
     """Temporal blocks of the encoder."""
-    decoder_spatial_depth: int | None = Field(None, ge=1)
+    decoder_spatial_depth: int | None = Field(None, ge=1, le=1000)
     """Spatial blocks of the decoder; null: as the encoder."""
-    decoder_temporal_depth: int | None = Field(None, ge=1)
+    decoder_temporal_depth: int | None = Field(None, ge=1, le=1000)
     """Temporal blocks of the decoder; null: as the encoder."""
     patch: Size = (8, 8)
     """Pixels of a token: one number, or height and width."""

@@ -26,7 +26,7 @@ from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsReconstruction
-from kineograph.core.config import StageConfig
+from kineograph.core.config import BlockCount, Positive, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import BuildContext, Codec, Loss, Mean
@@ -36,15 +36,15 @@ from kineograph.nn.quantizers import QuantizerConfig, VQConfig, build_quantizer
 
 class VQGANConfig(StageConfig):
     task: str = "vqgan"
-    width: int = Field(64, ge=8)
+    width: int = Field(64, ge=8, le=65536)
     """Channels at the finest level."""
-    multipliers: tuple[int, ...] = Field((1, 2, 4), min_length=1)
+    multipliers: tuple[Positive, ...] = Field((1, 2, 4), min_length=1)
     """Width of each level in units of `width`, fine to coarse; each level after the first downsamples by 2."""
     patch: Literal[1, 2, 4] = 2
     """Side of the pixel blocks folded into channels before the first level. A token covers f = patch · 2^(levels − 1) pixels."""
-    blocks: tuple[int, ...] = (1,)
+    blocks: tuple[BlockCount, ...] = (1,)
     """Residual blocks of the encoder at each level; one number for all."""
-    decoder_blocks: tuple[int, ...] | None = None
+    decoder_blocks: tuple[BlockCount, ...] | None = None
     """Residual blocks of the decoder at each level, fine to coarse; null: as the encoder."""
     attention: bool = False
     """Self-attention at the coarsest level, in encoder and decoder."""

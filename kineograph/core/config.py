@@ -12,7 +12,18 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Tag, ValidationError
+from annotated_types import Le, Lt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from kineograph.core.errors import ConfigError
 
@@ -20,8 +31,27 @@ Tree = dict[str, Any]
 C = TypeVar("C", bound="Config")
 
 
-Size = Annotated[tuple[int, int], BeforeValidator(lambda value: (value, value) if isinstance(value, int) else value)]
+def _check_size(value: tuple[int, int]) -> tuple[int, int]:
+    if min(value) < 1:
+        raise ValueError("height and width must be at least 1 pixel")
+    if max(value) > 65536:
+        raise ValueError("height and width must be at most 65,536 pixels")
+    return value
+
+
+Axis = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""One side of an array."""
+Positive = Annotated[int, Field(ge=1, le=65536)]
+"""A side in pixels, or the width of a level of a network."""
+Size = Annotated[
+    tuple[int, int],
+    BeforeValidator(lambda value: (value, value) if isinstance(value, int) else value),
+    AfterValidator(_check_size),
+]
 """Height and width; one number is both."""
+BlockCount = Annotated[int, Field(ge=0, le=1000)]
+"""Blocks of one level of a network."""
+_MAX_INT, _MAX_FLOAT, _MIN_FLOAT = 2**31 - 1, 1e9, 1e-30
 
 
 def make_absolute(path: str) -> str:
@@ -41,7 +71,17 @@ LocalPath = Annotated[str, AfterValidator(make_absolute)]
 class Config(BaseModel):
     """Base of every config class: unknown keys are errors, defaults are checked too."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _check_magnitude(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse numbers that no key means. A field with an upper bound of its own may take larger ones."""
+        field = cls.model_fields[str(info.field_name)]
+        _check_magnitude(value, bounded=any(isinstance(bound, Le | Lt) for bound in field.metadata))
+        return value
 
     def check_pretrained(self, given: Collection[str], hub: bool) -> None:
         """Refuse pretrained weights (a folder, a text encoder) that are missing or do not fit, with an InputError that begins with the key.
@@ -51,6 +91,16 @@ class Config(BaseModel):
         for _, section in self:
             if isinstance(section, Config):
                 section.check_pretrained(given, hub)
+
+
+def _check_magnitude(value: Any, bounded: bool) -> None:
+    if isinstance(value, list | tuple):
+        for part in value:
+            _check_magnitude(part, bounded)
+    elif isinstance(value, int) and abs(value) > _MAX_INT and not bounded:
+        raise ValueError(f"use a number up to {_MAX_INT:,}")
+    elif isinstance(value, float) and ((abs(value) > _MAX_FLOAT and not bounded) or 0 < abs(value) < _MIN_FLOAT):
+        raise ValueError(f"use 0, or a number from {_MIN_FLOAT:g} to {_MAX_FLOAT:g}")
 
 
 class StageConfig(Config):

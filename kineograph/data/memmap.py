@@ -10,7 +10,7 @@ import numpy as np
 from einops import rearrange
 
 from kineograph.core.batch import Sample
-from kineograph.core.config import LocalPath
+from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.arrays import Array, find_array, parse_dtype, read_captions_beside
@@ -28,7 +28,7 @@ class MemmapConfig(DataConfig):
     """The array file (.npy, or raw with `array_shape` and `array_dtype`), or a folder that holds it as videos.npy or alone."""
     layout: Literal["auto"] | Layout = "auto"
     """Axes: T frames, N clips, C channels. auto: inferred from the shape, the labels or the captions where that is unambiguous."""
-    array_shape: tuple[int, ...] | None = None
+    array_shape: tuple[Axis, ...] | None = None
     """Of a raw file, in the order of `layout`."""
     array_dtype: str = "uint8"
     """Of a raw file; uint8, bool, or floats in [0, 1]."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch.utils.data import Dataset
 
 from kineograph.core.batch import Sample, Shape
@@ -27,7 +27,7 @@ class DataConfig(Config):
     """moving_digits, folder, memmap, webdataset, cache, or the dotted path of your own Dataset or Source."""
     size: Size = (32, 32)
     """Height and width in pixels; one number means a square."""
-    frames: int = Field(1, ge=1)
+    frames: int = Field(1, ge=1, le=65536)
     """Frames per clip; 1 means images."""
     fps: float | None = Field(None, gt=0)
     """Frame rate at which clips are sampled, by their timestamps; null keeps each clip's own rate."""
@@ -39,13 +39,6 @@ class DataConfig(Config):
     """Share of items held out for the test split."""
     max_unreadable: float = Field(0.2, ge=0, le=1)
     """Stop when more than this share of the items cannot be read."""
-
-    @field_validator("size")
-    @classmethod
-    def _check_size(cls, value: tuple[int, int]) -> tuple[int, int]:
-        if min(value) < 1:
-            raise ValueError("height and width must be at least 1 pixel")
-        return value
 
     @model_validator(mode="after")
     def _check_splits(self) -> DataConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import re
 from collections import Counter
@@ -17,6 +18,7 @@ SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _COMPRESSED = SUFFIXES[1:]  # no offsets into these
 _FILE = re.compile(r"[^\s/'\"|;&=?<>]+\.(?:tar(?:\.(?:gz|bz2|xz))?|tgz)(?![\w.])", re.IGNORECASE)
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)(?:\.\.(\d+))?\}|\{([^{}]*,[^{}]*)\}")
+_MAX_SHARDS = 10_000_000
 _CURL = "curl --fail --silent --show-error --location --connect-timeout 30 --retry 5 {}"
 _FETCH = {  # as webdataset opens them
     "s3": "aws s3 cp {} - --only-show-errors",
@@ -85,9 +87,13 @@ def expand_braces(text: str) -> list[str]:
             low, high, stride = int(first), int(last), int(step or 1)
             if high < low or stride < 1:
                 raise ConfigError(f"data.shards={text}: {match[0]} is an empty range; put the lower number first")
+            if (high - low) // stride >= _MAX_SHARDS:
+                raise ConfigError(f"data.shards={text}: {match[0]} names more than {_MAX_SHARDS:,} shards")
             parts.append([f"{number:0{len(first)}d}" for number in range(low, high + 1, stride)])
         at = match.end()
     parts.append([text[at:]])
+    if math.prod(map(len, parts)) > _MAX_SHARDS:
+        raise ConfigError(f"data.shards={text} names more than {_MAX_SHARDS:,} shards")
     return ["".join(chosen) for chosen in product(*parts)]
 
 

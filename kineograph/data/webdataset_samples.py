@@ -33,11 +33,11 @@ class WebDatasetConfig(MediaConfig):
     source: str = "webdataset"
     shards: LocalPath | list[LocalPath]
     """Tar files: a folder, `data/{00000..00099}.tar`, a pattern, pipe:COMMAND, s3://, gs:// or http(s):// URLs; or a list of these."""
-    start_shard: int = Field(0, ge=0)
+    start_shard: int = Field(0, ge=0, le=10_000_000)
     """First number for `{}` in `shards`."""
-    end_shard: int | None = Field(None, ge=0)
+    end_shard: int | None = Field(None, ge=0, le=10_000_000)
     """Last number for `{}` in `shards`, included."""
-    shard_width: int = Field(6, ge=1)
+    shard_width: int = Field(6, ge=1, le=20)
     """Digits of the number for `{}` in `shards`."""
     media: list[str] | None = Field(None, min_length=1)
     """Suffixes of images and clips, in order of preference; null: all that folders support."""
@@ -61,11 +61,11 @@ class WebDatasetConfig(MediaConfig):
     """Folder of text embeddings."""
     text_encodings_folder: LocalPath | None = None
     """Folder of text encodings: samples × tokens × width."""
-    index_width: int = Field(4, ge=1)
+    index_width: int = Field(4, ge=1, le=20)
     """The last this many digits of a sample's key are its row in those files."""
     missing_embeddings: Literal["skip", "keep"] = "skip"
     """Skip samples whose embedding is missing or zero, or keep them with zeros and `has_…` = False."""
-    text_length: int | None = Field(None, ge=1)
+    text_length: int | None = Field(None, ge=1, le=65536)
     """Pad or cut text encodings to this many tokens; null: all have the same length."""
     resample: bool = False
     """Draw samples (of streams: shards) with replacement, instead of each once per epoch."""

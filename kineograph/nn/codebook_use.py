@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kineograph.core import distributed
 from kineograph.core.health import LOSS_FALLS, Limit
 from kineograph.core.task import Mean
 
@@ -24,13 +25,18 @@ def codebook_usage(histogram: Tensor) -> dict[str, Tensor]:
 MIN_TOKENS = 4  # for each code that occurs: fewer say too little about how often it does
 
 
-def describe_targets(tokens: Tensor, codes: int) -> dict[str, Mean]:
-    """What validation says about the targets of a token generator, the mean over batches.
+def describe_targets(tokens: Tensor, codes: int, keep: Tensor | None = None, spare: bool = False) -> dict[str, Mean]:
+    """What validation says about the targets of a token generator, the mean over batches of all processes.
+
+    `keep` has tokens' shape and is False (or 0) at padding; `spare`: another process counts this batch.
 
     `tokens/distinct`: different codes. `tokens/entropy`: of the frequencies of codes, in nats: the cross-entropy of a model that knows
     nothing else.
     """
-    histogram = codebook_histogram(tokens, codes)
+    if keep is not None:
+        tokens = tokens.masked_fill(keep == 0, codes)  # padding has a bin of its own
+    histogram = codebook_histogram(tokens, codes + 1)[:codes]
+    histogram = distributed.all_reduce_(torch.zeros_like(histogram) if spare else histogram)
     distinct, total = (histogram > 0).sum(), histogram.sum()
     # Miller and Madow: a sample's entropy is too low by (codes − 1) / 2 samples.
     entropy = torch.special.entr(histogram.double() / total).sum() + (distinct - 1) / (2 * total)

@@ -55,9 +55,9 @@ def weighted_mean(values: Tensor, keep: Tensor | None) -> Tensor:
 
 class VQConfig(Config):
     kind: Literal["vq"] = "vq"
-    codes: int = Field(1024, ge=2)
+    codes: int = Field(1024, ge=2, le=2**24)
     """Codebook entries."""
-    dim: int = Field(8, ge=2)
+    dim: int = Field(8, ge=2, le=65536)
     """Code dimension; features are projected to it. A small one keeps more of the codebook in use."""
     decay: float = Field(0.8, ge=0, lt=1)
     """Decay of the codebook's exponential moving average. High values lag behind an encoder early in training."""

@@ -21,9 +21,9 @@ Residual = Literal["auto", "fp32"]
 class BlockConfig(Config):
     """Options shared by all transformer blocks of a network."""
 
-    width: int = Field(512, ge=2)
+    width: int = Field(512, ge=2, le=65536)
     """Channels of the residual stream."""
-    heads: int = Field(8, ge=1)
+    heads: int = Field(8, ge=1, le=65536)
     """Attention heads; each is width / heads wide."""
     mlp: Literal["geglu", "gelu"] = "geglu"
     """geglu: gated, two thirds as wide, so that both have the same number of parameters."""
@@ -48,7 +48,7 @@ class BlockConfig(Config):
 
 
 class TransformerConfig(BlockConfig):
-    depth: int = Field(8, ge=1)
+    depth: int = Field(8, ge=1, le=1000)
     """Number of blocks."""
 
 

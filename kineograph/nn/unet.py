@@ -14,7 +14,7 @@ from einops import rearrange
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from kineograph.core.config import Config
+from kineograph.core.config import BlockCount, Config, Positive
 from kineograph.core.errors import ConfigError
 from kineograph.nn.attention import CrossAttention, Memory, SelfAttention
 from kineograph.nn.conv import ChannelNorm, upsample_conv, zero_init
@@ -26,11 +26,11 @@ MapNorm = Literal["group", "channel"]
 
 
 class UnetConfig(Config):
-    width: int = Field(128, ge=8)
+    width: int = Field(128, ge=8, le=65536)
     """Channels at the finest level."""
-    multipliers: tuple[int, ...] = Field((1, 2, 3, 4), min_length=1)
+    multipliers: tuple[Positive, ...] = Field((1, 2, 3, 4), min_length=1)
     """Width of each level in units of `width`, fine to coarse; each level after the first halves the map."""
-    blocks: tuple[int, ...] = (2,)
+    blocks: tuple[BlockCount, ...] = (2,)
     """Residual blocks per level of the encoder (the decoder has one more); one number applies to all levels."""
     self_attention: tuple[bool, ...] | None = None
     """Levels with self-attention; one value applies to all; null: all but the finest."""
@@ -38,7 +38,7 @@ class UnetConfig(Config):
     """Levels with cross-attention to text and image tokens; null: as self_attention. The middle always has it."""
     middle_attention: bool = True
     """Self-attention between the two middle blocks. Without it the cost is linear in the number of pixels."""
-    head_width: int = Field(64, ge=8)
+    head_width: int = Field(64, ge=8, le=65536)
     """Maximum channels per attention head; the number of heads follows from the level's width."""
     norm: MapNorm = "group"
     """group: GroupNorm. channel: LayerNorm over the channels of each pixel."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kineograph.core.noise import Noise
-from kineograph.process.token_sampling import draw_tokens, top_k_blockwise
+from kineograph.process.token_sampling import cumulative_sum, draw_tokens, top_k_blockwise
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """step(previous token B 1, position 1) → logits B V of the token at this position, both int64 on the device. The KV cache
@@ -36,7 +36,7 @@ def draw_top_p(
         top_k_blockwise(logits, top_k) if few and top_k is not None else logits.sort(dim=-1, descending=True)
     )
     chances = (values.float() / temperature).softmax(dim=-1)
-    before = chances.cumsum(dim=-1) - chances
+    before = cumulative_sum(chances) - chances
     kept = values.float().masked_fill(before >= top_p, -float("inf"))
     place = draw_tokens(kept, uniforms, temperature)[0]
     return classes.gather(-1, place[..., None])[..., 0]

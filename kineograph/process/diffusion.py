@@ -55,7 +55,7 @@ _BETA_RANGES = {
 
 
 class DiffusionConfig(Config):
-    steps: int = Field(1000, ge=2)
+    steps: int = Field(1000, ge=2, le=100_000)
     """T: timesteps in training. Sampling may use fewer."""
     schedule: Schedule = "cosine"
     """cosine: ᾱ is a squared cosine. Others raise β from beta_start to beta_end: linear, sigmoid, or linear in √β (quadratic, scaled_linear)."""

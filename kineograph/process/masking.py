@@ -138,7 +138,7 @@ def score_critic(scores: Tensor, masked: TokenMask, wrong: Tensor) -> CriticLoss
 
 
 class MaskedSample(Config):
-    steps: int = Field(18, ge=1)
+    steps: int = Field(18, ge=1, le=100_000)
     """Forward passes from a fully masked clip to none masked."""
     guidance: float = Field(3.0, ge=0)
     """Classifier-free guidance scale; 1 turns it off and halves the cost."""

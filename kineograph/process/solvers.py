@@ -282,7 +282,7 @@ def _advance(
 
 
 class DiffusionSample(Config):
-    steps: int = Field(50, ge=1)
+    steps: int = Field(50, ge=1, le=100_000)
     """Sampling steps."""
     solver: Literal["ddpm", "ddim", "dpm_solver", "dpm_solver_sde"] = "ddim"
     """ddpm: ancestral, uses learned variances, needs many steps. ddim: noise by eta. dpm_solver: DPM-Solver++ 2M, for few steps; _sde: its stochastic form."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 
@@ -68,9 +69,24 @@ def _invert_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return block * size + index, total
 
 
+def cumulative_sum(values: Tensor) -> Tensor:
+    """cumsum over the last axis, also where torch allows only deterministic algorithms and refuses that of a GPU.
+
+    A GPU adds up each of several rows in a fixed order. It divides a single one among blocks of threads, whose order varies.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(dim=-1)
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return torch.stack([values, values]).cumsum(dim=-1)[0]
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+
+
 def _search_cumsum(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The first index whose cumulative weight exceeds uniform · total, and the fraction (0 … 1) inside its weight."""
-    sums = weights.cumsum(dim=-1)  # … n
+    sums = cumulative_sum(weights)  # … n
     # Below the last sum even after rounding, so that an index of weight 0 is never taken.
     share = uniforms * sums[..., -1] * (1 - 2**-23)
     index = (sums <= share[..., None]).sum(dim=-1).clamp_(max=weights.shape[-1] - 1)

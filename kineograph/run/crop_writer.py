@@ -1,6 +1,7 @@
-"""`kineo data make crops`: cut many small pictures out of a few large ones, such as a folder of wallpapers.
+"""`kineo data make crops`: cut many small pictures or clips out of a few large ones, such as a folder of wallpapers.
 
-    NAME/000017.png   the crops of one picture, in a folder of its own
+    NAME/000017.png    the crops of one picture, in a folder of its own
+    NAME/000017.webp   with frames above 1, crops of a clip in space and time, and pans over a picture (lossless)
 
 With data.split_by=folder no picture has crops in both training and validation. Of a picture in several versions (sizes, light and dark,
 mirrored) only the largest is used.
@@ -25,16 +26,28 @@ from kineograph.core.config import Config, Tree, parse, parse_override
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, open_image, read_media
 from kineograph.core.noise import numpy_rng
-from kineograph.data.decode import IMAGES, raise_unreadable, to_channels
+from kineograph.data.decode import (
+    CLIPS,
+    IMAGES,
+    DecodeOptions,
+    decode_media,
+    probe_media,
+    raise_unreadable,
+    to_channels,
+)
 from kineograph.data.folder import list_folder
+from kineograph.data.transforms import ResizeCrop
 from kineograph.media.filenames import slugify
 
 THUMBNAIL = 16  # pixels on a side
 ALIKE = 0.95  # correlation of the thumbnails of two versions of one picture
 FLAT = 8.0  # standard deviation, of 255, below which another crop is drawn, and a picture is left out
 TRIES = 8
+CHUNK = 64  # crops of one source that one thread writes
+PAN, PAN_ZOOM = 0.3, 1.15  # largest shift of a pan, in sides of the crop, and largest change of its side
 
 Note = Callable[[str], None]
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class CropConfig(Config):
@@ -43,7 +56,11 @@ class CropConfig(Config):
     zoom: float = Field(8.0, ge=1)
     """A crop shows between 1/zoom of the picture's shorter side and all of it. Nothing is enlarged."""
     smallest: int = Field(512, ge=8)
-    """Pictures with a shorter side below this many pixels are left out."""
+    """Pictures and clips with a shorter side below this many pixels are left out."""
+    frames: int = Field(1, ge=1)
+    """Frames of a crop. 1: pictures only; otherwise crops of clips, and pans over pictures."""
+    fps: float = Field(8.0, gt=0, le=100)
+    """Frame rate of crops with several frames."""
 
     @model_validator(mode="after")
     def _check_smallest(self) -> CropConfig:
@@ -54,108 +71,161 @@ class CropConfig(Config):
 
 @dataclass
 class Source:
-    """A picture: the largest of its versions."""
+    """A picture (the largest of its versions) or a clip."""
 
     name: str
     path: Path
-    pixels: int
+    width: int
+    height: int
+
+    @property
+    def is_clip(self) -> bool:
+        return self.path.suffix.lower() in CLIPS
 
 
 def write_crops(
     folders: Sequence[Path], out: Path, count: int, settings: Sequence[str] = (), note: Note = print
 ) -> Path:
-    """Write `count` crops of the pictures in `folders`, equally many of each, into a new or empty folder. → the folder."""
+    """Write `count` crops of what `folders` hold, equally many of each, into a new or empty folder. → the folder."""
     tree: Tree = dict(parse_override(text) for text in settings)
     config = parse(CropConfig, tree)
     if not folders:
         raise InputError("crops are cut out of pictures of yours: add --from FOLDER")
-    sources = find_sources(folders, config.smallest, note)
+    sources = find_sources(folders, config, note)
     if count < len(sources):
         raise InputError(f"--count {count}: there are {len(sources)} pictures; write at least one crop of each")
+    digits = max(6, len(str(count - 1)))
     with write_atomically(out.resolve(), "--out") as folder:
 
-        def write_source(number: int) -> None:
-            source = sources[number]
-            (folder / source.name).mkdir()
-            picture = _open_picture(source.path)
-            for index in range(number, count, len(sources)):
-                crop = draw_crop(picture, config, numpy_rng("crop", source.name, index))
-                crop.save(folder / source.name / f"{index:0{max(6, len(str(count - 1)))}d}.png")
+        def write_some(source: Source, indices: Sequence[int]) -> None:
+            picture = None if source.is_clip else _open_picture(source.path)
+            for index in indices:
+                rng = numpy_rng("crop", source.name, index)
+                frames = cut_clip(source, config, rng) if picture is None else draw_crop(picture, config, rng)
+                _save(frames, folder / source.name / f"{index:0{digits}d}", config.fps)
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow's work runs outside the GIL
-            list(pool.map(write_source, range(len(sources))))
-    note(f"{count} crops of {config.size} px from {len(sources)} pictures; train with data.split_by=folder")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow's and FFmpeg's work runs outside the GIL
+            jobs = []
+            for number, source in enumerate(sources):
+                (folder / source.name).mkdir()
+                indices = range(number, count, len(sources))
+                parts = [indices[first : first + CHUNK] for first in range(0, len(indices), CHUNK)]
+                jobs += [pool.submit(write_some, source, part) for part in parts]
+            for job in jobs:
+                job.result()
+    note(f"{count} crops of {config.size} px from {len(sources)} sources; train with data.split_by=folder")
     return out
 
 
-def draw_crop(picture: Image.Image, config: CropConfig, rng: np.random.Generator) -> Image.Image:
-    """A square at a random place, its side log-uniform. Of flat ones (sky, background) the liveliest of a few."""
-    shorter = min(picture.size)
-    smallest = max(config.size, shorter / config.zoom)
-    best, spread = picture, -1.0
+def _save(frames: list[Image.Image], path: Path, fps: float) -> None:
+    if len(frames) == 1:
+        frames[0].save(path.with_suffix(".png"))
+        return
+    frames[0].save(
+        path.with_suffix(".webp"), save_all=True, append_images=frames[1:], duration=round(1000 / fps), lossless=True
+    )
+
+
+def draw_crop(picture: Image.Image, config: CropConfig, rng: np.random.Generator) -> list[Image.Image]:
+    """The frames of a crop. Of flat ones (sky, background) the liveliest of a few."""
+    best: list[Image.Image] = []
+    spread = -1.0
     for _ in range(TRIES):
-        side = math.exp(rng.uniform(math.log(smallest), math.log(shorter)))
-        left, top = rng.random(2) * (np.array(picture.size) - side)
-        crop = picture.resize(
-            (config.size, config.size),
-            Image.Resampling.BICUBIC,
-            box=(left, top, left + side, top + side),
-            reducing_gap=3.0,
-        )
-        deviation = float(np.asarray(crop).std((0, 1)).mean())
+        boxes = _draw_pan(picture.width, picture.height, config, rng)
+        shape = (config.size, config.size)
+        first = picture.resize(shape, Image.Resampling.BICUBIC, box=boxes[0], reducing_gap=3.0)
+        deviation = float(np.asarray(first).std((0, 1)).mean())
         if deviation > spread:
-            best, spread = crop, deviation
+            others = [picture.resize(shape, Image.Resampling.BICUBIC, box=box, reducing_gap=3.0) for box in boxes[1:]]
+            best, spread = [first, *others], deviation
         if spread >= FLAT:
             break
     return best
 
 
+def _draw_pan(width: int, height: int, config: CropConfig, rng: np.random.Generator) -> list[Box]:
+    """Boxes on a straight way, from a random one to one that is shifted and zoomed a little."""
+    first = _draw_side(width, height, config, rng)
+    left, top = (float(rng.random()) * (length - first) for length in (width, height))
+    if config.frames == 1:
+        return [(left, top, left + first, top + first)]
+    last = min(max(first * rng.uniform(1 / PAN_ZOOM, PAN_ZOOM), config.size), width, height)
+    shift = rng.uniform(-PAN, PAN, 2) * first
+    start, end = (left, top, first), (*np.clip(np.add((left, top), shift), 0, (width - last, height - last)), last)
+    way = np.linspace(start, end, config.frames).tolist()
+    return [(x, y, min(x + side, width), min(y + side, height)) for x, y, side in way]
+
+
+def _draw_side(width: int, height: int, config: CropConfig, rng: np.random.Generator) -> float:
+    """Log-uniform, between 1/zoom of the shorter side and all of it."""
+    shorter = min(width, height)
+    return math.exp(rng.uniform(math.log(max(config.size, shorter / config.zoom)), math.log(shorter)))
+
+
+def cut_clip(source: Source, config: CropConfig, rng: np.random.Generator) -> list[Image.Image]:
+    """`frames` frames from a random start, and of them a square at a random place."""
+    share = _draw_side(source.width, source.height, config, rng) ** 2 / (source.width * source.height)
+    crop = ResizeCrop((config.size, config.size), "resized", area=(share, share))
+    options = DecodeOptions(crop, config.frames, config.fps)
+    clip = decode_media(source.path, source.path.suffix, str(source.path), options, rng)
+    return [Image.fromarray(frame) for frame in clip.pixels]
+
+
 # Sources -----------------------------------------------------------------------------------------------------------
 
 
-def find_sources(folders: Sequence[Path], smallest: int, note: Note) -> list[Source]:
-    """All pictures of at least `smallest` pixels on the shorter side."""
+def find_sources(folders: Sequence[Path], config: CropConfig, note: Note) -> list[Source]:
+    """All pictures of at least `smallest` pixels on the shorter side; clips too, if crops have several frames."""
     found: dict[str, Source] = {}  # by title
     thumbnails: list[tuple[np.ndarray, str]] = []
     skipped: list[str] = []
     paths = [folder / name for folder in folders for name in list_folder(folder, "--from ").media]
-    paths = [path for path in paths if path.suffix.lower() in IMAGES]
+    if config.frames == 1:
+        paths = [path for path in paths if path.suffix.lower() in IMAGES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        looks = list(pool.map(lambda path: _look(path, smallest), paths))
+        looks = list(pool.map(lambda path: _look(path, config), paths))
     for path, look in zip(paths, looks, strict=True):
         if isinstance(look, str):
             skipped.append(f"{path}: {look}")
             continue
-        thumbnail, mirrored, pixels = look
+        thumbnail, mirrored, size = look
         title = title_of(path)
         alike = (name for other, name in thumbnails if max(abs(thumbnail @ other), abs(mirrored @ other)) > ALIKE)
         if title not in found:
             title = next(alike, title)
         thumbnails.append((thumbnail, title))
-        if title not in found or pixels > found[title].pixels:
-            found[title] = Source(title, path, pixels)
+        if title not in found or size[0] * size[1] > found[title].width * found[title].height:
+            found[title] = Source(title, path, *size)
     if skipped:
-        note(f"{len(skipped)} pictures are left out, the first: {skipped[0]}")
+        note(f"{len(skipped)} files are left out, the first: {skipped[0]}")
     if not found:
         raise InputError(
-            f"--from {' --from '.join(map(str, folders))} holds no picture of {smallest} px or more on the shorter side: "
+            f"--from {' --from '.join(map(str, folders))} holds no picture of {config.smallest} px or more on the shorter side: "
             "name a folder of large pictures, or lower smallest="
         )
     return list(found.values())
 
 
-def _look(path: Path, smallest: int) -> tuple[np.ndarray, np.ndarray, int] | str:
-    """A picture's thumbnail, the mirrored one, and its pixels; or why it is left out."""
+def _look(path: Path, config: CropConfig) -> tuple[np.ndarray, np.ndarray, tuple[int, int]] | str:
+    """The thumbnail of a picture or of a clip's beginning, the mirrored one, and the size; or why it is left out."""
     try:
-        picture = _open_picture(path)
+        if path.suffix.lower() in CLIPS:
+            info = probe_media(path, path.suffix, str(path))
+            if info.seconds < config.frames / config.fps:
+                return f"{info.seconds:.3g} s are shorter than frames={config.frames} at fps={config.fps:g}"
+            whole = DecodeOptions(ResizeCrop((info.height, info.width)))
+            pixels = decode_media(path, path.suffix, str(path), whole, np.random.default_rng(0)).pixels
+            picture = Image.fromarray(pixels[0])
+        else:
+            picture = _open_picture(path)
     except Unreadable as error:
         return error.reason
-    if min(picture.size) < smallest:
-        return f"{picture.width} × {picture.height} is below smallest={smallest}"
+    if min(picture.size) < config.smallest:
+        return f"{picture.width} × {picture.height} is below smallest={config.smallest}"
     values = _thumbnail(picture)
     if values.std() < FLAT:
         return "shows next to nothing"
-    return _standardize(values), _standardize(values[:, ::-1]), picture.width * picture.height
+    return _standardize(values), _standardize(values[:, ::-1]), picture.size
 
 
 def title_of(path: Path) -> str:

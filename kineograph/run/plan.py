@@ -33,7 +33,7 @@ class RunConfig(Config):
     """A preset that this file extends."""
     resolved: bool = False
     """Set in a run's own config.yaml: it holds every value, and nothing is looked up in a preset."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all random numbers of the run."""
     prompts: list[str] | str = "auto"
     """Prompts of the samples drawn during training: a list, a file with one prompt per line, or auto = validation captions."""

@@ -11,6 +11,7 @@ import torch
 
 from kineograph.core.capabilities import SupportsSampling
 from kineograph.core.errors import InputError
+from kineograph.core.health import read_findings
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task, freeze, load_weights
@@ -57,6 +58,7 @@ class StageLoader:
         if key not in self._tasks:
             saved = checkpoint.select(run.checkpoints(name), which)
             self.check_references(run, name, saved)
+            self._warn_if_unhealthy(run, name, saved.step)
             spec = read_stage(run.config(), name)
             task = build_task(
                 spec,
@@ -107,6 +109,12 @@ class StageLoader:
                     f"warning: {run.path}/{name} step {saved.step} was trained on older weights of {reference} "
                     f"({reference} has been trained further since): train {name} further, or again in a new run"
                 )
+
+    def _warn_if_unhealthy(self, run: RunFolder, name: str, step: int) -> None:
+        """Warn if the last check of the stage's training was fatal."""
+        for stage, at, finding in read_findings(run.metrics_file):
+            if (stage, at, finding.severity) == (name, step, "fatal"):
+                self.note(f"warning: {run.path}/{name}: {finding}")
 
 
 def _qualify(reference: str, run: RunFolder) -> str:

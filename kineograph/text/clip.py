@@ -29,13 +29,15 @@ from kineograph.text.conditioning import encode_captions
 from kineograph.text.config import TextConfig
 from kineograph.text.learned import LearnedText
 
+NO_CAPTION = -(2**63)  # the key of a blank caption; no hash has this value
+
 
 class ClipConfig(StageConfig, TransformerConfig):
     """`width`, `depth` and so on are those of the image transformer."""
 
-    embed_width: int = Field(256, ge=2)
+    embed_width: int = Field(256, ge=2, le=65536)
     """Channels of the embeddings."""
-    patch: int = Field(8, ge=1)
+    patch: int = Field(8, ge=1, le=65536)
     """Side of an image token in pixels."""
     text: TextConfig = TextConfig()
     """The text encoder; kind: learned."""
@@ -152,8 +154,9 @@ class TrainedClip(Task, SupportsEmbedding, ComparesSamples, ChecksHealth):
         return contrastive_loss(images, texts, keys, self.scale(), gather, first)
 
     def keys(self, captions: list[str]) -> Tensor:
-        """B, on the host: equal for captions with the same tokens."""
-        return torch.tensor([hash(self.text.vocabulary.ids(caption)) for caption in captions])
+        """B, on the host: equal for captions with the same tokens, NO_CAPTION for blank ones."""
+        ids = self.text.vocabulary.ids
+        return torch.tensor([hash(ids(caption)) if caption.strip() else NO_CAPTION for caption in captions])
 
     def loss(self, player: str, shared: ContrastiveLoss) -> Loss:
         rows = shared.rows
@@ -208,12 +211,12 @@ TASK = TrainedClip
 
 @dataclass
 class ContrastiveLoss:
-    """Sums over the rows of this process."""
+    """Sums over the pairs of this process."""
 
     loss: Tensor
     text_hits: Tensor  # images whose nearest caption is theirs
     image_hits: Tensor  # captions whose nearest image is theirs
-    rows: int
+    rows: Tensor  # pairs that are compared
     scale: Tensor  # 1/temperature
     chance: Tensor  # the loss of embeddings that are all the same
 
@@ -235,23 +238,24 @@ def contrastive_loss(
         loss = ½ Σᵢ [ −log e^{s·xᵢyᵢ} / Σ_{j ∈ N(i)} e^{s·xᵢyⱼ}  −log e^{s·xᵢyᵢ} / Σ_{j ∈ N(i)} e^{s·xⱼyᵢ} ]
 
     N(i) is i and all j with another caption: an image of the same caption is not a negative, or it would be pushed away from its own
-    caption. `gather` collects the rows of all processes, which are negatives too, and `first` is the index of the own rows among them;
-    each process computes the loss of its own rows.
+    caption. Rows without a caption (NO_CAPTION) are no pairs, and no negatives. `gather` collects the rows of all processes, which are
+    negatives too, and `first` is the index of the own rows among them; each process computes the loss of its own rows.
     """
     with torch.autocast(images.device.type, enabled=False):  # a logit of 100 has steps of 0.5 in bf16
         images, texts = images.float(), texts.float()
         all_images, all_texts, all_keys = gather(images), gather(texts), gather(keys)
-        rows = len(keys)
+        pairs = keys != NO_CAPTION  # B
         # Spare rows have no index, and nobody counts their loss.
-        own = torch.arange(first, first + rows, device=keys.device).clamp_(max=len(all_keys) - 1)
+        own = torch.arange(first, first + len(keys), device=keys.device).clamp_(max=len(all_keys) - 1)
         same_caption = keys[:, None] == all_keys[None]  # B N
-        excluded = same_caption & (own[:, None] != torch.arange(len(all_keys), device=keys.device))
+        is_other = own[:, None] != torch.arange(len(all_keys), device=keys.device)
+        excluded = (same_caption | (all_keys == NO_CAPTION)) & is_other
         to_texts, to_images = scale * images @ all_texts.T, scale * texts @ all_images.T  # B N
-        loss = sum(
-            F.cross_entropy(logits.masked_fill(excluded, -torch.inf), own, reduction="sum")
+        losses = [
+            F.cross_entropy(logits.masked_fill(excluded, -torch.inf), own, reduction="none")
             for logits in (to_texts, to_images)
-        )
-        text, image = (same_caption.gather(1, logits.argmax(1, keepdim=True)).sum() for logits in (to_texts, to_images))
-    assert isinstance(loss, Tensor)
-    chance = (~excluded).sum(1).log().sum()
-    return ContrastiveLoss(loss / 2, text, image, rows, scale, chance)
+        ]
+        hits = [same_caption.gather(1, logits.argmax(1, keepdim=True))[:, 0] for logits in (to_texts, to_images)]
+    loss, chance = torch.stack(losses).mean(0), (~excluded).sum(1).log()
+    text, image = ((hit & pairs).sum() for hit in hits)
+    return ContrastiveLoss((loss * pairs).sum(), text, image, pairs.sum().float(), scale, (chance * pairs).sum())

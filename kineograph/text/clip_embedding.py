@@ -37,11 +37,11 @@ class ClipSource(Config):
     """transformers: a frozen model of that library. given: no CLIP; embeddings come with the data."""
     name: str | None = None
     """transformers: a local folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
-    width: int | None = Field(None, ge=2)
+    width: int | None = Field(None, ge=2, le=65536)
     """given: channels of the embeddings in the data."""
     text_width: int | None = Field(None, ge=1)
     """given: channels of the text encodings in the data (`text_embeds`); null: there are none."""
-    length: int | None = Field(None, ge=2)
+    length: int | None = Field(None, ge=2, le=65536)
     """Tokens of a caption. transformers: null takes the model's. given: required with text_width."""
 
     @model_validator(mode="after")

@@ -30,19 +30,19 @@ class TextConfig(Config):
     """learned: trained with the model. t5, clip: frozen, of transformers. given: embeddings come with the data. none: no text."""
     name: str | None = None
     """t5, clip: a local folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
-    width: int | None = Field(None, ge=2)
+    width: int | None = Field(None, ge=2, le=65536)
     """Channels of an embedding. learned: null is 256. t5, clip: null takes it from the encoder's config. given: required."""
-    length: int = Field(64, ge=2)
+    length: int = Field(64, ge=2, le=65536)
     """Tokens of a caption; longer captions are cut, with a note in the log."""
     padding: Literal["hidden", "read"] = "hidden"
     """t5, clip: mask the padding after a caption (hidden), or let encoder and model attend to it (read), as CogVideoX does."""
-    vocabulary: int = Field(4096, ge=259)
+    vocabulary: int = Field(4096, ge=259, le=2**24)
     """learned: maximum size of the vocabulary, which includes all 256 bytes, so that nothing is unknown."""
     tokenizer: Literal["bpe", "byte"] = "bpe"
     """learned: byte-pair encoding of the training captions, or single bytes."""
-    depth: int = Field(4, ge=0)
+    depth: int = Field(4, ge=0, le=1000)
     """learned: transformer blocks; 0: token (and position) embeddings only."""
-    heads: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1, le=65536)
     """learned: attention heads."""
     positions: Literal["rotary", "learned", "none"] = "rotary"
     """learned: rotary: relative positions only, so that a phrase means the same anywhere in a caption. learned: an embedding of each

@@ -73,11 +73,11 @@ class TrainConfig(PlayerConfig):
     """auto: a GPU if there is one."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl."""
-    epoch_samples: int | None = Field(None, ge=1)
+    epoch_samples: int | None = Field(None, ge=1, le=10**13)
     """Save, validate, evaluate and draw after so many training samples instead of every *_every steps; *_every=0 still turns a phase off."""
     save_every: int = Field(1000, ge=1)
     """Steps between checkpoints."""
-    save_every_samples: int | None = Field(None, ge=1)
+    save_every_samples: int | None = Field(None, ge=1, le=10**13)
     """Training samples between snapshots: checkpoints that keep_last never deletes."""
     save_first: bool = False
     """Also save a checkpoint at step 0."""
@@ -112,7 +112,7 @@ class TrainConfig(PlayerConfig):
     health: Literal["stop", "warn", "off"] = "stop"
     """What a fatal finding about the stage (docs/health.md) does: stop ends the run with code 1 before the next stage trains on it; warn
     prints it and goes on; off looks for nothing."""
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Data worker processes; 0: read in the training process; auto: half the cores, at most 8."""
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for data or another process before the run fails."""

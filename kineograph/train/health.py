@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -49,7 +50,10 @@ class StageHealth:
     _said: set[tuple[str, str]] = field(default_factory=set)
     _losses: list[tuple[int, float]] = field(default_factory=list)  # logged training losses, nan where not finite
     _logged: dict[str, list[float]] = field(default_factory=dict)  # other logged numbers that have a limit
-    _skips: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
+    _skips: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque([(0, 0.0)])
+    )  # step, updates skipped until it
+    _early_skips: float = 0.0  # of the first steps
     _zeros: dict[str, int] = field(default_factory=dict)  # number → logged steps in a row in which it was exactly 0
     _beyond: dict[str, int] = field(default_factory=dict)  # limit → logged steps in a row beyond it
     _validations: list[tuple[int, Record]] = field(default_factory=list)
@@ -124,6 +128,9 @@ class StageHealth:
                 self._logged.setdefault(name, []).append(_to_float(record[name]))
         if "skipped" in record:
             self._skips.append((step, _to_float(record["skipped"])))
+            self._early_skips = self._skips[-1][1] if step <= SKIP_WINDOW else self._early_skips
+            while len(self._skips) > 2 and self._skips[0][0] < step - SKIP_WINDOW:
+                self._skips.popleft()
         for name in ("loss", *self._norms()):
             if name in record:
                 self._zeros[name] = self._zeros.get(name, 0) + 1 if record[name] == 0 else 0
@@ -174,7 +181,7 @@ class StageHealth:
 
     def _check_skips(self, at_end: bool = False) -> list[Finding]:
         step, skipped = self._skips[-1]
-        start, before = next(((s, n) for s, n in self._skips if s >= step - SKIP_WINDOW), self._skips[0])
+        start, before = self._skips[0]
         remedy = "Lower train.lr, lengthen train.warmup, set train.precision=bf16 or fp32, or look for broken items in the data."
         share = (skipped - before) / max(1, step - start)
         if share >= SKIP_FATAL and (step - start >= SKIP_WINDOW // 2 or at_end):
@@ -182,8 +189,7 @@ class StageHealth:
             meaning = "The stage trains on a part of its data only, or diverges."
             return [Finding("skipped_updates", "fatal", evidence, meaning, remedy, share, SKIP_FATAL)]
         if self.scales_loss:
-            early = next((n for s, n in self._skips if s >= SKIP_WINDOW), skipped)
-            skipped -= early
+            skipped -= self._early_skips
         if skipped >= 5 and skipped / step > SKIP_WARNING:
             evidence = f"{skipped:.0f} of {step} updates were skipped because their gradient was not finite"
             meaning = "A healthy stage skips none (with fp16 few, when the loss scale doubles)."
@@ -257,7 +263,8 @@ class StageHealth:
         found = []
         step = self._validations[-1][0] if self._validations else 0
         for limit in self.limits:
-            if limit.logs or not (limit.always or at_end or 2 * step >= self.steps):
+            # The check at the end repeats the last validation's.
+            if limit.logs or not (limit.always or at_end or self.steps <= 2 * step < 2 * self.steps):
                 continue
             finding = limit.check(values)
             if finding is None or (self._is_trial() and not limit.always):
@@ -351,13 +358,15 @@ class DataProbe:
         self._first: Tensor | None = None
         self._differ = False
         self._captions: set[str] = set()
+        self._all_have_captions = True
 
     def add(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
             fields = {"pixels": batch.pixels, "tokens": batch.tokens, "latents": batch.latents}
             kind, values = next(((kind, value) for kind, value in fields.items() if value is not None), ("", None))
             self._items += len(batch)
-            self._captions |= set(batch.captions or ("",))
+            self._captions |= set(batch.captions or ())
+            self._all_have_captions &= batch.captions is not None
             if values is None:
                 self._differ = True
                 continue
@@ -368,26 +377,22 @@ class DataProbe:
 
     def summary(self) -> dict[str, Any]:
         """What the other processes need to know, as JSON."""
-        first = self._first
-        is_blank = first is not None and first.numel() > 0 and bool(first.min() == first.max())
-        digest = "" if first is None else hashlib.sha256(first.contiguous().numpy().tobytes()).hexdigest()
-        captions = sorted(self._captions)[:2]
-        return {
-            "items": self._items,
-            "differ": self._differ,
-            "kind": self._kind,
-            "blank": is_blank,
-            "value": float(first.flatten()[0]) if first is not None and first.numel() else None,
-            "digest": digest if not self._differ else "",
-            "captions": captions,
-        }
+        part: dict[str, Any] = {"items": self._items, "kind": self._kind, "differ": self._differ or self._first is None}
+        # Captions that are embedded already are not known.
+        part["captions"] = sorted(self._captions)[:2] if self._all_have_captions else []
+        if not part["differ"] and self._first is not None:
+            values = self._first.contiguous().flatten()
+            part["blank"] = bool(values.min() == values.max())
+            part["value"] = float(values[0])
+            part["digest"] = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+        return part
 
     def check(self, summaries: Sequence[dict[str, Any]]) -> list[Finding] | None:
         """Findings of all processes' items; None: look at more of them."""
         items = sum(part["items"] for part in summaries)
         captions = {caption for part in summaries for caption in part["captions"]}
         differ = any(part["differ"] for part in summaries) or len({part["digest"] for part in summaries}) > 1
-        one_caption = self.reads_captions and len(captions) == 1
+        one_caption = self.reads_captions and len(captions) == 1 and all(part["captions"] for part in summaries)
         if items < PROBE_ITEMS and (not differ or one_caption):
             return None
         first, found = summaries[0], []

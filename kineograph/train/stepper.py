@@ -25,7 +25,6 @@ from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.compile import compile_task, is_large, uses_cuda_graphs
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ddp import GradientAverage, ReplicatedTask
-from kineograph.train.determinism import permit_row_scans
 from kineograph.train.dtensors import full_tensor, to_local
 from kineograph.train.ema import Ema, swap_in_averages
 from kineograph.train.fsdp import ShardedTask, check_sharding
@@ -247,7 +246,6 @@ class Stepper:
                 torch.no_grad(),
                 # Validation and sampling have many shapes, each used rarely: compiling would not pay off.
                 torch.compiler.set_stance("force_eager"),
-                permit_row_scans(),
                 autocast(self.precision, self.device),
             ):
                 yield self.task

@@ -24,6 +24,7 @@ from kineograph.core.health import Finding
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
+from kineograph.train.determinism import allow_all_algorithms
 from kineograph.train.health import DataProbe, StageHealth
 from kineograph.train.phases import Cursor, Phase, advance, is_finished, is_logged, is_snapshot, skip_removed_phases
 from kineograph.train.progress_bar import Progress
@@ -171,7 +172,9 @@ class Trainer:
         if phase == "evaluate":
             self._evaluate(step)
         elif phase == "sample" and self.hooks.draw_samples is not None:
-            self.saver.then(self.hooks.draw_samples(step, self.stepper))
+            with allow_all_algorithms():
+                write_files = self.hooks.draw_samples(step, self.stepper)
+            self.saver.then(write_files)
         elif phase == "publish" and distributed.is_first():
             self._publish(step)
         elif phase == "check":
@@ -263,7 +266,7 @@ class Trainer:
         if self.hooks.evaluate is None:
             return
         started = time.monotonic()
-        with self.stepper.eval_mode() as task:
+        with allow_all_algorithms(), self.stepper.eval_mode() as task:
             metrics, labels = self.hooks.evaluate(step, task)
         if not metrics:
             return
@@ -305,13 +308,15 @@ class Trainer:
         """Log and print new findings. The first process decides for all; a fatal one ends the stage if train.health=stop."""
         decided = distributed.broadcast_object([finding.to_json() for finding in findings])
         findings = [Finding.from_json(tree) for tree in decided]
+        stops = self.config.health == "stop"
+        fatal = next((finding for finding in findings if stops and finding.severity == "fatal"), None)
         for finding in filter(self.health.is_new, findings):
             split = "train" if phase == "train" else "validation"
             record = {"stage": self.stage, "split": split, "step": step, "phase": phase, "finding": finding.to_json()}
             self.hooks.log({**record, f"health/{finding.name}": finding.value})
-            self.progress.note(f"{self.stage}  step {step}  {finding.severity}: {finding}")
-        fatal = next((finding for finding in findings if finding.severity == "fatal"), None)
-        if fatal is not None and self.config.health == "stop":
+            if finding is not fatal:  # which is the error's message
+                self.progress.note(f"{self.stage}  step {step}  {finding.severity}: {finding}")
+        if fatal is not None:
             raise RunFailed(describe_failure(self.stage, fatal))
 
     # Saving ----------------------------------------------------------------------------------------------------------

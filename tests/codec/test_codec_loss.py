@@ -7,6 +7,8 @@ from kineograph.codec.adversarial import AdversarialConfig
 from kineograph.codec.codec_loss import (
     DiscriminatorFrames,
     Reconstruction,
+    codec_limits,
+    explained_variance,
     frames_to_pixels,
     pixels_to_frames,
     sample_perceptual_frames,
@@ -91,3 +93,74 @@ def test_the_discriminator_is_shown_everything_unless_less_is_asked_for(frames):
 def _reconstruction(keep, step):
     pictures = torch.zeros(keep.numel(), 1, 2, 2)
     return Reconstruction(pictures, pictures, keep.flatten(), None, None, Noise.for_rows(0, step, keep.shape[0]))
+
+
+# Explained variance --------------------------------------------------------------------------------------------------
+
+
+def reconstruct(real: torch.Tensor, fake: torch.Tensor, lengths: list[int] | None = None) -> Reconstruction:
+    """Clips B T C H W in [0, 1] and their reconstructions."""
+    clips, frames = real.shape[:2]
+    keep = torch.ones(clips * frames) if lengths is None else keep_of(lengths, frames)
+    rows = None if lengths is None else keep.bool()
+    return Reconstruction(*map(pixels_to_frames, (real, fake)), keep, None, rows, Noise.for_rows(0, 0, clips))
+
+
+def pictures(count: int, frames: int = 1, seed: int = 0) -> torch.Tensor:
+    """Pictures that share a pattern, each with a brightness and noise of its own."""
+    random = torch.Generator().manual_seed(seed)
+    pattern = torch.linspace(0.2, 0.6, 64).view(8, 8)
+    brightness = 0.2 * torch.rand(count, 1, 1, 1, 1, generator=random)
+    return pattern + brightness + 0.2 * torch.rand(count, frames, 3, 8, 8, generator=random)
+
+
+def test_the_mean_picture_explains_nothing_and_a_copy_everything():
+    real = pictures(2000)
+    mean = pictures(4000, seed=1).mean(0, keepdim=True).expand_as(real)
+    batches = zip(real.split(8), mean.split(8), strict=True)  # small batches, whose own means fit them well
+    found = [explained_variance(reconstruct(*batch)) for batch in batches]
+    assert float(sum(m.sum for m in found) / sum(m.count for m in found)) == pytest.approx(0, abs=0.01)
+    assert explained_variance(reconstruct(real, real)).value() == 1
+    assert explained_variance(reconstruct(real, torch.zeros_like(real))).value() < -1
+
+
+def test_half_of_the_deviation_explains_three_quarters_of_the_variance():
+    real = pictures(500)
+    mean = real.mean(0, keepdim=True)
+    found = explained_variance(reconstruct(real, mean + 0.5 * (real - mean)))
+    assert float(found.value()) == pytest.approx(0.75, abs=0.01)
+
+
+def test_padding_explains_nothing():
+    real, fake = pictures(6, frames=4), pictures(6, frames=4, seed=1)
+    lengths = [4, 2, 4, 3, 4, 1]
+    keep = keep_of(lengths, 4).bool().view(6, 4)
+    found = explained_variance(reconstruct(real, fake, lengths))
+    other_real, other_fake = real.clone(), fake.clone()
+    other_real[~keep], other_fake[~keep] = 0.0, 1.0
+    again = explained_variance(reconstruct(other_real, other_fake, lengths))
+    torch.testing.assert_close((found.sum, found.count), (again.sum, again.count))
+
+
+def test_a_batch_of_one_is_compared_with_its_mean_colour():
+    real = pictures(1, frames=3)
+    flat = real.mean((3, 4), keepdim=True).expand_as(real)
+    assert float(explained_variance(reconstruct(real, flat)).value()) == pytest.approx(0, abs=1e-5)
+    assert explained_variance(reconstruct(real, real)).value() == 1
+
+
+def test_pictures_that_are_all_the_same_are_not_judged():
+    black = torch.zeros(4, 1, 3, 8, 8)
+    assert not torch.isfinite(explained_variance(reconstruct(black, black)).value())
+    assert all(limit.check({"explained_variance": float("nan")}) is None for limit in codec_limits(64))
+
+
+@pytest.mark.parametrize("codes", [4, 64, 512, 2**18])
+def test_small_and_huge_codebooks_raise_no_alarm(codes: int):
+    """A batch of 256 tokens uses few of many codes; of four codes, one may stand for most pictures."""
+    used = min(codes, 40) / codes
+    values = {"explained_variance": 0.5, "codes/use": used, "codes/perplexity": 1.1 if codes == 4 else 10.0}
+    assert [limit.name for limit in codec_limits(codes) if limit.check(values)] == []
+    dead = {"codes/use": 1 / codes, "codes/perplexity": 1.0}
+    found = [limit.name for limit in codec_limits(codes) if limit.check(dead)]
+    assert found == ([] if codes == 4 else ["one_code"] if codes == 64 else ["one_code", "few_codes"])

@@ -13,7 +13,6 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, load_weights, player_parameters, task_state_dict
-from kineograph.nn.codebook_use import codebook_histogram
 from kineograph.nn.quantizers import LFQ
 from tests.codec.playing import gradients, noise_for, parameters_of_all, run_player, train
 
@@ -212,6 +211,23 @@ def test_adaptive_weight_is_the_ratio_of_gradients_at_the_last_layer(vgg, percep
     assert torch.allclose(found, 0.5 * wanted.norm() / push.norm(), rtol=1e-3)
 
 
+def test_fp16_trains_with_the_adaptive_weight_and_gradients_of_fp32(vgg):
+    """As the trainer runs it: autocast, and a loss that is scaled before its backward pass."""
+    task = build(adversarial={"width": 8, "levels": 2}, perceptual={"weight": 1, "weights": str(vgg)})
+    batch = batch_for(task)
+    weights, gradient = {}, {}
+    for dtype, scale in ((torch.float32, 1.0), (torch.float16, 2.0**14)):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            shared = task(batch, noise_for(batch))
+            loss = task.loss("generator", shared)
+        weights[dtype] = loss.terms["adversarial_weight"].value()
+        (found,) = torch.autograd.grad(loss.total.value() * scale, task.to_pixels.conv.weight)
+        gradient[dtype] = found / scale
+    assert torch.allclose(weights[torch.float16], weights[torch.float32], rtol=0.03)
+    apart = (gradient[torch.float16] - gradient[torch.float32]).norm() / gradient[torch.float32].norm()
+    assert apart < 0.05
+
+
 def test_adaptive_weight_can_be_fixed_and_is_capped():
     fixed = build(adversarial={"width": 8, "levels": 2, "weight": 0.25, "adaptive": False})
     batch = batch_for(fixed)
@@ -394,22 +410,38 @@ def test_validation_is_deterministic_and_says_how_good(vgg):
     assert torch.allclose(first["psnr"].value(), (-10 * error.log10()).mean(), rtol=1e-4)
 
 
-def test_codebook_use_in_validation_is_that_of_all_processes(monkeypatch):
+def test_validation_is_of_the_batch_of_all_processes(monkeypatch):
+    """Codebook use, and the mean picture that reconstructions are compared with. The reduction sees one process after the other."""
     task = build(quantizer={"kind": "fsq", "levels": [5, 5, 4]}).eval()
     whole = batch_for(task, clips=4)
-    halves = [whole.rows([0, 1]), whole.rows([2, 3])]
-    other = codebook_histogram(task.encode(halves[1].video), task.vocabulary)
+    names = ("codes/use", "codes/perplexity", "explained_variance")
 
-    def perplexity(batch: Batch) -> float:
-        return float(task.validate(batch, noise_for(batch))["codes/perplexity"].value().detach())
+    def measure(*shares: Batch) -> dict[str, float]:
+        parts = [task.validate(batch, noise_for(batch)) for batch in shares]
+        counted = [part for part, batch in zip(parts, shares, strict=True) if not batch.spare]
+        return {
+            name: float(sum(part[name].sum for part in counted) / sum(part[name].count for part in counted))
+            for name in names
+        }
 
-    expected, alone = perplexity(whole), perplexity(halves[1])
-    assert perplexity(halves[0]) != pytest.approx(expected)
-    monkeypatch.setattr(
-        distributed, "all_reduce_", lambda counts: counts + other
-    )  # a second process has the other half
-    assert perplexity(halves[0]) == pytest.approx(expected)
-    assert perplexity(replace(halves[0], spare=True)) == pytest.approx(alone)  # counted elsewhere
+    with torch.no_grad():
+        expected = measure(whole)
+        shares = [whole.rows([0]), whole.rows([1, 2, 3]), replace(whole.rows([0]), spare=True)]
+        assert all(value != pytest.approx(expected[name]) for name, value in measure(*shares).items())
+        sums: list[list[torch.Tensor]] = []  # what each process gives to the reductions, in order
+
+        def record(value: torch.Tensor) -> torch.Tensor:
+            sums[-1].append(value)
+            return value
+
+        monkeypatch.setattr(distributed, "all_reduce_", record)
+        for share in shares:
+            sums.append([])
+            task.validate(share, noise_for(share))
+        totals = [sum(values) for values in zip(*sums, strict=True)]
+        left = iter(totals * len(shares))
+        monkeypatch.setattr(distributed, "all_reduce_", lambda value: next(left))
+        assert measure(*shares) == pytest.approx(expected)
 
 
 def test_bf16_autocast_trains(vgg):

@@ -105,3 +105,34 @@ def test_smoothing_keeps_constants_and_gaps():
     smooth = curves._smooth(y, 7)
     assert np.isnan(smooth[20])
     assert np.allclose(np.delete(smooth, 20), 3.0)
+
+
+def test_findings_are_marked_where_they_were_made(tmp_path, monkeypatch):
+    finding = {"name": "codec_collapsed", "severity": "fatal", "value": 0.01}
+    lines = [line("tokenizer", step, loss=1.0) for step in range(1, 5 * curves.DENSE)]
+    lines.insert(
+        4 * curves.DENSE, line("tokenizer", 4 * curves.DENSE, finding=finding, **{"health/codec_collapsed": 0.01})
+    )
+    lines.append(line("generator", 100, loss=1.0))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    records = list(read_records(tmp_path / "metrics.jsonl"))
+    axis = curves._Axis(records)
+    (mark,) = curves.find_marks(records, axis)
+    assert (mark.name, mark.severity) == ("codec_collapsed", "fatal")
+    assert mark.x == pytest.approx(axis.position("tokenizer", 4 * curves.DENSE))
+    assert not any("health" in name for panel in curves._panels(records, axis) for name in panel.curves)
+    drawn = []
+    monkeypatch.setattr(curves, "_draw_marks", lambda axes, marks, named: drawn.append((marks, named)))
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert drawn[0] == ([mark], True) and not any(named for _, named in drawn[1:])
+
+
+def test_marks_are_drawn(tmp_path):
+    """In colours that no curve has."""
+    lines = [line("tokenizer", step, loss=1.0 / step, gradient_norm=1.0) for step in range(1, 20)]
+    finding = {"name": "loss_spike", "severity": "fatal"}
+    lines.append(line("tokenizer", 10, finding=finding))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with Image.open(draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")) as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
+    assert any(red > 2 * max(green, blue) for red, green, blue in colours)  # blended with the background

@@ -190,7 +190,7 @@ def test_a_long_clip_in_a_ring_is_the_long_clip():
 def test_a_replayed_graph_draws_what_single_steps_draw():
     net = make_net().cuda()
     grid, count = (2, 3, 3), 54
-    options = {"bos": BOS, "top_k": 8, "top_p": 0.9, "given": torch.tensor([[1, 2], [3, 4]]).cuda()}
+    options = {"bos": BOS, "top_k": 8, "top_p": 0.9, "prefix": torch.tensor([[1, 2], [3, 4]]).cuda()}
     rows = Noise.for_rows(0, 0, 2, device="cuda")
     graph = AutoregressiveSampler(net.stepper(net.caches(2, grid, frames=6)), count, rows, **options)
     graph.run(10)

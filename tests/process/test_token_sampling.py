@@ -5,7 +5,7 @@ import torch
 
 from kineograph.core.noise import Noise
 from kineograph.process.guidance import guidance_scale_at, make_guided
-from kineograph.process.token_sampling import draw_tokens, top_k_blockwise
+from kineograph.process.token_sampling import cumulative_sum, draw_tokens, top_k_blockwise
 
 
 @pytest.mark.parametrize("classes", [2, 13, 16, 1000, 96])
@@ -54,6 +54,29 @@ def test_one_draw_of_a_large_vocabulary_is_exact_in_float32():
     u = Noise.for_rows(0, 0, 1).uniform("u", 512)[0]
     tokens = draw_tokens(logits.expand(512, -1), u)[0]
     assert int((tokens - (u.double() * 65536).floor()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (3, 5, 7)])
+def test_cumulative_sums_where_torch_refuses_cumsum(monkeypatch, shape, warn_only):
+    inner = torch.Tensor.cumsum
+
+    def refuse(self, dim):  # as on a GPU
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert self.numel() > self.shape[dim], "a single row"
+        return inner(self, dim)
+
+    values = torch.rand(shape)
+    wanted = values.cumsum(-1)
+    monkeypatch.setattr(torch.Tensor, "cumsum", refuse)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        found = cumulative_sum(values)
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found, wanted)
 
 
 def test_guidance_in_one_batch_is_two_passes():

@@ -11,7 +11,9 @@ from PIL import Image, ImageOps
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.data.folder import Folder, FolderConfig
-from kineograph.run.crop_writer import CropConfig, draw_crop, title_of, write_crops
+from kineograph.media.clips import write_clip
+from kineograph.media.frames import to_pixels
+from kineograph.run.crop_writer import CropConfig, _draw_pan, draw_crop, title_of, write_crops
 from kineograph.run.dataset_writer import write_dataset
 
 
@@ -75,7 +77,7 @@ def test_crops_are_parts_of_the_picture_and_never_enlarged():
     )  # 64 × 128, 2 a pixel
     slopes = []
     for seed in range(40):
-        crop = np.asarray(draw_crop(steps, CropConfig(size=16, zoom=4, smallest=32), numpy_rng(seed)), float)
+        crop = np.asarray(draw_crop(steps, CropConfig(size=16, zoom=4, smallest=32), numpy_rng(seed))[0], float)
         slopes.append(np.polyfit(np.arange(16), crop[8, :, 0], 1)[0] / 2)  # pixels of the picture for one of the crop
     assert 1 <= min(slopes) < 1.3 and 3 < max(slopes) <= 4.01
 
@@ -83,7 +85,7 @@ def test_crops_are_parts_of_the_picture_and_never_enlarged():
 def test_flat_parts_are_avoided_and_flat_pictures_left_out(wallpapers, tmp_path):
     busy = Image.new("RGB", (256, 64), "white")
     busy.paste(picture(5, 32, 32), (0, 0))
-    crops = [np.asarray(draw_crop(busy, CropConfig(size=16, smallest=32), numpy_rng(seed))) for seed in range(40)]
+    crops = [np.asarray(draw_crop(busy, CropConfig(size=16, smallest=32), numpy_rng(seed))[0]) for seed in range(40)]
     assert sum(crop.std() > 8 for crop in crops) > 20  # of one try, 3
     Image.new("RGB", (64, 64), "white").save(wallpapers / "blank.png")
     (wallpapers / "broken.png").write_bytes(b"no picture")
@@ -91,7 +93,7 @@ def test_flat_parts_are_avoided_and_flat_pictures_left_out(wallpapers, tmp_path)
     lines: list[str] = []
     out = write(wallpapers, tmp_path / "crops", 12, lines=lines)
     assert len(list(out.iterdir())) == 12
-    assert lines[0].startswith("3 pictures are left out, the first: ") and "shows next to nothing" in lines[0]
+    assert lines[0].startswith("3 files are left out, the first: ") and "shows next to nothing" in lines[0]
 
 
 def test_the_same_command_writes_the_same_crops(wallpapers, tmp_path):
@@ -99,6 +101,44 @@ def test_the_same_command_writes_the_same_crops(wallpapers, tmp_path):
     names = sorted(path.relative_to(one) for path in one.rglob("*.png"))
     assert len(names) == 24
     assert all((one / name).read_bytes() == (two / name).read_bytes() for name in names)
+
+
+def test_several_frames_are_pans_over_pictures(wallpapers, tmp_path):
+    """Each crop moves on a straight way, within its picture, and reads back as a clip."""
+    out = write(wallpapers, tmp_path / "pans", 24, "frames=5", "fps=10")
+    config = FolderConfig(folder=str(out), size=16, frames=5, fps=10, split_by="folder", validation=0)
+    source = Folder.open(config, "train", 0)
+    assert len(source) == 24
+    sample = source.read(3, np.random.default_rng(0))
+    assert sample.pixels.shape == (5, 3, 16, 16) and sample.fps == 10
+    changes = (sample.pixels[1:].float() - sample.pixels[:-1].float()).abs().mean((1, 2, 3))
+    assert changes.min() > 0
+    boxes = np.array(_draw_pan(96, 64, CropConfig(size=16, smallest=32, frames=5), numpy_rng(7)))
+    assert np.allclose(np.diff(boxes, axis=0, n=2), 0) and not np.allclose(boxes[0], boxes[-1])
+    many = np.concatenate(
+        [_draw_pan(96, 64, CropConfig(size=16, smallest=32, frames=5), numpy_rng(n)) for n in range(200)]
+    )
+    assert many.min() >= 0 and many[:, 2].max() <= 96 and many[:, 3].max() <= 64
+    assert (many[:, 2] - many[:, 0]).min() > 15.99
+
+
+def test_clips_are_cut_in_space_and_time(tmp_path):
+    folder = tmp_path / "films"
+    folder.mkdir()
+    frames = [picture(seed // 4) for seed in range(40)]  # a new picture every 4 frames
+    write_clip(folder / "film.mp4", to_pixels(frames), 8.0)
+    write_clip(folder / "short.mp4", to_pixels(frames[:2]), 8.0)
+    lines: list[str] = []
+    out = write(folder, tmp_path / "crops", 6, "frames=5", lines=lines)
+    assert "short.mp4: 0.25 s are shorter than frames=5 at fps=8" in lines[0]
+    crops = sorted((out / "film").iterdir())
+    assert len(crops) == 6
+    starts = {np.asarray(Image.open(crop).convert("RGB")).tobytes() for crop in crops}
+    assert len(starts) > 3
+    with Image.open(crops[0]) as crop:
+        assert crop.size == (16, 16) and crop.n_frames == 5
+    with pytest.raises(InputError, match="no picture"):
+        write(folder, tmp_path / "pictures", 6)  # one frame: pictures only
 
 
 def test_what_cannot_be_cut_is_refused(wallpapers, tmp_path):

@@ -12,8 +12,10 @@ import yaml
 
 from kineograph.core.config import merge
 from kineograph.core.errors import RunFailed
+from kineograph.core.run_folder import RunFolder
 from kineograph.evaluate.runner import evaluate
 from kineograph.run.listing import list_runs
+from kineograph.stage.load import StageLoader
 from kineograph.train import checkpoint
 from kineograph.train.stepper import Stepper
 from tests.run.calling import kineo
@@ -91,6 +93,12 @@ def test_a_failed_run_is_listed_drawn_and_evaluated_as_such(collapsed: Path, tmp
     assert found["explained_variance"] < 0.1
     written = json.loads((run / "evaluation.json").read_text())
     assert "codec_collapsed" in [finding["name"] for finding in written["findings"]["tokenizer"]]
+
+
+def test_a_generator_of_another_run_is_warned_of_the_codec(collapsed: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    StageLoader(RunFolder(tmp_path), note=notes.append).load(f"{collapsed}/run/tokenizer")
+    assert any(f"warning: {collapsed}/run/tokenizer: codec_collapsed: " in line for line in notes)
 
 
 def test_evaluation_notices_what_training_did_not_look_for(tmp_path: Path) -> None:

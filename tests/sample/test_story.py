@@ -249,7 +249,7 @@ def test_a_failure_beside_the_video_leaves_no_empty_video(sampler, tmp_path, mon
 
 
 def test_a_model_without_captions_is_refused(sampler, monkeypatch):
-    sampler.task.reads = frozenset({"pixels"})
+    monkeypatch.setattr(sampler.task, "reads", frozenset({"pixels"}))
     with pytest.raises(
         InputError,
         match=r"a story needs captions, and .* was trained without: draw a long clip with kineo sample --frames N",

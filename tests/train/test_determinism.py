@@ -10,9 +10,9 @@ import torch
 from kineograph.core import distributed
 from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.train.determinism import (
+    allow_all_algorithms,
     check_deterministic_device,
     deterministic_algorithms,
-    permit_row_scans,
     set_deterministic_environment,
 )
 
@@ -45,7 +45,7 @@ def test_the_flags_are_set_inside_and_restored_after():
     before = flags()
     with deterministic_algorithms(CPU):
         assert flags() == (True, False, True, False, False, True)
-        with permit_row_scans():
+        with allow_all_algorithms():
             assert flags()[:2] == (True, True)
         assert flags()[:2] == (True, False)
     assert flags() == before
@@ -53,14 +53,14 @@ def test_the_flags_are_set_inside_and_restored_after():
 
 def test_the_flags_are_restored_after_an_error():
     before = flags()
-    with pytest.raises(ZeroDivisionError), deterministic_algorithms(CPU), permit_row_scans():
+    with pytest.raises(ZeroDivisionError), deterministic_algorithms(CPU), allow_all_algorithms():
         raise ZeroDivisionError
     assert flags() == before
 
 
 def test_drawing_changes_no_flag_without_the_key():
     before = flags()
-    with permit_row_scans():
+    with allow_all_algorithms():
         assert flags() == before
 
 
@@ -75,8 +75,8 @@ def test_other_errors_pass_through():
         torch.zeros(2) + torch.zeros(3)
 
 
-def test_drawing_may_scan_without_a_warning(refusing, recwarn):
-    with deterministic_algorithms(CPU), permit_row_scans():
+def test_drawing_may_use_it_without_a_warning(refusing, recwarn):
+    with deterministic_algorithms(CPU), allow_all_algorithms():
         refusing()
     assert not recwarn.list
 

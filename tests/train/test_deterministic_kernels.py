@@ -14,6 +14,8 @@ from kineograph.nn.attention import attend
 from kineograph.nn.nearby import nearby_attend
 from kineograph.nn.quantizers import VQ, VQConfig
 from kineograph.nn.window import Window
+from kineograph.process.autoregression import draw_top_p
+from kineograph.process.token_sampling import cumulative_sum, draw_tokens
 from kineograph.train.determinism import deterministic_algorithms
 
 pytestmark = pytest.mark.gpu
@@ -108,4 +110,24 @@ def test_the_perceptual_loss(compiled: bool) -> None:
             with torch.autocast("cuda", torch.bfloat16):
                 loss = step(pictures, others).sum()
             found.append(torch.autograd.grad(loss, pictures)[0])
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_drawing_tokens(rows: int) -> None:
+    """A critic draws in every training step; a single row is the case for which torch refuses cumsum."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    logits = torch.randn(rows, 65_536, device=CUDA, generator=generator)
+    uniforms = torch.rand(rows, device=CUDA, generator=generator)
+    with deterministic_algorithms(CUDA):
+        found = [
+            torch.cat(
+                [
+                    cumulative_sum(logits.exp())[:, -1],
+                    draw_tokens(logits, uniforms)[1],
+                    draw_top_p(logits, uniforms, top_p=0.9),
+                ]
+            )
+            for _ in range(REPEATS)
+        ]
     assert all(torch.equal(found[0], other) for other in found)

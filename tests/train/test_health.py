@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,15 @@ import pytest
 import torch
 
 from kineograph.core.batch import Batch
+from kineograph.core.errors import RunFailed
 from kineograph.core.health import LOSS_FALLS, Finding, Limit, read_findings
-from kineograph.train.config import PlayerConfig
+from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig
 from kineograph.train.health import DataProbe, StageHealth
+from kineograph.train.phases import Cursor
+from kineograph.train.stepper import Stepper
+from kineograph.train.trainer import Trainer, TrainerHooks
+from tests.train.ranks import run_ranks
+from tests.train.toy_tasks import Toy, ToyConfig
 
 COLLAPSED = Limit("codec_collapsed", "explained_variance", "It decodes one picture.", "Lower train.lr.", at_least=0.1)
 
@@ -138,7 +145,7 @@ def test_a_limit_is_a_warning_from_the_middle_on_and_fatal_at_the_end() -> None:
     values = {"loss": 0.1, "explained_variance": 0.01}
     assert validate(health, 250, **values) == []
     assert validate(health, 500, **values) == ["codec_collapsed warning"]
-    assert validate(health, 1000, **values) == ["codec_collapsed warning"]
+    assert validate(health, 1000, **values) == []  # the end follows
     (finding,) = health.check_end()
     assert finding.severity == "fatal" and finding.value == 0.01 and finding.limit == 0.1
     assert "explained_variance is 0.01, and at least 0.1 is healthy" in str(finding)
@@ -347,6 +354,7 @@ def test_one_caption_for_all() -> None:
     assert probe(make_batch(pixels, ["a digit"] * 32), reads_captions=True) == ["one_caption warning"]
     assert probe(make_batch(pixels, ["a digit"] * 32)) == []  # a codec
     assert probe(make_batch(pixels, [*["a digit"] * 31, "a 3"]), reads_captions=True) == []
+    assert probe(make_batch(pixels), reads_captions=True) == []  # embedded in a cache
 
 
 def test_processes_that_each_see_one_picture_see_two_together() -> None:
@@ -360,8 +368,59 @@ def test_processes_that_each_see_one_picture_see_two_together() -> None:
 
 
 def test_cached_tokens_that_are_all_the_same() -> None:
-    tokens = torch.full((32, 1, 4, 4), 9)
-    looking = DataProbe(False)
-    looking.add([Batch(torch.arange(32), tokens=tokens)])
-    (finding,) = looking.check([looking.summary()]) or []
-    assert finding.severity == "fatal" and "every value in them is 9" in finding.evidence
+    for batch in (
+        Batch(torch.arange(32), tokens=torch.full((32, 1, 4, 4), 9)),
+        Batch(torch.arange(32), latents=torch.full((32, 1, 4, 4), 9, dtype=torch.bfloat16)),
+    ):
+        looking = DataProbe(False)
+        looking.add([batch])
+        (finding,) = looking.check([looking.summary()]) or []
+        assert finding.severity == "fatal" and "every value in them is 9" in finding.evidence
+
+
+# Several processes ---------------------------------------------------------------------------------------------------
+
+
+def train_toy(rank: int, blank: tuple[int, ...], health: StageHealth | None = None) -> str:
+    """Train a toy on two processes, of which some see black pictures. → how it ended"""
+
+    class Batches:
+        def steps(self, start: int, stop: int) -> Any:
+            for _ in range(start, stop):
+                pixels = torch.randint(0, 256, (16, 1, 3, 2, 2), dtype=torch.uint8) * (rank not in blank)
+                yield [Batch(torch.arange(16) + 16 * rank, pixels=pixels)]
+
+    torch.manual_seed(rank)
+    config = TrainConfig(steps=3, batch_size=32, log_every=1, validate_every=0, sample_every=0, ema=EmaConfig(decay=0))
+    with tempfile.TemporaryDirectory() as folder:
+        stepper = Stepper(Toy(12, ToyConfig(task="toy")), config)
+        hooks = TrainerHooks(Path(folder), lambda record: None, quiet=True)
+        trainer = Trainer("toy", stepper, Batches(), hooks)
+        if health is not None:
+            trainer.health = health
+        try:
+            trainer.fit(Cursor())
+        except RunFailed as error:
+            return str(error)
+    return "done"
+
+
+def test_all_processes_end_together() -> None:
+    assert run_ranks(2, lambda rank: train_toy(rank, blank=(1,))) == ["done", "done"]
+    both = run_ranks(2, lambda rank: train_toy(rank, blank=(0, 1)))
+    assert both[0] == both[1] and both[0].startswith("stage toy: blank_data: the first 32 pictures are all the same")
+
+
+class Alone(StageHealth):
+    """Finds something that no other process finds."""
+
+    def observe(self, record: Any) -> list[Finding]:
+        return [Finding("skipped_updates", "fatal", "half of them", "It diverges.", "Lower train.lr.")]
+
+
+def test_the_first_process_decides_for_all() -> None:
+    players = {"model": PlayerConfig()}
+    first = run_ranks(2, lambda rank: train_toy(rank, (), (StageHealth if rank else Alone)(3, players)))
+    assert first[0] == first[1] and first[0].startswith("stage toy: skipped_updates")
+    other = run_ranks(2, lambda rank: train_toy(rank, (), (Alone if rank else StageHealth)(3, players)))
+    assert other == ["done", "done"]

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from kineograph.core.errors import InputError
+from kineograph.core.health import Finding
 from kineograph.train import trackers
 from kineograph.train.config import WandbConfig
 from kineograph.train.metrics_file import MetricsFile
@@ -391,3 +392,35 @@ def test_two_threads_log_to_wandb(tmp_path, monkeypatch):
         numbers.result(), pictures.result()
     reached = json.loads((tmp_path / "wandb" / "kineograph.json").read_text())["reached"]
     assert reached == {"tokenizer/train/train": 50, "tokenizer/a": 50}
+
+
+COLLAPSED = Finding("codec_collapsed", "fatal", "explained_variance is 0", "It is dead.", "Lower train.lr.", 0.0, 0.1)
+
+
+def test_findings_go_to_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board.log(record(5, split="validation", finding=COLLAPSED.to_json(), **{"health/codec_collapsed": 0.0}))
+    board.close()
+    assert points(tmp_path / "tokenizer", "tokenizer/validation/health/codec_collapsed") == [(5, 0.0)]
+    events = EventAccumulator(str(tmp_path / "tokenizer"))
+    events.Reload()
+    (text,) = events.Tensors("tokenizer/health/text_summary")
+    assert b"fatal: codec_collapsed: explained_variance is 0. It is dead." in text.tensor_proto.string_val[0]
+
+
+def test_findings_go_to_wandb_beside_the_numbers_of_their_step(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
+    tracker = WeightsAndBiases(tmp_path, "demo", {})
+    tracker.log(record(5))
+    for name in ("codec_collapsed", "one_code"):
+        finding = COLLAPSED.to_json() | {"name": name}
+        tracker.log({"stage": "tokenizer", "split": "train", "step": 5, "finding": finding, f"health/{name}": 0.0})
+    logged = {name for told in fake.told for name in told}
+    assert logged >= {
+        "tokenizer/train/loss",
+        "tokenizer/train/health/codec_collapsed",
+        "tokenizer/train/health/one_code",
+    }

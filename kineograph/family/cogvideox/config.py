@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kineograph.core.config import Config, StageConfig
+from kineograph.core.config import Axis, Config, StageConfig
 from kineograph.core.errors import InputError
 from kineograph.family.cogvideox.transformer_config import ReleasedModel, TransformerShape, apply_released_shape
 from kineograph.process.diffusion import DiffusionConfig
@@ -22,12 +22,12 @@ DIFFUSION = {"schedule": "scaled_linear", "zero_terminal": True, "objective": "v
 class CogVideoXSample(DiffusionSample):
     guidance: float = Field(6.0, ge=0)
     clip: Literal["none", "static", "dynamic"] = "none"
-    resample: int = Field(1, ge=1)
+    resample: int = Field(1, ge=1, le=10_000)
     """When continuing frames: times that each step is repeated, so that the new frames agree with them (RePaint)."""
 
 
 class LoraConfig(Config):
-    rank: int = Field(64, ge=1)
+    rank: int = Field(64, ge=1, le=65536)
     alpha: float | None = Field(None, gt=0)
     """Adapter outputs are scaled by alpha / rank; null: alpha = rank."""
     targets: tuple[str, ...] = Field(("to_q", "to_k", "to_v", "to_out"), min_length=1)
@@ -61,7 +61,7 @@ class CogVideoXConfig(StageConfig, TransformerShape):
     """A diffusers folder (transformer, vae, text_encoder, tokenizer) with the pretrained weights."""
     codec: str | None = None
     """The codec stage (or runs/x/stage); null: the VAE of `weights`."""
-    tile: tuple[int, int] | None = None
+    tile: tuple[Axis, Axis] | None = None
     """Tile size in pixels for the VAE of `weights`, to save memory; null: no tiling. A codec stage has its own key."""
     weights_in: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the transformer's weights. bf16 halves the memory."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from kineograph.core.config import Config
+from kineograph.core.config import Config, Positive
 
 ReleasedModel = Literal["2b", "5b", "5b-i2v", "1.5-5b", "1.5-5b-i2v"]
 Positions = Literal["sincos", "rotary", "rotary+learned"]
@@ -33,15 +33,15 @@ RELEASED: dict[str, dict[str, Any]] = {
 class TransformerShape(Config):
     """Keys of the network. The defaults are common to all released models."""
 
-    depth: int = Field(30, ge=1)
+    depth: int = Field(30, ge=1, le=1000)
     """Number of blocks."""
-    heads: int = Field(30, ge=1)
+    heads: int = Field(30, ge=1, le=65536)
     """Attention heads; heads × head_width is the width."""
-    head_width: int = Field(64, ge=16, multiple_of=16)
+    head_width: int = Field(64, ge=16, multiple_of=16, le=65536)
     """Channels per head. Rotary positions use a quarter of them for time and 3/8 each for height and width."""
     time_width: int = Field(512, ge=2)
     """Channels of the time embedding."""
-    patch: int = Field(2, ge=1)
+    patch: int = Field(2, ge=1, le=65536)
     """Spatial patch size in latents."""
     patch_time: int = Field(1, ge=1)
     """Temporal patch size in latent frames; clips are padded in front to a multiple of it."""
@@ -49,7 +49,7 @@ class TransformerShape(Config):
     """sincos: added to tokens. rotary: rotates queries and keys. rotary+learned: also adds a learned table."""
     grid: Literal["resize", "slice"] = "resize"
     """rotary: resize fits every grid into base_size, centred; slice counts tokens at any size."""
-    base_size: tuple[int, int] | None = (60, 90)
+    base_size: tuple[Positive, Positive] | None = (60, 90)
     """Latents' height and width that positions refer to (grid=resize, learned tables); null: the stage's own."""
     base_frames: int | None = Field(13, ge=1)
     """Latent frames of a learned table; null: the stage's own."""

@@ -26,7 +26,7 @@ def _is_precomputed(clip: ClipChoice | None) -> bool:
 
 
 class PriorSample(Config):
-    steps: int = Field(64, ge=1)
+    steps: int = Field(64, ge=1, le=100_000)
     """Sampling steps."""
     solver: Literal["ddpm", "ddim", "dpm_solver", "dpm_solver_sde"] = "ddim"
     """As for the decoder."""
@@ -34,7 +34,7 @@ class PriorSample(Config):
     """Noise of ddim: 0 is deterministic, 1 adds as much as ddpm."""
     guidance: float = Field(1.0, ge=0)
     """Classifier-free guidance scale; 1 turns it off and halves the cost."""
-    candidates: int = Field(2, ge=1)
+    candidates: int = Field(2, ge=1, le=10_000)
     """Embeddings sampled per caption; the one most similar to the caption's own embedding is used."""
     sphere: bool = True
     """Rescale x̂0 at every step to the norm of the training data, which guidance and few steps would change."""
@@ -103,7 +103,7 @@ class AugmentConfig(Config):
 
 
 class DecoderSample(DiffusionSample):
-    resample: int = Field(1, ge=1)
+    resample: int = Field(1, ge=1, le=10_000)
     """Inpainting: times that each step is repeated, so that the new part agrees with the known one (RePaint)."""
     low_res_noise: float = Field(0.0, ge=0, lt=1)
     """Super-resolution: noise level of the low-resolution image, at most augment.noise; it hides artifacts of a sampled one."""

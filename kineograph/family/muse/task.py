@@ -158,7 +158,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         loss, correct = self.head(rows, targets, masked.weights)
         result = TokenLoss(loss, correct, masked.weights.sum())
         if not self.training:
-            result.targets = describe_targets(tokens, self.vocabulary)
+            result.targets = describe_targets(tokens, self.vocabulary, spare=batch.spare)
         if self.critic is not None:
             filled, wrong = self.resample_masked(rows.detach(), masked, tokens, noise)
             result.critic = sum_critic_loss(self.critic(self.compute_hidden(filled, condition)), masked, wrong)

@@ -121,7 +121,9 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Checks
             # Padding comes last, so no real token attends to it; it only has to leave the loss.
             weights = self.codec.mask_for(batch.frame_mask)[:, :, None, None].expand_as(tokens).flatten().float()
         loss, correct = self.head(hidden.flatten(0, 1), tokens.flatten(), weights)
-        targets = {} if self.training else describe_targets(tokens, self.vocabulary)
+        targets = {}
+        if not self.training:
+            targets = describe_targets(tokens, self.vocabulary, weights.view_as(tokens), batch.spare)
         return TokenLoss(loss, correct, weights.sum(), targets=targets)
 
     def loss(self, player: str, shared: TokenLoss) -> Loss:

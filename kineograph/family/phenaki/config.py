@@ -40,11 +40,11 @@ class PhenakiConfig(StageConfig, TransformerConfig):
     """Learns which sampled tokens are wrong, and selects those that sampling masks again: self (a second head) or network."""
     critic_weight: float = Field(1.0, gt=0)
     """self: weight of the critic's loss."""
-    critic_width: int | None = Field(None, ge=2)
+    critic_width: int | None = Field(None, ge=2, le=65536)
     """network: channels of the critic; null: as the generator."""
-    critic_depth: int | None = Field(None, ge=1)
+    critic_depth: int | None = Field(None, ge=1, le=1000)
     """network: blocks of the critic; null: as the generator."""
-    critic_heads: int | None = Field(None, ge=1)
+    critic_heads: int | None = Field(None, ge=1, le=65536)
     """network: attention heads of the critic; null: as the generator."""
     only: Literal["generator", "critic"] | None = None
     """Train this one and keep the other as in `init` (without a critic in `init` there is none); null: train both."""

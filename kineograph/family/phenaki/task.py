@@ -202,7 +202,7 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
                 loss, correct = self.head(rows, targets, masked.weights)
                 shared.generator = TokenLoss(loss, correct, masked.weights.sum())
                 if not self.training:
-                    shared.generator.targets = describe_targets(clips.tokens, self.vocabulary)
+                    shared.generator.targets = describe_targets(clips.tokens, self.vocabulary, clips.keep, batch.spare)
             if self.is_trained("critic"):
                 shared.critic = self.resample_masked(clips, text, masked, rows, noise)
         if shared.generator is not None and shared.critic is not None and self.config.critic == "self":
