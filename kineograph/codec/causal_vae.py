@@ -286,10 +286,10 @@ class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets, ChecksH
         shared, mean, log_variance = self._autoencode(batch, noise)
         latents, noise_variance = mean * self.scale, log_variance.exp() * self.scale**2
         times = latents.new_ones(latents.shape[:2]) if shared.rows is None else shared.rows.view(latents.shape[:2])
-        first, second, added = (
-            (part.mean((3, 4)) * times[:, :, None]).sum((0, 1)) / times.sum()
-            for part in (latents, latents.square(), noise_variance)
-        )
+        parts = torch.stack([torch.ones_like(latents), latents, latents.square(), noise_variance]).mean((4, 5))
+        total = (parts * times[:, :, None]).sum((1, 2))  # 4 c
+        total = distributed.all_reduce_(torch.zeros_like(total) if batch.spare else total)
+        first, second, added = total[1:] / total[0]
         variances = (second - first.square()).clamp_min(0)  # c
         named = {"std": variances.mean().sqrt(), "noise": added.mean().sqrt()}
         named |= {f"std_{channel:02d}": value.sqrt() for channel, value in enumerate(variances)}

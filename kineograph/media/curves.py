@@ -56,7 +56,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             kind = b"".join(line.split(b",", 2)[:2])  # stage and split come first
             counts[kind] += 1
-            if counts[kind] > DENSE and counts[kind] % stride and b'"finding"' not in line:
+            if counts[kind] > DENSE and counts[kind] % stride:
                 continue
             try:
                 record = parse_json(line)
@@ -127,6 +127,8 @@ def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
     speed = _Panel("samples per second")
     codes = _Panel("codebook usage")
     for record in records:
+        if "finding" in record:
+            continue
         stage, split = str(record["stage"]), str(record.get("split", "train"))
         x = axis.position(stage, record["step"])
         for name, value in record.items():
@@ -144,7 +146,7 @@ def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
                 panel, label = norm, name
             elif name == "time/samples_per_second":
                 panel, label = speed, "samples/s"
-            elif name.startswith(("time/", "health/")) or last in ("skipped", "ema_decay"):
+            elif name.startswith("time/") or last in ("skipped", "ema_decay"):
                 continue
             elif _is_codebook_share(name):
                 panel = codes
@@ -217,13 +219,15 @@ def _smooth(y: np.ndarray, window: int) -> np.ndarray:
 
 
 def _draw_marks(axes: Any, marks: list[Mark], named: bool) -> None:
-    """A dotted line at each finding, with its name in the first panel."""
-    for number, mark in enumerate(marks):
-        colour = _MARKS.get(mark.severity, _MARKS["warning"])
-        axes.axvline(mark.x, color=colour, lw=1.1, ls=":")
+    """A dotted line where findings were made, with their names in the first panel."""
+    for x in dict.fromkeys(mark.x for mark in marks):
+        here = [mark for mark in marks if mark.x == x]
+        colour = _MARKS["fatal" if any(mark.severity == "fatal" for mark in here) else "warning"]
+        axes.axvline(x, color=colour, lw=1.1, ls=":")
         if named:
+            names = ", ".join(dict.fromkeys(mark.name for mark in here))
             style = {"fontsize": 7, "color": colour, "ha": "right", "va": "top", "rotation": 90}
-            axes.text(mark.x, 0.98 - 0.02 * (number % 3), mark.name, transform=axes.get_xaxis_transform(), **style)
+            axes.text(x, 0.98, names, transform=axes.get_xaxis_transform(), **style)
 
 
 def _style_axes(axes: Any, panel: _Panel, axis: _Axis) -> None:

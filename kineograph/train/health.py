@@ -155,7 +155,7 @@ class StageHealth:
         seen = len(self._losses)
         for norm, player in self._norms().items():
             zeros = self._zeros.get(norm, 0)
-            if zeros >= ZERO_LOGS or (at_end and zeros == seen > 1):
+            if zeros >= ZERO_LOGS or (at_end and zeros == seen > 1 and not self._is_trial()):
                 evidence = f"the gradient norm of {player} was exactly 0 in the last {zeros} logged steps"
                 finding = Finding(
                     "no_gradient",

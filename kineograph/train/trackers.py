@@ -186,7 +186,7 @@ class WeightsAndBiases:
     def log(self, record: Record) -> None:
         stage, split, step = record["stage"], record["split"], record["step"]
         numbers = {f"{stage}/{split}/{name}": value for name, value in _numbers(record)}
-        kind = f"health/{record['finding']['name']}" if "finding" in record else phase_of(record)
+        kind = record["finding"]["name"] if "finding" in record else phase_of(record)
         self._log_once(f"{stage}/{split}/{kind}", stage, step, numbers)
 
     def log_media(self, step: int, name: str, path: Path, caption: str = "") -> None:

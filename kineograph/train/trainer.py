@@ -311,9 +311,14 @@ class Trainer:
         stops = self.config.health == "stop"
         fatal = next((finding for finding in findings if stops and finding.severity == "fatal"), None)
         for finding in filter(self.health.is_new, findings):
-            split = "train" if phase == "train" else "validation"
-            record = {"stage": self.stage, "split": split, "step": step, "phase": phase, "finding": finding.to_json()}
-            self.hooks.log({**record, f"health/{finding.name}": finding.value})
+            record = {
+                "stage": self.stage,
+                "split": "health",
+                "step": step,
+                "phase": phase,
+                "finding": finding.to_json(),
+            }
+            self.hooks.log({**record, finding.name: finding.value})  # the number is what trackers plot
             if finding is not fatal:  # which is the error's message
                 self.progress.note(f"{self.stage}  step {step}  {finding.severity}: {finding}")
         if fatal is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from kineograph.core import distributed
 from kineograph.core.batch import Batch
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Task
@@ -45,3 +47,28 @@ def train(task: Task, batch: Batch, steps: int, lr: float = 3e-3) -> None:
             run_player(task, name, shared)
         for name in playing:
             optimizers[name].step()
+
+
+@torch.no_grad()
+def validate_in_shares(task: Task, shares: list[Batch], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The means of a validation batch whose shares several processes have. They run one after the other: first to give what
+    the reductions add up, then to take the sums."""
+    given: list[list[torch.Tensor]] = []
+
+    def record(value: torch.Tensor) -> torch.Tensor:
+        given[-1].append(value)
+        return value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "all_reduce_", record)
+        for share in shares:
+            given.append([])
+            task.validate(share, noise_for(share))
+        sums = iter([sum(values) for values in zip(*given, strict=True)] * len(shares))
+        patch.setattr(distributed, "all_reduce_", lambda value: next(sums))
+        parts = [task.validate(share, noise_for(share)) for share in shares]
+    counted = [part for part, share in zip(parts, shares, strict=True) if not share.spare]
+    return {
+        name: float(sum(part[name].sum for part in counted) / sum(part[name].count for part in counted))
+        for name in parts[0]
+    }

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, load_weights, player_parameters, task_state_dict
-from tests.codec.playing import gradients, noise_for, run_player, train
+from tests.codec.playing import gradients, noise_for, run_player, train, validate_in_shares
 
 SMALL = {
     "widths": [8, 8, 16], "layers": 1, "latent_channels": 4, "groups": 4, "temporal": 4, "perceptual": {"weight": 0},
@@ -376,6 +378,15 @@ def test_it_overfits_one_clip():
     train(task, batch, 60, lr=1e-3)
     task.eval()
     assert task.validate(batch, noise_for(batch))["psnr"].value() > 16.5  # 10.5: a clip of its mean brightness
+
+
+def test_validation_does_not_depend_on_the_number_of_processes(monkeypatch):
+    task = build().eval()
+    whole = batch_for(task, (9, 5, 9))
+    shares = [whole.rows([0]), whole.rows([1, 2]), replace(whole.rows([0]), spare=True)]
+    expected = validate_in_shares(task, [whole], monkeypatch)
+    found = validate_in_shares(task, shares, monkeypatch)
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_validation_gives_what_is_seen_and_how_latents_spread():

@@ -89,7 +89,7 @@ def test_the_required_fields_are_filled():
 
 
 def accepts(cls: type[Config], name: str, value: Any) -> bool:
-    began = time.monotonic()
+    began = time.process_time()
     others = required(cls)
     try:
         cls.model_validate(others | {name: value})
@@ -98,7 +98,7 @@ def accepts(cls: type[Config], name: str, value: Any) -> bool:
         accepted = False
     with pytest.raises(ConfigError):
         parse(cls, {name: value, "no such key": 1})
-    assert time.monotonic() - began < 1, (name, value)
+    assert time.process_time() - began < 1, (name, value)
     return accepted
 
 

@@ -110,9 +110,7 @@ def test_smoothing_keeps_constants_and_gaps():
 def test_findings_are_marked_where_they_were_made(tmp_path, monkeypatch):
     finding = {"name": "codec_collapsed", "severity": "fatal", "value": 0.01}
     lines = [line("tokenizer", step, loss=1.0) for step in range(1, 5 * curves.DENSE)]
-    lines.insert(
-        4 * curves.DENSE, line("tokenizer", 4 * curves.DENSE, finding=finding, **{"health/codec_collapsed": 0.01})
-    )
+    lines.insert(4 * curves.DENSE, line("tokenizer", 4 * curves.DENSE, "health", finding=finding, codec_collapsed=0.01))
     lines.append(line("generator", 100, loss=1.0))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     records = list(read_records(tmp_path / "metrics.jsonl"))
@@ -120,7 +118,7 @@ def test_findings_are_marked_where_they_were_made(tmp_path, monkeypatch):
     (mark,) = curves.find_marks(records, axis)
     assert (mark.name, mark.severity) == ("codec_collapsed", "fatal")
     assert mark.x == pytest.approx(axis.position("tokenizer", 4 * curves.DENSE))
-    assert not any("health" in name for panel in curves._panels(records, axis) for name in panel.curves)
+    assert not any("collapsed" in name for panel in curves._panels(records, axis) for name in panel.curves)
     drawn = []
     monkeypatch.setattr(curves, "_draw_marks", lambda axes, marks, named: drawn.append((marks, named)))
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
@@ -131,7 +129,7 @@ def test_marks_are_drawn(tmp_path):
     """In colours that no curve has."""
     lines = [line("tokenizer", step, loss=1.0 / step, gradient_norm=1.0) for step in range(1, 20)]
     finding = {"name": "loss_spike", "severity": "fatal"}
-    lines.append(line("tokenizer", 10, finding=finding))
+    lines.append(line("tokenizer", 10, "health", finding=finding))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     with Image.open(draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")) as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}

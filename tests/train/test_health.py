@@ -251,9 +251,12 @@ def test_a_short_stage_with_half_of_its_updates_skipped() -> None:
 def test_a_player_without_gradient() -> None:
     assert log(stage(), falling(20), gradient_norm=0.0) == ["no_gradient fatal"]
     assert log(stage(), falling(9), gradient_norm=0.0) == []
-    short = stage(steps=3)
-    log(short, [1.0] * 3, every=1, gradient_norm=0.0)
-    assert names(short.check_end()) == ["no_gradient fatal"]
+    seldom = stage(steps=150)
+    log(seldom, [1.0] * 3, every=50, gradient_norm=0.0)
+    assert names(seldom.check_end()) == ["no_gradient fatal"]
+    trial = stage(steps=2)
+    log(trial, [1.0] * 2, every=1, gradient_norm=0.0)
+    assert trial.check_end() == []
     players = {"generator": PlayerConfig(), "discriminator": PlayerConfig()}
     assert log(stage(players=players), falling(20), **{"discriminator/gradient_norm": 0.0}) == ["no_gradient warning"]
 
@@ -294,7 +297,7 @@ def test_a_resumed_stage_stands_where_it_was() -> None:
         {"split": "train", "step": step * 10, "loss": 5.0, "gradient_norm": 1.0, "skipped": 0.0}
         for step in range(1, 60)
     ]
-    said = {"split": "train", "step": 10, "finding": {"name": "one_caption", "severity": "warning"}}
+    said = {"split": "health", "step": 10, "finding": {"name": "one_caption", "severity": "warning"}}
     health = stage(limits=(LOSS_FALLS,))
     health.replay([*records, said])
     log(health, [5.0] * 41)
@@ -306,7 +309,7 @@ def test_a_resumed_stage_stands_where_it_was() -> None:
 
 def test_findings_are_read_back_from_metrics(tmp_path: Path) -> None:
     finding = Finding("codec_collapsed", "fatal", "0 of 1", "It is dead.", "Lower train.lr.", math.nan, 0.1)
-    record = {"stage": "tokenizer", "split": "validation", "step": 7, "finding": finding.to_json()}
+    record = {"stage": "tokenizer", "split": "health", "step": 7, "finding": finding.to_json()}
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"stage": "x", "step": 1}), json.dumps(record), '{"finding": 3}', '{"finding"']
     path.write_text("\n".join(lines))

@@ -129,8 +129,8 @@ def test_lines_of_a_phase_that_is_entered_again_are_not_kept() -> None:
     train = {"split": "train", "step": 8}
     validation = {"split": "validation", "step": 8, "loss": 1.0}
     metric = {"split": "validation", "step": 8, "metric/fid": 2.0}
-    finding = {"split": "validation", "step": 8, "phase": "validate", "finding": {"name": "codec_collapsed"}}
-    last = {"split": "validation", "step": 8, "phase": "check", "finding": {"name": "codec_collapsed"}}
+    finding = {"split": "health", "step": 8, "phase": "validate", "finding": {"name": "codec_collapsed"}}
+    last = {"split": "health", "step": 8, "phase": "check", "finding": {"name": "codec_collapsed"}}
     later = {"split": "train", "step": 9}
     for phase, kept in (
         ("train", [train, validation, metric, finding, last]),

@@ -401,9 +401,9 @@ def test_findings_go_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path)
-    board.log(record(5, split="validation", finding=COLLAPSED.to_json(), **{"health/codec_collapsed": 0.0}))
+    board.log(record(5, split="health", finding=COLLAPSED.to_json(), codec_collapsed=0.0))
     board.close()
-    assert points(tmp_path / "tokenizer", "tokenizer/validation/health/codec_collapsed") == [(5, 0.0)]
+    assert points(tmp_path / "tokenizer", "tokenizer/health/codec_collapsed") == [(5, 0.0)]
     events = EventAccumulator(str(tmp_path / "tokenizer"))
     events.Reload()
     (text,) = events.Tensors("tokenizer/health/text_summary")
@@ -414,13 +414,13 @@ def test_findings_go_to_wandb_beside_the_numbers_of_their_step(tmp_path, monkeyp
     fake = FakeWandb()
     monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
     tracker = WeightsAndBiases(tmp_path, "demo", {})
-    tracker.log(record(5))
     for name in ("codec_collapsed", "one_code"):
         finding = COLLAPSED.to_json() | {"name": name}
-        tracker.log({"stage": "tokenizer", "split": "train", "step": 5, "finding": finding, f"health/{name}": 0.0})
+        tracker.log({"stage": "tokenizer", "split": "health", "step": 5, "finding": finding, name: 0.0})
+    tracker.log(record(5))
     logged = {name for told in fake.told for name in told}
     assert logged >= {
         "tokenizer/train/loss",
-        "tokenizer/train/health/codec_collapsed",
-        "tokenizer/train/health/one_code",
+        "tokenizer/health/codec_collapsed",
+        "tokenizer/health/one_code",
     }
