@@ -71,17 +71,33 @@ Trust = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from kineograph import __version__
+
+        print(f"kineograph {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     pass
 
 
 @app.command()
-def presets() -> None:
-    """List the presets: family, stages, hardware, time, expected result."""
-    from kineograph.run.presets import print_presets
+def presets(name: Annotated[str | None, typer.Argument(help="Print the file of this preset.")] = None) -> None:
+    """List the presets by family: what each is, hardware, time, expected result."""
+    from kineograph.run.presets import print_preset, print_presets
 
-    print_presets()
+    if name is None:
+        print_presets()
+    else:
+        print_preset(name)
 
 
 @app.command(context_settings={"ignore_unknown_options": False})

@@ -16,7 +16,6 @@ from typing import Any
 from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override, shorten
 from kineograph.core.errors import ConfigError
 from kineograph.core.trust import accept, require_trust
-from kineograph.data.open_source import drop_other_source_keys, source_name
 
 PRESETS = Path(__file__).parent.parent / "presets"
 SHARED_SECTIONS = ("train", "data")  # sections at the top that a stage may have too
@@ -104,6 +103,11 @@ def _sort_choices_first(settings: list[tuple[str, Any]]) -> list[tuple[str, Any]
 
 def lay_over(tree: Tree, over: Tree) -> Tree:
     """Merge a later layer into a tree; its shared sections reach into every stage."""
+    from kineograph.data.open_source import (
+        drop_other_source_keys,
+        source_name,
+    )  # with torch: `kineo presets` needs neither
+
     _check_sections(over)
     tree = dict(tree)
     tree["stages"] = {name: dict(stage or {}) for name, stage in (tree.get("stages") or {}).items()}

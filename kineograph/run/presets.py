@@ -75,17 +75,31 @@ def list_presets() -> list[Preset]:
 
 
 def print_presets() -> None:
-    """Print all presets: family, stages, hardware, time, expected result."""
+    """Print every preset: what it is, hardware, time and expected result."""
     from rich.console import Console
     from rich.table import Table
 
-    rows = Table(
-        "preset", "family", "stages", "hardware", "time", "expect", box=None, pad_edge=False, header_style="bold"
-    )
-    for preset in list_presets():
-        rows.add_row(preset.name, preset.family, " → ".join(preset.stages), preset.hardware, preset.time, preset.expect)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 200  # a file or pipe does not fold lines
-    console.print(rows)
-    console.print("\nkineo train PRESET trains one; kineo doctor PRESET estimates what it takes.", markup=False)
+        console.width = 100  # a file or pipe has no width of its own
+    family = ""
+    for preset in sorted(list_presets(), key=lambda preset: (preset.family, preset.name)):
+        if preset.family != family:
+            family = preset.family
+            console.print(f"\n{family}", style="bold", markup=False)
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(width=26)
+        rows.add_column(ratio=1)
+        rows.add_row(f"  {preset.name}", preset.summary)
+        rows.add_row("", f"{' → '.join(preset.stages)} · {preset.hardware} · {preset.time}", style="dim")
+        rows.add_row("", f"expect: {preset.expect}", style="dim")
+        console.print(rows)
+    console.print(
+        "\nkineo train PRESET trains one, kineo doctor PRESET estimates what it takes, kineo presets PRESET prints its file.",
+        markup=False,
+    )
+
+
+def print_preset(name: str) -> None:
+    """Print the file of one preset."""
+    print(find_preset(name).read_text(encoding="utf-8"), end="")

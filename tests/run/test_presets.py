@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from kineograph.core.errors import ConfigError
 from kineograph.run import layers, presets
 from kineograph.run.plan import make_plan
+from tests.run.calling import kineo
 
 HEAD = """\
 # Summary: digits in colour
@@ -75,8 +78,10 @@ def test_the_table_says_it_all(shelf: Path, capsys: pytest.CaptureFixture) -> No
         "one GPU with 8 GiB",
         "3 minutes",
         "accuracy: 0.9 or so",
+        "digits in colour",
     ):
         assert text in printed
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 # What ships ------------------------------------------------------------------------------------------------------
@@ -97,3 +102,18 @@ def test_shipped_preset(name: str) -> None:
     assert [stage.name for stage in plan.stages] == list(preset.stages)
     # The saved config alone makes the same plan.
     assert make_plan(plan.tree()).tree() == plan.tree()
+
+
+def test_one_preset_is_printed_as_its_file(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shelf / "digits.yaml").write_text(HEAD)
+    assert kineo("presets", "digits") == 0
+    assert capsys.readouterr().out == HEAD
+    assert kineo("presets", "digit") == 2
+    assert "did you mean digits?" in capsys.readouterr().err
+
+
+def test_listing_presets_needs_no_torch() -> None:
+    code = (
+        "import sys; from kineograph.run.presets import list_presets; list_presets(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
