@@ -1,14 +1,15 @@
 """A pack: rows of one shape, appended by one process. The header counts them and is committed last, so a killed writer leaves a valid prefix.
 
 A pack is a folder: cache.json (the header), one array a field (tokens.npy, latents.npy, text_embeds.npy, fps.npy …), keys.npy (the item
-keys), and captions.jsonl ({identity, caption} a line).
+keys), sums.npy (a CRC-32 a row), and captions.jsonl ({identity, caption} a line).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,7 +32,7 @@ KINDS = ("tokens", "latents", "image_embed")
 SIDE_FIELDS = ("text_embed", "text_embeds", "text_mask", "first_frame")
 """Fields that `Task.precompute` may give beside it."""
 KEY_BYTES = 16
-_KEYS = "keys.npy"
+_KEYS, _SUMS = "keys.npy", "sums.npy"
 _CAPTIONS = "captions.jsonl"
 _PREFIX = "pack-"
 _BF16 = "bfloat16"  # stored as uint16: NumPy has no such type
@@ -85,6 +86,7 @@ class Pack:
     folder: Path
     header: Header
     arrays: dict[str, Array]
+    sums: Array | None = None  # CRC-32 of each row; packs of earlier versions have none
 
     @staticmethod
     def open(folder: Path) -> Pack:
@@ -92,12 +94,13 @@ class Pack:
         if header is None:
             raise InputError(f"{folder} holds no {HEADER}: run kineo cache again")
         arrays = {name: Array.npy(folder / f"{name}.npy") for name in header.arrays}
-        for array in arrays.values():
+        sums = Array.npy(folder / _SUMS) if (folder / _SUMS).is_file() else None
+        for array in (*arrays.values(), *([sums] if sums is not None else [])):
             if not array.shape or array.shape[0] < header.done:
                 raise InputError(
                     f"{array.path} has the shape {array.shape}, and {folder / HEADER} counts {header.done} rows: remove {folder} and encode again"
                 )
-        return Pack(folder, header, arrays)
+        return Pack(folder, header, arrays, sums)
 
     def keys(self) -> np.ndarray:
         """The item key of each row, in a dtype that sorts."""
@@ -124,8 +127,10 @@ class Pack:
     def read(self, row: int, identity: str) -> dict[str, Tensor]:
         """The fields of one row. Raises Unreadable for ids outside the vocabulary."""
         fields = {}
-        for name, array in self.arrays.items():
-            value = np.array(array.values[row])
+        values = {name: np.array(array.values[row]) for name, array in self.arrays.items()}
+        if self.sums is not None and _checksum(values.values()) != self.sums.values[row]:
+            raise Unreadable(identity, f"row {row} of {self.folder} does not match its checksum: remove the folder")
+        for name, value in values.items():
             if name == "tokens":
                 value = value.reshape(self.header.shape).astype(np.int64)
                 if fault := _id_fault(value, self.header.vocabulary):
@@ -140,7 +145,7 @@ class Pack:
 
     def close(self) -> None:
         """Unmap the arrays; the next read maps them again."""
-        for array in self.arrays.values():
+        for array in (*self.arrays.values(), *([self.sums] if self.sums is not None else [])):
             array.close()
 
 
@@ -172,6 +177,7 @@ class PackWriter:
             for name, dtype in arrays.items()
         }  # fmt: skip
         self._keys = ArrayWriter(folder / _KEYS, "uint8", (count, KEY_BYTES))
+        self._sums = ArrayWriter(folder / _SUMS, "uint32", (count,))
         self._captions = open(folder / _CAPTIONS, "wb")  # noqa: SIM115 (closed by close)
 
     @staticmethod
@@ -196,11 +202,15 @@ class PackWriter:
     ) -> None:
         """Write one batch. It is on disk and counted when this returns."""
         start, stop = self.header.done, self.header.done + len(keys)
+        assert stop <= self.header.count
+        values = {name: self._to_numpy(name, fields[name].detach().cpu()) for name in self._arrays}
         for name, array in self._arrays.items():
-            assert len(fields[name]) == len(keys)
-            array.write(start, self._to_numpy(name, fields[name].detach().cpu()))
+            values[name] = np.ascontiguousarray(values[name], array.dtype)
+            assert len(values[name]) == len(keys)
+            array.write(start, values[name])
+        self._sums.write(start, np.array([_checksum(row) for row in zip(*values.values(), strict=True)], np.uint32))
         self._keys.write(start, np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES))
-        for array in (*self._arrays.values(), self._keys):
+        for array in (*self._arrays.values(), self._keys, self._sums):
             array.sync()
         for identity, caption in zip(identities, captions or [None] * len(keys), strict=True):
             self._captions.write((json.dumps({"identity": identity, "caption": caption}) + "\n").encode())
@@ -217,9 +227,17 @@ class PackWriter:
         return (value.float() if value.is_floating_point() else value).numpy()
 
     def close(self) -> None:
-        for array in (*self._arrays.values(), self._keys):
+        for array in (*self._arrays.values(), self._keys, self._sums):
             array.close()
         self._captions.close()
+
+
+def _checksum(row: Iterable[np.ndarray]) -> int:
+    """Of the fields of one row, in the order of the header."""
+    total = 0
+    for value in row:
+        total = zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data, total)
+    return total
 
 
 def smallest_integer(vocabulary: int) -> str:

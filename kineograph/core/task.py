@@ -280,6 +280,12 @@ def task_state_dict(task: nn.Module) -> dict[str, Tensor]:
 def load_weights(task: nn.Module, weights: dict[str, Tensor]) -> None:
     """Load weights with exactly the names of `task_state_dict`."""
     check_weights(task, weights)
+    for name, value in task_state_dict(task).items():
+        if weights[name].shape != value.shape:
+            raise InputError(
+                f"the saved weights do not fit {type(task).__name__}: {name} has shape {list(weights[name].shape)}, and this task "
+                f"needs {list(value.shape)}; load them with the config they were trained with"
+            )
     task.load_state_dict(weights, strict=False)
 
 

@@ -38,7 +38,9 @@ class WeightFiles(Mapping[str, Tensor]):
                 self._file[name] = path
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._open[self._file[name]].get_tensor(name)
+        tensor = self._open[self._file[name]].get_tensor(name)
+        check_weight(name, tensor, self._file[name])
+        return tensor
 
     def __contains__(self, name: object) -> bool:
         return name in self._file  # Mapping's own would read the tensor
@@ -60,6 +62,16 @@ class WeightFiles(Mapping[str, Tensor]):
     def metadata(self) -> dict[str, str]:
         """The metadata of all headers."""
         return {key: value for reader in self._open.values() for key, value in (reader.metadata() or {}).items()}
+
+
+def check_weight(name: str, tensor: Tensor, where: Path) -> None:
+    """Refuse a weight that is no floating-point number, such as a quantized one, or not finite."""
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise InputError(
+            f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}: give weights in fp32, bf16 or fp16; quantized ones are not read"
+        )
+    if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):  # NaN passes through
+        raise InputError(f"{where}: {name} holds numbers that are not finite: the file is damaged; download it again")
 
 
 def _open_file(path: Path) -> Any:

@@ -23,7 +23,7 @@ from kineograph.core.config import Tree, dump_yaml, parse
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json
-from kineograph.core.weight_files import WeightFiles, check_shapes
+from kineograph.core.weight_files import WeightFiles, check_shapes, check_weight
 from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.family.cogvideox.diffusers_weights import check_state, diffusers_names, read_shape
@@ -97,6 +97,8 @@ def _write_run(
     run.config_file.write_text(dump_yaml(plan.tree()), encoding="utf-8")
     digests: dict[str, str] = {}
     for name, group in tensors.items():
+        for key, tensor in group.items():
+            check_weight(key, tensor, model.path)
         state = {
             "assets": assets if name == GENERATOR else {},
             "config": plan.tree(),

@@ -26,7 +26,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import NoneType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -42,6 +43,15 @@ DISK_REMEDY = "free disk space or fix the permissions"
 ONE_FILE, SHARDED = 1, 2  # formats of the manifest
 _NAME = re.compile(r"step-(\d{8,})")
 _SUFFIX = ".safetensors"
+_PHASE_KEYS = ("phase", "samples", "best", "best_step", "elapsed")
+_STATE_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("assets", "config", "references", "data", "stepper"), (dict,)),
+    "phase": (str,),
+    "samples": (int,),
+    "best": (int, float, NoneType),
+    "best_step": (int, NoneType),
+    "elapsed": (int, float),
+}
 
 
 @dataclass(frozen=True)
@@ -96,8 +106,7 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         with _explain_removal(self.path):
             state = parse_json((self.path / "state.json").read_text(encoding="utf-8"))
-        # If phase.json cannot be read, the phases of this step run again.
-        return state | read_json(self.path / "phase.json")
+        return state | _read_phase(self.path)
 
     @property
     def phase(self) -> Any:
@@ -203,7 +212,24 @@ def save_error(
 
 def update_state(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     """Atomically replace these keys of a saved step's state."""
-    write_json(checkpoint_at(folder, step).path / "phase.json", state)
+    path = checkpoint_at(folder, step).path
+    write_json(path / "phase.json", {**state, "sha256": _phase_digest(path, state)})
+
+
+def _read_phase(path: Path) -> dict[str, Any]:
+    """What finished phases changed of the state. If it is damaged, the phases of this step run again."""
+    saved = read_json(path / "phase.json")
+    state = {key: saved[key] for key in _PHASE_KEYS if key in saved}
+    if _find_odd_value(state) is not None:
+        return {}
+    # Older checkpoints have no checksum here.
+    return state if "sha256" not in saved or saved["sha256"] == _phase_digest(path, state) else {}
+
+
+def _phase_digest(path: Path, state: Mapping[str, Any]) -> str:
+    """Of these keys and of the manifest, so that phase.json belongs to this checkpoint."""
+    text = json.dumps({key: state[key] for key in sorted(state)})
+    return hashlib.sha256(text.encode() + (path / "manifest.json").read_bytes()).hexdigest()
 
 
 def _copy_to_host(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -262,14 +288,57 @@ def _compare_with_manifest(path: Path) -> str | None:
     try:
         manifest = _read_manifest(path)
         files, version = manifest["files"], manifest.get("format", ONE_FILE)
-    except (OSError, ValueError, KeyError, TypeError):
+        names = [name for name in files if is_checkpoint_file(name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "manifest.json is missing or damaged"
     if version not in (ONE_FILE, SHARDED):
         return f"its format {version} is newer than this version of Kineograph reads"
+    if len(names) < len(files) or not any(name.startswith("model") for name in names) or "state.json" not in names:
+        return "manifest.json does not list the files of a checkpoint"
     for name, entry in files.items():
-        damage = _compare_file(path / name, entry)
+        damage = _compare_file(path / name, entry) or _find_disorder(path / name)
         if damage is not None:
             return f"{name} {damage}"
+    return _compare_steps(path, manifest)
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """A file, or a shard in a folder; nothing that leads elsewhere."""
+    parts = PurePosixPath(name).parts
+    return 1 <= len(parts) <= 2 and not any(part in ("..", "/") for part in parts) and "/".join(parts) == name
+
+
+def _find_disorder(path: Path) -> str | None:
+    """What is wrong with a file that matches its checksum: a stranger may have written both."""
+    try:
+        if path.suffix == _SUFFIX:
+            with safe_open(path, framework="pt"):
+                return None
+        state = parse_json(path.read_text(encoding="utf-8")) if path.name == "state.json" else {}
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"cannot be read: {error}"
+    if not isinstance(state, dict):
+        return "is not a JSON object"
+    odd = _find_odd_value(state)
+    if odd is None and "stepper" in state:  # a state to resume from
+        odd = next((key for key in ("best", "best_step", "elapsed") if key not in state), None)
+    return f"has no usable {odd}" if odd is not None else None
+
+
+def _find_odd_value(state: Mapping[str, Any]) -> str | None:
+    """The first key whose value has another type than Kineograph writes."""
+    return next(
+        (key for key, kinds in _STATE_TYPES.items() if key in state and not isinstance(state[key], kinds)), None
+    )
+
+
+def _compare_steps(path: Path, manifest: Mapping[str, Any]) -> str | None:
+    """The folder's name, the manifest and the state must be of one step."""
+    state = parse_json((path / "state.json").read_text(encoding="utf-8"))
+    named = _NAME.fullmatch(path.name)
+    steps = [each.get("step") for each in (manifest, state) if "step" in each] + ([int(named[1])] if named else [])
+    if not all(isinstance(step, int) and step == steps[0] for step in steps):
+        return f"its name, manifest and state are of different steps ({', '.join(map(str, steps))})"
     return None
 
 
@@ -285,6 +354,8 @@ def _compare_file(path: Path, entry: Mapping[str, Any]) -> str | None:
         return "is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+    except (KeyError, TypeError):
+        return "has no size and checksum in the manifest"
 
 
 # Finding -------------------------------------------------------------------------------------------------------------
@@ -294,7 +365,8 @@ def saved_steps(folder: Path) -> list[int]:
     """Steps that have a checkpoint, ascending; complete or not."""
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+    steps = [int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted({step for step in steps if checkpoint_at(folder, step).path.is_dir()})
 
 
 def checkpoint_at(folder: Path, step: int) -> Checkpoint:
@@ -338,7 +410,7 @@ def select(folder: Path, which: str | int = "last") -> Checkpoint:
         raise NotTrained(f"{folder} has no checkpoint yet: train first, or name another run")
     steps = ", ".join(map(str, available))
     if which == "last":
-        newest = latest(folder)
+        newest = latest(folder, _note_once)
         if newest is not None:
             return newest
         if saved_steps(folder) != available:  # training goes on: it pruned these and wrote newer ones
@@ -353,7 +425,7 @@ def select(folder: Path, which: str | int = "last") -> Checkpoint:
         which = best["step"]
     try:
         step = int(which)
-    except ValueError:
+    except (ValueError, TypeError):
         raise InputError(f"--checkpoint {which}: use last, best or a step of {steps}") from None
     if step not in available:
         raise InputError(f"{folder} has no checkpoint of step {step}: there are {steps}")
@@ -363,9 +435,20 @@ def select(folder: Path, which: str | int = "last") -> Checkpoint:
     return checkpoint_at(folder, step)
 
 
+_noted: set[str] = set()
+
+
+def _note_once(line: str) -> None:
+    """A command selects the same checkpoint several times."""
+    if line not in _noted:
+        _noted.add(line)
+        distributed.on_first_rank(distributed.print_note)(line)
+
+
 def read_best(folder: Path) -> dict[str, Any]:
     """Step and validation loss of the best checkpoint; empty if there is none."""
-    return read_json(folder / "best.json")
+    best = read_json(folder / "best.json")
+    return best if isinstance(best.get("step"), int) and isinstance(best.get("loss"), int | float) else {}
 
 
 def write_best(folder: Path, step: int, loss: float) -> None:

@@ -153,8 +153,7 @@ def _download_folder(url: str, folder: Path) -> Path:
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{url}/manifest.json is not the manifest of a checkpoint") from None
     for name in names:
-        parts = PurePosixPath(name).parts  # a file, or a shard in a folder
-        if not 1 <= len(parts) <= 2 or any(part in ("..", "/") for part in parts) or "/".join(parts) != name:
+        if not checkpoint.is_checkpoint_file(name):
             raise InputError(f"{url}/manifest.json names {name!r}, which is not a file of a checkpoint")
         _download_file(f"{url}/{name}", folder / name, url)
     try:

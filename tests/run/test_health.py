@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,10 @@ def test_evaluation_notices_what_training_did_not_look_for(tmp_path: Path) -> No
     assert any(line.startswith("tokenizer: fatal: codec_collapsed: ") for line in found.findings)
 
 
-def test_going_on_all_the_same(collapsed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_going_on_all_the_same(collapsed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """train.health=warn goes on from the finished tokenizer; its constant tokens are a finding of the generator."""
-    run = collapsed / "run"
+    run = tmp_path / "run"
+    shutil.copytree(collapsed / "run", run)
     assert kineo("train", write(collapsed), "--run", run, "train.health=warn") == 0
     said = capsys.readouterr().err
     assert "fatal: constant_tokens: tokens/distinct is 1" in said
