@@ -36,7 +36,7 @@ class ProgressBar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
-            TextColumn("judging {task.description}"),
+            TextColumn("evaluating {task.description}"),
             BarColumn(),
             TextColumn("{task.completed}/{task.total}"),
             TimeRemainingColumn(),
@@ -62,7 +62,7 @@ def describe_work(
     stage: str, device: torch.device, count: int, shape: Shape, metrics: Mapping[str, Metric], compiled: bool
 ) -> str:
     """One line before an evaluation starts: the metrics, the device, and how much each extractor has to process."""
-    line = f"judging {stage} on {device}: {count} samples for {', '.join(metrics)}"
+    line = f"evaluating {stage} on {device}: {count} samples for {', '.join(metrics)}"
     inputs: dict[str, set[str]] = {}  # extractor → kinds of pixels
     of_clips = set()
     for metric in metrics.values():
