@@ -256,8 +256,8 @@ def test_what_will_be_computed_is_said_before_anything_is_drawn(tmp_path, monkey
         note=events.append,
     )
     first, *rest = events
-    assert first.startswith("judging tokenizer on cpu: 6 samples for loss")
-    (line,) = [event for event in rest if event.startswith("judging generator on cpu")]
+    assert first.startswith("evaluating tokenizer on cpu: 6 samples for loss")
+    (line,) = [event for event in rest if event.startswith("evaluating generator on cpu")]
     assert (
         "6 samples for fid, kid, is, loss; colours.pt processes 36 images (slow on a CPU: select fewer --metrics"
         in line
@@ -275,7 +275,7 @@ def test_progress_is_shown_on_a_terminal_and_not_in_pipes(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "stderr", stderr := _Terminal() if terminal else io.StringIO())
     evaluate(run.path, ["fid"], samples=24, batch=12, device="cpu", extractors=[chosen])
     assert (
-        "judging generator" in stderr.getvalue().split("\n", 1)[1]
+        "evaluating generator" in stderr.getvalue().split("\n", 1)[1]
     ) == terminal  # after the line that is said beforehand
     assert told[:5] == ["drawing", "fid", "colours.pt 32 of 36", "colours.pt 36 of 36", "colours.pt 32 of 36"]
 
