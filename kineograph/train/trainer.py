@@ -299,7 +299,9 @@ class Trainer:
 
     def _check_end(self, step: int) -> None:
         """Check the finished stage, before another is trained on it."""
-        if self.health.needs_validation(step) and self.hooks.validation_batches is not None:
+        # Only the first process may have metrics.jsonl, from which a resumed stage knows its validations.
+        is_needed = distributed.broadcast_object(self.health.needs_validation(step))
+        if is_needed and self.hooks.validation_batches is not None:
             values = self._compute_validation()
             self._report(self.health.observe({"split": "validation", "step": step, **values}), step, "check")
         self._report(self.health.check_end(self.stepper.find_nonfinite()), step, "check")
