@@ -161,7 +161,7 @@ def draw_sheet(runs: Path, arms: list[str], device_name: str = "auto") -> Image.
     indices = np.linspace(0, len(source) - 1, COLUMNS).astype(int)
     items = [source.read(int(index), np.random.default_rng(0)).pixels for index in indices]
     pixels = torch.stack([item for item in items if item is not None])  # B T C H W
-    batch = Batch(slots=torch.arange(COLUMNS, device=device), pixels=pixels.to(device) / 255)
+    batch = Batch(slots=torch.arange(COLUMNS, device=device), pixels=pixels.to(device))
     rows = [pixels]
     for arm in arms:
         task = StageLoader(RunFolder.existing(runs / arm), device).load(STAGE)

@@ -22,6 +22,7 @@ from kineograph.codec.adversarial import (
     gradient_at,
     perturb,
     ramp_weight,
+    trust_in,
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import distributed
@@ -138,11 +139,15 @@ def generator_loss(
         adversarial = config.adversarial
         assert adversarial is not None
         selection = DiscriminatorFrames.sample(shared, adversarial)
-        terms["adversarial"], gradient = gradient_at(
-            fake,
-            lambda images: generator_error(adversarial.loss, selection.logits(discriminate, images)),
-            selection.weights,
-        )
+        on_fake = torch.empty(0)  # mean logit of each frame
+
+        def fool(images: Tensor) -> Tensor:
+            nonlocal on_fake
+            logits = selection.logits(discriminate, images)
+            on_fake = logits.detach().mean((1, 2))
+            return generator_error(adversarial.loss, logits)
+
+        terms["adversarial"], gradient = gradient_at(fake, fool, selection.weights)
         strength = torch.full_like(count, adversarial.weight * ramp_weight(adversarial, shared.noise.step))
         if adversarial.adaptive:
             # λ of the VQGAN paper: its reconstruction loss includes the perceptual one.
@@ -150,6 +155,9 @@ def generator_loss(
             if perceptual is not None:
                 reference = reference + perceptual
             strength = strength * adaptive_weight(fake, last, reference, gradient, adversarial.adaptive_max)
+            with torch.no_grad():
+                on_real = selection.logits(discriminate, real).mean((1, 2))
+            strength = strength * trust_in(on_real, on_fake, selection.weights)
         terms["adversarial_weight"] = strength * count
         total = total + straight_through(strength * terms["adversarial"], (fake * (gradient * strength)).sum())
     named = {name: Mean(value, count) for name, value in terms.items()}

@@ -79,4 +79,6 @@ def test_arms_are_trained_judged_and_drawn(tmp_path, monkeypatch):
     assert codec_arms.read_numbers(runs / "gan")["lpips"] > 0
     with Image.open(runs / "arms.png") as sheet:
         assert sheet.size == (12 * 64, 3 * 64)
+        means = np.asarray(sheet, float).reshape(3, 64, 12, 64, 3).mean((1, 3, 4))  # of each tile
+    assert np.abs(means - means[:1]).max() < 100  # untrained reconstructions are gray, not black
     assert '"gan"' in Path(runs / "arms.json").read_text()

@@ -6,6 +6,7 @@ from torch import nn
 
 from kineograph.codec.adversarial import (
     PENALTY_STEP,
+    TOLD_APART,
     AdversarialConfig,
     Discriminator,
     VideoDiscriminator,
@@ -17,6 +18,7 @@ from kineograph.codec.adversarial import (
     gradient_at,
     perturb,
     ramp_weight,
+    trust_in,
 )
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
@@ -129,6 +131,13 @@ def test_the_generators_weight_rises_over_the_warmup():
     config = AdversarialConfig(start=10, warmup=3)
     assert [ramp_weight(config, step) for step in (10, 11, 12, 13, 99)] == [0.25, 0.5, 0.75, 1, 1]
     assert ramp_weight(AdversarialConfig(start=10), 10) == 1
+
+
+def test_a_discriminator_that_cannot_tell_real_from_fake_is_not_trusted():
+    keep = torch.tensor([1.0, 1.0, 0.0])  # the last frame is padding
+    fake = torch.tensor([-1.0, 0.0, 50.0])
+    for difference, trust in ((-0.5, 0.0), (0.0, 0.0), (TOLD_APART / 4, 0.25), (TOLD_APART, 1.0), (3.0, 1.0)):
+        assert trust_in(fake + difference, fake, keep).item() == pytest.approx(trust, abs=1e-6)
 
 
 def exact_r1(judge: nn.Module, real: torch.Tensor) -> float:

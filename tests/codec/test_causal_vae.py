@@ -322,6 +322,7 @@ def test_losses_add_up_over_micro_batches():
     assert float(whole.count) == sum(float(part.count) for part in parts) == 15
 
 
+@pytest.mark.usefixtures("trusted")
 def test_players_own_their_parts_and_teach_nobody_else():
     task = build(**GAME)
     batch = batch_for(task)

@@ -90,6 +90,7 @@ def test_generator_gradient_is_that_of_the_plain_sum_of_terms(vgg):
         assert torch.allclose(found[name], p.grad, rtol=1e-3, atol=1e-6), name
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("frames", [1, 5])
 @pytest.mark.parametrize("perceptual", [True, False])
 def test_adaptive_weight_is_the_ratio_of_gradients_at_the_layers_that_paint(vgg, perceptual, frames):
@@ -112,6 +113,7 @@ def test_adaptive_weight_is_the_ratio_of_gradients_at_the_layers_that_paint(vgg,
     assert torch.allclose(found, 0.5 * wanted / push, rtol=1e-3)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_adaptive_weight_can_be_fixed_and_is_capped():
     fixed = build(adversarial={"width": 8, "levels": 2, "weight": 0.25, "adaptive": False})
     batch = batch_for(fixed)
@@ -146,7 +148,8 @@ def test_the_discriminator_may_judge_a_few_frames():
     for player in ("generator", "discriminator"):
         run_player(task, player, task(batch, noise_for(batch)))
         assert gradients(task, player) > 0
-    assert seen == [(6, 2), (24, 2)]  # two frames of three clips; real, fake and two perturbed ones
+    # Two frames of three clips: fake, real; then real, fake and two perturbed ones.
+    assert seen == [(6, 2), (6, 2), (24, 2)]
 
 
 def test_the_reconstruction_is_computed_once():

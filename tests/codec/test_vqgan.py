@@ -193,6 +193,7 @@ def test_generator_gradient_is_that_of_the_plain_sum_of_terms(vgg):
         assert torch.allclose(found[name], p.grad, rtol=1e-3, atol=1e-6), name
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("perceptual", [True, False])
 def test_adaptive_weight_is_the_ratio_of_gradients_at_the_last_layer(vgg, perceptual):
     """As in the VQGAN paper, where the reconstruction loss includes the perceptual one."""
@@ -210,6 +211,7 @@ def test_adaptive_weight_is_the_ratio_of_gradients_at_the_last_layer(vgg, percep
     assert torch.allclose(found, 0.5 * wanted.norm() / push.norm(), rtol=1e-3)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_fp16_trains_with_the_adaptive_weight_and_gradients_of_fp32(vgg):
     """As the trainer runs it: autocast, and a loss that is scaled before its backward pass."""
     task = build(adversarial={"width": 8, "levels": 2}, perceptual={"weight": 1, "weights": str(vgg)})
@@ -227,6 +229,7 @@ def test_fp16_trains_with_the_adaptive_weight_and_gradients_of_fp32(vgg):
     assert apart < 0.05
 
 
+@pytest.mark.usefixtures("trusted")
 def test_adaptive_weight_can_be_fixed_and_is_capped():
     fixed = build(adversarial={"width": 8, "levels": 2, "weight": 0.25, "adaptive": False})
     batch = batch_for(fixed)
@@ -244,6 +247,33 @@ def test_the_game_starts_late():
     before = task.loss("generator", task(batch, noise_for(batch, 4)))
     assert "adversarial" not in before.terms
     assert "adversarial" in task.loss("generator", task(batch, noise_for(batch, 5))).terms
+
+
+def test_a_discriminator_that_knows_nothing_does_not_move_the_generator(monkeypatch):
+    """The adaptive weight alone scales its arbitrary gradient to the size of the reconstruction's."""
+    task = build(adversarial={"width": 8, "levels": 2})
+    batch = batch_for(task)
+    shared = task(batch, noise_for(batch))
+
+    def shares() -> tuple[float, float]:
+        """The weight as it is, and without trust_in."""
+        weight = task.loss("generator", shared).terms["adversarial_weight"].value().item()
+        with monkeypatch.context() as patch:
+            patch.setattr("kineograph.codec.codec_loss.trust_in", lambda real, fake, keep: torch.ones(()))
+            return weight, task.loss("generator", shared).terms["adversarial_weight"].value().item()
+
+    with torch.no_grad():
+        for p in task.discriminator.layers[-1].parameters():
+            p.mul_(1e-3)
+    weight, scaled = shares()
+    assert weight < 0.01 * scaled
+    optimizer = torch.optim.Adam(task.discriminator.parameters(), 3e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        task.loss("discriminator", shared).total.value().backward(inputs=list(task.discriminator.parameters()))
+        optimizer.step()
+    weight, scaled = shares()
+    assert weight == pytest.approx(scaled)
 
 
 def test_the_generator_follows_the_discriminator_slowly_at_first():
