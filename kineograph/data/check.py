@@ -19,6 +19,7 @@ from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, find_captions, names_side, read_caption
 from kineograph.data.decode import media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
+from kineograph.data.split_folders import describe_split_folders
 
 _DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
 T = TypeVar("T")
@@ -92,6 +93,8 @@ def check_folder(path: Path | str, flip: float = 0.0) -> Report:
     if listing.media:
         _check_media(report, listing.media)
         _check_captions(report, listing.media, listing.others)
+        splits = describe_split_folders(listing.media)
+        report.notes += [splits] if splits else []
     arrays = [name for name in listing.others if name.endswith(".npy")]
     tars = [name for name in listing.others if name.endswith(".tar")]
     if tars:

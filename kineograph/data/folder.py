@@ -23,6 +23,7 @@ from kineograph.data.captions import Captions, Problem, Span, find_captions, rea
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, media_kind, probe_media
 from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
+from kineograph.data.split_folders import describe_split_folders, group_by_split_folder
 from kineograph.data.transforms import pad_frames
 
 
@@ -30,6 +31,10 @@ class FolderConfig(MediaConfig):
     source: str = "folder"
     folder: LocalPath
     """Searched with all its subfolders; hidden files are ignored."""
+    validation_folder: LocalPath | None = None
+    """Folder whose items are the validation split, with captions as in `folder`; null: held out of `folder`."""
+    split_folders: bool = True
+    """Folders train, validation (val, valid, dev) and test at the top of `folder` are the splits; false: all items are split by share."""
     split_by: Literal["file", "folder"] = "file"
     """Hold out single files, or whole subfolders: for crops of one picture or scenes of one film, which must not be in both splits."""
     sketches: LocalPath | None = None
@@ -85,7 +90,7 @@ def list_folder(root: Path, key: str = "data.folder=") -> Listing:
     return Listing(sorted(media), sorted(others), problems)
 
 
-def _refuse_empty(root: Path, listing: Listing) -> None:
+def _refuse_empty(root: Path, listing: Listing, key: str = "data.folder=") -> None:
     if listing.media:
         return
     images, clips = (", ".join(suffix[1:] for suffix in suffixes) for suffixes in (IMAGES, CLIPS))
@@ -99,7 +104,7 @@ def _refuse_empty(root: Path, listing: Listing) -> None:
     elif listing.problems:
         hint = f"; {listing.problems[0].path}: {listing.problems[0].reason}"
     raise InputError(
-        f"data.folder={root} holds nothing to train on: looked for images ({images}) and clips ({clips}), also in subfolders, "
+        f"{key}{root} holds nothing to train on: looked for images ({images}) and clips ({clips}), also in subfolders, "
         f"and found {found or 'no files at all'}{hint}"
     )
 
@@ -109,21 +114,67 @@ class Item(NamedTuple):
 
     name: str
     span: Span | None = None
+    prefix: str = ""  # tells the items of data.validation_folder from those of data.folder
 
     @property
-    def identity(self) -> str:
+    def local_identity(self) -> str:
+        """The name within its folder."""
         span = f"@{self.span.start:g}-{self.span.end:g}" if self.span is not None else ""
         return normalize("NFC", self.name) + span
 
+    @property
+    def identity(self) -> str:
+        return self.prefix + self.local_identity
 
-def build_items(names: Iterable[str], captions: Captions) -> list[Item]:
+
+def build_items(names: Iterable[str], captions: Captions, prefix: str = "") -> list[Item]:
     """One item per file, or per captioned span where a file has these."""
     whole: Sequence[Span | None] = (None,)
-    return [Item(name, span) for name in names for span in captions.spans.get(name, whole)]
+    return [Item(name, span, prefix) for name in names for span in captions.spans.get(name, whole)]
+
+
+def _exclude_validation_folder(names: list[str], root: Path, config: FolderConfig) -> list[str]:
+    """The names outside data.validation_folder, which may be a subfolder of data.folder but must not contain it."""
+    if config.validation_folder is None:
+        return names
+    main, held_out = root.resolve(), Path(config.validation_folder).expanduser().resolve()
+    if main.is_relative_to(held_out):
+        raise InputError(
+            f"data.validation_folder={config.validation_folder} contains data.folder={config.folder}: give a folder with other items"
+        )
+    if not held_out.is_relative_to(main):
+        return names
+    prefix = held_out.relative_to(main).as_posix() + "/"
+    return [name for name in names if not name.startswith(prefix)]
 
 
 def _select_names(names: list[str], split: Split, config: FolderConfig) -> tuple[set[str], str | None]:
     """The files of a split, and a line for the log."""
+    groups = group_by_split_folder(names) if config.split_folders else {}
+    own_validation = config.validation_folder is not None
+    if split in groups and split != "train":
+        return set(groups[split]), None
+    # Splits that have no folder are held out of the training items.
+    shares = {
+        "validation": 0.0 if own_validation or "validation" in groups else config.validation,
+        "test": 0.0 if "test" in groups else config.test,
+    }
+    chosen, note = _select_by_share(groups.get("train", names), split, config.model_copy(update=shares))
+    if split == "train":
+        notes = [note] if note else []
+        if groups:
+            text = describe_split_folders(names)
+            notes.append(f"data.folder={config.folder}: {text}; data.split_folders=false splits all of them by share")
+        if own_validation:
+            unused = ", not those of the folder validation" if "validation" in groups else ""
+            notes.append(
+                f"data.validation_folder={config.validation_folder}: its items are the validation split{unused}"
+            )
+        note = "; ".join(notes) or None
+    return chosen, note
+
+
+def _select_by_share(names: list[str], split: Split, config: FolderConfig) -> tuple[set[str], str | None]:
     if config.split_by == "file":
         selected = select_split([normalize("NFC", name) for name in names], split, config)
         return {names[index] for index in selected.indices}, selected.note
@@ -140,6 +191,7 @@ class Folder(BucketedSource):
     def __init__(
         self,
         config: FolderConfig,
+        root: Path,
         items: list[Item],
         captions: Captions,
         split: Split,
@@ -149,7 +201,7 @@ class Folder(BucketedSource):
         skipped: dict[str, str] | None = None,
     ) -> None:
         self.config = config
-        self.root = Path(config.folder).expanduser()
+        self.root = root
         self.items = items
         self.buckets = buckets
         self.skipped = skipped or {}
@@ -164,18 +216,22 @@ class Folder(BucketedSource):
 
     @classmethod
     def open(cls, config: FolderConfig, split: Split, seed: int) -> Folder:
-        root = Path(config.folder).expanduser()
-        listing = list_folder(root)
-        _refuse_empty(root, listing)
-        captions = find_captions(root, listing.media, listing.others)
-        names, note = _select_names(listing.media, split, config)
-        items = build_items(listing.media, captions)  # all spans of a file are in one split
+        apart = split == "validation" and config.validation_folder is not None
+        key, folder = ("validation_folder", config.validation_folder) if apart else ("folder", config.folder)
+        root, key = Path(folder or "").expanduser(), f"data.{key}="
+        listing = list_folder(root, key)
+        media = listing.media if apart else _exclude_validation_folder(listing.media, root, config)
+        listing = listing._replace(media=media)
+        _refuse_empty(root, listing, key)
+        captions = find_captions(root, media, listing.others)
+        names, note = (set(media), None) if apart else _select_names(media, split, config)
+        items = build_items(media, captions, f"{root.name}/" if apart else "")  # all spans of a file are in one split
         problems = listing.problems + captions.problems
         buckets, skipped = None, {}
         if config.buckets is not None:
             stamps = [_file_stamp(root, item) for item in items]
             infos = probe_all(
-                stamps, lambda index: _probe(root, items[index], config.limits), str(root), f"data.folder={root}"
+                stamps, lambda index: _probe(root, items[index], config.limits), str(root), f"{key}{root}"
             )
             unreadable = list_unreadable([item.identity for item in items], infos, config.max_unreadable)
             skipped = {
@@ -188,7 +244,7 @@ class Folder(BucketedSource):
             buckets = assign_buckets(readable, config.buckets, config.base_shape, config.fps)  # of all splits
             buckets = buckets.subset([index for index, item in enumerate(items) if item.name in names])
         items = [item for item in items if item.name in names]
-        return cls(config, items, captions, split, note, problems, buckets, skipped)
+        return cls(config, root, items, captions, split, note, problems, buckets, skipped)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -218,7 +274,7 @@ class Folder(BucketedSource):
         return sample
 
     def caption(self, index: int) -> str | None:
-        name, span = self.items[index]
+        name, span, _ = self.items[index]
         if span is not None:
             return span.text or None
         text = self._captions.get(name)
@@ -238,7 +294,7 @@ class Folder(BucketedSource):
 
     def item_states(self) -> list[str]:
         return [
-            f"{item.name}\0{_file_stamp(self.root, item)}\0{self.caption(index)}"
+            f"{item.prefix}{item.name}\0{_file_stamp(self.root, item)}\0{self.caption(index)}"
             for index, item in enumerate(self.items)
         ]
 
@@ -260,9 +316,9 @@ def _file_stamp(root: Path, item: Item) -> str:
     """The item and the state of its file."""
     try:
         stat = (root / item.name).stat()
-        return f"{item.identity}\0{stat.st_size}\0{stat.st_mtime_ns}"
+        return f"{item.local_identity}\0{stat.st_size}\0{stat.st_mtime_ns}"
     except OSError:
-        return f"{item.identity}\0gone"
+        return f"{item.local_identity}\0gone"
 
 
 def _probe(root: Path, item: Item, limits: MediaLimits) -> MediaInfo:

@@ -55,6 +55,7 @@ class DataConfig(Config):
 
 LOCATION_KEYS = (
     "folder",
+    "validation_folder",
     "shards",
     "sketches",
     "img_embeddings_folder",

@@ -48,9 +48,10 @@ def open_data(
         skipped = dict(scan(source, config.max_unreadable, note, _find_scan(folder, stage, "train")))
         if source.note:
             note(source.note)
-        if config.validation == 0:
+        validation = open_source(config, "validation", seed, dataset)
+        if config.validation == 0 and _have_same_items(source, validation):
             note("data.validation=0: validation runs on training data")
-        data = StageData(stage, seed, source, open_source(config, "validation", seed, dataset), {"train": skipped})
+        data = StageData(stage, seed, source, validation, {"train": skipped})
     if folder is not None and dataset is None:
         for split in get_args(Split)[:2]:
             check_items(RunFolder(folder), stage.name, config, split, data.split(split), note)

@@ -18,7 +18,9 @@ def describe_items(config: DataConfig, sources: dict[Split, Source]) -> Record:
     """Where a stage's items lie, how many there are, and their digests."""
     record: Record = {"location": _locate(config)}
     for split, source in sources.items():
-        record[split] = {"items": len(source), "digest": source.items_digest()}
+        digest = source.items_digest()
+        if digest is not None:  # an empty split of generated items has no length
+            record[split] = {"items": len(source), "digest": digest}
     return record
 
 

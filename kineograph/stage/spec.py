@@ -103,6 +103,8 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
         keys = merge({"sample": _inherited_sample(tree, task, stage)}, keys)
     config = parse(task.Config, keys, where)
     own = stage.get("data") or {}
+    if tree.get("resolved") and own.get("source") == "folder":
+        own = {"split_folders": False, **own}  # runs from before this key split all items by share
     data_tree = merge(drop_other_source_keys(tree.get("data") or {}, own), own)
     return StageSpec(name, task, config, parse_data_config(data_tree, where=f"{where}.data" if own else "data"))
 

@@ -96,7 +96,7 @@ def test_items_that_changed_in_their_place_are_noted(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("data.size=32", "only where the data lie can change here: data.folder, data.shards"),
+        ("data.size=32", "only where the data lie can change here: data.folder, data.validation_folder, data.shards"),
         ("data.shards=x", "data.source=folder has no shards"),
         ("train.lr=1", "only where the data lie can change here"),
     ],
