@@ -231,7 +231,7 @@ def test_non_finite_data_ends_the_run_with_a_clear_message(tmp_path: Path, capsy
         write(tmp_path),
         "--run",
         tmp_path / "run",
-        "train.lr=1e38",
+        "train.lr=1e9",
         "train.clip=null",
         "train.steps=40",
         "train.max_nonfinite=3",
