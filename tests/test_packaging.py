@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.subprocesses import python_path
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 HEAVY = (
@@ -36,9 +38,8 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
         "--no-logo",
         "--no-cache",
     ]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(folder)}
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), python_path()])}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
 
 def copy_of_package(folder: Path) -> Path:
