@@ -130,7 +130,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.partition(".")[0])
-    names = {"PIL": "pillow", "yaml": "pyyaml", "aiohttp": "fsspec"}  # aiohttp comes with fsspec[http]
+    # aiohttp comes with fsspec[http].
+    names = {"PIL": "pillow", "yaml": "pyyaml", "aiohttp": "fsspec", "annotated_types": "annotated-types"}
     third_party = imported - set(sys.stdlib_module_names) - {"kineograph"}
     extras = PROJECT["project"]["optional-dependencies"]
     shipped = [line for name, lines in extras.items() if name != "dev" for line in lines]
