@@ -5,6 +5,7 @@ WORKERS ?= 2
 ARGS ?=
 KILLS ?= 200
 MINUTES ?= 25
+SEEDS ?= 10
 PROMPTS := "a 3 moves left" "a seven moves up" "the digit 5 goes right" "a zero slides to the bottom" \
 	"a handwritten two drifts leftwards" "to the top moves a nine" "a four that moves down" "the number 6 slides to the right"
 
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt bench matrix venv torture
+.PHONY: help demo test test-slow check fmt bench matrix venv torture fuzz
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +58,9 @@ matrix: .venv/.dev ## compare every family under every layout of processes with 
 
 torture: .venv/.dev ## kill runs at random and cause every other fault: make torture KILLS=200 MINUTES=25 ARGS="--help"
 	$(ONE_THREAD) $(BIN)/python -m tests.torture --kills $(KILLS) --minutes $(MINUTES) $(ARGS)
+
+fuzz: .venv/.dev ## damaged and hostile input for everything that reads: make fuzz SEEDS=10 MINUTES=60 ARGS="--help"
+	$(ONE_THREAD) $(BIN)/python -m tests.fuzz --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
 
 venv: .venv/.dev ## only set up .venv, with everything that the other targets need
 

@@ -23,7 +23,7 @@ from kineograph.core.config import Axis, Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.text_file import parse_json
-from kineograph.data.arrays import Array, ArrayWriter
+from kineograph.data.arrays import Array, ArrayWriter, load_npy
 from kineograph.data.open_source import Split
 
 HEADER = "cache.json"
@@ -105,7 +105,7 @@ class Pack:
     def keys(self) -> np.ndarray:
         """The item key of each row, in a dtype that sorts."""
         try:
-            keys = np.load(self.folder / _KEYS, allow_pickle=False)[: self.header.done]
+            keys = load_npy(self.folder / _KEYS, mmap=False)[: self.header.done]
             return np.ascontiguousarray(keys.reshape(-1, KEY_BYTES)).view(f"S{KEY_BYTES}").reshape(-1)
         except (OSError, EOFError, ValueError) as error:
             raise InputError(f"{self.folder / _KEYS} cannot be read: {error}; remove {self.folder}") from None

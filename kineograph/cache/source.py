@@ -16,7 +16,7 @@ from kineograph.core.batch import Sample
 from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.text_file import parse_json
-from kineograph.data.arrays import find_array, read_captions_beside
+from kineograph.data.arrays import find_array, load_npy, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
 from kineograph.data.open_source import DataConfig, Split, SplitItems, select_split
 
@@ -223,7 +223,7 @@ def _read_shards(folder: Path) -> CacheSet:
     try:
         tree = parse_json((folder / SHARDS).read_text(encoding="utf-8"))
         count, shapes = tree["count"], tree["shapes"]
-        of = np.load(folder / "buckets.npy", allow_pickle=False) if shapes else np.zeros(count, np.int64)
+        of = load_npy(folder / "buckets.npy", mmap=False) if shapes else np.zeros(count, np.int64)
         header = SetHeader.model_validate(
             {key: tree[key] for key in ("split", "shapes", "usual", "buckets")} | {"packs": ()}
         )

@@ -19,6 +19,7 @@ from kineograph.core.config import Axis, Config
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.text_file import parse_json
+from kineograph.data.arrays import load_npy
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.open_source import Split
 
@@ -102,7 +103,7 @@ class CacheSet:
         """None where there is no set."""
         try:
             header = SetHeader.model_validate(parse_json((folder / SET).read_text(encoding="utf-8")))
-            return CacheSet(folder, header, np.load(folder / _ROWS, allow_pickle=False))
+            return CacheSet(folder, header, load_npy(folder / _ROWS, mmap=False))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, EOFError) as error:

@@ -46,6 +46,8 @@ def find_source(name: str, key: str = "data.source") -> Any:
 
     from kineograph.core.protocols import Source
 
+    if not isinstance(name, str):
+        raise ConfigError(f"{key}={name!r} is not the name of a source")
     name = name.replace("-", "_")
     found = _find(SOURCES_ELSEWHERE.get(name, name), key, SOURCE_PACKAGES, "SOURCE")
     if isinstance(found, Dataset) or (isinstance(found, type) and issubclass(found, Source | Dataset)):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -122,6 +123,19 @@ class RunFolder:
             os.close(descriptor)
             raise OSError(errno.EINVAL, ".lock is not a regular file")
         return descriptor
+
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files of a killed run. Only the holder of the lock may call this."""
+        for pattern in ("", "*/", "*/checkpoints/", "*/checkpoints/step-*/"):
+            for path in self.path.glob(f"{pattern}.*"):
+                name, _, number = path.name.rpartition(".")
+                # `kineo evaluate` writes its results without the lock.
+                if number.isdigit() and name not in ("", ".evaluation.json"):
+                    path.unlink(missing_ok=True)
+        for path in [*self.path.glob("*/samples/*/.*.part.*"), *self.path.glob("*/validation/.*.part.*")]:
+            path.unlink(missing_ok=True)
+        for path in self.path.glob("*/.fetching-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def in_use(self) -> bool:
         """Whether a live process holds the run."""

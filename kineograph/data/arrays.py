@@ -15,6 +15,19 @@ from kineograph.core.text_file import parse_json, replace_surrogates, split_line
 _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
 
 
+def load_npy(path: Path, mmap: bool = True) -> np.ndarray:
+    """Read or map a .npy file. Raises an OSError or a ValueError: numpy's parser of damaged headers raises almost anything."""
+    try:
+        values = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"not a .npy array: {error}") from None
+    if not isinstance(values, np.ndarray):
+        raise ValueError("not a .npy array")
+    return values
+
+
 class Array:
     """A .npy or raw file; `values` is its memory map, opened on first use."""
 
@@ -26,7 +39,7 @@ class Array:
     def values(self) -> np.ndarray:
         if self._values is None:
             if self.path.suffix == ".npy":
-                self._values = np.load(self.path, mmap_mode="r", allow_pickle=False)
+                self._values = load_npy(self.path)
             else:
                 self._values = np.memmap(self.path, self.dtype, mode="r", shape=self.shape)
         return self._values
@@ -41,7 +54,7 @@ class Array:
     @staticmethod
     def npy(path: Path) -> Array:
         try:
-            values = np.load(path, mmap_mode="r", allow_pickle=False)
+            values = load_npy(path)
         except FileNotFoundError:
             raise NoData(f"{path} does not exist") from None
         except (OSError, ValueError, EOFError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -178,13 +179,14 @@ def wrap_text(text: str, width: int, lines: int = MAX_LINES) -> list[str]:
     """Lines that fit `width` pixels, broken between words where possible; the last one ends in an ellipsis if text is left."""
     measure = _font().getlength
     wrapped: list[str] = []
-    rest = " ".join(text.split())
+    rest = " ".join(text[: 8 * lines * width].split())  # more never fits, and measuring takes time
     while rest:
         if measure(rest) <= width:
             return [*wrapped, rest]
         last = len(wrapped) == lines - 1
         tail = "…" if last else ""
-        fits = max((end for end in range(1, len(rest) + 1) if measure(rest[:end] + tail) <= width), default=1)
+        ends = range(1, len(rest) + 1)
+        fits = max(1, bisect_right(ends, width, key=lambda end: math.ceil(measure(rest[:end] + tail))))
         space = rest.rfind(" ", 0, fits + 1)
         cut = space if space > 0 and not last else fits
         if last:

@@ -6,14 +6,20 @@ from pathlib import Path
 
 import torch
 
-from kineograph.core import distributed
-from kineograph.core.capabilities import ChecksPrecision, SupportsLatentSampling, SupportsSampling
+from kineograph.core import distributed, weight_cache
+from kineograph.core.capabilities import (
+    ChecksPrecision,
+    SupportsLatentSampling,
+    SupportsReconstruction,
+    SupportsSampling,
+)
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError, KineoError
 from kineograph.core.protocols import Stream
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
+from kineograph.evaluate.extractor.registry import DEFAULT_WEIGHTS
 from kineograph.run.cache import check_cachable
 from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.data import StageData, check_buckets, check_codec, check_tokens, find_missing_weights
@@ -56,7 +62,7 @@ def check_stages(
                 check_deterministic_device(device)
         stage.train.parallel.mesh_shape(*(planned or distributed.current_world()))
         for metric in stage.train.metrics:
-            find_metric(metric, "train.metrics")
+            _check_metric(metric, stage)
         check_cachable(stage, data[stage.name].source)
         _check_deterministic_order(stage, data[stage.name])
         if building and planned is None:
@@ -108,6 +114,25 @@ def _check_show(stage: StagePlan, task: Task) -> None:
         raise ConfigError(
             f"stages.{stage.name}.train.show=latents decodes nothing, so train.grids={list(train.grids)} cannot be drawn"
         )
+
+
+def _check_metric(name: str, stage: StagePlan) -> None:
+    """Refuse a metric whose weights are missing now, and not after the stages before this one."""
+    needs = find_metric(name, "train.metrics").needs
+    task, frames = stage.spec.task, stage.spec.data.frames
+    if ("generated" in needs and not issubclass(task, SupportsSampling)) or ("clips" in needs and frames == 1):
+        return  # it does not apply, which is noted in training
+    if "reconstruction" in needs and not issubclass(task, SupportsReconstruction):
+        return
+    missing = []
+    for weights in DEFAULT_WEIGHTS.get(name.replace("-", "_"), ()):
+        try:
+            weight_cache.find(weights)
+            return
+        except InputError as error:
+            missing.append(str(error))
+    if missing:
+        raise InputError(f"train.metrics names {name}: {missing[-1]}; or remove it")
 
 
 def _check_init(plan: Plan, stage: StagePlan, folder: RunFolder) -> None:

@@ -49,6 +49,13 @@ def list_runs(folder: str | Path = "runs") -> list[Row]:
 
 
 def _read_run(path: Path) -> Row:
+    try:
+        return _describe_run(path)
+    except Exception as error:  # whatever its files hold, the others are listed
+        return Row(path.resolve().name, "broken", problem=f"{type(error).__name__}: {error}")
+
+
+def _describe_run(path: Path) -> Row:
     run = RunFolder(path)
     name = path.resolve().name
     age = max(0.0, time.time() - _last_written(path))
@@ -133,25 +140,27 @@ def _newest_accuracy(results: results_file.Results) -> float | None:
     evaluated = [metrics for checkpoints in results.values() for metrics in checkpoints.values()]
     measured = [metrics["caption_accuracy"] for metrics in evaluated if "caption_accuracy" in metrics]
     newest = max(measured, key=lambda result: str(result.get("date")), default={})
-    return newest.get("values", {}).get("caption_accuracy")
+    accuracy = newest.get("values", {}).get("caption_accuracy")
+    return accuracy if isinstance(accuracy, int | float) else None
 
 
 def _make_table(rows: list[Row]) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("run", "state", "stage", "step", "best loss", "caption accuracy", "health", "last written")
     for row in rows:
         if row.state == "broken":
-            table.add_row(row.name, "broken", row.problem, "", "", "", "", format_age(row.age))
+            table.add_row(escape(row.name), "broken", escape(row.problem), "", "", "", "", format_age(row.age))
             continue
         table.add_row(
-            row.name,
+            escape(row.name),
             row.state,
-            row.stage,
+            escape(row.stage),
             f"{row.step:,} of {row.steps:,}",
             "–" if row.best is None else f"{row.best:.4g}",
             "–" if row.accuracy is None else f"{row.accuracy:.3f}",
-            "\n".join(row.findings) or "–",
+            escape("\n".join(row.findings)) or "–",
             format_age(row.age),
         )
     return table

@@ -27,7 +27,7 @@ MAY_CHANGE = ("steps", "keep_last", "workers", "watchdog", "parallel", "health")
 class RunConfig(Config):
     """The top of a config. Each stage is parsed by the Task that it names."""
 
-    name: str = Field("run", pattern=r"^[^/]+$")
+    name: str = Field("run", pattern=r"^(\.?[^./][^/]*|\.\.[^/]+)$", max_length=200)
     """Default folder: runs/<name>."""
     preset: str | None = None
     """A preset that this file extends."""
@@ -49,7 +49,9 @@ def resolve_run(
     if not arguments and run is None:
         raise ConfigError("name a preset or a YAML or JSON file (kineo presets lists the presets)")
     fresh = read_config(arguments, extra) if any(not is_override(argument) for argument in arguments) else {}
-    folder = RunFolder(run if run is not None else Path("runs") / str(fresh.get("name") or "run"))
+    folder = RunFolder(run if run is not None else Path("runs") / parse(RunConfig, fresh).name)
+    if folder.path.resolve() == folder.path.resolve().parent:
+        raise InputError(f"--run {folder.path} is the root of the file system: give a folder for this run alone")
     if not folder.exists():
         if resume == "must":
             raise InputError(f"--resume must: {folder.path} holds no run to resume")

@@ -131,6 +131,8 @@ def _resolve_on_all_ranks(
 def _lock(folder: RunFolder) -> Iterator[None]:
     """Lock the run folder; the first process does so for all."""
     with folder.lock() if distributed.is_first() else nullcontext():
+        if distributed.is_first():
+            folder.remove_leftovers()
         distributed.barrier()
         yield
 

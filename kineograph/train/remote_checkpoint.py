@@ -96,8 +96,22 @@ def _download(source: str, temporary: Path) -> Path:
     elif not path.exists():
         raise InputError(f"{source}: no such file")
     elif path.is_dir():
-        return Path(shutil.copytree(path, temporary / "checkpoint"))
+        return _copy_folder(source, path, temporary)
     return _unpack(path, temporary / "unpacked", source) if path.name.endswith(TARS) else path
+
+
+def _copy_folder(source: str, path: Path, temporary: Path) -> Path:
+    if temporary.resolve().is_relative_to(path.resolve()):
+        raise InputError(
+            f"{source} holds the run folder itself: name one checkpoint, such as STAGE/checkpoints/step-00000100"
+        )
+    special = next((file for file in path.rglob("*") if not (file.is_file() or file.is_dir())), None)
+    if special is not None:
+        raise InputError(f"{source} is refused: {special} is not a regular file")
+    try:
+        return Path(shutil.copytree(path, temporary / "checkpoint"))
+    except OSError as error:
+        raise InputError(f"{source} cannot be copied to {temporary.parent}: {error}") from None
 
 
 def _local_path(source: str) -> Path | None:

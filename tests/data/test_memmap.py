@@ -6,6 +6,7 @@ import pytest
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data.arrays import Array, load_npy
 from kineograph.data.memmap import Memmap, infer_layout
 
 
@@ -201,3 +202,23 @@ def test_quarter_turns_in_training_only(tmp_path):
         expected = {np.rot90(array[number], k, axes=(1, 2)).tobytes() for k in range(turns)}
         found = {source.read(0, np.random.default_rng(seed)).pixels.numpy().tobytes() for seed in range(30)}
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"{'a': (", b"\0" * 60, b"[1", b"1 +", b"{'descr': '<f4', 'fortran_order': 0, 'shape': ()}", b"\xff" * 30, b"{}"],
+)
+def test_a_damaged_npy_header_is_a_value_error(tmp_path, header):
+    """numpy parses it as Python, and raises what Python's tokenizer raises."""
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(ValueError, match=r"not a \.npy array"):
+        load_npy(tmp_path / "a.npy")
+    with pytest.raises(InputError, match=r"not a readable \.npy array"):
+        Array.npy(tmp_path / "a.npy")
+
+
+def test_a_zip_is_not_an_npy(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros(1))
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(ValueError, match="not a"):
+        load_npy(tmp_path / "a.npy")

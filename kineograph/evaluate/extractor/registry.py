@@ -24,6 +24,13 @@ from kineograph.evaluate.metric_api import MetricSkipped, WeightsMissing
 
 NETWORKS: dict[str, Any] = {"inception-v3": inception, "i3d-kinetics400": i3d, "efficientnet-lite0": efficientnet}
 IMAGE_METRICS = ("fid", "rfid", "kid", "is")  # --extractor without a metric's name is for these
+# The weights that a metric runs by default: the first of these that is installed.
+DEFAULT_WEIGHTS = {
+    **dict.fromkeys(("fid", "rfid", "kid"), ("inception-v3",)),
+    "is": ("inception-v3", "efficientnet-lite0"),
+    "fvd": ("i3d-kinetics400",),
+    "lpips": ("lpips-vgg16",),
+}
 METRICS = (*IMAGE_METRICS, "fvd", "lpips", "clip_score")
 
 

@@ -1,0 +1,385 @@
+"""What is fuzzed: one function a kind of input. A KineoError or Unreadable is the right answer; any other exception is a finding."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import av
+import numpy as np
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import save
+
+from kineograph.cache.pack import Pack, PackWriter
+from kineograph.cache.store import PackIndex
+from kineograph.cli import main
+from kineograph.core.config import flatten, load_file
+from kineograph.core.errors import Unreadable
+from kineograph.core.run_folder import RunFolder
+from kineograph.core.weight_files import open_weights
+from kineograph.data.captions import find_captions
+from kineograph.data.check import check_folder
+from kineograph.data.decode import DecodeOptions, decode_media, probe_media
+from kineograph.data.open_source import open_source, parse_data_config
+from kineograph.data.transforms import ResizeCrop
+from kineograph.evaluate.compare import compare
+from kineograph.run.layers import PRESETS, preset_names, read_config
+from kineograph.run.listing import print_runs
+from kineograph.run.plan import make_plan, resolve_run
+from kineograph.run.resume_from import fetch_checkpoints
+from kineograph.stage.load import StageLoader, choose_sampling_stage
+from kineograph.train import checkpoint
+from tests.data.tar_shards import item, write
+from tests.fuzz.mutations import NUMBERS, STRINGS, damage_bytes, damage_tree, value
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
+def configs(rng: Random, folder: Path) -> None:
+    """Presets with hostile overrides."""
+    name = rng.choice(_names())
+    keys = list(flatten(_preset(name)))
+    overrides = [
+        f"{rng.choice(keys)}={yaml.safe_dump(value(rng), default_flow_style=True).strip()}"
+        for _ in range(rng.randrange(1, 4))
+    ]
+    resolve_run([name, *(text.removesuffix("\n...").replace("\n", " ") for text in overrides)])
+
+
+def _names() -> list[str]:
+    """Presets that need no data of one's own."""
+    return [name for name in preset_names() if name.endswith("-tiny")]
+
+
+@functools.cache
+def _preset(name: str) -> dict[str, Any]:
+    return make_plan(read_config([name])).tree()
+
+
+def texts(rng: Random, folder: Path) -> None:
+    """YAML and JSON files: a preset's bytes, or its tree, damaged."""
+    source = PRESETS / f"{rng.choice(_names())}.yaml"
+    suffix = rng.choice([".yaml", ".json"])
+    path = folder / f"a{suffix}"
+    tree = _preset(source.stem)
+    if rng.random() < 0.5:
+        tree = damage_tree(rng, tree)
+    text = json.dumps(tree) if suffix == ".json" else yaml.safe_dump(tree, allow_unicode=True)
+    path.write_bytes(
+        damage_bytes(rng, text.encode("utf-8", "surrogatepass"))
+        if rng.random() < 0.7
+        else text.encode("utf-8", "surrogatepass")
+    )
+    make_plan(read_config([str(path)]))
+
+
+COMMANDS: dict[str, list[str]] = {
+    "train": ["--run", "--resume", "--resume-from", "--processes"],
+    "sample": ["--count", "--seed", "--guidance", "--steps", "--frames", "--fps", "--prime", "--size", "--set", "--checkpoint", "--format"],
+    "story": ["--overlap", "--frames", "--fps", "--set"],
+    "evaluate": ["--metrics", "--samples", "--split", "--checkpoint", "--extractor"],
+    "compare": ["--out"],
+    "cache": ["--run"],
+    "export": ["--to", "--checkpoint", "--dtype"],
+    "import": ["--from", "--run", "--lora"],
+    "runs": [],
+    "presets": [],
+    "doctor": ["--memory", "--processes"],
+    "data check": [],
+    "data make": ["--out", "--count", "--as", "--split"],
+    "weights get": ["--from"],
+}  # fmt: skip
+
+
+def arguments(rng: Random, folder: Path) -> None:
+    """Every command, with words that nobody types."""
+    (folder / "file.txt").write_text("a caption\n")
+    command = rng.choice(list(COMMANDS))
+    words = [*STRINGS, *map(str, NUMBERS), "file.txt", ".", "train.steps=x", "a=b", "no-such-preset"]
+    given = [rng.choice(words) for _ in range(rng.randrange(3))]
+    for option in rng.sample(COMMANDS[command], rng.randrange(len(COMMANDS[command]) + 1)):
+        given += [option, rng.choice(words)]
+    main([*command.split(), *(word for word in given if "\0" not in word and word not in ("/", "~"))])
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _media() -> dict[str, bytes]:
+    frames = [Image.fromarray(np.full((24, 32, 3), 40 * i, np.uint8)) for i in range(5)]
+    made = {}
+    for suffix, form in {
+        ".png": "PNG",
+        ".jpg": "JPEG",
+        ".bmp": "BMP",
+        ".tiff": "TIFF",
+        ".webp": "WEBP",
+        ".gif": "GIF",
+    }.items():
+        for moving in (False, True):
+            buffer = io.BytesIO()
+            more = (
+                {"save_all": True, "append_images": frames[1:], "duration": 100}
+                if moving and form in ("GIF", "WEBP", "PNG")
+                else {}
+            )
+            frames[0].save(buffer, form, **more)
+            made[f"{'clip' if more else 'still'}{suffix}"] = buffer.getvalue()
+    for suffix, codec in {".mp4": "libx264", ".webm": "libvpx", ".avi": "mpeg4", ".mkv": "libx264"}.items():
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format={".mkv": "matroska"}.get(suffix, suffix[1:])) as container:
+            stream = container.add_stream(codec, rate=8)
+            stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+            container.mux(stream.encode())
+        made[f"clip{suffix}"] = buffer.getvalue()
+    return made
+
+
+def media(rng: Random, folder: Path) -> None:
+    name, data = rng.choice(sorted(_media().items()))
+    path = folder / name
+    path.write_bytes(damage_bytes(rng, data))
+    suffix = (
+        rng.choice([path.suffix, *{Path(other).suffix for other in _media()}]) if rng.random() < 0.2 else path.suffix
+    )
+    options = DecodeOptions(
+        ResizeCrop((8, 8)),
+        frames=rng.choice([1, 3, 9]),
+        fps=rng.choice([None, 4.0, 100.0]),
+        truncated=rng.random() < 0.3,
+    )
+    source = path if rng.random() < 0.5 else path.read_bytes()
+    for read in (
+        lambda: decode_media(source, suffix, "x", options, np.random.default_rng(0)),
+        lambda: probe_media(source, suffix, "x", decode_all=rng.random() < 0.5),
+    ):
+        _allow_unreadable(read)
+
+
+def tars(rng: Random, folder: Path) -> None:
+    path = write(folder / "a.tar", [pair for number in range(4) for pair in item(number, json=b'{"text": "a"}')])
+    data = damage_bytes(rng, path.read_bytes())
+    if rng.random() < 0.4:
+        path.unlink()
+        path = folder / "a.tar.gz"
+        data = gzip.compress(data)
+        data = damage_bytes(rng, data) if rng.random() < 0.5 else data
+    path.write_bytes(data)
+    config = parse_data_config(
+        {"source": "webdataset", "shards": str(path), "size": 8, "validation": 0, "max_unreadable": 1.0}
+    )
+    source = open_source(config, "train", 0)
+    for index in range(min(4, len(source))) if hasattr(source, "read") and path.suffix == ".tar" else ():
+        _allow_unreadable(lambda index=index: source.read(index, np.random.default_rng(0)))
+
+
+def folders(rng: Random, folder: Path) -> None:
+    """Captions and metadata beside pictures."""
+    for number in range(3):
+        (folder / f"{number}.png").write_bytes(_media()["still.png"])
+    rows = [{"file_name": f"{n}.png", "text": "a b", "start": 0, "end": 1} for n in range(3)]
+    lines = "\n".join(json.dumps(damage_tree(rng, row)) for row in rows)
+    (folder / rng.choice(["metadata.jsonl", "metadata.csv", "0.txt", "videos.txt"])).write_bytes(
+        damage_bytes(rng, lines.encode("utf-8", "surrogatepass"))
+    )
+    (folder / "prompts.txt").write_bytes(damage_bytes(rng, b"a\nb\nc"))
+    check_folder(folder)
+    find_captions(
+        folder, [f"{n}.png" for n in range(3)], [path.name for path in folder.iterdir() if path.suffix != ".png"]
+    )
+
+
+def _allow_unreadable(read: Callable[[], object]) -> None:
+    with suppress(Unreadable):
+        read()
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _tiny_plan() -> dict[str, Any]:
+    tree = read_config(["vqgan-tiny"])
+    return make_plan(tree).tree()
+
+
+def _make_run(folder: Path) -> RunFolder:
+    run = RunFolder(folder / "run")
+    tree = _tiny_plan()
+    run.write_config(tree)
+    state = {
+        "stage": next(iter(tree["stages"])),
+        "best": 1.0,
+        "best_step": 1,
+        "elapsed": 1.0,
+        "phase": "train",
+        "config": tree,
+    }
+    for step in (1, 2):
+        checkpoint.save(run.checkpoints(state["stage"]), step, {"model": {"w": torch.zeros(3)}}, state)
+    checkpoint.update_state(
+        run.checkpoints(state["stage"]),
+        2,
+        {"phase": "sample", "samples": 1, "best": 1.0, "best_step": 1, "elapsed": 1.0},
+    )
+    checkpoint.write_best(run.checkpoints(state["stage"]), 1, 1.0)
+    run.metrics_file.write_text(json.dumps({"stage": state["stage"], "split": "train", "step": 1, "loss": 1.0}) + "\n")
+    (run.path / "evaluation.json").write_text(
+        json.dumps({"results": {"validation": {"a/step-00000001": {"fid": {"values": {"fid": 1.0}, "date": "x"}}}}})
+    )
+    return run
+
+
+def _damage_file(rng: Random, path: Path) -> None:
+    data = path.read_bytes()
+    if path.suffix in (".json", ".jsonl", ".yaml") and rng.random() < 0.6:
+        tree = (
+            yaml.safe_load(data)
+            if path.suffix == ".yaml"
+            else json.loads(data.splitlines()[0] if path.suffix == ".jsonl" else data)
+        )
+        tree = damage_tree(rng, tree)
+        text = yaml.safe_dump(tree) if path.suffix == ".yaml" else json.dumps(tree)
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    else:
+        path.write_bytes(damage_bytes(rng, data))
+
+
+def runs(rng: Random, folder: Path) -> None:
+    """Run folders: listed, compared, opened."""
+    run = _make_run(folder)
+    for path in rng.sample([run.config_file, run.metrics_file, run.path / "evaluation.json"], rng.randrange(1, 3)):
+        _damage_file(rng, path)
+    print_runs(folder)
+    rng.choice([
+        lambda: compare([run.path]),
+        lambda: choose_sampling_stage(run),
+        lambda: main(["sample", str(run.path), "a"]),
+        lambda: main(["evaluate", str(run.path), "--samples", "1"]),
+        lambda: main(["export", str(run.path), str(folder / "out"), "--to", "safetensors"]),
+        lambda: resolve_run([], run.path),
+    ])()  # fmt: skip
+
+
+def checkpoints(rng: Random, folder: Path) -> None:
+    run = _make_run(folder)
+    stage = next(iter(_tiny_plan()["stages"]))
+    path = run.checkpoints(stage) / "step-00000002"
+    damaged = path / rng.choice(["manifest.json", "state.json", "phase.json", "model.safetensors"])
+    _damage_file(rng, damaged)
+    if damaged.name in ("state.json", "model.safetensors") and rng.random() < 0.7:  # with a checksum that fits
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"][damaged.name] = checkpoint.flush_and_hash(damaged)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    if rng.random() < 0.3:
+        _damage_file(rng, run.checkpoints(stage) / "best.json")
+    saved = checkpoint.select(run.checkpoints(stage), rng.choice(["last", "best", 2]))
+    saved.state()
+    saved.weights()
+    saved.digest()
+    StageLoader(run).load(stage)
+
+
+def caches(rng: Random, folder: Path) -> None:
+    fields = {"tokens": torch.zeros(4, 1, 2, 2, dtype=torch.int64), "fps": torch.ones(4)}
+    pack = PackWriter.create_folder(folder)
+    writer = PackWriter(pack, 4, fields, vocabulary=8, key="k")
+    writer.append(fields, [bytes([i]) * 16 for i in range(4)], list("abcd"), list("wxyz"))
+    writer.close()
+    for path in rng.sample(sorted(pack.iterdir()), rng.randrange(1, 3)):
+        _damage_file(rng, path)
+    index = PackIndex(folder, "k")
+    index.refresh()
+    opened = Pack.open(pack)
+    opened.keys()
+    opened.captions()
+    for row in range(min(opened.header.done, 4)):
+        _allow_unreadable(lambda row=row: opened.read(row, "x"))
+
+
+# Imports and downloads ------------------------------------------------------------------------------------------------
+
+
+def imports(rng: Random, folder: Path) -> None:
+    """Safetensors files, their index, and the configs of other projects."""
+    weights = save({"a": torch.zeros(2, 2), "b": torch.ones(3, dtype=torch.bfloat16)})
+    (folder / "model.safetensors").write_bytes(damage_bytes(rng, weights) if rng.random() < 0.7 else weights)
+    if rng.random() < 0.5:
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        index = {"weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(damage_tree(rng, index)))
+    (folder / "model_index.json").write_text(
+        json.dumps(damage_tree(rng, {"_class_name": "CogVideoXPipeline", "vae": ["diffusers", "x"]}))
+    )
+    (folder / "sat.yaml").write_bytes(
+        damage_bytes(rng, yaml.safe_dump({"model": {"params": {"a": 1}}, "args": {"lr": 1}}).encode())
+    )
+    rng.choice([
+        lambda: list(open_weights(folder, "model").values()),
+        lambda: main(["import", str(folder), "--from", rng.choice(["diffusers", "sat"]), "--run", str(folder / "out")]),
+        lambda: main(["import", str(folder / "sat.yaml"), "--from", "sat-config"]),
+        lambda: load_file(folder / "model_index.json"),
+    ])()  # fmt: skip
+
+
+def answers(rng: Random, folder: Path) -> None:
+    """HTTP servers that lie: --resume-from."""
+    run = _make_run(folder / "server")
+    stage = next(iter(_tiny_plan()["stages"]))
+    path = run.checkpoints(stage) / "step-00000002"
+    for file in rng.sample(sorted(path.iterdir()), rng.randrange(2)):
+        _damage_file(rng, file)
+
+    class Lies(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.rpartition("/")[2]
+            content = (path / name).read_bytes() if (path / name).is_file() else b""
+            lie = rng.randrange(12)
+            status = rng.choice([200, 204, 206, 302, 404, 500]) if lie == 0 else 200 if content else 404
+            self.send_response(status)
+            self.send_header("Content-Length", str(rng.choice([0, 1, 10**12]) if lie == 1 else len(content)))
+            if lie == 2:
+                self.send_header("Content-Encoding", "gzip")
+            if status == 302:
+                self.send_header("Location", rng.choice(["/", self.path, "file:///etc/passwd"]))
+            self.end_headers()
+            self.wfile.write(content[: rng.randrange(len(content) + 1)] if lie == 3 else content)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Lies)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    fetch_checkpoints(
+        [f"http://127.0.0.1:{server.server_address[1]}/step-00000002"], folder / "new" / "run", lambda line: None
+    )
+
+
+TARGETS = {
+    target.__name__: target
+    for target in (configs, texts, arguments, media, tars, folders, runs, checkpoints, caches, imports, answers)
+}
+
+
+def warm_up() -> None:
+    """Make what the cases share, before they are forked."""
+    _media()
+    _tiny_plan()
+    for name in _names():
+        _preset(name)

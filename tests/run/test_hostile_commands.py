@@ -1,0 +1,120 @@
+"""What a user or a folder can do to a command: an error with a name, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+import yaml
+
+from kineograph.cli import main
+from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.run_folder import RunFolder
+from kineograph.media.grids import wrap_text
+from kineograph.run.listing import list_runs, print_runs
+from kineograph.run.plan import make_plan, resolve_run
+from kineograph.run.resume_from import fetch_checkpoints
+from kineograph.train import checkpoint
+from tests.sample.tiny_task import make_run
+
+
+def test_one_broken_run_does_not_end_the_list(tmp_path, capsys):
+    make_run(tmp_path / "good")
+    odd = [
+        "[", "stages: 3", "stages: {a: 1}", "stages: {a: {task: 1, train: {steps: [1]}}}", "stages: {a: {task: x, train: 7}}",
+        "a: 1\na: 2", "stages: {'../..': {task: x}}", "stages: {'[/x]': {task: x, train: {steps: []}}}", "[" * 3000,
+    ]  # fmt: skip
+    for number, text in enumerate(odd):
+        (tmp_path / f"[odd{number}]").mkdir(parents=True)
+        (tmp_path / f"[odd{number}]" / "config.yaml").write_text(text)
+    for name, content in {
+        "evaluation.json": {"results": {"a": {"b": {"caption_accuracy": 1}}}},
+        "metrics.jsonl": [1],
+    }.items():
+        run = make_run(tmp_path / name.partition(".")[0])
+        (run.path / name).write_text(json.dumps(content))
+    rows = {row.name: row.state for row in list_runs(tmp_path)}
+    assert rows["good"] != "broken"
+    assert sum(state == "broken" for state in rows.values()) >= len(odd) - 1
+    print_runs(tmp_path)
+    assert "good" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "", "x" * 300])
+def test_a_name_that_is_no_folder_is_refused(name):
+    with pytest.raises(ConfigError, match="name="):
+        resolve_run(["vqgan-tiny", f"name='{name}'"])
+
+
+@pytest.mark.parametrize("name", ["a", ".hidden", "a.b", "..a", "a b"])
+def test_names_of_folders_are_taken(name):
+    assert resolve_run(["vqgan-tiny", f"name='{name}'"])[1].path.name == name
+
+
+def test_the_root_is_no_run_folder(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "vqgan-tiny", "--run", "/"])
+    assert stop.value.code == 2
+    assert "root of the file system" in capsys.readouterr().err
+
+
+def save_one(folder):
+    config = {"stages": {"only": {"task": "vqgan"}}}
+    state = {"stage": "only", "config": make_plan(config).tree()}
+    checkpoint.save(folder / "only" / "checkpoints", 1, {"model": {"w": torch.zeros(1)}}, state)
+    return folder / "only" / "checkpoints" / "step-00000001"
+
+
+@pytest.mark.timeout(20)
+def test_a_parent_of_the_run_is_not_copied_into_itself(tmp_path):
+    save_one(tmp_path / "runs" / "old")
+    with pytest.raises(InputError, match="holds the run folder itself"):
+        fetch_checkpoints([str(tmp_path / "runs")], tmp_path / "runs" / "new", print)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["old"]
+
+
+@pytest.mark.timeout(20)
+def test_pipes_in_a_checkpoint_folder_are_refused(tmp_path):
+    path = save_one(tmp_path / "old")
+    os.mkfifo(path / "pipe")
+    with pytest.raises(InputError, match="not a regular file"):
+        fetch_checkpoints([str(path)], tmp_path / "new" / "run", print)
+    assert not (tmp_path / "new").exists()
+
+
+def test_missing_weights_of_a_metric_are_refused_before_the_first_stage(tmp_path, capsys):
+    tree = {
+        "preset": "muse-tiny",
+        "stages": {"generator": {"train": {"metrics": ["fid"], "evaluate_every": 1}}},
+    }
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(tmp_path / "a.yaml"), "--run", str(tmp_path / "run"), "train.steps=1"])
+    assert stop.value.code == 2
+    assert "train.metrics names fid: the weights inception-v3 are not on this machine" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
+    run = RunFolder(tmp_path)
+    kept = ["config.yaml", ".lock", ".scan/x", "a/.hidden", ".evaluation.json.7", "a/samples/s/x.gif", ".v1.2"]
+    gone = [
+        ".config.yaml.123", "a/.best.json.9", "a/checkpoints/.x.1", "a/checkpoints/step-00000001/.phase.json.4",
+        "a/samples/s/.12ab.part.gif", "a/.fetching-x/file",
+    ]  # fmt: skip
+    for name in [*kept, *gone]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    run.remove_leftovers()
+    assert [name for name in gone if (tmp_path / name).exists()] == []
+    assert [name for name in kept[:-1] if not (tmp_path / name).exists()] == []
+
+
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "a b " * 250_000, "\u0301" * 300_000])
+def test_the_layout_of_a_caption_is_linear_in_its_length(text):
+    began = time.monotonic()
+    assert len(wrap_text(text, 200)) <= 8
+    assert time.monotonic() - began < 2
