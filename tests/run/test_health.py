@@ -194,8 +194,8 @@ def test_a_vae_whose_posterior_is_its_prior(trained: Path) -> None:
 
 @pytest.mark.slow
 def test_learning_a_few_pictures_by_heart(trained: Path) -> None:
-    words = ["data.count=40", "data.validation=0.5", "train.steps=600", "train.lr=4e-3"]
-    ending = run_case(trained, "decoder", None, *words, name="by-heart")
+    words = ["data.count=16", "train.steps=400", "train.lr=4e-3", "train.schedule=constant"]
+    ending = run_case(trained, "nuwa", None, *words, name="by-heart")
     assert ending.findings.get("overfitting") == "warning"
 
 
