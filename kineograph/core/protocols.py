@@ -34,6 +34,10 @@ class TextEncoder(nn.Module):
         """Replace the rows where `dropped` (B, bool) by the null text."""
         raise NotImplementedError
 
+    def count_cut(self, captions: list[str]) -> int | None:
+        """How many captions have more tokens than `length`; None if nothing can tell."""
+        return None
+
     def assets(self) -> dict[str, str]:
         """Text that a rebuild needs beside the weights, such as a learned vocabulary."""
         return {}

@@ -21,6 +21,7 @@ from kineograph.core.media_file import MediaLimits
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_caption
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, media_kind, probe_media
+from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.split_folders import describe_split_folders, group_by_split_folder
@@ -185,7 +186,7 @@ def _select_by_share(names: list[str], split: Split, config: FolderConfig) -> tu
     return {name for name, parent in zip(names, parents, strict=True) if parent in chosen}, selected.note
 
 
-class Folder(BucketedSource):
+class Folder(BucketedSource, MeasuresItems):
     Config = FolderConfig
 
     def __init__(
@@ -272,6 +273,15 @@ class Folder(BucketedSource):
                 raise Unreadable(item.name, reason)
             sample.extra["sketch"], _ = pad_frames(sketch, shape.frames)
         return sample
+
+    def measure(self, index: int) -> MediaInfo:
+        return _probe(self.root, self.items[index], self.config.limits)
+
+    def is_coloured(self, index: int) -> bool:
+        path, options = self.root / self.items[index].name, replace(self._options, channels=3, frames=1)
+        return has_colour(
+            decode_media(path, path.suffix, self.identity(index), options, np.random.default_rng(0)).pixels
+        )
 
     def caption(self, index: int) -> str | None:
         name, span, _ = self.items[index]

@@ -14,6 +14,8 @@ from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.arrays import Array, find_array, parse_dtype, read_captions_beside
+from kineograph.data.buckets import MediaInfo
+from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import DataConfig, Split, select_split
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
@@ -64,7 +66,7 @@ def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
     )
 
 
-class Memmap(Source):
+class Memmap(Source, MeasuresItems):
     Config = MemmapConfig
 
     def __init__(
@@ -122,6 +124,17 @@ class Memmap(Source):
         clip = resize_frames(self._to_uint8(clip, index), self.config.size, self.config.channels)
         pixels, mask = pad_frames(clip, self.config.frames)
         return Sample(pixels=pixels, frame_mask=mask, fps=self.config.fps or _FPS, caption=self.caption(index))
+
+    def measure(self, index: int) -> MediaInfo:
+        frames, (height, width) = self.array.shape[self.layout.index("T")], self.array.shape[-2:]
+        # Nothing is resampled: data.fps is the array's own rate.
+        return MediaInfo(width, height, frames, frames / (self.config.fps or _FPS))
+
+    def is_coloured(self, index: int) -> bool:
+        if self.layout != "NTCHW" or self.array.shape[2] < 3:
+            return False
+        frame = np.asarray(self.array.values[int(self.indices[index]), :1, :3])
+        return has_colour(self._to_uint8(rearrange(frame, "t c h w -> t h w c"), index))
 
     def _to_uint8(self, clip: np.ndarray, index: int) -> np.ndarray:
         if clip.dtype == np.uint8:

@@ -83,6 +83,13 @@ def drop_other_source_keys(
     return {key: value for key, value in data.items() if key in DataConfig.model_fields}
 
 
+def drop_digit_channels(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Remove `channels` if the source changes from moving_digits to files: gray digits say nothing about these."""
+    if source_name(data) != _DEFAULT_SOURCE or source_name(override) not in ("folder", "webdataset"):
+        return data
+    return {key: value for key, value in data.items() if key != "channels"}
+
+
 # Opening ----------------------------------------------------------------------------------------------------------
 
 

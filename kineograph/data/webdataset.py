@@ -9,6 +9,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.core.media_file import check_bytes
 from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, BucketedSource, BucketsConfig, MediaInfo, assign_buckets
-from kineograph.data.decode import probe_media, raise_unreadable
+from kineograph.data.decode import decode_media, probe_media, raise_unreadable
+from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.shards import Shard, find_shards, shards_error
@@ -69,7 +71,7 @@ class _Table:
         self.embedding_rows = {field: numbers[rows] for field, numbers in self.embedding_rows.items()}
 
 
-class WebDataset(BucketedSource):
+class WebDataset(BucketedSource, MeasuresItems):
     Config = WebDatasetConfig
 
     def __init__(
@@ -169,14 +171,9 @@ class WebDataset(BucketedSource):
     def _assign_buckets(self, config: BucketsConfig) -> None:
         """Assign every sample to a bucket; drop those that cannot be probed."""
         names = [self.identity(row) for row in range(len(self._table))]
-
-        def probe(row: int) -> MediaInfo:
-            member = self._read_member("media", row, names[row])
-            return probe_media(member.data, f".{member.suffix}", names[row], limits=self.config.limits)
-
         shards = self._table.shards.tolist()
         stamps = [f"{name}\0{self._stamps[shard]}" for name, shard in zip(names, shards, strict=True)]
-        infos = probe_all(stamps, probe, "\n".join(shard.url for shard in self.shards), "data.shards")
+        infos = probe_all(stamps, self.measure, "\n".join(shard.url for shard in self.shards), "data.shards")
         self.skipped |= list_unreadable(names, infos, self.config.max_unreadable)
         self._table.keep(np.flatnonzero([isinstance(info, MediaInfo) for info in infos]))
         readable = [info for info in infos if isinstance(info, MediaInfo)]
@@ -197,6 +194,18 @@ class WebDataset(BucketedSource):
 
     def read_as(self, index: int, shape: Bucket, rng: np.random.Generator) -> Sample:
         return self.decoder.decode(self._read_record(index, self._table.fields(index)), rng, shape)
+
+    def measure(self, index: int) -> MediaInfo:
+        name = self.identity(index)
+        member = self._read_member("media", index, name)
+        return probe_media(member.data, f".{member.suffix}", name, limits=self.config.limits)
+
+    def is_coloured(self, index: int) -> bool:
+        name = self.identity(index)
+        member, options = self._read_member("media", index, name), self.config.decode_options("validation")
+        options = replace(options, channels=3, frames=1)
+        clip = decode_media(member.data, f".{member.suffix}", name, options, np.random.default_rng(0))
+        return has_colour(clip.pixels)
 
     def caption(self, index: int) -> str | None:
         fields = [field for field in self._table.fields(index) if field == "caption"]

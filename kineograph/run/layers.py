@@ -104,6 +104,7 @@ def _sort_choices_first(settings: list[tuple[str, Any]]) -> list[tuple[str, Any]
 def lay_over(tree: Tree, over: Tree) -> Tree:
     """Merge a later layer into a tree; its shared sections reach into every stage."""
     from kineograph.data.open_source import (
+        drop_digit_channels,
         drop_other_source_keys,
         source_name,
     )  # with torch: `kineo presets` needs neither
@@ -114,7 +115,8 @@ def lay_over(tree: Tree, over: Tree) -> Tree:
     old_source = source_name(tree.get("data") or {})
     train, data = over.get("train") or {}, over.get("data") or {}
     if data:
-        tree["data"] = drop_other_source_keys(tree.get("data") or {}, data, old_source)
+        kept = drop_digit_channels(tree.get("data") or {}, data)
+        tree["data"] = drop_other_source_keys(kept, data, old_source)
     for name, stage in tree["stages"].items():
         if stage.get("train"):
             stage["train"] = _remove_keys(stage["train"], train)

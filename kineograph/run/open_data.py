@@ -13,6 +13,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.data.captions import require_captions, warn_of_flip
 from kineograph.data.dataset import DatasetSource
 from kineograph.data.decode import MediaConfig
+from kineograph.data.fit_summary import summarise_fit
 from kineograph.data.open_source import Split, open_source
 from kineograph.data.startup_scan import check_unreadable_share, scan
 from kineograph.stage.data import StageData, scan_file
@@ -52,6 +53,8 @@ def open_data(
         if config.validation == 0 and _have_same_items(source, validation):
             note("data.validation=0: validation runs on training data")
         data = StageData(stage, seed, source, validation, {"train": skipped})
+        for line in summarise_fit(source, config):
+            note(line)
     if folder is not None and dataset is None:
         for split in get_args(Split)[:2]:
             check_items(RunFolder(folder), stage.name, config, split, data.split(split), note)

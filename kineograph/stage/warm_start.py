@@ -14,17 +14,20 @@ from kineograph.core import weight_cache
 from kineograph.core.capabilities import RemapsInit
 from kineograph.core.errors import InputError
 from kineograph.core.noise import key_of
+from kineograph.core.protocols import TextEncoder
 from kineograph.core.task import Task, find_codec, load_weights, task_state_dict
 from kineograph.core.weight_files import WeightFiles
 from kineograph.stage.build import build_task
 from kineograph.stage.data import StageData
 from kineograph.stage.load import StageLoader, locate_stage
 from kineograph.stage.spec import Plan, StagePlan
+from kineograph.text import TextConfig
 from kineograph.text.learned import ASSET, LearnedText
 from kineograph.train import checkpoint
 from kineograph.train.remote_checkpoint import download_checkpoint, is_remote
 
 _BYTES = 259  # size of a vocabulary that learned no words: 256 bytes and three special tokens
+_CAPTION_SAMPLE = 256  # captions whose tokens are counted
 _LISTED = 4  # tensors named in a log line before it counts the rest
 
 
@@ -44,6 +47,7 @@ def build_for_training(
         task = build_untrained(plan, stage, loader, data, note, init.checkpoint if init else None)
         if init is not None:
             _copy_weights(task, stage, loader, init, note)
+    _warn_of_cut_captions(task, stage, data, note)
     return task
 
 
@@ -63,6 +67,21 @@ def build_untrained(
     task = build_task(stage.spec, loader.load, note, assets, data.captions, seed)
     _warn_of_longer_clips(task, stage, note)
     return task
+
+
+def _warn_of_cut_captions(task: Task, stage: StagePlan, data: StageData, note: Callable[[str], None]) -> None:
+    text = dict(stage.spec.config).get("text")
+    encoder = next((module for module in task.modules() if isinstance(module, TextEncoder)), None)
+    if not isinstance(text, TextConfig) or "captions" not in text.reads() or encoder is None:
+        return
+    captions = data.captions()
+    sample = captions[:: -(-len(captions) // _CAPTION_SAMPLE) or 1]
+    cut = encoder.count_cut(sample)
+    if cut:
+        note(
+            f"{stage.name}: {cut} of {len(sample)} different captions are cut to {encoder.length} tokens; "
+            f"raise stages.{stage.name}.text.length"
+        )
 
 
 def _warn_of_longer_clips(task: Task, stage: StagePlan, note: Callable[[str], None]) -> None:

@@ -99,6 +99,15 @@ class PretrainedText(TextEncoder):
         embeddings = model(input_ids=ids, attention_mask=attention).last_hidden_state.float()
         return embeddings * mask[..., None], mask
 
+    def count_cut(self, captions: list[str]) -> int | None:
+        try:
+            tokenizer = _load_tokenizer(self.name, self.local, self.kind)
+        except InputError:  # with cached embeddings it is not needed
+            return None
+        return sum(
+            len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) > self.length for text in captions
+        )
+
     def release(self) -> None:
         """Free the encoder's memory; the next caption loads it again."""
         self._parts.clear()
