@@ -386,6 +386,30 @@ def data_check(
         raise typer.Exit(1)
 
 
+@data_app.command("show")
+def data_show(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of pictures, clips, shards or arrays.")],
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PRESET|FILE.yaml] [key=value …]",
+            help="How to read them: a preset's data keys, and keys of data.*, such as size=64 frames=9 fps=8.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("data.png"),
+    count: Annotated[int, typer.Option(min=1, max=400, help="How many items.")] = 16,
+    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Of which split.")] = "train",
+    stage: Annotated[str | None, typer.Option(help="Whose data keys.", show_default="the last stage")] = None,
+) -> None:
+    """Write a contact sheet of items as the model will see them: sampled, cropped, resized, with their captions.
+
+    Example: kineo data show clips phenaki-tiny data.frames=9 --out clips.png
+    """
+    from kineograph.run.data_sheet import show_data
+
+    print(show_data(path, what or [], out, count, split, stage))
+
+
 @app.command("import")
 def import_(
     what: Annotated[

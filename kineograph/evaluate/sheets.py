@@ -56,7 +56,7 @@ class SampleSheets:
         if self.samples:
             folder.mkdir(parents=True, exist_ok=True)
             written.append(folder / f"{name}.png")
-            clips = [_enlarge(entry.clips[0]) for entry in self.samples]
+            clips = [enlarge_for_caption(entry.clips[0]) for entry in self.samples]
             make_grid(clips, captions=[entry.caption for entry in self.samples]).save(written[-1])
         if self.reconstructions:
             inputs, outputs = ([entry.clips[side] for entry in self.reconstructions] for side in (0, 1))
@@ -85,7 +85,7 @@ def _gather(entries: list[_Entry], limit: int) -> list[_Entry]:
     ]
 
 
-def _enlarge(clip: Tensor) -> Tensor:
+def enlarge_for_caption(clip: Tensor) -> Tensor:
     """Make a single image wide enough for its caption; the frames of a clip are side by side."""
     factor = max(1, math.ceil(MIN_WIDTH / clip.shape[-1]) if clip.shape[0] == 1 else 1)
     return repeat(clip, "t c h w -> t c (h i) (w j)", i=factor, j=factor)

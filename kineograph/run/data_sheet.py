@@ -1,0 +1,104 @@
+"""`kineo data show DIR`: a contact sheet of items as the model will see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kineograph.core.batch import Sample
+from kineograph.core.config import parse_override
+from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.core.noise import numpy_rng
+from kineograph.data.fit_summary import summarise_fit
+from kineograph.data.folder import list_folder
+from kineograph.data.open_source import DataConfig, Split, open_source, parse_data_config
+from kineograph.evaluate.sheets import enlarge_for_caption
+from kineograph.media.grids import make_grid, select_evenly
+from kineograph.run.layers import is_override, read_config
+from kineograph.run.plan import RunConfig, make_plan
+
+_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def show_data(
+    path: Path,
+    arguments: Sequence[str],
+    out: Path,
+    count: int = 16,
+    split: Split = "train",
+    stage: str | None = None,
+    note: Callable[[str], None] = print,
+) -> Path:
+    """Write a sheet of `count` evenly spaced items, read with the data keys of a preset, files and overrides."""
+    if out.suffix.lower() not in _FORMATS:
+        raise InputError(f"--out {out}: the sheet is a picture; end its name with {', '.join(_FORMATS)}")
+    config = read_data_config(path, arguments, stage)
+    source = open_source(config, split, 0)
+    if "pixels" not in source.fields:
+        raise InputError(
+            f"data.source={config.source} reads no pixels ({', '.join(sorted(source.fields))}): nothing to show"
+        )
+    if source.note:
+        note(source.note)
+    for line in summarise_fit(source, config):
+        note(line)
+    samples: list[Sample] = []
+    for index in select_evenly(len(source), count):
+        try:
+            samples.append(source.read(index, numpy_rng(0, index, "show")))
+        except Unreadable as error:
+            note(f"cannot be read: {error.path}: {error.reason}")
+    if not samples:
+        raise InputError(f"{path}: none of the items can be read; kineo data check {path} lists them all")
+    cells = [enlarge_for_caption(sample.pixels) for sample in samples if sample.pixels is not None]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    make_grid(cells, captions=[_describe(sample) for sample in samples]).save(out)
+    note(
+        f"{len(samples)} of {len(source)} {split} items, {config.frames} × {config.size[0]} × {config.size[1]} "
+        f"with {config.channels} channels (frames × height × width)"
+    )
+    return out
+
+
+def read_data_config(path: Path, arguments: Sequence[str], stage: str | None = None) -> DataConfig:
+    """The data keys of a stage (default: the last) with the items at `path`; keys without a section belong to data.*."""
+    settings = [_add_section(argument) for argument in arguments if is_override(argument)]
+    files = [argument for argument in arguments if not is_override(argument)]
+    chosen = dict(map(parse_override, settings)).get("data.source")
+    tree = read_config([*files, *_locate(path, chosen), *settings])
+    if not files:
+        if stage is not None:
+            raise ConfigError(f"--stage {stage}: only a preset or file has stages; name one")
+        return parse_data_config(tree.get("data") or {})
+    plan = make_plan(tree)
+    if stage is not None and stage not in [known.name for known in plan.stages]:
+        raise ConfigError(f"--stage {stage}: the stages are {', '.join(known.name for known in plan.stages)}")
+    return (plan.stage(stage) if stage is not None else plan.stages[-1]).spec.data
+
+
+def _add_section(argument: str) -> str:
+    key = argument.partition("=")[0]
+    return argument if "." in key or key in RunConfig.model_fields else f"data.{argument}"
+
+
+def _locate(path: Path, source: str | None) -> list[str]:
+    """Overrides that read `path`: a folder of media, shards or arrays, by what it holds."""
+    if source is None:
+        listing = list_folder(path, "") if path.is_dir() else None
+        names = [*listing.others] if listing is not None else [path.name]
+        endings = {Path(name).suffix.lower() for name in names}
+        if listing is not None and listing.media:
+            source = "folder"
+        elif ".tar" in endings:
+            source = "webdataset"
+        else:
+            source = "memmap" if ".npy" in endings else "folder"
+    return [f"data.source={source}", f"data.{'shards' if source == 'webdataset' else 'folder'}={path}"]
+
+
+def _describe(sample: Sample) -> str:
+    """The caption, and how many frames are padding."""
+    words = sample.caption or "(no caption)"
+    if sample.frame_mask is None or bool(sample.frame_mask.all()):
+        return words
+    return f"[{int(sample.frame_mask.sum())} of {len(sample.frame_mask)} frames, the rest is padding] {words}"
