@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused_everywhere():
         task.encode(torch.rand(1, 6, 3, 16, 16))
     with pytest.raises(ConfigError, match="width=18 must be a multiple of 2 × heads = 4"):
         build(width=18)
-    with pytest.raises(ConfigError, match="1 pixel or more"):
+    with pytest.raises(ConfigError, match="at least 1 pixel"):
         build(patch=0)
     with pytest.raises(ConfigError, match=r"adversarial.levels=5 .* use 4 or fewer"):
         build(adversarial={"levels": 5})
