@@ -10,14 +10,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, features
 from pydantic import Field
 
 from kineograph.core.config import Config
 from kineograph.core.errors import Unreadable
 
 # Pillow's other decoders start programs (EPS), read further files (FITS, WMF) or are rarely tested.
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF")
+IMAGE_FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF")
+# dav1d and OpenJPEG, which browsers run on files of strangers too; Pillow may be built without them.
+if "avif" in features.modules and features.check_module("avif"):
+    IMAGE_FORMATS += ("AVIF",)
+if features.check_codec("jpg_2000"):
+    IMAGE_FORMATS += ("JPEG2000",)
 # Containers. FFmpeg's playlists and scripts (hls, concat …) would open further files and URLs.
 _VIDEO_FORMATS = "mov,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 _PILLOW_PIXELS = 2 * 89_478_485  # Pillow refuses more

@@ -1,4 +1,4 @@
-"""Captions of a folder: sidecar .txt, metadata.jsonl/.csv (or any other .jsonl that names files), videos/ + labels/, prompts.txt + videos.txt.
+"""Captions of a folder: sidecar .txt or .caption, metadata.jsonl/.csv (or any other .jsonl that names files), videos/ + labels/, prompts.txt + videos.txt.
 
 A row of metadata may caption a span of a clip (`start` and `end`, in seconds), or several (`clips`, a list of spans).
 """
@@ -23,6 +23,7 @@ TEXT_KEYS = ("text", "caption", "prompt")
 FILE_KEYS = ("file_name", "video", "media_path", "path")
 # Words that become wrong when the picture is mirrored.
 _SIDES = re.compile(r"\b(?:left|right)(?:wards?|most|hand(?:ed)?)?\b|\b(?:anti-?|counter-?)?clockwise\b", re.IGNORECASE)
+SIDECARS = (".txt", ".caption")
 PROMPTS = ("prompts.txt", "prompt.txt", "captions.txt")
 
 
@@ -51,8 +52,8 @@ class Captions(NamedTuple):
     """Captions by media name. Sidecar files are read on demand, since there may be millions."""
 
     listed: dict[str, str]  # media → caption from a list
-    sidecars: dict[str, str]  # media → .txt beside it
-    unused: list[str]  # .txt files that belong to no media
+    sidecars: dict[str, str]  # media → .txt or .caption beside it
+    unused: list[str]  # such files that belong to no media
     problems: list[Problem]
     spans: dict[str, list[Span]]  # media → its captioned spans, which replace the whole file
 
@@ -68,7 +69,7 @@ def find_captions(root: Path, media: Sequence[str], others: Sequence[str]) -> Ca
     for name in others:
         folder, base = PurePosixPath(name).parent, PurePosixPath(name).name
         prompts = next((path for other in PROMPTS if (path := str(folder / other)) in other_names), None)
-        if base in METADATA or (base.endswith(".jsonl") and _names_files(root / name)):
+        if base in METADATA or (base.endswith(".jsonl") and names_files(root / name)):
             rows = _read_metadata(root / name, name, problems)
         elif base == "videos.txt" and prompts is not None:
             rows = _read_paired_lines(root, name, prompts)
@@ -90,7 +91,7 @@ def find_captions(root: Path, media: Sequence[str], others: Sequence[str]) -> Ca
                 used.add(other_names[candidate])
                 if name not in listed:
                     sidecars.setdefault(name, other_names[candidate])
-    unused = [name for name in others if name.lower().endswith(".txt") and name not in used]
+    unused = [name for name in others if name.lower().endswith(SIDECARS) and name not in used]
     return Captions(listed, sidecars, unused, problems, {name: sorted(set(parts)) for name, parts in spans.items()})
 
 
@@ -100,13 +101,13 @@ def read_caption(path: Path) -> str:
 
 
 def _sidecar_names(name: str) -> list[str]:
-    """a/videos/b/c.mp4 → a/videos/b/c.txt, a/labels/b/c.txt."""
-    path = PurePosixPath(name).with_suffix(".txt")
-    names = [str(path)]
+    """a/videos/b/c.mp4 → a/videos/b/c.txt, a/labels/b/c.txt, and both with .caption."""
+    path = PurePosixPath(name)
+    stems = [path]
     for depth, part in enumerate(path.parts[:-1]):
         if part in ("videos", "images"):
-            names.append(str(PurePosixPath(*path.parts[:depth], "labels", *path.parts[depth + 1 :])))
-    return names
+            stems.append(PurePosixPath(*path.parts[:depth], "labels", *path.parts[depth + 1 :]))
+    return [str(stem.with_suffix(suffix)) for suffix in SIDECARS for stem in stems]
 
 
 def _read_paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
@@ -161,7 +162,7 @@ def _parse_span(row: Any, required: bool) -> tuple[float, float] | None:
     return first, last
 
 
-def _names_files(path: Path) -> bool:
+def names_files(path: Path) -> bool:
     """Whether the first line of a .jsonl names a file: others may contain anything."""
     try:
         with open(path, encoding="utf-8-sig") as file:

@@ -20,6 +20,7 @@ from kineograph.data.captions import Problem, find_captions, names_side, read_ca
 from kineograph.data.decode import media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
 from kineograph.data.split_folders import describe_split_folders
+from kineograph.data.unread_files import find_unread
 
 _DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
 T = TypeVar("T")
@@ -181,6 +182,9 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
                 continue
             report.problems.append(Problem(text_file, "an empty caption"))
         unreadable.add(name)
+    unread = find_unread(report.path, [name for name in others if not name.endswith((".tar", ".npy"))])
+    report.notes += [unread.note] if unread.note else []
+    report.problems += unread.problems
     unused = [name for name in captions.unused if PurePosixPath(name).stem.lower() not in _DOCUMENTS]
     report.problems += [Problem(name, "a caption without image or clip") for name in unused]
     items = build_items(names, captions)

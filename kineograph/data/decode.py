@@ -26,8 +26,8 @@ from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, R
 # Pillow warns about metadata that is not used here (odd EXIF, unknown chunks); undecodable pixels are an error anyway.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-VIDEOS = (".mp4", ".webm", ".mov", ".avi", ".mkv", ".m4v")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".jp2")
+VIDEOS = (".mp4", ".webm", ".mov", ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".3gp", ".wmv", ".ogv")
 CLIPS = (".gif", *VIDEOS)
 MODES: dict[int, Literal["L", "LA", "RGB", "RGBA"]] = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _ORIENTATION = 0x0112  # EXIF tag; 5 and above swap width and height
@@ -160,7 +160,7 @@ def raise_unreadable(name: str) -> Iterator[None]:
     except Unreadable as error:
         raise Unreadable(name, error.reason) from None
     except UnidentifiedImageError:
-        raise Unreadable(name, "not a PNG, JPEG, WebP, BMP, TIFF or GIF image") from None
+        raise Unreadable(name, "not a PNG, JPEG, WebP, AVIF, JPEG 2000, BMP, TIFF or GIF image") from None
     except FileNotFoundError:
         raise Unreadable(name, "the file no longer exists") from None
     except PermissionError:

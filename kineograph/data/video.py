@@ -20,6 +20,7 @@ from kineograph.data.transforms import TOLERANCE, ImageTransform
 if TYPE_CHECKING:
     import av
 
+_UNINDEXED = ("mpegts", "mpeg")
 _NO_FRAMES = "a video without frames"
 
 
@@ -101,7 +102,9 @@ def _iterate_frames(
     import av
 
     origin, clock = stream.start_time or 0, float(stream.time_base)
-    container.seek(origin + int(start / clock), stream=stream, backward=True)
+    # Streams without an index: their demuxers land up to a group of pictures too late.
+    early = 1.0 if container.format.name in _UNINDEXED else 0.0
+    container.seek(origin + int((start - early) / clock), stream=stream, backward=True)
     first = True
     last = -1 / frame_rate(stream)
     try:

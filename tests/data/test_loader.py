@@ -234,7 +234,11 @@ def test_any_number_of_workers_gives_the_same_batches(folder, workers):
         assert torch.equal(pixels(one), pixels(other))
         assert content(one) == content(other)
         assert [batch.slots.tolist() for batch in one] == [batch.slots.tolist() for batch in other]
-    assert helped.skipped == alone.skipped == {"broken.png": "not a PNG, JPEG, WebP, BMP, TIFF or GIF image"}
+    assert (
+        helped.skipped
+        == alone.skipped
+        == {"broken.png": "not a PNG, JPEG, WebP, AVIF, JPEG 2000, BMP, TIFF or GIF image"}
+    )
 
 
 def test_workers_end_when_iteration_stops_early(folder):

@@ -18,7 +18,7 @@ def source(pictures):
 
 
 EXPECTED = [
-    Skipped("broken.png", "not a PNG, JPEG, WebP, BMP, TIFF or GIF image"),
+    Skipped("broken.png", "not a PNG, JPEG, WebP, AVIF, JPEG 2000, BMP, TIFF or GIF image"),
     Skipped("empty.jpg", "empty file (0 bytes)"),
 ]
 

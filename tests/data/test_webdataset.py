@@ -272,7 +272,7 @@ def test_bad_pictures_and_captions_are_replaced_and_listed(tmp_path: Path) -> No
     source = opened(write(tmp_path / "0.tar", files))
     reasons = {path.rpartition(":")[2]: reason for path, reason in scan(source, 0.5)}
     assert reasons == {
-        "000000000": "not a PNG, JPEG, WebP, BMP, TIFF or GIF image",
+        "000000000": "not a PNG, JPEG, WebP, AVIF, JPEG 2000, BMP, TIFF or GIF image",
         "000000001": "an empty caption",
         "000000002": "its .txt is not UTF-8 text",
     }
