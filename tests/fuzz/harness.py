@@ -42,6 +42,7 @@ def run_case(name: str, target: Target, seed: int, case: int, seconds: float = S
     folder.mkdir()
     (place / "home").mkdir()
     report = place / "report"
+    own = _resident_memory()
     child = os.fork()
     if not child:
         _run_child(target, Random(f"{name} {seed} {case}"), folder, report)
@@ -53,7 +54,7 @@ def run_case(name: str, target: Target, seed: int, case: int, seconds: float = S
             return Finding(name, seed, case, f"ended by {signal.Signals(os.WTERMSIG(status)).name}")
         if report.exists():
             return Finding(name, seed, case, report.read_text(errors="replace"))
-        if usage > MEMORY + _own_memory():
+        if usage > MEMORY + own:
             return Finding(name, seed, case, f"took {usage / 2**30:.1f} GiB")
         strangers = sorted(path.name for path in place.iterdir() if path.name not in ("inside", "home", "report"))
         if strangers or list(place.rglob("PWNED")):
@@ -111,5 +112,7 @@ def _wait(child: int, seconds: float) -> tuple[int | None, int]:
     return None, 0
 
 
-def _own_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _resident_memory() -> int:
+    """What this process holds now, and a fork of it begins with."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()

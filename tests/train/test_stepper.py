@@ -392,7 +392,12 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
     straight = Stepper(make(), config, seed=5)
     for step in range(4):
         straight.step(step, [batch(step)])
-    checkpoint.save(tmp_path, 4, straight.full_state(), {"stepper": straight.state()})
+    checkpoint.save(
+        tmp_path,
+        4,
+        straight.full_state(),
+        {"stepper": straight.state(), "best": None, "best_step": None, "elapsed": 0.0},
+    )
     torch.manual_seed(123)
     resumed = Stepper(make(), config, seed=5)
     for p in resumed.task.parameters():
