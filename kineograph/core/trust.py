@@ -33,7 +33,7 @@ def require_trust(tree: Mapping[str, Any], origin: str) -> None:
     """Refuse a config from elsewhere that names code nobody typed here. `origin` is where it was read."""
     unknown = {key: code for key, code in find_code(tree) if _digest(key, code) not in _accepted}
     if unknown and not _all_trusted:
-        remembered = _read_remembered()
+        remembered = _load_typed_code()
         unknown = {key: code for key, code in unknown.items() if _digest(key, code) not in remembered}
         if unknown:
             lines = "\n".join(f"  {key}: {code}" for key, code in unknown.items())
@@ -56,7 +56,7 @@ def accept(tree: Mapping[str, Any]) -> None:
 
 def remember(tree: Mapping[str, Any]) -> None:
     """Let later processes run what a config names. Where the state cannot be written, they need --trust."""
-    new = {_digest(key, code) for key, code in find_code(tree)} - _read_remembered()
+    new = {_digest(key, code) for key, code in find_code(tree)} - _load_typed_code()
     if new:
         with suppress(OSError):
             _state_file().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,7 +87,7 @@ def _state_file() -> Path:
     return Path(home) / "kineograph" / "typed_code"
 
 
-def _read_remembered() -> set[str]:
+def _load_typed_code() -> set[str]:
     try:
         return set(_state_file().read_text(encoding="ascii").split())
     except (OSError, ValueError, RuntimeError):  # no home

@@ -123,7 +123,7 @@ class StageHealth:
         step = int(record["step"])
         if "loss" in record:
             self._losses.append((step, _to_float(record["loss"])))
-        for name in self._needed():
+        for name in self._end_metrics():
             if name in record:
                 self._logged.setdefault(name, []).append(_to_float(record[name]))
         if "skipped" in record:
@@ -234,7 +234,7 @@ class StageHealth:
         first = [loss for _, loss in self._losses[: 1 if self.batch_size >= 8 else 3]]
         return max(first) if first else math.nan
 
-    def _needed(self) -> set[str]:
+    def _end_metrics(self) -> set[str]:
         """Logged numbers that a limit at the end looks at."""
         names = {name for limit in self.limits for name in (limit.metric, limit.share_of) if name is not None}
         return {name.removeprefix("train/") for name in names if name.startswith("train/")}
