@@ -6,11 +6,13 @@ import math
 import os
 import re
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kineograph.core.health import read_findings
 from kineograph.core.run_folder import RunFolder, read_json, write_json
-from kineograph.evaluate.metric_api import Result
+
+if TYPE_CHECKING:  # with torch, which reading results needs not
+    from kineograph.evaluate.metric_api import Result
 
 FORMAT = 1
 Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # split → checkpoint → metric → record

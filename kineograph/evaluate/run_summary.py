@@ -21,7 +21,7 @@ from kineograph.evaluate import results_file
 from kineograph.evaluate.metric.caption_accuracy import ATTRIBUTES
 from kineograph.stage.load import choose_sampling_stage
 from kineograph.train import checkpoint
-from kineograph.train.config import TrainConfig
+from kineograph.train.checkpoint_folder import planned_steps
 from kineograph.train.metrics_file import MetricsFile
 
 RATE = "time/samples_per_second"
@@ -51,12 +51,6 @@ class RunSummary:
     path: Path
     cells: dict[str, Cell] = field(default_factory=dict)  # by row
     losses: list[tuple[float, float]] = field(default_factory=list)  # (minutes, training loss) of the main stage
-
-
-def planned_steps(tree: dict[str, Any], stage: str) -> int:
-    """The steps that a stage is configured to train for."""
-    train = merge(tree.get("train") or {}, tree["stages"][stage].get("train") or {})
-    return int(train.get("steps", TrainConfig.model_fields["steps"].default))
 
 
 def find_main_stage(run: RunFolder) -> str:

@@ -15,9 +15,8 @@ from kineograph.core.health import read_findings
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json
 from kineograph.evaluate import results_file
-from kineograph.evaluate.console import open_console
-from kineograph.evaluate.run_summary import planned_steps
-from kineograph.train import checkpoint
+from kineograph.train import checkpoint_folder
+from kineograph.train.checkpoint_folder import planned_steps
 
 State = Literal["running", "stopped", "finished", "failed", "interrupted", "new", "broken"]
 TAIL = 65_536  # bytes at the end of metrics.jsonl that are read for the newest step
@@ -43,12 +42,13 @@ def list_runs(folder: str | Path = "runs") -> list[Row]:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give the folder of your runs (runs/ by default)")
     if RunFolder(folder).exists():
-        return [_read_run(folder)]
-    rows = [_read_run(path) for path in folder.iterdir() if RunFolder(path).exists()]
+        return [read_run(folder)]
+    rows = [read_run(path) for path in folder.iterdir() if RunFolder(path).exists()]
     return sorted(rows, key=lambda row: (row.age, row.name))
 
 
-def _read_run(path: Path) -> Row:
+def read_run(path: Path) -> Row:
+    """State and progress of one run. Imports no torch."""
     try:
         return _describe_run(path)
     except Exception as error:  # whatever its files hold, the others are listed
@@ -63,7 +63,7 @@ def _describe_run(path: Path) -> Row:
         tree = load_file(run.config_file)  # only listed: code that it names is not run
         stages = [stage for stage, keys in tree["stages"].items() if not keys.get("skip")]
         planned = {stage: planned_steps(tree, stage) for stage in stages}
-        saved = {stage: max(checkpoint.saved_steps(run.checkpoints(stage)), default=0) for stage in stages}
+        saved = {stage: max(checkpoint_folder.saved_steps(run.checkpoints(stage)), default=0) for stage in stages}
         in_phase = [stage for stage in stages if saved[stage] and _is_in_phase(run.checkpoints(stage), saved[stage])]
         results = results_file.read_results(run)
     except (KineoError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -87,7 +87,7 @@ def _describe_run(path: Path) -> Row:
         state = "failed"
     elif run.stopped_marker.exists():
         state = "stopped"
-    best = checkpoint.read_best(run.checkpoints(stage))
+    best = checkpoint_folder.read_best(run.checkpoints(stage))
     return Row(
         name, state, stage, step, planned[stage], best.get("loss"), _newest_accuracy(results), age, findings=findings
     )
@@ -104,7 +104,10 @@ def _read_health(run: RunFolder) -> tuple[set[str], tuple[str, ...]]:
 def _is_in_phase(checkpoints: Path, step: int) -> bool:
     """Whether the run must still validate, evaluate or draw with this checkpoint."""
     try:
-        return checkpoint.checkpoint_at(checkpoints, step).phase != "train"
+        return (
+            checkpoint_folder.read_state(checkpoint_folder.step_folder(checkpoints, step)).get("phase", "train")
+            != "train"
+        )
     except (OSError, ValueError):  # damaged, which training reports
         return False
 
@@ -175,6 +178,8 @@ def format_age(seconds: float) -> str:
 
 def print_runs(folder: str | Path = "runs") -> None:
     """Print the runs of a folder as a table."""
+    from kineograph.evaluate.console import open_console  # with torch
+
     rows = list_runs(folder)
     if not rows:
         print(f"no runs in {folder}: start one with kineo train PRESET")

@@ -21,13 +21,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import NoneType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -36,22 +34,21 @@ from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.core.errors import InputError, NotTrained, RunFailed
-from kineograph.core.run_folder import read_json, sync_folder, write_json
+from kineograph.core.run_folder import sync_folder, write_json
 from kineograph.core.text_file import parse_json
+from kineograph.train.checkpoint_folder import (
+    STEP_NAME,
+    find_odd_value,
+    phase_digest,
+    read_best,
+    read_state,
+    saved_steps,
+    step_folder,
+)
 
 DISK_REMEDY = "free disk space or fix the permissions"
 ONE_FILE, SHARDED = 1, 2  # formats of the manifest
-_NAME = re.compile(r"step-(\d{8,})")
 _SUFFIX = ".safetensors"
-_PHASE_KEYS = ("phase", "samples", "best", "best_step", "elapsed")
-_STATE_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("assets", "config", "references", "data", "stepper"), (dict,)),
-    "phase": (str,),
-    "samples": (int,),
-    "best": (int, float, NoneType),
-    "best_step": (int, NoneType),
-    "elapsed": (int, float),
-}
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,7 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         with _explain_removal(self.path):
-            state = parse_json((self.path / "state.json").read_text(encoding="utf-8"))
-        return state | _read_phase(self.path)
+            return read_state(self.path)
 
     @property
     def phase(self) -> Any:
@@ -213,23 +209,7 @@ def save_error(
 def update_state(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     """Atomically replace these keys of a saved step's state."""
     path = checkpoint_at(folder, step).path
-    write_json(path / "phase.json", {**state, "sha256": _phase_digest(path, state)})
-
-
-def _read_phase(path: Path) -> dict[str, Any]:
-    """What finished phases changed of the state. If it is damaged, the phases of this step run again."""
-    saved = read_json(path / "phase.json")
-    state = {key: saved[key] for key in _PHASE_KEYS if key in saved}
-    if _find_odd_value(state) is not None:
-        return {}
-    # Older checkpoints have no checksum here.
-    return state if "sha256" not in saved or saved["sha256"] == _phase_digest(path, state) else {}
-
-
-def _phase_digest(path: Path, state: Mapping[str, Any]) -> str:
-    """Of these keys and of the manifest, so that phase.json belongs to this checkpoint."""
-    text = json.dumps({key: state[key] for key in sorted(state)})
-    return hashlib.sha256(text.encode() + (path / "manifest.json").read_bytes()).hexdigest()
+    write_json(path / "phase.json", {**state, "sha256": phase_digest(path, state)})
 
 
 def _copy_to_host(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -319,23 +299,16 @@ def _find_disorder(path: Path) -> str | None:
         return f"cannot be read: {error}"
     if not isinstance(state, dict):
         return "is not a JSON object"
-    odd = _find_odd_value(state)
+    odd = find_odd_value(state)
     if odd is None and "stepper" in state:  # a state to resume from
         odd = next((key for key in ("best", "best_step", "elapsed") if key not in state), None)
     return f"has no usable {odd}" if odd is not None else None
 
 
-def _find_odd_value(state: Mapping[str, Any]) -> str | None:
-    """The first key whose value has another type than Kineograph writes."""
-    return next(
-        (key for key, kinds in _STATE_TYPES.items() if key in state and not isinstance(state[key], kinds)), None
-    )
-
-
 def _compare_steps(path: Path, manifest: Mapping[str, Any]) -> str | None:
     """The folder's name, the manifest and the state must be of one step."""
     state = parse_json((path / "state.json").read_text(encoding="utf-8"))
-    named = _NAME.fullmatch(path.name)
+    named = STEP_NAME.fullmatch(path.name)
     steps = [each.get("step") for each in (manifest, state) if "step" in each] + ([int(named[1])] if named else [])
     if not all(isinstance(step, int) and step == steps[0] for step in steps):
         return f"its name, manifest and state are of different steps ({', '.join(map(str, steps))})"
@@ -361,16 +334,8 @@ def _compare_file(path: Path, entry: Mapping[str, Any]) -> str | None:
 # Finding -------------------------------------------------------------------------------------------------------------
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint, ascending; complete or not."""
-    if not folder.is_dir():
-        return []
-    steps = [int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted({step for step in steps if checkpoint_at(folder, step).path.is_dir()})
-
-
 def checkpoint_at(folder: Path, step: int) -> Checkpoint:
-    return Checkpoint(folder / f"step-{step:08d}", step)
+    return Checkpoint(step_folder(folder, step), step)
 
 
 def latest(folder: Path, note: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
@@ -443,12 +408,6 @@ def _note_once(line: str) -> None:
     if line not in _noted:
         _noted.add(line)
         distributed.on_first_rank(distributed.print_note)(line)
-
-
-def read_best(folder: Path) -> dict[str, Any]:
-    """Step and validation loss of the best checkpoint; empty if there is none."""
-    best = read_json(folder / "best.json")
-    return best if isinstance(best.get("step"), int) and isinstance(best.get("loss"), int | float) else {}
 
 
 def write_best(folder: Path, step: int, loss: float) -> None:
