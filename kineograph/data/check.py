@@ -17,7 +17,7 @@ from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, find_captions, names_side, read_caption
-from kineograph.data.decode import media_kind, probe_media
+from kineograph.data.decode import has_damaged_profile, media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
 from kineograph.data.split_folders import describe_split_folders
 from kineograph.data.unread_files import find_unread
@@ -145,15 +145,26 @@ def bucket_lines(config: FolderConfig) -> list[str]:
 
 
 def _check_media(report: Report, names: list[str]) -> None:
+    unusable: list[str] = []
+
     def measure(name: str) -> MediaInfo | Problem:
+        suffix = PurePosixPath(name).suffix
         try:
-            return probe_media(report.path / name, PurePosixPath(name).suffix, name, decode_all=True)
+            info = probe_media(report.path / name, suffix, name, decode_all=True)
+            if has_damaged_profile(report.path / name, suffix):
+                unusable.append(name)
+            return info
         except Unreadable as error:
             return Problem(name, error.reason)
 
     results = _map_threads(measure, names)
     report.media += [result for result in results if isinstance(result, MediaInfo)]
     report.problems += [result for result in results if isinstance(result, Problem)]
+    if unusable:
+        text = (
+            f"colours: {len(unusable)} pictures have a colour profile (ICC) that cannot be used, and are read as sRGB"
+        )
+        report.notes.append(f"{text}, such as {min(unusable)}")
     report.kinds.update(f"{media_kind(name)}s ({PurePosixPath(name).suffix.lower()[1:]})" for name in names)
 
 

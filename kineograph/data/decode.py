@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from kineograph.core.errors import Unreadable, explain_oversized_image
 from kineograph.core.media_file import MediaLimits, Meter, check_bytes, open_image, read_media
 from kineograph.data.buckets import Bucket, BucketsConfig, MediaInfo
+from kineograph.data.colour_profile import convert_to_srgb, has_usable_profile
 from kineograph.data.open_source import DataConfig, Split
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, ResizeCrop, pick_frames
 
@@ -143,6 +144,14 @@ def probe_media(
 
             return probe_video(file if isinstance(file, Path) else io.BytesIO(file), decode_all, limits)
         return _probe_image(_read(file, limits), decode_all, Meter(limits))
+
+
+def has_damaged_profile(file: Path, suffix: str) -> bool:
+    """Whether a picture's colour profile cannot be used. Raises Unreadable."""
+    if suffix.lower() not in IMAGES:
+        return False
+    with raise_unreadable(file.name), _open_image(read_media(file, _LIMITS), True, Meter(_LIMITS)) as image:
+        return not has_usable_profile(image)
 
 
 def _read(file: Path | bytes, limits: MediaLimits) -> bytes:
@@ -286,7 +295,8 @@ def _shrink_while_decoding(image: Image.Image, options: DecodeOptions) -> None:
     width, height = image.size
     longer = max(options.resize_crop.size)
     scale = max(longer / width, longer / height) * options.resize_crop.max_zoom
-    image.draft("L" if options.channels == 1 else "RGB", (int(width * scale * 2), int(height * scale * 2)))
+    gray = options.channels == 1 and "icc_profile" not in image.info  # a profile is of the stored colours
+    image.draft("L" if gray else "RGB", (int(width * scale * 2), int(height * scale * 2)))
 
 
 _truncation_lock = threading.Lock()
@@ -326,8 +336,9 @@ def _probe_image(data: bytes, decode_all: bool, meter: Meter) -> MediaInfo:
 
 
 def to_channels(image: Image.Image, channels: int, background: str = "white") -> Image.Image:
-    """Any mode → L, LA, RGB or RGBA. If alpha is dropped, the image is composited over `background`."""
+    """Any mode → L, LA, RGB or RGBA in sRGB. If alpha is dropped, the image is composited over `background`."""
     mode = MODES[channels]
+    image = convert_to_srgb(image)
     if image.mode == mode and "transparency" not in image.info:
         return image
     if image.mode.startswith(("I", "F")):

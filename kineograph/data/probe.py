@@ -54,7 +54,7 @@ def probe_all(
     stamps: Sequence[str], probe: Callable[[int], MediaInfo], path: str, label: str
 ) -> list[MediaInfo | Unreadable]:
     """Probe every item, or find it in the cache of `path` by its stamp, which names the item and its state."""
-    cache_file = user_cache("extents", path, ".json")
+    cache_file = user_cache("media", path, ".json")
     cached = _load_cache(cache_file)
     missing = [index for index, stamp in enumerate(stamps) if stamp not in cached]
     message = label + ": {done:,} of {count:,} probed"

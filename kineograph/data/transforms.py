@@ -74,14 +74,19 @@ class ResizeCrop:
     bars: int = 0
     """resize=contain: brightness of the bars."""
 
-    def draw(self, width: int, height: int, rng: np.random.Generator, turned: int = 0) -> ImageTransform:
-        """Draw the transform of one sample. `turned`: anticlockwise quarter turns that set the file upright."""
+    def draw(
+        self, width: float, height: int, rng: np.random.Generator, turned: int = 0, pixel_aspect: float = 1.0
+    ) -> ImageTransform:
+        """Draw the transform of one sample. `turned`: anticlockwise quarter turns that set the file upright; `pixel_aspect`: width of its
+        pixels relative to their height."""
+        width = width * pixel_aspect
         turns = (turned + (int(rng.integers(4)) if self.rotate else 0)) % 4
         target_w, target_h = (self.size[1], self.size[0]) if turns % 2 == 0 else self.size  # before rotation
         crop_w, crop_h = self._crop_size(width, height, target_w, target_h, rng)
         x, y = rng.random(2) if self.resize == "cover" and self.crop != "center" else (0.5, 0.5)
         left, top = (width - crop_w) * x, (height - crop_h) * y
-        box = (left, top, min(left + crop_w, width), min(top + crop_h, height))
+        right, bottom = min(left + crop_w, width), min(top + crop_h, height)
+        box = (left / pixel_aspect, top, right / pixel_aspect, bottom)
         size, canvas = (target_w, target_h), None
         if self.resize == "contain":
             scale = min(target_w / width, target_h / height)
@@ -90,7 +95,7 @@ class ResizeCrop:
         return ImageTransform(box, size, turns, bool(self.flip and rng.random() < self.flip), canvas, self.bars)
 
     def _crop_size(
-        self, width: int, height: int, target_w: int, target_h: int, rng: np.random.Generator
+        self, width: float, height: int, target_w: int, target_h: int, rng: np.random.Generator
     ) -> tuple[float, float]:
         """Width and height of the crop, in the image's pixels."""
         if self.resize != "cover":

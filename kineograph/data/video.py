@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -15,13 +16,16 @@ from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, open_video
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.decode import MODES, Clip, DecodeOptions, to_channels
-from kineograph.data.transforms import TOLERANCE, ImageTransform
+from kineograph.data.transforms import TOLERANCE, ImageTransform, ResizeCrop
 
 if TYPE_CHECKING:
     import av
 
 _UNINDEXED = ("mpegts", "mpeg")
 _NO_FRAMES = "a video without frames"
+_MAX_PIXEL_ASPECT = 4.0  # beyond it the header is damaged
+_REORDERED = 32  # packets: none is stored further from its place in presentation order
+_COUNTED = 1024  # frames; the number in a longer video follows from its rate
 
 
 def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random.Generator) -> Clip:
@@ -29,33 +33,33 @@ def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random
     meter = Meter(options.limits)
     with open_video(file, options.limits) as container:
         stream = _video_stream(container)
-        rate = frame_rate(stream)
-        length = (options.frames - 1) * (1 / (options.fps or rate))
-        begin, end = options.span or (0.0, math.inf)
-        duration = min(_stated_duration(container, stream) or _measure_duration(container, stream, meter), end)
-        start = begin + float(rng.random()) * max(duration - length - TOLERANCE - begin, 0.0)
+        begin = options.span[0] if options.span else 0.0
+        timing = _find_timing(file, container, stream, options, meter)
+        if begin >= timing.end - TOLERANCE:
+            raise Unreadable("", f"its clip begins at {begin:g} s, but it lasts {timing.end:.3g} s")
+        start = begin + float(rng.random()) * max(timing.latest - begin, 0.0)
         state = rng.bit_generator.state  # a second attempt must draw the same crop
-        frames = _decode_frames(container, stream, start, options, rng, meter)
-        if not frames and start > begin:  # the stated duration was wrong, or the tail is missing
-            latest = min(_measure_duration(container, stream, meter), end) - length - TOLERANCE
-            for retry in (max(min(start, latest), begin), begin):
-                rng.bit_generator.state = state
-                frames = frames or _decode_frames(container, stream, retry, options, rng, meter)
-        if not frames and begin > 0:
-            seconds = _measure_duration(container, stream, meter)
-            raise Unreadable("", f"its clip begins at {begin:g} s, but it lasts {seconds:.3g} s")
+        frames = _decode_frames(container, stream, start, timing, options, rng, meter)
+        if not frames and start > begin:  # the packets there are damaged
+            rng.bit_generator.state = state
+            frames = _decode_frames(container, stream, begin, timing, options, rng, meter)
         if not frames:
             raise Unreadable("", _NO_FRAMES)
-        return Clip(np.stack(frames), options.fps or rate)
+        return Clip(np.stack(frames), options.fps or timing.rate)
 
 
 def _decode_frames(
-    container: Any, stream: Any, start: float, options: DecodeOptions, rng: np.random.Generator, meter: Meter
+    container: Any,
+    stream: Any,
+    start: float,
+    timing: Timing,
+    options: DecodeOptions,
+    rng: np.random.Generator,
+    meter: Meter,
 ) -> list[np.ndarray]:
     """Frames from the one on screen at `start`; fewer if the file ends."""
-    begin, end = options.span or (0.0, math.inf)
-    decoded = _iterate_frames(container, stream, start, options.truncated, meter)
-    frames = _stop_at(end, decoded)
+    decoded = _iterate_frames(container, stream, start, timing, options.truncated, meter)
+    frames = _stop_at(timing.end, decoded)
     shown: av.VideoFrame | None = None
     shown_at = 0.0
     for at, frame in frames:  # find the frame on screen at `start`
@@ -64,9 +68,9 @@ def _decode_frames(
         shown, shown_at = frame, at
     else:
         at, frame = math.inf, None
-    if shown is None or (begin and shown_at + _frame_duration(shown, stream) <= begin + TOLERANCE):
-        return []  # no frame, or only frames before the span
-    transform = options.resize_crop.draw(shown.width, shown.height, rng, turned=_quarter_turns(shown))
+    if shown is None:
+        return []
+    transform = options.resize_crop.draw(shown.width, shown.height, rng, _quarter_turns(shown), _pixel_aspect(stream))
     convert = FrameConverter(options, transform)
     result = [convert(shown)]
     if options.fps is None:
@@ -74,14 +78,14 @@ def _decode_frames(
             result.append(convert(frame))
             frame = next(frames, (0.0, None))[1]
         return result
-    first = shown_at
     pixels: np.ndarray | None = result[0]
+    first = shown_at
     while len(result) < options.frames:
         due = first + len(result) / options.fps
         while frame is not None and at <= due + TOLERANCE:
-            shown, shown_at, pixels = frame, at, None
+            shown, pixels = frame, None
             at, frame = next(frames, (math.inf, None))
-        if frame is None and due >= min(shown_at + _frame_duration(shown, stream), end) - TOLERANCE:
+        if frame is None and due >= timing.end - TOLERANCE:
             break
         pixels = convert(shown) if pixels is None else pixels
         result.append(pixels)
@@ -96,24 +100,22 @@ def _stop_at(end: float, frames: Iterator[tuple[float, av.VideoFrame]]) -> Itera
 
 
 def _iterate_frames(
-    container: Any, stream: Any, start: float, truncated: bool, meter: Meter
+    container: Any, stream: Any, start: float, timing: Timing, truncated: bool, meter: Meter
 ) -> Iterator[tuple[float, av.VideoFrame]]:
     """(seconds, frame) from the keyframe at or before `start`, in presentation order."""
     import av
 
-    origin, clock = stream.start_time or 0, float(stream.time_base)
-    # Streams without an index: their demuxers land up to a group of pictures too late.
-    early = 1.0 if container.format.name in _UNINDEXED else 0.0
-    container.seek(origin + int((start - early) / clock), stream=stream, backward=True)
+    clock = float(stream.time_base)
+    _seek(container, stream, timing.first, start)
     first = True
-    last = -1 / frame_rate(stream)
+    last = -1 / timing.rate
     try:
         for frame in container.decode(stream):
             meter.count_frame(frame.width, frame.height)
-            at = (frame.pts - origin) * clock if frame.pts is not None else last + 1 / frame_rate(stream)
+            at = (frame.pts - timing.first) * clock if frame.pts is not None else last + 1 / timing.rate
             # The container's index is wrong: restart at the beginning.
             if first and start > 0 and at > start + TOLERANCE:
-                yield from _iterate_frames(container, stream, 0.0, truncated, meter)
+                yield from _iterate_frames(container, stream, 0.0, timing, truncated, meter)
                 return
             first, last = False, at
             yield at, frame
@@ -121,6 +123,13 @@ def _iterate_frames(
         if not truncated or first:
             where = "no frame can be decoded" if first else f"nothing can be decoded after {last:.3g} s"
             raise Unreadable("", f"damaged or cut off: {where}") from None
+
+
+def _seek(container: Any, stream: Any, first: int, seconds: float) -> None:
+    """Seek to the keyframe at or before this time; `first` is the first picture's time in the stream's clock."""
+    # Streams without an index: their demuxers land up to a group of pictures too late.
+    early = 1.0 if container.format.name in _UNINDEXED else 0.0
+    container.seek(first + int((seconds - early) / float(stream.time_base)), stream=stream, backward=True)
 
 
 class FrameConverter:
@@ -150,36 +159,153 @@ def _quarter_turns(frame: Any) -> int:
     return round(getattr(frame, "rotation", 0) / 90) % 4
 
 
-def _upright_size(frame: Any) -> tuple[int, int]:
-    return (frame.width, frame.height) if _quarter_turns(frame) % 2 == 0 else (frame.height, frame.width)
+def _pixel_aspect(stream: Any) -> float:
+    """Width of a pixel relative to its height: DVDs and many television recordings are stored narrower than they are shown."""
+    aspect = float(stream.sample_aspect_ratio or 1)
+    return aspect if 1 / _MAX_PIXEL_ASPECT <= aspect <= _MAX_PIXEL_ASPECT else 1.0
 
 
-def frame_rate(stream: Any) -> float:
-    return float(stream.average_rate or stream.guessed_rate or 25)
+def _upright_size(frame: Any, stream: Any) -> tuple[int, int]:
+    """Width and height as shown."""
+    width = max(1, round(frame.width * _pixel_aspect(stream)))
+    return (width, frame.height) if _quarter_turns(frame) % 2 == 0 else (frame.height, width)
 
 
-def _frame_duration(frame: Any, stream: Any) -> float:
-    return float(frame.duration * stream.time_base) if frame.duration else 1 / frame_rate(stream)
+# Timing -----------------------------------------------------------------------------------------------------------
 
 
-def _stated_duration(container: Any, stream: Any) -> float | None:
-    if stream.duration:
-        return float(stream.duration * stream.time_base)
-    return container.duration / 1e6 if container.duration else None
+class Timing(NamedTuple):
+    """When the pictures of a video are shown. By their packets: the container states the longest track's duration, or a wrong one."""
+
+    first: int  # the first picture's time, in the stream's clock
+    rate: float  # frames a second
+    end: float  # seconds from the first picture to the end of the last, or of the span
+    latest: float = 0.0  # the latest start of a clip, in seconds
 
 
-def _measure_duration(container: Any, stream: Any, meter: Meter) -> float:
-    """From the packets, without decoding: for files that were never closed, such as recordings of a stream."""
-    origin, clock = stream.start_time or 0, float(stream.time_base)
-    container.seek(origin, stream=stream, backward=True)
-    longest = -math.inf
-    for packet in container.demux(stream):
-        meter.check_time()
-        if packet.pts is not None:
-            longest = max(longest, (packet.pts + (packet.duration or 0) - origin) * clock)
-    if longest == -math.inf:
+class _Packet(NamedTuple):
+    at: int  # in the stream's clock
+    duration: int
+
+
+_timings: dict[tuple, Timing] = {}  # of files; workers inherit what the start-up check has found
+_MAX_TIMINGS = 100_000
+
+
+def _find_timing(file: Path | io.BytesIO, container: Any, stream: Any, options: DecodeOptions, meter: Meter) -> Timing:
+    """Measure a video, or remember it."""
+    if not isinstance(file, Path):
+        return _measure_timing(container, stream, options, meter)
+    status = file.stat()
+    stop = options.span and options.span[1]
+    key = (str(file), status.st_size, status.st_mtime_ns, options.frames, options.fps, stop, options.truncated)
+    timing = _timings.get(key)
+    if timing is None:
+        timing = _measure_timing(container, stream, options, meter)
+        if len(_timings) >= _MAX_TIMINGS:
+            _timings.clear()
+        _timings[key] = timing
+    return timing
+
+
+def _measure_timing(container: Any, stream: Any, options: DecodeOptions, meter: Meter) -> Timing:
+    """From the first packets and the last ones, or those before the end of the span, without decoding."""
+    clock = float(stream.time_base)
+    first = _find_first(container, stream, meter)
+    stop = options.span[1] if options.span else math.inf
+    needed = options.frames if options.fps is None else 1
+    packets = _read_tail(container, stream, first, stop, needed, options.truncated, meter)
+    times = [(packet.at - first) * clock for packet in packets]
+    rate = _frame_rate(stream, times)
+    end = min(times[-1] + (packets[-1].duration * clock or 1 / rate), stop)
+    if options.fps is not None:
+        return Timing(first, rate, end, end - (options.frames - 1) / options.fps - TOLERANCE)
+    if len(times) < options.frames:
+        return Timing(first, rate, end)
+    after_first = end if options.frames == 1 else times[1 - options.frames]  # of the last window of this many frames
+    return Timing(first, rate, end, after_first - TOLERANCE)
+
+
+def _find_first(container: Any, stream: Any, meter: Meter) -> int:
+    """The first picture's time: of the first keyframe, as nothing before it can be decoded, unless an edit list hides it."""
+    shown: list[int] = []
+    has_key = False
+    for packet in _iterate_packets(container, stream, meter):
+        has_key = has_key or packet.is_keyframe
+        if not packet.is_discard:
+            if packet.is_keyframe and not shown:
+                return _packet_time(packet)
+            if has_key:
+                shown.append(_packet_time(packet))
+        if len(shown) == _REORDERED:
+            break
+    if not shown:  # no packet is marked as a keyframe
+        container.seek(0)
+        shown = [_packet_time(packet) for packet in islice(_iterate_packets(container, stream, meter), _REORDERED)]
+    if not shown:
         raise Unreadable("", _NO_FRAMES)
-    return longest
+    return min(shown)
+
+
+def _read_tail(
+    container: Any, stream: Any, first: int, stop: float, needed: int, truncated: bool, meter: Meter
+) -> list[_Packet]:
+    """At least `needed` packets before `stop` seconds (or the end), or all; in presentation order."""
+    clock = float(stream.time_base)
+    stated = max(
+        ((stream.start_time or 0) + (stream.duration or 0) - first) * clock,
+        ((container.start_time or 0) + (container.duration or 0)) / 1e6 - first * clock,
+    )
+    end = min(stop, stated)
+    window = (needed + _REORDERED) / _frame_rate(stream, []) + 1.0
+    limit = first + stop / clock
+    while True:
+        whole = window >= end
+        _seek(container, stream, first, 0.0 if whole else end - window)
+        found, behind = [], 0
+        try:
+            for packet in _iterate_packets(container, stream, meter):
+                at = _packet_time(packet)
+                if at >= limit - TOLERANCE / clock:
+                    behind += 1
+                    if behind == _REORDERED:
+                        break
+                elif at >= first and not packet.is_discard:
+                    found.append(_Packet(at, packet.duration or 0))
+        except Unreadable:
+            if not truncated:
+                raise
+        if len(found) >= needed + (0 if whole else _REORDERED) or whole:
+            if not found:
+                raise Unreadable("", _NO_FRAMES)
+            return sorted(found)
+        window *= 4
+
+
+def _iterate_packets(container: Any, stream: Any, meter: Meter) -> Iterator[Any]:
+    """Packets of pictures, from the current position."""
+    import av
+
+    try:
+        for packet in container.demux(stream):
+            meter.check_time()
+            if packet.size and (packet.pts is not None or packet.dts is not None):
+                yield packet
+    except av.FFmpegError:
+        raise Unreadable("", "damaged or cut off: its end cannot be read") from None
+
+
+def _packet_time(packet: Any) -> int:
+    return packet.pts if packet.pts is not None else packet.dts
+
+
+def _frame_rate(stream: Any, times: Sequence[float]) -> float:
+    """As the container states it, or by these times; MPEG's own guess may be the rate of fields."""
+    if stream.average_rate:
+        return float(stream.average_rate)
+    if len(times) > 1 and times[-1] > times[0]:
+        return (len(times) - 1) / (times[-1] - times[0])
+    return float(stream.guessed_rate or 25)
 
 
 def _video_stream(container: Any) -> Any:
@@ -189,20 +315,25 @@ def _video_stream(container: Any) -> Any:
 
 
 def probe_video(file: Path | io.BytesIO, decode_all: bool, limits: MediaLimits) -> MediaInfo:
-    """As the container states it, with one frame decoded; or by decoding all frames."""
+    """By its packets, with one frame decoded; or by decoding all frames."""
     meter = Meter(limits)
+    options = DecodeOptions(ResizeCrop((1, 1)), limits=limits)
     with open_video(file, limits) as container:
         stream = _video_stream(container)
+        timing = _find_timing(file, container, stream, options, meter)
         if not decode_all:
-            seconds = _stated_duration(container, stream) or _measure_duration(container, stream, meter)
-            count = stream.frames or max(1, round(seconds * frame_rate(stream)))
-            for _, frame in _iterate_frames(container, stream, 0.0, False, meter):
-                return MediaInfo(*_upright_size(frame), count, seconds)
+            _seek(container, stream, timing.first, 0.0)
+            packets = (packet for packet in _iterate_packets(container, stream, meter) if not packet.is_discard)
+            count = sum(1 for packet in islice(packets, _COUNTED) if _packet_time(packet) >= timing.first)
+            if count == _COUNTED:
+                count = max(count, round(timing.end * timing.rate))
+            for _, frame in _iterate_frames(container, stream, 0.0, timing, False, meter):
+                return MediaInfo(*_upright_size(frame, stream), count, timing.end)
             raise Unreadable("", _NO_FRAMES)
         count, end, size = 0, 0.0, (0, 0)
-        for at, frame in _iterate_frames(container, stream, 0.0, False, meter):
-            size = size if count else _upright_size(frame)
-            count, end = count + 1, at + _frame_duration(frame, stream)
+        for at, frame in _iterate_frames(container, stream, 0.0, timing, False, meter):
+            size = size if count else _upright_size(frame, stream)
+            count, end = count + 1, at
         if not count:
             raise Unreadable("", _NO_FRAMES)
-        return MediaInfo(*size, count, end)
+        return MediaInfo(*size, count, max(timing.end, end))
