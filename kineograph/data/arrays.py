@@ -1,17 +1,20 @@
-"""Memory-mapped arrays. Worker processes map the file again instead of copying it."""
+"""Memory-mapped arrays of .npy, .npz and raw files. Worker processes map the file again instead of copying it."""
 
 from __future__ import annotations
 
 import math
 import os
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from kineograph.core.errors import ConfigError, InputError, NoData
 from kineograph.core.text_file import parse_json, replace_surrogates, split_lines
 
+_MAX_UNPACKED = 2**30  # bytes of a compressed array: every process unpacks it
 _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
 
 
@@ -28,17 +31,73 @@ def load_npy(path: Path, mmap: bool = True) -> np.ndarray:
     return values
 
 
-class Array:
-    """A .npy or raw file; `values` is its memory map, opened on first use."""
+def list_npz(path: Path) -> list[str]:
+    """Names of the arrays in a .npz file. Raises an OSError or a ValueError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"not a .npz file: {error}") from None
 
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.path, self.shape, self.dtype = path, shape, dtype
+
+def load_npz(path: Path, name: str) -> np.ndarray:
+    """Map an array of a .npz file, or unpack it if it is compressed. Raises an OSError or a ValueError."""
+    try:
+        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+            entry = archive.getinfo(f"{name}.npy")
+            if entry.compress_type != zipfile.ZIP_STORED:
+                with archive.open(entry) as stream:
+                    return _unpack_npy(stream)
+            file.seek(entry.header_offset)
+            header = file.read(30)  # the local header, then the name and extra fields, whose lengths it gives
+            file.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), os.SEEK_CUR)
+            shape, order, dtype = _read_npy_header(file)
+            return np.memmap(path, dtype, mode="r", offset=file.tell(), shape=shape, order=order)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # damaged archives and headers raise almost anything
+        raise ValueError(f"not a .npz file: {error}") from None
+
+
+def _unpack_npy(stream: IO[bytes]) -> np.ndarray:
+    shape, order, dtype = _read_npy_header(stream)
+    size = math.prod(shape) * dtype.itemsize
+    if size > _MAX_UNPACKED:
+        raise ValueError(
+            f"a compressed array of {size:,} bytes, and no more than {_MAX_UNPACKED:,} are unpacked: save it with numpy.save"
+        )
+    data = stream.read(size)
+    if len(data) < size:
+        raise ValueError(f"{len(data):,} bytes where {size:,} are stated")
+    return np.frombuffer(data, dtype).reshape(shape, order=order)
+
+
+def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], Any, np.dtype]:
+    """→ shape, order (C or F), dtype. Raises a ValueError."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+    except Exception as error:  # numpy's parser of damaged headers raises almost anything
+        raise ValueError(f"not a .npy array: {error}") from None
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, which are not read")
+    return shape, "F" if is_fortran else "C", dtype
+
+
+class Array:
+    """A .npy or raw file, or an array of a .npz file; `values` is its memory map, opened on first use."""
+
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype, member: str | None = None) -> None:
+        self.path, self.shape, self.dtype, self.member = path, shape, dtype, member
         self._values: np.ndarray | None = None
 
     @property
     def values(self) -> np.ndarray:
         if self._values is None:
-            if self.path.suffix == ".npy":
+            if self.member is not None:
+                self._values = load_npz(self.path, self.member)
+            elif self.path.suffix == ".npy":
                 self._values = load_npy(self.path)
             else:
                 self._values = np.memmap(self.path, self.dtype, mode="r", shape=self.shape)
@@ -60,6 +119,14 @@ class Array:
         except (OSError, ValueError, EOFError) as error:
             raise InputError(f"{path} is not a readable .npy array: {error}") from None
         return Array(path, values.shape, values.dtype)
+
+    @staticmethod
+    def npz(path: Path, member: str) -> Array:
+        try:
+            values = load_npz(path, member)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} holds no readable array {member!r}: {error}") from None
+        return Array(path, values.shape, values.dtype, member)
 
     @staticmethod
     def raw(path: Path, shape: tuple[int, ...], dtype: str) -> Array:
@@ -105,8 +172,32 @@ def parse_dtype(name: str, key: str) -> np.dtype:
         raise ConfigError(f"{key}={name} is not a dtype: use uint8, int64, float32 …") from None
 
 
-def find_array(folder: str, names: tuple[str, ...], shape: tuple[int, ...] | None, dtype: str) -> Array:
-    """The array at `folder`, which may be the file itself or hold it: one of `names`, or the only array there."""
+def choose_member(path: Path, names: Sequence[str], chosen: str | None = None) -> str:
+    """The array of a .npz file that holds the items: `chosen`, one of `names`, or the only one besides labels."""
+    try:
+        members = list_npz(path)
+    except FileNotFoundError:
+        raise NoData(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not a readable .npz file: {error}") from None
+    listed = ", ".join(members[:12]) or "none"
+    if chosen is not None:
+        if chosen not in members:
+            raise InputError(f"data.array_name={chosen} is not in {path}: it holds {listed}")
+        return chosen
+    candidates = [name for name in members if name in names] or [name for name in members if name != "labels"]
+    if len(candidates) != 1:
+        raise InputError(f"{path} holds the arrays {listed}: set data.array_name to the one to train on")
+    return candidates[0]
+
+
+def find_array(
+    folder: str, names: tuple[str, ...], shape: tuple[int, ...] | None, dtype: str, member: str | None = None
+) -> Array:
+    """The array at `folder`, which may be the file itself or hold it: one of `names`, or the only array there.
+
+    `member` is the name of an array within a .npz file.
+    """
     path = Path(folder).expanduser()
     if path.is_dir():
         files = sorted(
@@ -123,8 +214,12 @@ def find_array(folder: str, names: tuple[str, ...], shape: tuple[int, ...] | Non
         path = candidates[0]
     if not path.exists():
         raise NoData(f"data.folder={folder} does not exist")
+    if member is not None and path.suffix != ".npz":
+        raise ConfigError(f"data.array_name={member} names an array of a .npz file, and {path} is none: remove it")
     if path.suffix == ".npy":
         return Array.npy(path)
+    if path.suffix == ".npz":
+        return Array.npz(path, choose_member(path, names, member))
     if shape is None:
         raise InputError(f"{path} is a raw file: set data.array_shape and data.array_dtype")
     return Array.raw(path, shape, dtype)

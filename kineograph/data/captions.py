@@ -1,4 +1,5 @@
-"""Captions of a folder: sidecar .txt or .caption, metadata.jsonl/.csv (or any other .jsonl that names files), videos/ + labels/, prompts.txt + videos.txt.
+"""Captions of a folder: sidecar .txt or .caption, metadata.jsonl/.csv/.parquet (or any other .jsonl that names files), videos/ + labels/,
+prompts.txt + videos.txt.
 
 A row of metadata may caption a span of a clip (`start` and `end`, in seconds), or several (`clips`, a list of spans).
 """
@@ -18,7 +19,8 @@ from kineograph.core.errors import InputError
 from kineograph.core.protocols import Source
 from kineograph.core.text_file import clean_caption, parse_json, read_text, split_lines
 
-METADATA = ("metadata.jsonl", "metadata.csv")
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_MAX_PARQUET = 2**33  # bytes that its columns unpack to, as its footer states
 TEXT_KEYS = ("text", "caption", "prompt")
 FILE_KEYS = ("file_name", "video", "media_path", "path")
 # Words that become wrong when the picture is mirrored.
@@ -173,7 +175,10 @@ def names_files(path: Path) -> bool:
 
 
 def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, row) of a .csv or .jsonl."""
+    """(line number, row) of a .csv, .jsonl or .parquet."""
+    if path.suffix == ".parquet":
+        yield from enumerate(_read_parquet(path), 1)
+        return
     text = read_text(path)
     if path.suffix == ".csv":
         reader = csv.DictReader(io.StringIO(text, newline=""))
@@ -194,6 +199,27 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
             yield number, row
         else:
             problems.append(Problem(name, f"line {number} is not a JSON object"))
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise InputError(f"reading {path} needs pyarrow: pip install 'kineograph[parquet]'") from None
+    try:
+        with ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if not set(FILE_KEYS) & set(columns):
+                raise InputError(f"{path} has the columns {', '.join(columns)}: file_name and text are needed")
+            size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            if size > _MAX_PARQUET:
+                raise InputError(f"{path} unpacks to {size:,} bytes, and no more than {_MAX_PARQUET:,} are read")
+            wanted = [name for name in columns if name in {*FILE_KEYS, *TEXT_KEYS, "start", "end", "clips"}]
+            for batch in file.iter_batches(columns=wanted):
+                yield from batch.to_pylist()
+    except (ArrowException, OSError, ValueError) as error:  # also text that is not UTF-8
+        raise InputError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())[:200]}") from None
 
 
 def names_side(caption: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -19,6 +19,7 @@ from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, find_captions, names_side, read_caption
 from kineograph.data.decode import has_damaged_profile, media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
+from kineograph.data.shards import SUFFIXES, Shard
 from kineograph.data.split_folders import describe_split_folders
 from kineograph.data.unread_files import find_unread
 
@@ -96,10 +97,10 @@ def check_folder(path: Path | str, flip: float = 0.0) -> Report:
         _check_captions(report, listing.media, listing.others)
         splits = describe_split_folders(listing.media)
         report.notes += [splits] if splits else []
-    arrays = [name for name in listing.others if name.endswith(".npy")]
-    tars = [name for name in listing.others if name.endswith(".tar")]
+    arrays = [name for name in listing.others if name.endswith((".npy", ".npz"))]
+    tars = [name for name in listing.others if name.lower().endswith(SUFFIXES)]
     if tars:
-        _check_shards(report, tars, arrays)
+        _check_shards(report, tars, [name for name in arrays if name.endswith(".npy")])
     elif not listing.media:
         _check_arrays(report, arrays)
     if flip and report.sided:
@@ -193,7 +194,9 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
                 continue
             report.problems.append(Problem(text_file, "an empty caption"))
         unreadable.add(name)
-    unread = find_unread(report.path, [name for name in others if not name.endswith((".tar", ".npy"))])
+    unread = find_unread(
+        report.path, [name for name in others if not name.lower().endswith((*SUFFIXES, ".npy", ".npz"))]
+    )
     report.notes += [unread.note] if unread.note else []
     report.problems += unread.problems
     unused = [name for name in captions.unused if PurePosixPath(name).stem.lower() not in _DOCUMENTS]
@@ -212,33 +215,53 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
 
 
 def _check_arrays(report: Report, names: list[str]) -> None:
-    from kineograph.data.arrays import Array, read_captions_beside
+    from kineograph.data.arrays import Array, list_npz, read_captions_beside
+    from kineograph.data.memmap import check_values, describe_layout, infer_layout
 
-    shapes = {}
+    arrays: dict[str, Array] = {}
     for name in names:
+        path = report.path / name
         try:
-            array = Array.npy(report.path / name)
-        except InputError as error:
+            if path.suffix == ".npz":
+                arrays |= {f"{name}:{member}": Array.npz(path, member) for member in list_npz(path)}
+            else:
+                arrays[name] = Array.npy(path)
+        except (InputError, OSError, ValueError) as error:
             report.problems.append(Problem(name, str(error)))
             continue
-        report.kinds["arrays (npy)"] += 1
-        report.notes.append(f"{name}: {array.dtype} {' × '.join(map(str, array.shape))}")
-        shapes[name] = array.shape
-    for name, shape in shapes.items():
-        if PurePosixPath(name).stem == "labels":
+        report.kinds[f"arrays ({path.suffix[1:]})"] += 1
+    report.notes += [f"{name}: {array.dtype} {' × '.join(map(str, array.shape))}" for name, array in arrays.items()]
+    for name, array in arrays.items():
+        if (array.member or array.path.stem) == "labels":
             continue
-        labels = shapes.get(str(PurePosixPath(name).with_name("labels.npy")))
+        labels = arrays.get(f"{name.rpartition(':')[0]}:labels") or arrays.get(
+            str(PurePosixPath(array.path.relative_to(report.path)).with_name("labels.npy"))
+        )
         try:
-            captions = read_captions_beside(report.path / name)
+            captions = read_captions_beside(array.path)
         except InputError as error:
             report.problems.append(Problem(name, str(error)))
             captions = None
-        counts = {"labels": labels[0] if labels else None, "captions": None if captions is None else len(captions)}
-        for kind, count in counts.items():
-            if count is not None:
-                report.notes.append(f"{name}: {count} {kind} beside it")
-            if count is not None and count not in shape[:2]:
-                report.problems.append(Problem(name, f"{count} {kind} fit neither axis of {shape[:2]}"))
+        known = {"labels": labels.shape[0]} if labels is not None else {}
+        if captions is not None:
+            known["captions"] = len(captions)
+        report.notes += [f"{name}: {count} {kind} beside it" for kind, count in known.items()]
+        misfits = [(kind, count) for kind, count in known.items() if count not in array.shape[:2]]
+        report.problems += [
+            Problem(name, f"{count} {kind} fit neither axis of {array.shape[:2]}") for kind, count in misfits
+        ]
+        if misfits:
+            continue
+        try:
+            layout = infer_layout(array.shape, set(known.values()))
+        except InputError as error:  # nothing is wrong with it: the config must say
+            report.notes.append(f"{name}: {error}")
+            continue
+        report.notes.append(f"{name}: read as {describe_layout(array.shape, layout)}")
+        try:
+            check_values(array, layout)
+        except InputError as error:
+            report.problems.append(Problem(name, str(error)))
 
 
 # Tar shards -------------------------------------------------------------------------------------------------------
@@ -248,9 +271,9 @@ def _check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -
     """Decode every member of every tar, and find each sample's row in each folder of embeddings."""
     from kineograph.data.embeddings import AlignedEmbeddings
     from kineograph.data.shard_writer import INDEX_WIDTH
-    from kineograph.data.shards import Shard
 
-    report.kinds["shards (tar)"] += len(names)
+    for name in names:
+        report.kinds[f"shards ({next(suffix for suffix in SUFFIXES if name.lower().endswith(suffix))[1:]})"] += 1
     keys: list[list[str]] = []
     for note, problems, sample_keys, sided in _map_threads(lambda name: _check_shard(report.path, name), names):
         report.notes.append(note)
@@ -282,23 +305,17 @@ def _check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -
 
 def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str], int]:
     """One tar → a line about it, its problems, the keys of its samples with an image or clip, and its captions that name a side."""
-    from kineograph.data.tar import TarIndex
     from kineograph.data.webdataset_samples import WebDatasetConfig
 
+    shard = Shard(str(root / name), name)
     problems: list[Problem] = []
-    try:
-        index = TarIndex.build(str(root / name))
-    except OSError as error:
-        return f"{name}: unreadable", [Problem(name, f"cannot be read: {error.strerror}")], [], 0
-    if index.problem:
-        problems.append(Problem(name, f"not a whole tar file: {index.problem}"))
     caption_suffixes: list[str] = WebDatasetConfig.model_fields["captions"].default
+    keys: list[str] = []
     with_media, with_caption, with_side = set(), set(), set()
-    with open(root / name, "rb") as file:
-        for row, kind, offset, size in index.members.T.tolist():
-            suffix = index.suffixes[kind]
-            member = f"{name}:{index.keys[row]}.{suffix}"
-            data = os.pread(file.fileno(), size, offset)
+    for row, (key, members) in enumerate((_iterate_stream if shard.is_stream else _iterate_tar)(shard, problems)):
+        keys.append(key)
+        for suffix, data in members:
+            member = f"{name}:{key}.{suffix}"
             try:
                 has_media = _check_member(data, suffix, member)
             except Unreadable as error:
@@ -311,9 +328,40 @@ def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str], 
                 if names_side(data.decode("utf-8", "replace")):
                     with_side.add(row)
     if with_caption:
-        problems += [Problem(f"{name}:{index.keys[row]}", "no caption") for row in sorted(with_media - with_caption)]
+        problems += [Problem(f"{name}:{keys[row]}", "no caption") for row in sorted(with_media - with_caption)]
     note = f"{name}: {len(with_media)} samples, {len(with_media & with_caption)} with text"
-    return note, problems, [index.keys[row] for row in sorted(with_media)], len(with_side)
+    if shard.is_stream:
+        note += "; compressed, so it is read from its beginning: unpack it to shuffle all samples and resume exactly"
+    return note, problems, [keys[row] for row in sorted(with_media)], len(with_side)
+
+
+def _iterate_tar(shard: Shard, problems: list[Problem]) -> Iterator[tuple[str, Iterator[tuple[str, bytes]]]]:
+    """Key and members (suffix, content) of each sample."""
+    from kineograph.data.tar import TarIndex
+
+    try:
+        index = TarIndex.build(shard.url)
+    except OSError as error:
+        problems.append(Problem(shard.name, f"cannot be read: {error.strerror}"))
+        return
+    if index.problem:
+        problems.append(Problem(shard.name, f"not a whole tar file: {index.problem}"))
+    with open(shard.url, "rb") as file:
+        ends = np.searchsorted(index.members[0], np.arange(len(index.keys)), side="right").tolist()
+        for key, start, end in zip(index.keys, [0, *ends], ends):
+            members = index.members[:, start:end].T.tolist()
+            yield key, ((index.suffixes[kind], os.pread(file.fileno(), size, at)) for _, kind, at, size in members)
+
+
+def _iterate_stream(shard: Shard, problems: list[Problem]) -> Iterator[tuple[str, Iterator[tuple[str, bytes]]]]:
+    from kineograph.core.media_file import MediaLimits
+    from kineograph.data.tar import stream_samples
+
+    try:
+        for key, members in stream_samples(shard, 0.0, lambda suffix: True, MediaLimits()):
+            yield key, iter(members.items())
+    except Unreadable as error:
+        problems.append(Problem(shard.name, error.reason))
 
 
 def _check_member(data: bytes, suffix: str, name: str) -> bool:

@@ -24,6 +24,7 @@ from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, med
 from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
+from kineograph.data.shards import SUFFIXES
 from kineograph.data.split_folders import describe_split_folders, group_by_split_folder
 from kineograph.data.transforms import pad_frames
 
@@ -98,9 +99,9 @@ def _refuse_empty(root: Path, listing: Listing, key: str = "data.folder=") -> No
     suffixes = Counter(PurePosixPath(name).suffix.lower() or "(no suffix)" for name in listing.others)
     found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(6))
     hint = ""
-    if suffixes[".npy"]:
+    if suffixes[".npy"] or suffixes[".npz"]:
         hint = "; for arrays set data.source=memmap"
-    elif suffixes[".tar"]:
+    elif any(name.lower().endswith(SUFFIXES) for name in listing.others):
         hint = f"; for tar shards set data.source=webdataset data.shards={root}"
     elif listing.problems:
         hint = f"; {listing.problems[0].path}: {listing.problems[0].reason}"

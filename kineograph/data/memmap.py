@@ -1,4 +1,4 @@
-"""`data.source=memmap`: an array of clips, as Moving MNIST has it (.npy or raw), with captions beside it or made from labels."""
+"""`data.source=memmap`: an array of clips or pictures, as Moving MNIST has it (.npy, .npz or raw), with captions beside it or made from labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kineograph.core.batch import Sample
 from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.core.protocols import Source
-from kineograph.data.arrays import Array, find_array, parse_dtype, read_captions_beside
+from kineograph.data.arrays import Array, choose_member, find_array, list_npz, parse_dtype, read_captions_beside
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import DataConfig, Split, select_split
@@ -21,19 +21,24 @@ from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
 _FPS = 8.0  # an array does not state its frame rate
 
-Layout = Literal["TNHW", "NTHW", "NTCHW"]
+Layout = Literal["TNHW", "NTHW", "NTCHW", "NTHWC", "NHW", "NHWC", "NCHW"]
+NAMES = ("videos", "video", "clips", "images")
+_CHANNELS = (1, 2, 3, 4)
+_SAMPLE = 64  # items whose values tell the range of 16-bit integers
 
 
 class MemmapConfig(DataConfig):
     source: str = "memmap"
     folder: LocalPath
-    """The array file (.npy, or raw with `array_shape` and `array_dtype`), or a folder that holds it as videos.npy or alone."""
+    """The array file (.npy, .npz, or raw with `array_shape` and `array_dtype`), or a folder that holds it as videos.npy or alone."""
     layout: Literal["auto"] | Layout = "auto"
-    """Axes: T frames, N clips, C channels. auto: inferred from the shape, the labels or the captions where that is unambiguous."""
+    """Axes: T frames, N items, C channels. auto: inferred from the shape, the labels or the captions where that is unambiguous."""
+    array_name: str | None = None
+    """Of an array within a .npz file; null: videos, video, clips or images, or the only one."""
     array_shape: tuple[Axis, ...] | None = None
     """Of a raw file, in the order of `layout`."""
     array_dtype: str = "uint8"
-    """Of a raw file; uint8, bool, or floats in [0, 1]."""
+    """Of a raw file; uint8, uint16 (0 … 65535), bool, or floats in [0, 1]."""
     labels: str | None = None
     """File of labels, N or N × K integers, beside the array; null: labels.npy where there is one."""
     labels_dtype: str = "uint8"
@@ -45,15 +50,36 @@ class MemmapConfig(DataConfig):
 
 
 def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
-    """`counts`: how many labels or captions there are, where known."""
+    """`counts`: how many labels or captions there are, where known. Refuses what may be read in two ways."""
     if len(shape) == 5:
-        if shape[2] not in (1, 2, 3, 4):
-            hint = ": channels come before height and width (N T C H W)" if shape[-1] in (1, 2, 3, 4) else ""
-            raise InputError(f"an array of shape {shape} has {shape[2]} channels where 1 to 4 are possible{hint}")
-        return "NTCHW"
+        before, after = shape[2] in _CHANNELS, shape[4] in _CHANNELS
+        if before and after:
+            raise InputError(
+                f"an array of shape {shape} may be N T C H W or N T H W C: set data.layout=NTCHW or data.layout=NTHWC"
+            )
+        if not (before or after):
+            raise InputError(
+                f"an array of shape {shape} has no axis of 1 to 4 channels as N T C H W or N T H W C: transpose it"
+            )
+        return "NTCHW" if before else "NTHWC"
+    if len(shape) == 3 and shape[2] not in _CHANNELS:
+        return "NHW"
     if len(shape) != 4:
-        raise InputError(f"an array of shape {shape} is none of T N H W, N T H W and N T C H W")
+        raise InputError(
+            f"an array of shape {shape} is none of T N H W, N T H W, N T C H W, N T H W C (clips), N H W, N H W C and N C H W (pictures)"
+        )
     first, second = shape[:2]
+    if shape[3] in _CHANNELS:
+        if second in _CHANNELS:
+            raise InputError(
+                f"an array of shape {shape} has two axes that may be channels: set data.layout=NHWC or data.layout=NCHW"
+            )
+        return "NHWC"
+    if second == 3:
+        raise InputError(
+            f"an array of shape {shape} may be {first} pictures of {second} channels or {first} gray clips of {second} frames: "
+            "set data.layout=NCHW or data.layout=NTHW"
+        )
     if first != second:
         if first in counts:
             return "NTHW"
@@ -64,6 +90,33 @@ def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
     raise InputError(
         f"an array of shape {shape} may be {first} clips of {second} frames or {second} of {first}: set data.layout=NTHW or data.layout=TNHW"
     )
+
+
+def describe_layout(shape: tuple[int, ...], layout: Layout) -> str:
+    """As "1,000 clips of 16 frames, 64 × 64, 3 channels"."""
+    sizes = dict(zip(layout, shape, strict=True))
+    items = f"{sizes['N']:,} clips of {sizes['T']} frames" if "T" in sizes else f"{sizes['N']:,} pictures"
+    channels = sizes.get("C", 1)
+    return (
+        f"{items}, {sizes['H']} × {sizes['W']}, {channels} channel{'s' if channels > 1 else ''} (data.layout={layout})"
+    )
+
+
+def check_values(array: Array, layout: Layout) -> None:
+    """Refuse types that are no pixels, and 16-bit integers that do not use their range."""
+    if array.dtype.kind not in "bf" and array.dtype not in (np.uint8, np.uint16):
+        raise InputError(f"{array.path} holds {array.dtype}: use uint8, uint16, bool or floats in [0, 1]")
+    if array.dtype != np.uint16:
+        return
+    count = array.shape[layout.index("N")]
+    sample = sorted({int(index) for index in np.linspace(0, count - 1, min(count, _SAMPLE))})
+    highest = max((int(np.take(array.values, index, layout.index("N")).max()) for index in sample), default=0)
+    if highest < 2**14:
+        factor = 65535 // max(highest, 1)
+        raise InputError(
+            f"{array.path} holds uint16 with values up to {highest} in {len(sample)} items, where 65535 is white: "
+            f"save it as uint8, or multiply it by {factor}"
+        )
 
 
 class Memmap(Source, MeasuresItems):
@@ -84,15 +137,14 @@ class Memmap(Source, MeasuresItems):
 
     @classmethod
     def open(cls, config: MemmapConfig, split: Split, seed: int) -> Memmap:
-        array = find_array(config.folder, ("videos", "video", "clips"), config.array_shape, config.array_dtype)
-        if array.dtype.kind not in "bf" and array.dtype != np.uint8:
-            raise InputError(f"{array.path} holds {array.dtype}: use uint8, bool or floats in [0, 1]")
-        labels = _read_labels(config, array.path)
+        array = find_array(config.folder, NAMES, config.array_shape, config.array_dtype, config.array_name)
+        labels = _read_labels(config, array)
         captions = read_captions_beside(array.path)
         counts = {len(known) for known in (labels, captions) if known is not None}
         layout = infer_layout(array.shape, counts) if config.layout == "auto" else config.layout
         if len(layout) != len(array.shape):
             raise ConfigError(f"data.layout={layout} does not fit {array.path}, whose shape is {array.shape}")
+        check_values(array, layout)
         count = array.shape[layout.index("N")]
         if config.caption is not None:
             if labels is None:
@@ -105,36 +157,45 @@ class Memmap(Source, MeasuresItems):
             captions = [_format_caption(config.caption, label) for label in labels]
         if captions is not None and len(captions) != count:
             raise InputError(
-                f"{array.path} has {count} clips in layout {layout}, and there are {len(captions)} labels or captions"
+                f"{array.path} has {count} {'clips' if 'T' in layout else 'pictures'} in layout {layout}, and there are {len(captions)} labels or captions"
             )
         part = select_split([f"{array.path.name}:{number}" for number in range(count)], split, config)
-        return cls(config, array, layout, captions, part.indices, part.note, config.rotate and split == "train")
+        note = part.note
+        if config.layout == "auto" and split == "train":
+            note = "; ".join(filter(None, [f"{array.path}: {describe_layout(array.shape, layout)}", note]))
+        return cls(config, array, layout, captions, part.indices, note, config.rotate and split == "train")
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
-        number = int(self.indices[index])
-        values = self.array.values
-        clip = values[:, number] if self.layout == "TNHW" else values[number]  # T H W or T C H W
-        clip = np.asarray(clip[pick_window(len(clip), self.config.frames, rng)])
-        clip = rearrange(clip, "t c h w -> t h w c") if self.layout == "NTCHW" else clip[..., None]
+        frames = self.array.shape[self.layout.index("T")] if "T" in self.layout else 1
+        clip = self._to_uint8(self._read_frames(index, pick_window(frames, self.config.frames, rng)), index)
         if self._rotate:
             clip = np.rot90(clip, int(rng.integers(4)), axes=(1, 2))
-        clip = resize_frames(self._to_uint8(clip, index), self.config.size, self.config.channels)
+        clip = resize_frames(clip, self.config.size, self.config.channels)
         pixels, mask = pad_frames(clip, self.config.frames)
         return Sample(pixels=pixels, frame_mask=mask, fps=self.config.fps or _FPS, caption=self.caption(index))
 
+    def _read_frames(self, index: int, window: slice) -> np.ndarray:
+        """T H W C, as stored."""
+        at: dict[str, int | slice] = {"N": int(self.indices[index]), "T": window}
+        values = np.asarray(self.array.values[tuple(at.get(axis, slice(None)) for axis in self.layout)])
+        axes = self.layout.replace("N", "")
+        missing = [axis for axis in "TC" if axis not in axes]
+        pattern = f"{' '.join(axes)} -> {' '.join('1' if axis in missing else axis for axis in 'THWC')}"
+        return rearrange(values, pattern.lower())
+
     def measure(self, index: int) -> MediaInfo:
-        frames, (height, width) = self.array.shape[self.layout.index("T")], self.array.shape[-2:]
+        sizes = dict(zip(self.layout, self.array.shape, strict=True))
+        if "T" not in sizes:
+            return MediaInfo(sizes["W"], sizes["H"])
         # Nothing is resampled: data.fps is the array's own rate.
-        return MediaInfo(width, height, frames, frames / (self.config.fps or _FPS))
+        return MediaInfo(sizes["W"], sizes["H"], sizes["T"], sizes["T"] / (self.config.fps or _FPS))
 
     def is_coloured(self, index: int) -> bool:
-        if self.layout != "NTCHW" or self.array.shape[2] < 3:
-            return False
-        frame = np.asarray(self.array.values[int(self.indices[index]), :1, :3])
-        return has_colour(self._to_uint8(rearrange(frame, "t c h w -> t h w c"), index))
+        frame = self._read_frames(index, slice(0, 1))
+        return frame.shape[-1] >= 3 and has_colour(self._to_uint8(frame[..., :3], index))
 
     def _to_uint8(self, clip: np.ndarray, index: int) -> np.ndarray:
         if clip.dtype == np.uint8:
@@ -143,7 +204,8 @@ class Memmap(Source, MeasuresItems):
             raise Unreadable(
                 self.identity(index), f"values from {clip.min():g} to {clip.max():g}: floats must lie in [0, 1]"
             )
-        return np.rint(clip.astype(np.float32) * 255).astype(np.uint8)
+        white = 65535 if clip.dtype == np.uint16 else 1
+        return np.rint(clip.astype(np.float32) * (255 / white)).astype(np.uint8)
 
     def caption(self, index: int) -> str | None:
         return self.captions[self.indices[index]] or None if self.captions else None
@@ -175,16 +237,21 @@ class Memmap(Source, MeasuresItems):
         return digest.hexdigest()
 
 
-def _read_labels(config: MemmapConfig, array: Path) -> np.ndarray | None:
-    path = Path(config.labels).expanduser() if config.labels else array.parent / "labels.npy"
+def _read_labels(config: MemmapConfig, array: Array) -> np.ndarray | None:
+    beside = array.path.parent
+    if array.member is not None and not config.labels and "labels" in list_npz(array.path):
+        return Array.npz(array.path, "labels").values
+    path = Path(config.labels).expanduser() if config.labels else beside / "labels.npy"
     if config.labels and not path.is_absolute() and not path.exists():
-        path = array.parent / path
+        path = beside / path
     if not path.exists():
         if config.labels:
-            raise NoData(f"data.labels={config.labels} does not exist, neither here nor beside {array}")
+            raise NoData(f"data.labels={config.labels} does not exist, neither here nor beside {array.path}")
         return None
     if path.suffix == ".npy":
         return Array.npy(path).values
+    if path.suffix == ".npz":
+        return Array.npz(path, choose_member(path, ("labels",))).values
     return np.fromfile(path, dtype=parse_dtype(config.labels_dtype, "data.labels_dtype"))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import re
 import select
@@ -14,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +28,7 @@ import numpy as np
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits
 from kineograph.core.run_folder import write_atomic
-from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
+from kineograph.core.tar_reader import DAMAGED, Readable, TarDamaged, TarReader, decompress
 from kineograph.data.probe import map_with_progress, user_cache
 from kineograph.data.shards import Shard
 
@@ -179,7 +181,8 @@ def stream_samples(
         members: dict[str, bytes] = {}
         problem = ""
         try:
-            tar = TarReader(decompress(stream))
+            clock = _SampleClock(decompress(stream), limits if shard.command is None else None)
+            tar = TarReader(clock)
             for member in tar:
                 named = split_name(member.name)
                 if named is None or member.sparse:
@@ -188,6 +191,7 @@ def stream_samples(
                     if key is not None:
                         yield key, members
                         count += 1
+                        clock.restart()
                     key, members = named[0], {}
                 if is_wanted(named[1]) and member.size <= limits.bytes:
                     members[named[1]] = tar.read(member)
@@ -248,6 +252,25 @@ def _open_stream(shard: Shard, timeout: float) -> Iterator[tuple[Any, Callable[[
             with suppress(ProcessLookupError):  # including the processes that a shell has started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+class _SampleClock:
+    """Raises TimeoutError when one sample takes more than data.limits.seconds: a few megabytes may unpack to hours of zeros.
+
+    Without limits it never does: a command has a timeout of its own.
+    """
+
+    def __init__(self, file: Readable, limits: MediaLimits | None) -> None:
+        self._file, self._seconds = file, limits.seconds if limits is not None else math.inf
+        self.restart()
+
+    def restart(self) -> None:
+        self._end = time.monotonic() + self._seconds
+
+    def read(self, count: int) -> bytes:
+        if time.monotonic() > self._end:
+            raise TimeoutError(f"a sample takes more than {self._seconds:g} s to unpack (data.limits.seconds)")
+        return self._file.read(count)
 
 
 class _TimeoutReader:

@@ -175,3 +175,44 @@ def test_pictures_of_too_many_pixels_are_named_with_their_size_and_the_limit(tmp
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     found = problems(check_folder(tmp_path))
     assert found == {"poster.png": "too large: 3,000 pixels, and no more than 2,000 are decoded; scale it down first"}
+
+
+def test_arrays_of_pictures(tmp_path):
+    """What training reads of each, or why it does not."""
+    np.save(tmp_path / "a.npy", np.zeros((20, 8, 8, 3), np.uint8))
+    np.save(tmp_path / "b.npy", np.zeros((20, 3, 8, 8), np.uint8))
+    np.save(tmp_path / "c.npy", np.full((20, 8, 8, 3), 4095, np.uint16))
+    np.savez_compressed(tmp_path / "d.npz", images=np.zeros((20, 8, 8), np.uint8), labels=np.zeros(20))
+    (tmp_path / "e.npz").write_bytes(b"no array")
+    report = check_folder(tmp_path)
+    lines = report.lines()
+    assert lines[0].endswith(": 3 arrays (npy), 1 arrays (npz)")
+    assert "a.npy: read as 20 pictures, 8 × 8, 3 channels (data.layout=NHWC)" in lines
+    assert any(line.startswith("b.npy: ") and "data.layout=NCHW or data.layout=NTHW" in line for line in lines)
+    assert "d.npz:images: uint8 20 × 8 × 8" in lines
+    assert "d.npz:images: 20 labels beside it" in lines
+    assert "d.npz:images: read as 20 pictures, 8 × 8, 1 channel (data.layout=NHW)" in lines
+    assert {problem.path for problem in report.problems} == {"c.npy", "e.npz"}
+
+
+def test_compressed_shards(tmp_path):
+    """The samples inside, and a shard that is cut off."""
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    members = [("0.png", picture.getvalue()), ("0.txt", b"a cat"), ("1.png", b"broken"), ("1.txt", b"a dog")]
+    for name, mode in (("a.tar", "w"), ("b.tar.gz", "w:gz"), ("c.tgz", "w:gz")):
+        with tarfile.open(tmp_path / name, mode) as tar:
+            for member, data in members:
+                entry = tarfile.TarInfo(member)
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
+    cut = (tmp_path / "c.tgz").read_bytes()
+    (tmp_path / "c.tgz").write_bytes(cut[: len(cut) // 2])
+    report = check_folder(tmp_path)
+    assert report.kinds == {"shards (tar)": 1, "shards (tar.gz)": 1, "shards (tgz)": 1}
+    found = [f"{path}: {reason}" for path, reason in report.problems]
+    assert [text for text in found if text.startswith("a.tar:1.png")] and [
+        text for text in found if text.startswith("b.tar.gz:1.png")
+    ]
+    assert [text for text in found if text.startswith("c.tgz: the shard is not whole: cut off")]
+    assert any(line.startswith("b.tar.gz: 2 samples, 2 with text; compressed") for line in report.lines())

@@ -26,7 +26,12 @@ def values(source, index, seed=0):
     return source.read(index, np.random.default_rng(seed)).pixels[:, 0, 0, 0].tolist()
 
 
-LAYOUTS = {"NTHW": clips(), "TNHW": clips().swapaxes(0, 1), "NTCHW": np.repeat(clips()[:, :, None], 3, 2)}
+LAYOUTS = {
+    "NTHW": clips(),
+    "TNHW": clips().swapaxes(0, 1),
+    "NTCHW": np.repeat(clips()[:, :, None], 3, 2),
+    "NTHWC": np.repeat(clips()[..., None], 3, 4),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -53,8 +58,19 @@ def test_layout_is_inferred_where_clear():
     assert infer_layout((20, 30, 3, 64, 64), set()) == "NTCHW"
     with pytest.raises(InputError, match=r"data.layout=NTHW or data.layout=TNHW"):
         infer_layout((20, 30, 64, 64), set())
-    with pytest.raises(InputError, match="channels come before"):
-        infer_layout((20, 30, 64, 64, 3), set())
+    assert infer_layout((20, 30, 64, 64, 3), set()) == "NTHWC"
+    assert infer_layout((1000, 64, 64, 3), set()) == "NHWC"
+    assert infer_layout((60000, 28, 28), set()) == "NHW"
+    with pytest.raises(InputError, match=r"data.layout=NTCHW or data.layout=NTHWC"):
+        infer_layout((20, 30, 3, 64, 4), set())
+    with pytest.raises(InputError, match=r"no axis of 1 to 4 channels .* transpose it"):
+        infer_layout((20, 30, 64, 64, 64), set())
+    with pytest.raises(InputError, match="1000 pictures of 3 channels or 1000 gray clips of 3 frames"):
+        infer_layout((1000, 3, 64, 64), set())
+    with pytest.raises(InputError, match=r"data.layout=NHWC or data.layout=NCHW"):
+        infer_layout((1000, 3, 64, 3), set())
+    with pytest.raises(InputError, match="none of T N H W"):
+        infer_layout((64, 64, 3), set())
     with pytest.raises(InputError, match="none of T N H W"):
         infer_layout((20, 64), set())
 
@@ -222,3 +238,79 @@ def test_a_zip_is_not_an_npy(tmp_path):
     (tmp_path / "a.npz").rename(tmp_path / "a.npy")
     with pytest.raises(ValueError, match="not a"):
         load_npy(tmp_path / "a.npy")
+
+
+COLOURS = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "array"),
+    [
+        ("auto", COLOURS),
+        ("NHWC", COLOURS),
+        ("NCHW", np.moveaxis(COLOURS, 3, 1)),
+        ("auto", COLOURS.astype(np.uint16) * 257),
+    ],
+)
+def test_pictures(tmp_path, layout, array):
+    np.save(tmp_path / "images.npy", array)
+    source = opened(tmp_path, layout=layout, frames=1)
+    for index in range(6):
+        pixels = source.read(index, np.random.default_rng(0)).pixels[0]
+        assert np.array_equal(np.moveaxis(pixels.numpy(), 0, 2), COLOURS[index])
+    assert source.measure(0) == (8, 8, 1, 0.0)
+    assert source.is_coloured(0)
+    if layout == "auto":
+        assert source.note.startswith(f"{tmp_path}/images.npy: 6 pictures, 8 × 8, 3 channels (data.layout=NHWC)")
+
+
+def test_gray_pictures(tmp_path):
+    np.save(tmp_path / "images.npy", COLOURS[..., 0])
+    source = opened(tmp_path, frames=1, channels=1)
+    assert np.array_equal(source.read(2, np.random.default_rng(0)).pixels[0, 0], COLOURS[2, ..., 0])
+    assert not source.is_coloured(0)
+
+
+@pytest.mark.parametrize("highest", [255, 4095])
+def test_sixteen_bits_that_are_not_used(tmp_path, highest):
+    """12 bits of a camera would be read as nearly black."""
+    np.save(tmp_path / "images.npy", np.full((6, 8, 8, 3), highest, np.uint16))
+    with pytest.raises(InputError, match=f"values up to {highest} in 6 items.* multiply it by {65535 // highest}"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz(tmp_path, save):
+    labels = np.arange(6)
+    save(tmp_path / "a.npz", videos=clips(), labels=labels)
+    source = opened(tmp_path / "a.npz", caption="the digit {label}")
+    assert [values(source, index) for index in range(6)] == [[10 * n + t for t in range(4)] for n in range(6)]
+    assert source.caption(4) == "the digit 4"
+    assert values(pickle.loads(pickle.dumps(source)), 2) == [20, 21, 22, 23]
+    assert isinstance(source.array.values, np.memmap) == (save is np.savez)
+    save(tmp_path / "b.npz", train=clips(), test=clips(2))
+    with pytest.raises(InputError, match=r"holds the arrays train, test: set data.array_name"):
+        opened(tmp_path / "b.npz")
+    assert len(opened(tmp_path / "b.npz", array_name="test", layout="NTHW")) == 2
+    with pytest.raises(InputError, match=r"data.array_name=gone is not in"):
+        opened(tmp_path / "b.npz", array_name="gone")
+
+
+def test_hostile_npz(tmp_path, monkeypatch):
+    monkeypatch.setattr("kineograph.data.arrays._MAX_UNPACKED", 1000)
+    np.savez_compressed(tmp_path / "a.npz", clips())
+    with pytest.raises(InputError, match=r"compressed array of 1,536 bytes.*numpy.save"):
+        opened(tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", np.array([{"a": 1}], dtype=object))
+    with pytest.raises(InputError, match="Python objects"):
+        opened(tmp_path / "b.npz")
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    for cut in (10, 60, len(data) - 30):
+        (tmp_path / "c.npz").write_bytes(data[:cut])
+        with pytest.raises(InputError, match="not a readable"):
+            opened(tmp_path / "c.npz")
+    np.savez(tmp_path / "d.npz", clips())
+    whole = (tmp_path / "d.npz").read_bytes()
+    (tmp_path / "d.npz").write_bytes(whole.replace(b"(6, 4, 8, 8)", b"(9, 4, 8, 8)"))
+    with pytest.raises(InputError, match="no readable array"):
+        opened(tmp_path / "d.npz")

@@ -111,7 +111,6 @@ COCO = {"info": {}, "images": [{"id": 1, "file_name": "a.png"}], "annotations": 
             "no key text, caption or prompt .* file_name, title",
         ),
         ("captions_train2017.json", json.dumps(COCO), "COCO's form are not read: write metadata.jsonl"),
-        ("metadata.parquet", "PAR1", "not read: write metadata.jsonl"),
     ],
 )
 def test_captions_in_unknown_forms_are_problems(tmp_path: Path, name: str, content: str, reason: str) -> None:

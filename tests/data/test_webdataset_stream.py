@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
+import tarfile
 import time
 from itertools import islice
 from pathlib import Path
@@ -11,11 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from kineograph.core.errors import InputError, RunFailed
+from kineograph.core.errors import InputError, RunFailed, Unreadable
+from kineograph.core.media_file import MediaLimits
 from kineograph.core.protocols import Stream
 from kineograph.data.loader import Loader
-from kineograph.data.shards import find_shards
+from kineograph.data.shards import Shard, find_shards
+from kineograph.data.tar import stream_samples
 from tests.data.tar_shards import item, npy, opened, three_shards, write
 
 
@@ -205,3 +210,21 @@ def test_a_file_named_like_a_pipe_is_read_and_not_run(tmp_path, monkeypatch):
         (shard,) = find_shards(text)
         assert shard.command is None
         assert shard.url == f"./{name}"
+
+
+def test_a_small_file_that_unpacks_to_hours_of_zeros_is_given_up(tmp_path):
+    """A member of 64 GB, of which nothing is wanted: skipping it would unpack it all."""
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    header = tarfile.TarInfo("0.png")
+    header.size = len(picture.getvalue())
+    content = header.tobuf() + picture.getvalue().ljust(-(-header.size // 512) * 512, b"\0")
+    bomb = tarfile.TarInfo("1.bin")
+    bomb.size = 64 * 2**30
+    (tmp_path / "0.tar.gz").write_bytes(gzip.compress(content + bomb.tobuf() + bytes(64 * 2**20)))
+    shard = Shard(str(tmp_path / "0.tar.gz"), "0.tar.gz")
+    found = []
+    with pytest.raises(Unreadable, match=r"more than 0.01 s to unpack \(data.limits.seconds\)"):
+        for key, _ in stream_samples(shard, 1.0, lambda suffix: suffix == "png", MediaLimits(seconds=0.01)):
+            found.append(key)
+    assert len(found) <= 1
