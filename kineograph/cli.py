@@ -379,7 +379,7 @@ def data_check(
     from kineograph.data.check import bucket_lines, check_folder, parse_settings
 
     settings = parse_settings(folder, setting) if setting else None  # before hours of decoding: it may have a typo
-    report = check_folder(folder, settings.flip if settings is not None else 0.0)
+    report = check_folder(folder, settings)
     for line in [*report.lines(), *(bucket_lines(settings) if settings is not None else [])]:
         print(line)
     if report.problems:

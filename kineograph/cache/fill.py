@@ -192,7 +192,8 @@ class CacheFiller:
                         self._check_disk(fields, shape, missing)
                     writer = self._create_pack(fields, len(items))
                 identities = [self.loader.source.identity(item) for item in part.tolist()]
-                writer.append(fields, self._row_keys(part), identities, batch.captions)
+                texts = batch.texts or [(caption,) for caption in batch.captions or ()]
+                writer.append(fields, self._row_keys(part), identities, texts)
                 self.encoded += len(batch)
                 heartbeat.beat()
                 self._show_progress()

@@ -25,12 +25,21 @@ _SET_OPTIONS = (
     "start_shard",
     "end_shard",
     "shard_width",
+    "split_seed",
+    "shuffle",
+    "uncaptioned",
 )
+# Keys that came later: their defaults are left out, so that the rows of an older cache are found.
+_LATER = {"caption": None, "shuffle_tags": False, "caption_lines": "one"}
 
 
 def recipe_key(data: dict[str, Any], facts: dict[str, Any]) -> str:
     """The key of how items are encoded: the data config, and `facts` about the encoders, their weights and precision."""
-    data = {name: value for name, value in data.items() if name not in _SET_OPTIONS}
+    data = {
+        name: value
+        for name, value in data.items()
+        if name not in _SET_OPTIONS and not (name in _LATER and value == _LATER[name])
+    }
     return _digest([json.dumps({**facts, "data": data, "format": 3}, sort_keys=True).encode()], 8).hex()
 
 

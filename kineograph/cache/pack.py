@@ -1,7 +1,7 @@
 """A pack: rows of one shape, appended by one process. The header counts them and is committed last, so a killed writer leaves a valid prefix.
 
 A pack is a folder: cache.json (the header), one array a field (tokens.npy, latents.npy, text_embeds.npy, fps.npy …), keys.npy (the item
-keys), sums.npy (a CRC-32 a row), and captions.jsonl ({identity, caption} a line).
+keys), sums.npy (a CRC-32 a row), and captions.jsonl ({identity, caption} a line, and `captions` where there are several).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -110,12 +110,12 @@ class Pack:
         except (OSError, EOFError, ValueError) as error:
             raise InputError(f"{self.folder / _KEYS} cannot be read: {error}; remove {self.folder}") from None
 
-    def captions(self) -> list[tuple[str, str]]:
-        """The identity and caption of each row."""
+    def captions(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The identity and captions of each row."""
         path = self.folder / _CAPTIONS
         try:
             lines = path.read_text(encoding="utf-8").splitlines()[: self.header.done]
-            rows = [(row["identity"], row.get("caption") or "") for row in map(parse_json, lines)]
+            rows = [(row["identity"], _find_texts(row)) for row in map(parse_json, lines)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} cannot be read: {error}; remove {self.folder} and encode again") from None
         if len(rows) < self.header.done:
@@ -198,9 +198,9 @@ class PackWriter:
         fields: dict[str, Tensor],
         keys: Sequence[bytes],
         identities: Sequence[str],
-        captions: Sequence[str | None] | None = None,
+        captions: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        """Write one batch. It is on disk and counted when this returns."""
+        """Write one batch; an item may have several captions. It is on disk and counted when this returns."""
         start, stop = self.header.done, self.header.done + len(keys)
         assert stop <= self.header.count
         values = {name: self._to_numpy(name, fields[name].detach().cpu()) for name in self._arrays}
@@ -212,8 +212,9 @@ class PackWriter:
         self._keys.write(start, np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES))
         for array in (*self._arrays.values(), self._keys, self._sums):
             array.sync()
-        for identity, caption in zip(identities, captions or [None] * len(keys), strict=True):
-            self._captions.write((json.dumps({"identity": identity, "caption": caption}) + "\n").encode())
+        for identity, texts in zip(identities, captions or [()] * len(keys), strict=True):
+            row = {"identity": identity, "caption": texts[0] if texts else None}
+            self._captions.write((json.dumps(row | ({"captions": texts} if len(texts) > 1 else {})) + "\n").encode())
         self._captions.flush()
         os.fsync(self._captions.fileno())
         self.header = self.header.model_copy(update={"done": stop})
@@ -230,6 +231,11 @@ class PackWriter:
         for array in (*self._arrays.values(), self._keys, self._sums):
             array.close()
         self._captions.close()
+
+
+def _find_texts(row: dict[str, Any]) -> tuple[str, ...]:
+    texts = row.get("captions") or [row.get("caption")]
+    return tuple(str(text) for text in texts if text)
 
 
 def _checksum(row: Iterable[np.ndarray]) -> int:

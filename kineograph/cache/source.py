@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +18,7 @@ from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.text_file import parse_json
 from kineograph.data.arrays import find_array, load_npy, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
+from kineograph.data.captions import several_texts
 from kineograph.data.open_source import DataConfig, Split, SplitItems, select_split
 
 _OPEN_PACKS = 64  # packs whose arrays stay mapped
@@ -47,14 +48,15 @@ class Cache(BucketedSource):
         config: CacheConfig,
         packs: list[Pack],
         rows: np.ndarray,
-        captions: list[tuple[str, str]],
+        captions: list[tuple[str, tuple[str, ...]]],
         part: SplitItems,
         header: SetHeader,
     ) -> None:
-        """`rows` (N 2) is the pack and row of each item, `captions` its identity and caption; `part` chooses the items of the split."""
+        """`rows` (N 2) is the pack and row of each item, `captions` its identity and captions; `part` chooses the items of the split."""
         self.config, self.packs, self._rows, self._captions = config, packs, rows, captions
-        self._has_captions = any(caption for _, caption in captions)
-        self.indices, self.note = part
+        self._has_captions = any(texts for _, texts in captions)
+        self.has_several_captions = any(len(texts) > 1 for _, texts in captions)
+        self.indices, self.note = self._skip_uncaptioned(part)
         self.fields = frozenset(packs[0].arrays)
         self._header = header
         self.buckets = _build_buckets(header, rows[self.indices, 0])
@@ -126,10 +128,20 @@ class Cache(BucketedSource):
             arrays={"tokens": str(array.dtype)},
         )
         names = [f"{array.path.name}:{number}" for number in range(count)]
-        captions = list(zip(names, lines or [""] * count, strict=True))
+        captions = list(zip(names, lines or [()] * count, strict=True))
         pack = Pack(array.path.parent, header, {"tokens": array})
         part = select_split(names, split, config)
         return cls(config, [pack], _rows_of(0, count), captions, part, SetHeader(packs=("",), split=None))
+
+    def _skip_uncaptioned(self, part: SplitItems) -> SplitItems:
+        if self.config.uncaptioned != "skip" or not self._has_captions:
+            return part
+        kept = np.array([index for index in part.indices.tolist() if self._captions[index][1]], np.int64)
+        if len(kept) == len(part.indices):
+            return part
+        count = len(part.indices)
+        line = f"data.uncaptioned=skip: {count - len(kept)} of {count} items have no caption and are left out"
+        return SplitItems(kept, "; ".join(filter(None, [part.note, line])))
 
     def check_vocabulary(self, vocabulary: int) -> None:
         """Refuse ids of a codec with another number of codes."""
@@ -170,7 +182,8 @@ class Cache(BucketedSource):
         fields = self._map_pack(pack).read(row, self.identity(index))
         fps = float(fields.pop("fps")) if "fps" in fields else self.config.shape.fps
         # Where others have a caption, an empty one is the null text.
-        sample = Sample(caption=self.caption(index) or ("" if self._has_captions else None), fps=fps)
+        caption = self.caption(index) or ("" if self._has_captions else None)
+        sample = Sample(caption=caption, texts=several_texts(self.captions(index)), fps=fps)
         for name, value in fields.items():
             if name in _EXTRA:
                 sample.extra[name] = value
@@ -192,7 +205,10 @@ class Cache(BucketedSource):
         return self.packs[number]
 
     def caption(self, index: int) -> str | None:
-        return self._captions[self.indices[index]][1] or None
+        return next(iter(self.captions(index)), None)
+
+    def captions(self, index: int) -> Sequence[str]:
+        return self._captions[self.indices[index]][1]
 
     def identity(self, index: int) -> str:
         return self._captions[self.indices[index]][0]

@@ -35,6 +35,9 @@ class Sample:
     frame_mask: Tensor | None = None  # T, bool; False = padding
     fps: float | None = None
     caption: str | None = None
+    texts: tuple[
+        str, ...
+    ] = ()  # the item's captions as the data have them, where `caption` is another or one of several
     tokens: Tensor | None = None  # t h w, int64: codebook ids
     latents: Tensor | None = None  # float: latents, or a posterior's mean and log-variance
     text_embeds: Tensor | None = None  # L D, float
@@ -51,6 +54,7 @@ class Batch:
     frame_mask: Tensor | None = None  # B T, bool; None: no padding, so attention needs no mask
     fps: Tensor | None = None  # B
     captions: list[str] | None = None  # None: no sample has one; "" is the null text
+    texts: list[tuple[str, ...]] | None = None  # as in Sample; None: the captions are as the data have them
     tokens: Tensor | None = None  # B t h w
     latents: Tensor | None = None
     text_embeds: Tensor | None = None  # B L D
@@ -88,7 +92,9 @@ class Batch:
         chosen = torch.tensor(indices)
         batch = self.map(lambda tensor: tensor[chosen.to(tensor.device)])
         return replace(
-            batch, captions=[self.captions[index] for index in indices] if self.captions is not None else None
+            batch,
+            captions=[self.captions[index] for index in indices] if self.captions is not None else None,
+            texts=[self.texts[index] for index in indices] if self.texts is not None else None,
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -119,6 +125,10 @@ class Batch:
             batch.fps = torch.tensor([sample.fps for sample in samples], dtype=torch.float32)
         if any(sample.caption is not None for sample in samples):
             batch.captions = [sample.caption or "" for sample in samples]
+        if any(sample.texts for sample in samples):
+            batch.texts = [
+                sample.texts or ((sample.caption,) if sample.caption is not None else ()) for sample in samples
+            ]
         for name in ("tokens", "latents", "text_embeds", "text_mask"):
             if getattr(first, name) is not None:
                 setattr(batch, name, torch.stack([getattr(sample, name) for sample in samples]))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from kineograph.core.batch import Sample
+from kineograph.core.caption_format import Captioning
 from kineograph.core.config import Config as BaseConfig
 
 
@@ -50,6 +51,14 @@ class TextEncoder(nn.Module):
         """Free the memory of weights that can be loaded again."""
 
 
+class MixShare(NamedTuple):
+    """One part of a mix, whose items follow those of the part before it."""
+
+    items: int
+    draws: int
+    """Samples of it in an epoch of the mix."""
+
+
 class Source(ABC):
     """Maps an index to a sample. `read` is a pure function of (index, the state of rng), so any process can read any item.
 
@@ -66,10 +75,18 @@ class Source(ABC):
     """A line for the log."""
     resample: bool = False
     """Draw items with replacement instead of each once per epoch."""
+    shuffle: bool = True
+    """Train on the items in a new random order in every epoch; False: in their own order."""
+    shares: tuple[MixShare, ...] = ()
+    """How often a mix draws from each of its parts; empty: every item comes once per epoch."""
     pad_to_frames: int = 0
     """Pad every batch to at least this many frames, where items differ in length."""
     is_user_dataset: bool = False
     """Wraps a user's own object: forked workers inherit it, and nothing detects that its content has changed."""
+    captioning: Captioning = Captioning()
+    """How samples get their captions from the texts of their items."""
+    has_several_captions: bool = False
+    """Some items have several captions, of which training draws one each time."""
     caption_help: str = (
         "put a .txt beside each, or list them in metadata.jsonl (file_name, text), labels/ or prompts.txt + videos.txt; "
         "kineo data check shows what was found"
@@ -86,7 +103,18 @@ class Source(ABC):
 
     @abstractmethod
     def caption(self, index: int) -> str | None:
-        """The item's caption, without decoding the item."""
+        """The item's caption (the first of several), without decoding the item."""
+
+    def captions(self, index: int) -> Sequence[str]:
+        """All captions of the item, the one of `caption` first; empty if it has none."""
+        text = self.caption(index)
+        return (text,) if text else ()
+
+    def formatted_captions(self, index: int) -> list[str]:
+        """Every caption that training may give the item, with tags in the order of the data."""
+        form, texts = self.captioning.at(index), self.captions(index)
+        captions = [form.format(text) for text in texts or (None,)]
+        return [caption for caption in captions if caption]
 
     @abstractmethod
     def identity(self, index: int) -> str:

@@ -12,7 +12,8 @@ from typing import IO, Any
 import numpy as np
 
 from kineograph.core.errors import ConfigError, InputError, NoData
-from kineograph.core.text_file import parse_json, replace_surrogates, split_lines
+from kineograph.core.text_file import parse_json, split_lines
+from kineograph.data.captions import find_values, strip_captions
 
 _MAX_UNPACKED = 2**30  # bytes of a compressed array: every process unpacks it
 _NOT_ARRAYS = {".txt", ".jsonl", ".json", ".csv", ".md", ".yaml", ".yml"}
@@ -225,16 +226,17 @@ def find_array(
     return Array.raw(path, shape, dtype)
 
 
-def read_captions_beside(path: Path) -> list[str] | None:
-    """Captions from captions.txt (a line an item) or captions.jsonl ({"caption" or "text"}) in the same folder."""
+def read_captions_beside(path: Path) -> list[tuple[str, ...]] | None:
+    """The captions of each item, from captions.txt (a line an item) or captions.jsonl ({"caption" or "text"}, a text or a list) in its folder."""
     plain, rows = path.parent / "captions.txt", path.parent / "captions.jsonl"
     try:
         if plain.is_file():
-            return [line.strip() for line in split_lines(plain.read_text(encoding="utf-8-sig"))]
+            return [strip_captions([line]) for line in split_lines(plain.read_text(encoding="utf-8-sig"))]
         if rows.is_file():
             parsed = [parse_json(line) for line in split_lines(rows.read_text(encoding="utf-8-sig")) if line.strip()]
-            texts = [row.get("caption") or row.get("text") or "" for row in parsed]
-            return [replace_surrogates(text) for text in texts]
-    except (OSError, UnicodeDecodeError, ValueError, AttributeError) as error:
+            if unfit := next((row for row in parsed if not isinstance(row, dict)), None):
+                raise ValueError(f"{str(unfit)[:40]} is not an object")
+            return [strip_captions(find_values(row, ("caption", "text", "captions", "texts"))) for row in parsed]
+    except (OSError, UnicodeDecodeError, ValueError) as error:
         raise InputError(f"the captions beside {path} cannot be read: {error}") from None
     return None

@@ -21,8 +21,8 @@ from kineograph.core.batch import Sample
 from kineograph.core.config import Config
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import key_of
-from kineograph.core.protocols import Source
-from kineograph.data.order import permute, pick_resampled, pick_shuffled
+from kineograph.core.protocols import MixShare, Source
+from kineograph.data.order import ItemOrder, permute
 
 _SHARE_TOLERANCE = 0.05  # visible shares within this of the best count as equal: then the resolution decides
 _MIN_SCALE = 0.95  # an image counts as large enough down to this share of the bucket's size
@@ -293,14 +293,38 @@ def buckets_of(source: Source) -> Buckets | None:
 class BucketOrder:
     """Step → bucket and items, as a pure function of (seed, step)."""
 
-    def __init__(self, buckets: Buckets, seed: int, batch_size: int, resample: bool = False) -> None:
-        self.buckets, self.seed, self.resample = buckets, seed, resample
+    def __init__(
+        self,
+        buckets: Buckets,
+        seed: int,
+        batch_size: int,
+        resample: bool = False,
+        shuffle: bool = True,
+        shares: tuple[MixShare, ...] = (),
+    ) -> None:
+        self.buckets, self.seed, self.shuffle = buckets, seed, shuffle
         self.batch_sizes = buckets.batch_sizes(batch_size)
         self._filled = [i for i, members in enumerate(buckets.members) if len(members)]
+        self._orders = {
+            i: ItemOrder(
+                len(buckets.members[i]),
+                key_of(seed, "bucket", *buckets.shapes[i]),
+                resample,
+                shuffle,
+                _shares_of(buckets.members[i], shares),
+            )
+            for i in self._filled
+        }
 
     def _batches_after(self, epochs: int) -> list[int]:
         """Batches of each filled bucket in this many epochs."""
-        return [-(-epochs * len(self.buckets.members[i]) // self.batch_sizes[i]) for i in self._filled]
+        return [-(-epochs * self._orders[i].epoch // self.batch_sizes[i]) for i in self._filled]
+
+    def count_steps(self, epochs: float) -> int:
+        """Batches in this many epochs."""
+        whole = int(epochs)
+        before, after = sum(self._batches_after(whole)), sum(self._batches_after(whole + 1))
+        return before + math.ceil((epochs - whole) * (after - before))
 
     def epoch_of(self, step: int) -> int:
         """The last epoch that begins at or before a step."""
@@ -317,12 +341,24 @@ class BucketOrder:
         """The step's bucket, and the items of its batch."""
         epoch = self.epoch_of(step)
         before, after = self._batches_after(epoch), self._batches_after(epoch + 1)
-        offset = np.array([step - sum(before)])
-        position = int(permute(offset, sum(after) - sum(before), key_of(self.seed, "buckets", epoch))[0])
+        position = step - sum(before)
+        if self.shuffle:
+            key = key_of(self.seed, "buckets", epoch)
+            position = int(permute(np.array([position]), sum(after) - sum(before), key)[0])
         ends = np.cumsum(np.subtract(after, before))  # the epoch's batches, bucket by bucket
         which = int(np.searchsorted(ends, position, side="right"))
         bucket, batch = self._filled[which], after[which] - int(ends[which]) + position
         shape, members = self.buckets.shapes[bucket], self.buckets.members[bucket]
         positions = batch * self.batch_sizes[bucket] + np.arange(self.batch_sizes[bucket])
-        pick = pick_resampled if self.resample else pick_shuffled
-        return shape, members[pick(key_of(self.seed, "bucket", *shape), positions, len(members))]
+        return shape, members[self._orders[bucket].pick(positions)]
+
+
+def _shares_of(members: np.ndarray, shares: tuple[MixShare, ...]) -> tuple[MixShare, ...]:
+    """The part of a mix that lies in one bucket."""
+    ends = np.cumsum([share.items for share in shares])
+    counts = np.bincount(np.searchsorted(ends, members, side="right"), minlength=len(shares)).tolist() if shares else []
+    return tuple(
+        MixShare(count, -(-share.draws * count // share.items))
+        for share, count in zip(shares, counts, strict=True)
+        if count
+    )

@@ -10,23 +10,24 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unicodedata import normalize
 
 from kineograph.core.errors import InputError
-from kineograph.core.protocols import Source
-from kineograph.core.text_file import clean_caption, parse_json, read_text, split_lines
+from kineograph.core.protocols import Source, Stream
+from kineograph.core.text_file import clean_caption, parse_json, read_text, replace_surrogates, split_lines
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MAX_PARQUET = 2**33  # bytes that its columns unpack to, as its footer states
-TEXT_KEYS = ("text", "caption", "prompt")
+TEXT_KEYS = ("text", "caption", "prompt", "texts", "captions", "prompts")
 FILE_KEYS = ("file_name", "video", "media_path", "path")
 # Words that become wrong when the picture is mirrored.
 _SIDES = re.compile(r"\b(?:left|right)(?:wards?|most|hand(?:ed)?)?\b|\b(?:anti-?|counter-?)?clockwise\b", re.IGNORECASE)
 SIDECARS = (".txt", ".caption")
 PROMPTS = ("prompts.txt", "prompt.txt", "captions.txt")
+Lines = Literal["one", "several"]
 
 
 class Problem(NamedTuple):
@@ -39,21 +40,21 @@ class Span(NamedTuple):
 
     start: float  # seconds
     end: float  # infinite: to the end of the file
-    text: str
+    texts: tuple[str, ...] | None  # its captions; None: those of the file
 
 
 class Row(NamedTuple):
     """A list's entry for a file, or for a span of it."""
 
     file: str
-    text: str
+    texts: tuple[str, ...]
     span: tuple[float, float] | None = None
 
 
 class Captions(NamedTuple):
     """Captions by media name. Sidecar files are read on demand, since there may be millions."""
 
-    listed: dict[str, str]  # media → caption from a list
+    listed: dict[str, tuple[str, ...]]  # media → captions from lists
     sidecars: dict[str, str]  # media → .txt or .caption beside it
     unused: list[str]  # such files that belong to no media
     problems: list[Problem]
@@ -64,7 +65,7 @@ def find_captions(root: Path, media: Sequence[str], others: Sequence[str]) -> Ca
     """Find the captions of `media` in `others`, both relative to the root. Lists take precedence over sidecars."""
     media_names = {normalize("NFC", name): name for name in media}  # file systems encode é differently
     other_names = {normalize("NFC", name): name for name in others}
-    listed: dict[str, str] = {}
+    listed: dict[str, tuple[str, ...]] = {}
     spans: dict[str, list[Span]] = {}
     problems: list[Problem] = []
     used: set[str] = set()
@@ -78,14 +79,14 @@ def find_captions(root: Path, media: Sequence[str], others: Sequence[str]) -> Ca
             used |= {name, prompts}
         else:
             continue
-        for file, text, span in rows:
+        for file, texts, span in rows:
             target = media_names.get(normalize("NFC", str(folder / file)))
             if target is None:
                 problems.append(Problem(name, f"names {file!r}, which does not exist"))
             elif span is not None:
-                spans.setdefault(target, []).append(Span(*span, text))
-            elif text:
-                listed.setdefault(target, text)
+                spans.setdefault(target, []).append(Span(*span, texts))
+            elif texts:
+                listed[target] = tuple(dict.fromkeys((*listed.get(target, ()), *texts)))
     sidecars: dict[str, str] = {}
     for name in media:
         for candidate in _sidecar_names(normalize("NFC", name)):
@@ -97,9 +98,30 @@ def find_captions(root: Path, media: Sequence[str], others: Sequence[str]) -> Ca
     return Captions(listed, sidecars, unused, problems, {name: sorted(set(parts)) for name, parts in spans.items()})
 
 
-def read_caption(path: Path) -> str:
-    """The whole file as one line. Raises OSError or UnicodeDecodeError."""
-    return clean_caption(path.read_text(encoding="utf-8-sig"))
+def read_captions(path: Path, lines: Lines = "one") -> tuple[str, ...]:
+    """The captions in a text file. Raises OSError or UnicodeDecodeError."""
+    return split_captions(path.read_text(encoding="utf-8-sig"), lines)
+
+
+def split_captions(text: str, lines: Lines) -> tuple[str, ...]:
+    """The whole text as one caption, or each line as one; without empty and repeated ones."""
+    texts = [text] if lines == "one" else split_lines(text)
+    return clean_captions(texts)
+
+
+def clean_captions(texts: Iterable[str]) -> tuple[str, ...]:
+    """Captions of one item, each on one line; without empty and repeated ones."""
+    return tuple(dict.fromkeys(filter(None, map(clean_caption, texts))))
+
+
+def strip_captions(texts: Iterable[str]) -> tuple[str, ...]:
+    """Captions of one item that are lines already, as they are."""
+    return tuple(dict.fromkeys(filter(None, (replace_surrogates(text).strip() for text in texts))))
+
+
+def several_texts(texts: Sequence[str]) -> tuple[str, ...]:
+    """Sample.texts of an item: its captions if it has several."""
+    return tuple(texts) if len(texts) > 1 else ()
 
 
 def _sidecar_names(name: str) -> list[str]:
@@ -120,7 +142,7 @@ def _read_paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:
         raise InputError(
             f"{root / videos} has {len(files)} lines and {root / prompts} has {len(texts)}: each video needs its prompt on the same line"
         )
-    return [Row(file, text) for file, text in zip(files, texts, strict=True)]
+    return [Row(file, strip_captions([text])) for file, text in zip(files, texts, strict=True)]
 
 
 def _read_metadata(path: Path, name: str, problems: list[Problem]) -> list[Row]:
@@ -133,7 +155,7 @@ def _read_metadata(path: Path, name: str, problems: list[Problem]) -> list[Row]:
         clips = row.get("clips")
         for part in clips if isinstance(clips, list) and clips else [row]:
             try:
-                rows.append(Row(file, _find_text(part), _parse_span(part, clips is not None)))
+                rows.append(Row(file, find_texts(part), _parse_span(part, clips is not None)))
             except ValueError as error:
                 problems.append(Problem(name, f"line {number}: {error}"))
     return rows
@@ -143,9 +165,20 @@ def _find_file(row: dict[str, Any]) -> str | None:
     return next((row[key] for key in FILE_KEYS if isinstance(row.get(key), str) and row[key]), None)
 
 
-def _find_text(row: dict[str, Any]) -> str:
-    text = next((row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)), "")
-    return clean_caption(text)
+def find_texts(row: Any, keys: Sequence[str] = TEXT_KEYS) -> tuple[str, ...]:
+    """The captions of a row: a text, or a list of them."""
+    return clean_captions(find_values(row, keys))
+
+
+def find_values(row: Any, keys: Sequence[str]) -> list[str]:
+    """The text or list of texts under the first of these keys that has any."""
+    for key in keys:
+        value = row.get(key) if isinstance(row, dict) else None
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, list):
+            return [text for text in value if isinstance(text, str)]
+    return []
 
 
 def _parse_span(row: Any, required: bool) -> tuple[float, float] | None:
@@ -238,11 +271,25 @@ def warn_of_flip(flip: float, captions: Sequence[str]) -> str | None:
     )
 
 
-def require_captions(source: Source, consumer: str, kind: str = "items") -> None:
-    """Refuse a source without captions. `consumer` names what reads them ("stage generator"), `kind` the items."""
+def require_captions(source: Source, consumer: str, kind: str = "items") -> str | None:
+    """Refuse a source without captions. → a line for the log about items that train on the null text.
+
+    `consumer` names what reads the captions ("stage generator"), `kind` the items.
+    """
+    forms = source.captioning.formats
+    if not any(form.needs_text for form in forms):
+        return None
     missing = source.list_missing_captions()
-    if missing:
-        examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-        raise InputError(
-            f"{consumer} reads captions, and {len(missing)} of {len(source)} {kind} have none ({examples}): {source.caption_help}"
-        )
+    if not missing:
+        return None
+    total, has_none = str(len(source)), len(missing) >= len(source)
+    if isinstance(source, Stream):
+        total, has_none = "the first", source.caption(0) is None
+    counted = f"{len(missing)} of {total} {kind} have"
+    examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+    if not all(form.blank for form in forms) or has_none:
+        remedy = source.caption_help
+        if not has_none:
+            remedy += "; or set data.uncaptioned=skip, or data.uncaptioned=empty to train these on the null text"
+        raise InputError(f"{consumer} reads captions, and {counted} none ({examples}): {remedy}")
+    return f"{counted} no caption ({examples}): data.uncaptioned=empty trains them on the null text"

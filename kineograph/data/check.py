@@ -16,7 +16,7 @@ import numpy as np
 from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.captions import Problem, find_captions, names_side, read_caption
+from kineograph.data.captions import Problem, find_captions, names_side, read_captions
 from kineograph.data.decode import has_damaged_profile, media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
 from kineograph.data.shards import SUFFIXES, Shard
@@ -24,6 +24,8 @@ from kineograph.data.split_folders import describe_split_folders
 from kineograph.data.unread_files import find_unread
 
 _DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
+_CHECKED = {"buckets", "flip", "caption_lines", "uncaptioned"}
+"""Keys of data.* that change what is checked."""
 T = TypeVar("T")
 
 
@@ -87,14 +89,15 @@ def _format_range(name: str, values: list[float] | list[int], form: str = "g") -
     return f"{name}: {min(values):{form}} to {max(values):{form}}, median {statistics.median(values):{form}}"
 
 
-def check_folder(path: Path | str, flip: float = 0.0) -> Report:
-    """Decode everything, to the last frame. With `flip`, captions that name a side are a problem."""
+def check_folder(path: Path | str, config: FolderConfig | None = None) -> Report:
+    """Decode everything, to the last frame, and find what is wrong with it under a config. With data.flip, captions that name a side are."""
     root = Path(path).expanduser()
+    config = config or FolderConfig(folder=str(root))
     listing = list_folder(root, "")
     report = Report(root, problems=list(listing.problems))
     if listing.media:
         _check_media(report, listing.media)
-        _check_captions(report, listing.media, listing.others)
+        _check_captions(report, listing.media, listing.others, config)
         splits = describe_split_folders(listing.media)
         report.notes += [splits] if splits else []
     arrays = [name for name in listing.others if name.endswith((".npy", ".npz"))]
@@ -103,11 +106,11 @@ def check_folder(path: Path | str, flip: float = 0.0) -> Report:
         _check_shards(report, tars, [name for name in arrays if name.endswith(".npy")])
     elif not listing.media:
         _check_arrays(report, arrays)
-    if flip and report.sided:
+    if config.flip and report.sided:
         report.problems.append(
             Problem(
                 "captions",
-                f"{report.sided} say left or right, and data.flip={flip:g} mirrors the pictures: set data.flip=0",
+                f"{report.sided} say left or right, and data.flip={config.flip:g} mirrors the pictures: set data.flip=0",
             )
         )
     if not report.count and not report.problems:
@@ -129,9 +132,9 @@ def parse_settings(path: Path | str, settings: Sequence[str]) -> FolderConfig:
         key, value = parse_override(text.removeprefix("data."))
         tree = merge(tree, nest(key, value))
     config = parse(FolderConfig, tree, "data")
-    if config.buckets is None and not config.flip:
+    if not tree.keys() & _CHECKED:
         raise ConfigError(
-            "these keys set neither buckets nor flip: add 'buckets={}', or the shapes as in 'buckets={sizes: [[480, 720], [720, 480]]}'"
+            f"these keys change nothing that is checked: give one of {', '.join(sorted(_CHECKED))}, such as 'buckets={{}}' or caption_lines=several"
         )
     return config
 
@@ -169,7 +172,7 @@ def _check_media(report: Report, names: list[str]) -> None:
     report.kinds.update(f"{media_kind(name)}s ({PurePosixPath(name).suffix.lower()[1:]})" for name in names)
 
 
-def _check_captions(report: Report, names: list[str], others: list[str]) -> None:
+def _check_captions(report: Report, names: list[str], others: list[str], config: FolderConfig) -> None:
     try:
         captions = find_captions(report.path, names, others)
     except InputError as error:
@@ -178,22 +181,28 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
     report.problems += captions.problems
     if captions.spans:
         report.notes.append(f"{sum(map(len, captions.spans.values()))} captioned parts of {len(captions.spans)} clips")
-    texts, unreadable = dict(captions.listed), set()
+    texts, unreadable, joined = dict(captions.listed), set(), 0
     for name, text_file in captions.sidecars.items():
         if name in captions.spans:  # its spans have their own captions
             continue
         try:
-            text = read_caption(report.path / text_file)
+            lines = read_captions(report.path / text_file, "several")
         except UnicodeDecodeError:
             report.problems.append(Problem(text_file, "not UTF-8 text"))
         except OSError as error:
             report.problems.append(Problem(text_file, f"cannot be read: {error.strerror}"))
         else:
-            if text:
-                texts[name] = text
+            if lines:
+                joined += len(lines) > 1
+                texts[name] = lines if config.caption_lines == "several" else (" ".join(lines),)
                 continue
             report.problems.append(Problem(text_file, "an empty caption"))
         unreadable.add(name)
+    if joined and config.caption_lines == "one":
+        report.notes.append(
+            f"{joined} caption files have several lines, each file read as one caption; "
+            "with data.caption_lines=several each line is a caption, and training draws one each time"
+        )
     unread = find_unread(
         report.path, [name for name in others if not name.lower().endswith((*SUFFIXES, ".npy", ".npz"))]
     )
@@ -202,16 +211,22 @@ def _check_captions(report: Report, names: list[str], others: list[str]) -> None
     unused = [name for name in captions.unused if PurePosixPath(name).stem.lower() not in _DOCUMENTS]
     report.problems += [Problem(name, "a caption without image or clip") for name in unused]
     items = build_items(names, captions)
-    captioned = {item: item.span.text if item.span else texts.get(item.name, "") for item in items}
-    captioned = {item: text for item, text in captioned.items() if text}
-    report.items, report.captions = len(items), list(captioned.values())
-    report.sided += sum(map(names_side, report.captions))
-    if captioned or unreadable:  # a folder without any captions is fine: a tokenizer trains on it
-        report.problems += [
-            Problem(item.identity, "no caption")
-            for item in items
-            if item not in captioned and item.name not in unreadable
-        ]
+    found = {item: item.span.texts if item.span else texts.get(item.name) for item in items}
+    captioned = {item: several for item, several in found.items() if several}
+    report.items, report.captions = len(items), [several[0] for several in captioned.values()]
+    report.sided += sum(any(map(names_side, several)) for several in captioned.values())
+    most = max(map(len, captioned.values()), default=1)
+    if most > 1:
+        count = sum(len(several) > 1 for several in captioned.values())
+        report.notes.append(f"{count} items have several captions, up to {most}: training draws one each time")
+    missing = [item for item in items if item not in captioned and item.name not in unreadable]
+    if config.uncaptioned != "refuse" and captioned:
+        fate = "are left out" if config.uncaptioned == "skip" else "train on the null text"
+        report.notes += (
+            [f"data.uncaptioned={config.uncaptioned}: {len(missing)} items without a caption {fate}"] if missing else []
+        )
+    elif captioned or unreadable:  # a folder without any captions is fine: a tokenizer trains on it
+        report.problems += [Problem(item.identity, "no caption") for item in missing]
 
 
 def _check_arrays(report: Report, names: list[str]) -> None:

@@ -1,6 +1,6 @@
 """A user's own torch Dataset as a source: fields by name, or inferred by type.
 
-Per item: str = caption · uint8, or float in [0, 1], of rank 4 = clip (T C H W; C T H W if only that fits `channels`) · of
+Per item: str, or a list of them = caption(s) · uint8, or float in [0, 1], of rank 4 = clip (T C H W; C T H W if only that fits `channels`) · of
 rank 3 = image (C H W) · float of rank 2 = text embeddings (L D) · int64 of rank 2 or 3 = codebook ids (h w or t h w) · bool of
 rank 1 = frame mask. Names in a dict, or `data.fields`, take precedence over the type. Items may hold codebook ids and no pixels.
 """
@@ -8,6 +8,7 @@ rank 1 = frame mask. Names in a dict, or `data.fields`, take precedence over the
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source
 from kineograph.core.registry import find_source
 from kineograph.core.text_file import replace_surrogates
+from kineograph.data.captions import several_texts
 from kineograph.data.decode import to_channels
 from kineograph.data.open_source import DataConfig, Split, select_split
 from kineograph.data.token_check import TokenGrid
@@ -42,6 +44,7 @@ NAMES = {
     "image_embed": ("image_embed",),
     "text_embed": ("text_embed",),
 }
+_CAPTIONS_CHECKED = 20_000
 _VECTORS = ("image_embed", "text_embed")  # stored in Sample.extra
 _FIELD_OF = {name: field for field, names in NAMES.items() for name in names}
 _EXPECTED = "str = caption, float or uint8 of rank 3 or 4 = pixels, int64 = codebook ids, bool = frame mask, float of rank 2 = text embeddings"
@@ -77,6 +80,7 @@ class DatasetSource(Source):
         self._grid: TokenGrid | None = None
         self._check_first_item()
         self.fields = frozenset(self._read_fields(0))
+        self.has_several_captions = len(self._read_fields(0).get("caption", ())) > 1
 
     @classmethod
     def open(cls, config: DatasetConfig, split: Split, seed: int) -> DatasetSource:
@@ -113,7 +117,14 @@ class DatasetSource(Source):
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
         fields, name = self._read_fields(index), self.identity(index)
-        sample = Sample(caption=fields.get("caption"), fps=fields.get("fps") or self.config.shape.fps)
+        texts = fields.get("caption", ())
+        if not texts and self.config.uncaptioned == "skip" and "caption" in self.fields:
+            raise Unreadable(name, "no caption")
+        sample = Sample(
+            caption=next(iter(texts), "" if "caption" in fields else None),
+            texts=several_texts(texts),
+            fps=fields.get("fps") or self.config.shape.fps,
+        )
         for field, value in fields.items():
             if field in _VECTORS:
                 sample.extra[field] = value
@@ -144,19 +155,26 @@ class DatasetSource(Source):
         return pad_frames(resize_frames(sketch[window], self.config.size, sketch.shape[3]), self.config.frames)[0]
 
     def caption(self, index: int) -> str | None:
+        return next(iter(self.captions(index)), None)
+
+    def captions(self, index: int) -> Sequence[str]:
         read_caption = getattr(self.dataset, "caption", None)  # a Dataset may give captions without decoding
         if callable(read_caption):
             text = read_caption(int(self.indices[index]))
-            return None if text is None else check_value("caption", text, self.identity(index))
-        return self._read_fields(index).get("caption")
+            return () if text is None else check_value("caption", text, self.identity(index))
+        return self._read_fields(index).get("caption", ())
 
     def identity(self, index: int) -> str:
         return f"item-{self.indices[index]}"
 
     def list_missing_captions(self) -> list[str]:
-        """Judged by the first item: reading all might take hours."""
-        if self.fields & {"caption", "text_embeds", "text_embed"}:
+        """Judged by the first item, as reading all might take hours; or by the method `caption`, for up to 20,000 items."""
+        if self.fields & {"text_embeds", "text_embed"}:
             return []
+        if "caption" in self.fields:
+            known = min(len(self), _CAPTIONS_CHECKED) if callable(getattr(self.dataset, "caption", None)) else 0
+            skips = self.config.uncaptioned == "skip"
+            return [] if skips else [self.identity(index) for index in range(known) if not self.captions(index)]
         return [self.identity(index) for index in range(len(self))]
 
     def _read_fields(self, index: int) -> dict[str, Any]:
@@ -221,7 +239,7 @@ def infer_field(value: Any, name: str) -> str:
     if isinstance(value, Image.Image):
         return "pixels"
     if isinstance(value, (list, tuple)) and value and all(isinstance(part, str) for part in value):
-        raise InputError(f"{name} holds a list of {len(value)} texts: an item has one caption")
+        return "caption"
     if isinstance(value, Tensor):
         kind, rank = value.dtype, value.ndim
         if rank in (3, 4) and (kind.is_floating_point or kind == torch.uint8):
@@ -245,13 +263,13 @@ def infer_field(value: Any, name: str) -> str:
 
 
 def check_value(field: str, value: Any, name: str) -> Any:
-    """Check a value's type, and convert pixels to uint8 and codebook ids to int64 of rank 3."""
+    """Check a value's type, and convert pixels to uint8, codebook ids to int64 of rank 3, and captions to a tuple of them."""
     if field == "caption":
-        if isinstance(value, (list, tuple)) and len(value) == 1:
-            value = value[0]
-        if not isinstance(value, str):
-            raise InputError(f"{name}: the caption is of type {type(value).__name__}, not str")
-        return replace_surrogates(value)
+        texts = list(value) if isinstance(value, (list, tuple)) else [value]
+        for text in texts:
+            if not isinstance(text, str):
+                raise InputError(f"{name}: the caption is of type {type(text).__name__}, not str")
+        return tuple(dict.fromkeys(filter(None, map(replace_surrogates, texts))))
     if field == "fps":
         return _check_fps(value, name)
     if field in ("pixels", "sketch") and isinstance(value, Image.Image):

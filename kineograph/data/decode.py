@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from kineograph.core.errors import Unreadable, explain_oversized_image
 from kineograph.core.media_file import MediaLimits, Meter, check_bytes, open_image, read_media
 from kineograph.data.buckets import Bucket, BucketsConfig, MediaInfo
+from kineograph.data.captions import Lines
 from kineograph.data.colour_profile import convert_to_srgb, has_usable_profile
 from kineograph.data.open_source import DataConfig, Split
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, ResizeCrop, pick_frames
@@ -80,6 +81,8 @@ class MediaConfig(DataConfig):
     """Colour behind transparent images when `channels` has no alpha."""
     truncated: bool = False
     """Accept images that end too early; the missing part stays gray or black."""
+    caption_lines: Lines = "one"
+    """Lines of a text file beside an item: one caption, or several, each a caption of its own, of which training draws one each time."""
     limits: MediaLimits = MediaLimits()
     """What one file may take; a larger one is unreadable."""
     buckets: BucketsConfig | None = None

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -19,7 +20,7 @@ from kineograph.core.config import LocalPath
 from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.core.media_file import MediaLimits
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
-from kineograph.data.captions import Captions, Problem, Span, find_captions, read_caption
+from kineograph.data.captions import Captions, Problem, Span, find_captions, read_captions, several_texts
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, media_kind, probe_media
 from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import Split, select_split
@@ -212,6 +213,9 @@ class Folder(BucketedSource, MeasuresItems):
         """Not fatal: metadata rows without a file, text that is not UTF-8."""
         self._captions = captions.listed
         self._sidecars = captions.sidecars
+        self.has_several_captions = config.caption_lines == "several" or any(
+            len(texts) > 1 for texts in captions.listed.values()
+        )
         self.fields = frozenset({"pixels", "sketch"} if config.sketches is not None else {"pixels"})
         self._sketches = _find_sketches(config, [item.name for item in items]) if config.sketches is not None else {}
         self._options = config.decode_options(split)
@@ -246,7 +250,26 @@ class Folder(BucketedSource, MeasuresItems):
             buckets = assign_buckets(readable, config.buckets, config.base_shape, config.fps)  # of all splits
             buckets = buckets.subset([index for index, item in enumerate(items) if item.name in names])
         items = [item for item in items if item.name in names]
-        return cls(config, root, items, captions, split, note, problems, buckets, skipped)
+        source = cls(config, root, items, captions, split, note, problems, buckets, skipped)
+        if config.uncaptioned == "skip":
+            source._skip_uncaptioned(captions)
+        return source
+
+    def _skip_uncaptioned(self, captions: Captions) -> None:
+        """Leave out items without a caption, if the folder has captions at all."""
+        if not (captions.listed or captions.sidecars or captions.spans):
+            return
+        kept = [index for index in range(len(self)) if self.captions(index)]
+        if len(kept) == len(self):
+            return
+        missing = sorted({item.identity for item in self.items} - {self.identity(index) for index in kept})
+        if not kept:
+            raise InputError(f"data.uncaptioned=skip leaves none of {len(self)} items: {self.caption_help}")
+        line = f"data.uncaptioned=skip: {len(missing)} of {len(self)} items have no caption and are left out, such as {missing[0]}"
+        self.note = "; ".join(filter(None, [self.note, line]))
+        self.skipped = {**self.skipped, **dict.fromkeys(missing, "no caption")}
+        self.items = [self.items[index] for index in kept]
+        self.buckets = self.buckets and self.buckets.subset(kept)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -263,7 +286,11 @@ class Folder(BucketedSource, MeasuresItems):
         clip = decode_media(path, path.suffix, item.identity, options, rng)
         pixels, mask = pad_frames(clip.pixels, shape.frames)
         sample = Sample(
-            pixels=pixels, frame_mask=mask, fps=clip.fps or self.config.shape.fps, caption=self.caption(index)
+            pixels=pixels,
+            frame_mask=mask,
+            fps=clip.fps or self.config.shape.fps,
+            caption=self.caption(index),
+            texts=several_texts(self.captions(index)),
         )
         if self._sketches:
             path = self._sketches[item.name]
@@ -285,17 +312,21 @@ class Folder(BucketedSource, MeasuresItems):
         )
 
     def caption(self, index: int) -> str | None:
-        name, span, _ = self.items[index]
-        if span is not None:
-            return span.text or None
-        text = self._captions.get(name)
-        if text is None and name in self._sidecars:
-            try:
-                text = read_caption(self.root / self._sidecars[name])
-            except (OSError, UnicodeDecodeError):  # `kineo data check` gives the reason
-                text = None
-            self._captions[name] = text or ""
-        return text or None
+        return next(iter(self.captions(index)), None)
+
+    def captions(self, index: int) -> Sequence[str]:
+        item = self.items[index]
+        if item.span is not None and item.span.texts is not None:
+            return item.span.texts
+        texts = self._captions.get(item.name)
+        if texts is None:
+            texts = ()
+            if item.name in self._sidecars:
+                # `kineo data check` gives the reason.
+                with suppress(OSError, UnicodeDecodeError):
+                    texts = read_captions(self.root / self._sidecars[item.name], self.config.caption_lines)
+            self._captions[item.name] = texts
+        return texts
 
     def identity(self, index: int) -> str:
         return self.items[index].identity
@@ -305,7 +336,7 @@ class Folder(BucketedSource, MeasuresItems):
 
     def item_states(self) -> list[str]:
         return [
-            f"{item.prefix}{item.name}\0{_file_stamp(self.root, item)}\0{self.caption(index)}"
+            "\0".join([item.prefix + item.name, _file_stamp(self.root, item), *(self.captions(index) or ["None"])])
             for index, item in enumerate(self.items)
         ]
 
@@ -318,7 +349,7 @@ class Folder(BucketedSource, MeasuresItems):
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)
         stamps = [_file_stamp(self.root, item) for item in self.items]
-        for text in (*stamps, *(self.caption(index) for index in range(len(self)))):
+        for text in (*stamps, *("\0".join(self.captions(index)) for index in range(len(self)))):
             digest.update(f"{text}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 

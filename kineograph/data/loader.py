@@ -6,6 +6,7 @@ So any number of workers or processes sees the same batches, and a resumed run c
 from __future__ import annotations
 
 import hashlib
+import math
 import signal
 import sys
 import time
@@ -22,8 +23,8 @@ from torch.utils.data import DataLoader, Sampler
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.core.protocols import Source, Stream
-from kineograph.data.buckets import Bucket, BucketedSource, BucketOrder, buckets_of
-from kineograph.data.order import permute, pick_resampled, pick_shuffled, split_batches
+from kineograph.data.buckets import Bucket, BucketedSource, BucketOrder, Buckets, buckets_of
+from kineograph.data.order import ItemOrder, permute, split_batches
 from kineograph.data.reader import Reader, ReadRequest, ReadResult, free_shared_memory
 
 _ENOUGH_SHARED = 2**30  # bytes
@@ -131,10 +132,23 @@ class Loader:
     def _step_order(self) -> Callable[[int], tuple[Bucket | None, np.ndarray]]:
         """Step → the shape and the items of its global batch."""
         if self.buckets is not None:
-            return BucketOrder(self.buckets, self.seed, self.batch_size, self.source.resample).batch_at
-        pick = pick_resampled if self.source.resample else pick_shuffled
-        slots = np.arange(self.batch_size)
-        return lambda step: (None, pick(self.seed, step * self.batch_size + slots, len(self.source)))
+            return self._bucket_order(self.buckets).batch_at
+        order, slots = ItemOrder.of(self.source, self.seed), np.arange(self.batch_size)
+        return lambda step: (None, order.pick(step * self.batch_size + slots))
+
+    def _bucket_order(self, buckets: Buckets) -> BucketOrder:
+        source = self.source
+        return BucketOrder(buckets, self.seed, self.batch_size, source.resample, source.shuffle, source.shares)
+
+    def count_epoch(self) -> int:
+        """Samples in an epoch: each item once, or as often as its part of a mix says."""
+        return ItemOrder.of(self.source, self.seed).epoch
+
+    def count_steps(self, epochs: float) -> int:
+        """Steps in which so many epochs are read; the last batch is filled from the next one."""
+        if self.buckets is not None:
+            return self._bucket_order(self.buckets).count_steps(epochs)
+        return max(1, math.ceil(epochs * self.count_epoch() / self.batch_size))
 
     def fixed_batches(self, count: int, batch_size: int, one_shape: bool = False) -> Iterator[Batch]:
         """The same `count` items (or all) with the same crops and starts at every call, for validation.

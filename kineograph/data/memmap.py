@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from einops import rearrange
 
 from kineograph.core.batch import Sample
+from kineograph.core.caption_format import CaptionFormat
 from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.arrays import Array, choose_member, find_array, list_npz, parse_dtype, read_captions_beside
 from kineograph.data.buckets import MediaInfo
+from kineograph.data.captions import several_texts, strip_captions
 from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import DataConfig, Split, select_split
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
@@ -28,6 +32,7 @@ _SAMPLE = 64  # items whose values tell the range of 16-bit integers
 
 
 class MemmapConfig(DataConfig):
+    caption_places: ClassVar[tuple[str, ...]] = ("text", "label")
     source: str = "memmap"
     folder: LocalPath
     """The array file (.npy, .npz, or raw with `array_shape` and `array_dtype`), or a folder that holds it as videos.npy or alone."""
@@ -43,10 +48,17 @@ class MemmapConfig(DataConfig):
     """File of labels, N or N × K integers, beside the array; null: labels.npy where there is one."""
     labels_dtype: str = "uint8"
     """Of a raw labels file."""
-    caption: str | None = None
-    """Captions from labels: "the digit {label}", "the digits {label[0]} and {label[1]}". null: captions.txt or captions.jsonl beside, if any."""
     rotate: bool = False
     """Turn by a random multiple of 90° (training only)."""
+
+    @property
+    def label_template(self) -> str | None:
+        """data.caption where it makes captions from labels: "the digit {label}", "the digits {label[0]} and {label[1]}"."""
+        return self.caption if self.caption is not None and "{label" in self.caption else None
+
+    def caption_format(self, split: Split) -> CaptionFormat:
+        form = super().caption_format(split)
+        return form if self.label_template is None else replace(form, template=None)
 
 
 def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
@@ -127,13 +139,14 @@ class Memmap(Source, MeasuresItems):
         config: MemmapConfig,
         array: Array,
         layout: Layout,
-        captions: list[str] | None,
+        captions: list[tuple[str, ...]] | None,
         indices: np.ndarray,
         note: str | None,
         rotate: bool,
     ) -> None:
-        self.config, self.array, self.layout, self.captions = config, array, layout, captions
+        self.config, self.array, self.layout, self._captions = config, array, layout, captions
         self.indices, self.note, self._rotate = indices, note, rotate
+        self.has_several_captions = any(len(texts) > 1 for texts in captions or ())
 
     @classmethod
     def open(cls, config: MemmapConfig, split: Split, seed: int) -> Memmap:
@@ -146,7 +159,8 @@ class Memmap(Source, MeasuresItems):
             raise ConfigError(f"data.layout={layout} does not fit {array.path}, whose shape is {array.shape}")
         check_values(array, layout)
         count = array.shape[layout.index("N")]
-        if config.caption is not None:
+        template = config.label_template
+        if template is not None:
             if labels is None:
                 raise InputError(
                     f"data.caption makes captions from labels, and there are none beside {array.path}: set data.labels"
@@ -154,16 +168,24 @@ class Memmap(Source, MeasuresItems):
             # A raw file of several labels a clip comes flat.
             if len(labels) > count and len(labels) % count == 0:
                 labels = labels.reshape(count, -1)
-            captions = [_format_caption(config.caption, label) for label in labels]
+            own = captions or [()] * len(labels)
+            captions = [
+                strip_captions(_format_caption(template, label, text) for text in texts or ("",))
+                for label, texts in zip(labels, own, strict=False)
+            ]
         if captions is not None and len(captions) != count:
             raise InputError(
                 f"{array.path} has {count} {'clips' if 'T' in layout else 'pictures'} in layout {layout}, and there are {len(captions)} labels or captions"
             )
-        part = select_split([f"{array.path.name}:{number}" for number in range(count)], split, config)
-        note = part.note
+        indices, note = select_split([f"{array.path.name}:{number}" for number in range(count)], split, config)
+        if config.uncaptioned == "skip" and captions is not None and any(captions):
+            kept = np.array([index for index in indices.tolist() if captions[index]], np.int64)
+            if len(kept) < len(indices):
+                line = f"data.uncaptioned=skip: {len(indices) - len(kept)} of {len(indices)} items have no caption and are left out"
+                indices, note = kept, "; ".join(filter(None, [note, line]))
         if config.layout == "auto" and split == "train":
             note = "; ".join(filter(None, [f"{array.path}: {describe_layout(array.shape, layout)}", note]))
-        return cls(config, array, layout, captions, part.indices, note, config.rotate and split == "train")
+        return cls(config, array, layout, captions, indices, note, config.rotate and split == "train")
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -175,7 +197,13 @@ class Memmap(Source, MeasuresItems):
             clip = np.rot90(clip, int(rng.integers(4)), axes=(1, 2))
         clip = resize_frames(clip, self.config.size, self.config.channels)
         pixels, mask = pad_frames(clip, self.config.frames)
-        return Sample(pixels=pixels, frame_mask=mask, fps=self.config.fps or _FPS, caption=self.caption(index))
+        return Sample(
+            pixels=pixels,
+            frame_mask=mask,
+            fps=self.config.fps or _FPS,
+            caption=self.caption(index),
+            texts=several_texts(self.captions(index)),
+        )
 
     def _read_frames(self, index: int, window: slice) -> np.ndarray:
         """T H W C, as stored."""
@@ -208,7 +236,10 @@ class Memmap(Source, MeasuresItems):
         return np.rint(clip.astype(np.float32) * (255 / white)).astype(np.uint8)
 
     def caption(self, index: int) -> str | None:
-        return self.captions[self.indices[index]] or None if self.captions else None
+        return next(iter(self.captions(index)), None)
+
+    def captions(self, index: int) -> Sequence[str]:
+        return self._captions[self.indices[index]] if self._captions else ()
 
     def identity(self, index: int) -> str:
         return f"{self.array.path.name}:{self.indices[index]}"
@@ -220,7 +251,9 @@ class Memmap(Source, MeasuresItems):
         """The state of each clip: its name, the size and time of the array, and its caption."""
         stat = self.array.path.stat()
         array = f"{stat.st_size}\0{stat.st_mtime_ns}"
-        return [f"{self.identity(index)}\0{array}\0{self.caption(index)}" for index in range(len(self))]
+        return [
+            "\0".join([self.identity(index), array, *(self.captions(index) or ["None"])]) for index in range(len(self))
+        ]
 
     def items_digest(self) -> str:
         array = f"{self.array.path.stat().st_size}\0{len(self)}\0{self.identity(0) if len(self) else ''}"
@@ -232,8 +265,8 @@ class Memmap(Source, MeasuresItems):
         digest = hashlib.blake2b(
             f"{self.config.model_dump_json()}{stat.st_size}{stat.st_mtime_ns}".encode(), digest_size=16
         )
-        for caption in self.captions or ():
-            digest.update(f"{caption}\n".encode("utf-8", "surrogatepass"))
+        for texts in self._captions or ():
+            digest.update(("\0".join(texts) + "\n").encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
 
@@ -255,9 +288,9 @@ def _read_labels(config: MemmapConfig, array: Array) -> np.ndarray | None:
     return np.fromfile(path, dtype=parse_dtype(config.labels_dtype, "data.labels_dtype"))
 
 
-def _format_caption(template: str, label: np.ndarray) -> str:
+def _format_caption(template: str, label: np.ndarray, text: str) -> str:
     try:
-        return template.format(label=label.tolist())
+        return template.format(label=label.tolist(), text=text)
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"data.caption={template!r} does not fit a label like {label.tolist()}: {error}; use {{label}} or {{label[0]}}"

@@ -66,6 +66,10 @@ class MovingDigitsConfig(DataConfig):
             raise ConfigError(
                 f"data.coloured=true needs data.channels=3 or 4, not {self.channels}: set coloured=false or channels=3"
             )
+        if self.split_seed:
+            raise ConfigError(
+                f"data.split_seed={self.split_seed}: moving digits have fixed splits, by glyph and motion; set it to 0"
+            )
         if self.stills and self.frames == 1:
             raise ConfigError(
                 f"data.stills={self.stills:g} mixes images with clips, but data.frames=1 has images only: set stills=0 or raise frames"

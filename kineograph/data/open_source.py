@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch.utils.data import Dataset
 
 from kineograph.core.batch import Sample, Shape
+from kineograph.core.caption_format import CaptionFormat, Captioning, check_template
 from kineograph.core.config import Config, Size, parse
-from kineograph.core.errors import InputError
+from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.protocols import Source
 from kineograph.core.registry import find_source
 
@@ -23,6 +24,8 @@ Split = Literal["train", "validation", "test"]
 class DataConfig(Config):
     """Keys of every data source. A source's own `Config` extends this class."""
 
+    caption_places: ClassVar[tuple[str, ...]] = ("text",)
+    """Names in braces that `caption` may hold."""
     source: str = "moving_digits"
     """moving_digits, folder, memmap, webdataset, cache, or the dotted path of your own Dataset or Source."""
     size: Size = (32, 32)
@@ -37,8 +40,30 @@ class DataConfig(Config):
     """Share of items held out for validation; 0 validates on training data (and logs it)."""
     test: float = Field(0.0, ge=0, lt=1)
     """Share of items held out for the test split."""
+    split_seed: int = Field(0, ge=0)
+    """Another number holds out other items for validation and test."""
+    shuffle: bool = True
+    """Train on the items in a new random order in every epoch; false: in their own order, every time."""
+    uncaptioned: Literal["refuse", "skip", "empty"] = "refuse"
+    """Items without a caption: refuse to train a stage that reads captions; skip them, if others have one; or empty: train them on the null text."""
+    caption: str | None = None
+    """Template of captions, such as "{text}, in the style of sks": {text} is the item's own caption. Without {text} all items get this caption."""
+    shuffle_tags: bool = False
+    """Put the parts of a caption between commas in a new random order each time (training only), before the template is filled."""
     max_unreadable: float = Field(0.2, ge=0, le=1)
     """Stop when more than this share of the items cannot be read."""
+
+    @field_validator("uncaptioned", mode="before")
+    @classmethod
+    def _rename_keep(cls, value: Any) -> Any:
+        return "empty" if value == "keep" else value  # its earlier name
+
+    @field_validator("caption")
+    @classmethod
+    def _check_caption(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_template(value, cls.caption_places)
+        return value
 
     @model_validator(mode="after")
     def _check_splits(self) -> DataConfig:
@@ -47,6 +72,10 @@ class DataConfig(Config):
                 f"validation={self.validation} and test={self.test} leave nothing to train on: keep their sum below 1"
             )
         return self
+
+    def caption_format(self, split: Split) -> CaptionFormat:
+        """How the items of a split get their captions; only training draws."""
+        return CaptionFormat(self.caption, self.shuffle_tags, split == "train", self.uncaptioned == "empty")
 
     @property
     def shape(self) -> Shape:
@@ -80,7 +109,10 @@ def drop_other_source_keys(
     """
     if not override.get("source") or source_name(override) == source_name(data, default):
         return data
-    return {key: value for key, value in data.items() if key in DataConfig.model_fields}
+    kept = {key: value for key, value in data.items() if key in DataConfig.model_fields}
+    if "{label" in str(kept.get("caption")):  # labels of an array
+        del kept["caption"]
+    return kept
 
 
 def drop_digit_channels(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
@@ -95,6 +127,11 @@ def drop_digit_channels(data: dict[str, Any], override: dict[str, Any]) -> dict[
 
 def parse_data_config(tree: Mapping[str, Any], where: str = "data") -> DataConfig:
     """Parse `tree` with the Config of the source that it names."""
+    if "caption_dropout" in tree:
+        raise ConfigError(
+            f"unknown key {where}.caption_dropout: every stage that reads captions drops them itself, for guidance; "
+            "set stages.NAME.caption_dropout, or text_dropout for task: dalle2"
+        )
     return parse(_source_class(tree.get("source", _DEFAULT_SOURCE)).Config, tree, where)
 
 
@@ -103,8 +140,11 @@ def open_source(config: DataConfig, split: Split, seed: int, dataset: Dataset | 
     if dataset is not None:
         from kineograph.data.dataset import DatasetSource
 
-        return DatasetSource(dataset, config, split)
-    return _source_class(config.source).open(config, split, seed)
+        source: Source = DatasetSource(dataset, config, split)
+    else:
+        source = _source_class(config.source).open(config, split, seed)
+    source.captioning, source.shuffle = Captioning((config.caption_format(split),)), config.shuffle
+    return source
 
 
 def _source_class(name: str) -> Any:
@@ -145,15 +185,16 @@ class SplitItems(NamedTuple):
     note: str | None = None  # a line for the log, when validation falls back to training data
 
 
-def hash_to_unit(identity: str) -> float:
+def hash_to_unit(identity: str, seed: int = 0) -> float:
     """Hash an identity to [0, 1), so that splits are stable when items are added, removed or reordered."""
-    digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    text = f"{seed}\0{identity}" if seed else identity
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
-def assign_splits(identities: Sequence[str], validation: float, test: float) -> dict[Split, np.ndarray]:
+def assign_splits(identities: Sequence[str], validation: float, test: float, seed: int = 0) -> dict[Split, np.ndarray]:
     """Indices of each split. A share above 0 gets at least one item while there are enough items."""
-    hashes = np.array([hash_to_unit(identity) for identity in identities])
+    hashes = np.array([hash_to_unit(identity, seed) for identity in identities])
     masks: dict[Split, np.ndarray] = {
         "validation": hashes < validation,
         "test": (hashes >= validation) & (hashes < validation + test),
@@ -174,7 +215,7 @@ def assign_splits(identities: Sequence[str], validation: float, test: float) -> 
 
 def select_split(identities: Sequence[str], split: Split, config: DataConfig) -> SplitItems:
     """The items of `split`. Without held-out items, validation falls back to the training data, with a note."""
-    splits = assign_splits(identities, config.validation, config.test)
+    splits = assign_splits(identities, config.validation, config.test, config.split_seed)
     if len(splits[split]):
         return SplitItems(splits[split])
     if split == "validation":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kineograph.core.noise import key_of
+from kineograph.core.protocols import MixShare, Source
 
 _ROUNDS = 6
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -20,6 +22,35 @@ def pick_shuffled(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
     for epoch in np.unique(epochs).tolist():  # one or two per batch
         mask = epochs == epoch
         result[mask] = permute(positions[mask] - epoch * count, count, key_of(seed, "order", epoch))
+    return result
+
+
+def pick_in_order(positions: np.ndarray, count: int) -> np.ndarray:
+    """The item at each position of the endless sequence 0 … count − 1, 0 … count − 1, …"""
+    return np.asarray(positions, np.int64) % count
+
+
+def pick_mixed(seed: int, positions: np.ndarray, shares: Sequence[MixShare], shuffle: bool = True) -> np.ndarray:
+    """The item at each position of the endless sequence of a mix.
+
+    An epoch holds `draws` samples of each part, in random order. A part's items come in an order of its own, each once before any
+    comes again, also across epochs.
+    """
+    positions = np.asarray(positions, np.int64)
+    draws = np.array([share.draws for share in shares], np.int64)
+    ends, first_item = np.cumsum(draws), np.cumsum([0, *(share.items for share in shares)])
+    epochs = positions // ends[-1]
+    slots = positions - epochs * ends[-1]
+    if shuffle:
+        slots = pick_shuffled(seed, positions, int(ends[-1]))
+    parts = np.searchsorted(ends, slots, side="right")
+    numbers = epochs * draws[parts] + slots - (ends - draws)[parts]  # of the sample among those of its part
+    result = np.empty_like(positions)
+    for part in np.unique(parts).tolist():
+        mask, count = parts == part, shares[part].items
+        own = key_of(seed, "part", part)
+        picked = pick_shuffled(own, numbers[mask], count) if shuffle else pick_in_order(numbers[mask], count)
+        result[mask] = first_item[part] + picked
     return result
 
 
@@ -60,6 +91,31 @@ def _feistel(values: np.ndarray, half: int, keys: list[np.uint64]) -> np.ndarray
 def pick_replacement(seed: int, index: int, attempt: int, count: int) -> int:
     """The item that replaces an unreadable one; `attempt` counts up when the replacement is unreadable too."""
     return key_of(seed, "replacement", index, attempt) % count
+
+
+class ItemOrder:
+    """The endless sequence in which training takes a number of items."""
+
+    def __init__(self, count: int, seed: int, resample: bool, shuffle: bool, shares: tuple[MixShare, ...] = ()) -> None:
+        self.count, self.seed, self.resample, self.shuffle = count, seed, resample, shuffle
+        self.shares = tuple(share for share in shares if share.items)
+
+    @staticmethod
+    def of(source: Source, seed: int) -> ItemOrder:
+        return ItemOrder(len(source), seed, source.resample, source.shuffle, source.shares)
+
+    @property
+    def epoch(self) -> int:
+        """Samples in an epoch."""
+        return sum(share.draws for share in self.shares) if self.shares else self.count
+
+    def pick(self, positions: np.ndarray) -> np.ndarray:
+        """The item at each position."""
+        if self.shares:
+            return pick_mixed(self.seed, positions, self.shares, self.shuffle)
+        if self.resample:
+            return pick_resampled(self.seed, positions, self.count)
+        return pick_shuffled(self.seed, positions, self.count) if self.shuffle else pick_in_order(positions, self.count)
 
 
 class Share(NamedTuple):

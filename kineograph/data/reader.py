@@ -112,13 +112,24 @@ class Reader(Dataset):
             try:
                 if request.shape is not None:  # any item can be the replacement, since it is read in the batch's shape
                     assert isinstance(self.source, BucketedSource)
-                    return self.source.read_as(index, request.shape, rng)
-                return self.source.read(index, rng)
+                    sample = self.source.read_as(index, request.shape, rng)
+                else:
+                    sample = self.source.read(index, rng)
+                return self._add_caption(sample, index, request.key, slot)
             except Unreadable as error:
                 result.skipped[error.path] = error.reason
                 result.replaced.add(item)
                 index = pick_replacement(self.seed, item, attempt, len(self.source))
         raise _too_many_unreadable("items", result)
+
+    def _add_caption(self, sample: Sample, index: int, key: tuple, slot: int) -> Sample:
+        """Make the caption from the item's texts, with randomness of its own: a cached item gets the same."""
+        form = self.source.captioning.at(index)
+        texts = sample.texts or ((sample.caption,) if sample.caption else ())
+        if form.is_plain(texts):
+            return sample
+        caption = form.draw(texts, lambda: numpy_rng(self.seed, *key, slot, "caption"))
+        return replace(sample, caption=sample.caption if caption is None else caption, texts=texts)
 
     def _next(self, stream: Stream, key: tuple, slot: int, result: ReadResult) -> Sample:
         """The stream's next readable sample. Workers alternate in giving batches, so each gets its share of the shards."""
@@ -136,7 +147,8 @@ class Reader(Dataset):
             result.skipped.update(self._stream_skipped)
             self._stream_skipped.clear()
             try:
-                return stream.decode(record, numpy_rng(self.seed, *key, slot, "data"))
+                sample = stream.decode(record, numpy_rng(self.seed, *key, slot, "data"))
+                return self._add_caption(sample, 0, key, slot)
             except Unreadable as error:
                 result.skipped[error.path] = error.reason
         raise _too_many_unreadable("samples", result)

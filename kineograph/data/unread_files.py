@@ -60,7 +60,7 @@ def _find_unknown_captions(root: Path, name: str) -> Iterator[Problem]:
             if columns & set(FILE_KEYS) and not columns & {*TEXT_KEYS, "clips"}:
                 yield Problem(
                     name,
-                    f"no column {_list_words(TEXT_KEYS)}, but {', '.join(sorted(columns))}: rename that of the captions",
+                    f"no column {_list_words(TEXT_KEYS[:3])}, but {', '.join(sorted(columns))}: rename that of the captions",
                 )
         elif len(columns) > 1:
             yield Problem(
@@ -73,7 +73,7 @@ def _find_unknown_captions(root: Path, name: str) -> Iterator[Problem]:
         if keys & set(FILE_KEYS) and not keys & {*TEXT_KEYS, "clips"}:
             yield Problem(
                 name,
-                f"no key {_list_words(TEXT_KEYS)} in its first line, but {', '.join(sorted(keys))}: rename that of the captions",
+                f"no key {_list_words(TEXT_KEYS[:3])} in its first line, but {', '.join(sorted(keys))}: rename that of the captions",
             )
     elif path.suffix.lower() == ".json":
         head = _read_head(root / name)

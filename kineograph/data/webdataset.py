@@ -28,6 +28,7 @@ from kineograph.data.tar import TarIndex, index_shards
 from kineograph.data.webdataset_samples import EMBEDDINGS, Member, Record, SampleDecoder, WebDatasetConfig
 
 _OPEN_FILES = 64  # per thread
+_CAPTION_TRIES = 100  # captions read to find out whether samples have several
 _EMBEDDING_TRIES = 100  # embeddings read until one has a shape
 
 
@@ -132,6 +133,8 @@ class WebDataset(BucketedSource, MeasuresItems):
         source = cls(config, shards, decoder, table, split, [index.stamp for index in indexes])
         source._drop_incomplete(skipped, indexes)
         source._learn_shapes()
+        head = range(min(len(table), _CAPTION_TRIES))
+        source.has_several_captions = any(len(source.captions(row)) > 1 for row in head)
         if config.buckets is not None:
             source._assign_buckets(config.buckets)
         selected = select_split([source.identity(row) for row in range(len(table))], split, config)
@@ -208,18 +211,21 @@ class WebDataset(BucketedSource, MeasuresItems):
         return has_colour(clip.pixels)
 
     def caption(self, index: int) -> str | None:
+        return next(iter(self.captions(index)), None)
+
+    def captions(self, index: int) -> Sequence[str]:
         fields = [field for field in self._table.fields(index) if field == "caption"]
         with suppress(Unreadable):  # counted when the sample is read
-            return self.decoder.decode_caption(self._read_record(index, fields))
-        return None
+            return self.decoder.decode_captions(self._read_record(index, fields))
+        return ()
 
     def identity(self, index: int) -> str:
         return f"{self.shards[self._table.shards[index]].name}:{self._table.key(index)}"
 
     def list_missing_captions(self) -> list[str]:
-        """By the names of the members; an empty caption is counted when its sample is read."""
-        if self.decoder.accepts_uncaptioned:
-            return []
+        """By the names of the members, unless they are refused: else an empty caption is counted when its sample is read."""
+        if self.config.uncaptioned == "refuse":
+            return [self.identity(row) for row in range(len(self)) if not self.captions(row)]
         return [self.identity(row) for row in np.flatnonzero(self._table.ranges["caption"].suffixes < 0).tolist()]
 
     def item_states(self) -> list[str]:
@@ -299,6 +305,8 @@ def _describe_dropped(
     if not total:
         return f"data.shards={config.shards!r} holds no samples: members must be named KEY.jpg, KEY.txt …"
     (reason, _), *_ = Counter(skipped.values()).most_common(1)
+    if reason.startswith("no caption"):
+        reason += "; data.uncaptioned=empty trains such samples on the null text"
     suffixes = sorted({suffix for index in indexes for suffix in index.suffixes})
     return (
         f"{dropped} of {total} samples in data.shards cannot be used (data.max_unreadable={config.max_unreadable:g}), most often: {reason}. "

@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from kineograph.core.batch import Sample
 from kineograph.core.config import LocalPath
 from kineograph.core.errors import Unreadable
-from kineograph.core.text_file import clean_caption, parse_json
+from kineograph.core.text_file import parse_json
 from kineograph.data.buckets import Bucket
-from kineograph.data.captions import TEXT_KEYS
+from kineograph.data.captions import TEXT_KEYS, find_texts, several_texts, split_captions
 from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media
 from kineograph.data.embeddings import AlignedEmbeddings, pad_encodings, read_npy
 from kineograph.data.open_source import Split
@@ -47,8 +47,7 @@ class WebDatasetConfig(MediaConfig):
     """Suffixes of captions, in order of preference."""
     caption_key: str | None = None
     """Key of the caption in a .json; null: text, caption or prompt."""
-    uncaptioned: Literal["skip", "keep"] = "skip"
-    """Skip samples without a caption, if others have one; or keep them with an empty caption, which is the null text."""
+    uncaptioned: Literal["refuse", "skip", "empty"] = "skip"
     image_embed: str | None = None
     """Suffix of the image embedding in the tar, such as img_emb.npy."""
     text_embed: str | None = None
@@ -75,6 +74,12 @@ class WebDatasetConfig(MediaConfig):
     """Streams only: validation (and test) samples, taken from the first shards and held in memory."""
     pipe_timeout: float = Field(300.0, gt=0)
     """Streams only: give up a pipe after this many seconds without a byte."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> WebDatasetConfig:
+        if self.resample and not self.shuffle:
+            raise ValueError("resample=true draws at random, and shuffle=false does not: remove one")
+        return self
 
     @field_validator("media", "captions")
     @classmethod
@@ -117,6 +122,8 @@ class SampleDecoder:
                 self.aligned[field] = AlignedEmbeddings(folder, f"data.{key}", shards, config.index_width)
         self.has_captions = True
         """Any sample has a caption."""
+        self.is_stream = False
+        """Captions are only known once they are read: later samples without one are skipped, also with uncaptioned=refuse."""
         self._options = config.decode_options(split)
         self._shapes: dict[str, tuple[int, ...]] = {field: aligned.shape for field, aligned in self.aligned.items()}
 
@@ -125,11 +132,6 @@ class SampleDecoder:
         names = {"media": "pixels", "text_encoding": "text_embeds"}
         fields = {*self.suffixes, *self.aligned} - {"caption"}
         return frozenset(names.get(field, field) for field in fields)
-
-    @property
-    def accepts_uncaptioned(self) -> bool:
-        """Whether samples without a caption are read with an empty one."""
-        return self.has_captions and self.config.uncaptioned == "keep"
 
     def missing_reason(self, fields: Collection[str]) -> str | None:
         """Why a sample with only these fields is skipped; None if it is not."""
@@ -155,11 +157,12 @@ class SampleDecoder:
 
     def decode(self, record: Record, rng: np.random.Generator, shape: Bucket | None = None) -> Sample:
         """Decode a clip of `shape` (default: data.frames × data.size). Raises Unreadable."""
-        sample = Sample(fps=self.config.shape.fps, caption=self.decode_caption(record))
-        if sample.caption is None and self.has_captions:
-            if not self.accepts_uncaptioned:
-                raise Unreadable(record.name, "an empty caption")
-            sample.caption = ""
+        texts = self.decode_captions(record)
+        sample = Sample(fps=self.config.shape.fps, caption=next(iter(texts), None), texts=several_texts(texts))
+        if not texts and self.has_captions:
+            if self.config.uncaptioned == "skip" or (self.config.uncaptioned == "refuse" and self.is_stream):
+                raise Unreadable(record.name, "an empty caption" if "caption" in record.members else "no caption")
+            sample.caption = "" if self.config.uncaptioned == "empty" else None
         for field in EMBEDDINGS:
             if field in self.suffixes or field in self.aligned:
                 self._add_embedding(sample, field, record)
@@ -175,22 +178,23 @@ class SampleDecoder:
         for field in members.keys() & EMBEDDINGS.keys():
             self._shapes[field] = read_npy(members[field].data, field).shape
 
-    def decode_caption(self, record: Record) -> str | None:
-        """Raises Unreadable."""
+    def decode_captions(self, record: Record) -> tuple[str, ...]:
+        """All captions of a sample. Raises Unreadable."""
         member, name = record.members.get("caption"), record.name
         if member is None:
-            return None
+            return ()
         try:
             text = member.data.decode("utf-8-sig")
-            if member.suffix.rpartition(".")[2] == "json":
-                tree = parse_json(text)
-                keys = (self.config.caption_key,) if self.config.caption_key else TEXT_KEYS
-                text = next((tree[key] for key in keys if isinstance(tree.get(key), str)), "")
+            if member.suffix.rpartition(".")[2] != "json":
+                return split_captions(text, self.config.caption_lines)
+            tree = parse_json(text)
         except UnicodeDecodeError:
             raise Unreadable(name, f"its .{member.suffix} is not UTF-8 text") from None
-        except (ValueError, AttributeError):
-            raise Unreadable(name, f"its .{member.suffix} is not a JSON object") from None
-        return clean_caption(text) or None
+        except ValueError:
+            tree = None
+        if not isinstance(tree, dict):
+            raise Unreadable(name, f"its .{member.suffix} is not a JSON object")
+        return find_texts(tree, (self.config.caption_key,) if self.config.caption_key else TEXT_KEYS)
 
     def _add_embedding(self, sample: Sample, field: str, record: Record) -> None:
         name, exists = record.name, True

@@ -20,7 +20,7 @@ from kineograph.core.errors import InputError, RunFailed, Unreadable
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source, Stream
 from kineograph.data.open_source import Split, hash_to_unit
-from kineograph.data.order import pick_resampled, pick_shuffled
+from kineograph.data.order import ItemOrder
 from kineograph.data.shards import Shard, shards_error
 from kineograph.data.tar import stream_samples
 from kineograph.data.webdataset_samples import Member, Record, SampleDecoder, WebDatasetConfig
@@ -54,6 +54,8 @@ class _Head(NamedTuple):
 
     kept: dict[Split, list[Record]]
     captions: list[str]  # of the training split
+    missing: list[str]  # training samples without one
+    several: bool  # some samples have several captions
     has_captions: bool
     samples: int
     skipped: dict[str, str]
@@ -66,6 +68,8 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
     decoder.has_captions = False  # not known yet
     kept: dict[Split, list[Record]] = {"train": [], "validation": [], "test": []}
     captions: list[str] = []
+    missing: list[str] = []
+    several = False
     skipped: dict[str, str] = {}
 
     def is_enough(count: int) -> bool:
@@ -81,9 +85,12 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
         split = assign_split(record.name, config)
         if len(kept[split]) < config.kept:
             kept[split].append(record)
-        if split == "train" and "caption" in record.members:
+        if split == "train":
             with suppress(Unreadable):
-                captions.append(decoder.decode_caption(record) or "")
+                texts = decoder.decode_captions(record)
+                captions += texts
+                missing += [] if texts else [record.name]
+                several = several or len(texts) > 1
         if is_enough(count):
             break
     if not count:
@@ -94,7 +101,8 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
     has_captions = any("caption" in record.members for records in kept.values() for record in records)
     if has_captions and config.uncaptioned == "skip":
         kept = {name: [record for record in records if "caption" in record.members] for name, records in kept.items()}
-    return _Head(kept, captions, has_captions, count, skipped)
+        missing = []
+    return _Head(kept, captions, missing, several, has_captions, count, skipped)
 
 
 def _iterate_head(
@@ -109,7 +117,7 @@ def _iterate_head(
 
 def assign_split(identity: str, config: WebDatasetConfig) -> Split:
     """The split of one sample, as in data/open_source.py."""
-    position = hash_to_unit(identity)
+    position = hash_to_unit(identity, config.split_seed)
     if position < config.validation:
         return "validation"
     return "test" if position < config.validation + config.test else "train"
@@ -146,10 +154,16 @@ class WebDatasetStream(Stream):
         self.fields = self.decoder.fields
         self.skipped = dict(head.skipped)
         self.note = (
-            f"data.shards: {len(shards)} shards are streamed: their order is shuffled, then samples in a buffer of {config.shuffle_buffer}; "
-            "batches depend on train.workers, and resume restarts at the beginning of the oldest unfinished shard"
+            f"data.shards: {len(shards)} shards are streamed"
+            + (
+                f": their order is shuffled, then samples in a buffer of {config.shuffle_buffer}; "
+                if config.shuffle
+                else "; "
+            )
+            + "batches depend on train.workers, and resume restarts at the beginning of the oldest unfinished shard"
         )
-        self._captions = head.captions
+        self._captions, self._missing = head.captions, head.missing
+        self.has_several_captions = head.several
 
     def __len__(self) -> int:
         return ENDLESS
@@ -165,7 +179,10 @@ class WebDatasetStream(Stream):
         return f"stream:{index}"
 
     def list_missing_captions(self) -> list[str]:
-        return [] if self.decoder.has_captions else [f"{self.shards[0].name} …"]
+        """Of the first samples; later ones are counted when they are read."""
+        if not self.decoder.has_captions:
+            return [f"{self.shards[0].name} …"]
+        return self._missing
 
     def records(
         self, seed: int, reader: int, readers: int, first_shard: int, skipped: dict[str, str]
@@ -195,16 +212,16 @@ class WebDatasetStream(Stream):
                         yield pop()
             buffer.append((current, record))
             buffered[current] += 1
-            if len(buffer) >= self.config.shuffle_buffer:
+            if len(buffer) >= (self.config.shuffle_buffer if self.config.shuffle else 1):
                 yield pop()
 
     def _iterate_in_order(
         self, seed: int, reader: int, readers: int, first_shard: int, skipped: dict[str, str]
     ) -> Iterator[tuple[int, Record]]:
         turn, failed, empty = first_shard, 0, 0
-        pick = pick_resampled if self.config.resample else pick_shuffled
+        order = ItemOrder(len(self.shards), seed, self.config.resample, self.config.shuffle)
         while True:
-            number = int(pick(seed, np.array([turn * readers + reader]), len(self.shards))[0])
+            number = int(order.pick(np.array([turn * readers + reader]))[0])
             is_empty = True
             try:
                 for record in _iterate_records(self.decoder, self.config, number, self.shards[number], skipped):
@@ -257,24 +274,27 @@ class StreamHead(Source):
         return self.decoder.decode(self._records[index], rng)
 
     def caption(self, index: int) -> str | None:
+        return next(iter(self.captions(index)), None)
+
+    def captions(self, index: int) -> Sequence[str]:
         with suppress(Unreadable):
-            return self.decoder.decode_caption(self._records[index])
-        return None
+            return self.decoder.decode_captions(self._records[index])
+        return ()
 
     def identity(self, index: int) -> str:
         return self._records[index].name
 
     def list_missing_captions(self) -> list[str]:
-        if self.decoder.accepts_uncaptioned:
-            return []
-        return [record.name for record in self._records if "caption" not in record.members]
+        if self.decoder.has_captions and self.config.uncaptioned == "skip":
+            return []  # empty captions are counted when their samples are read
+        return [record.name for index, record in enumerate(self._records) if not self.captions(index)]
 
 
 def _build_decoder(
     config: WebDatasetConfig, split: Split, shards: Sequence[Shard], has_captions: bool, records: list[Record]
 ) -> SampleDecoder:
     decoder = SampleDecoder(config, split, shards)
-    decoder.has_captions = has_captions
+    decoder.has_captions, decoder.is_stream = has_captions, True
     for record in records:
         with suppress(Unreadable):
             decoder.learn_shapes(record.members)

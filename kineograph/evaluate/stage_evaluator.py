@@ -98,7 +98,8 @@ class StageEvaluator:
 
     def open(self, chosen: dict[str, Any], reasons: Reasons) -> dict[str, Metric]:
         """Open the metrics that apply to this stage."""
-        captions = [self.source.caption(index) for index in range(min(CAPTIONS_TO_CHECK, len(self.source)))]
+        checked = range(min(CAPTIONS_TO_CHECK, len(self.source)))
+        captions = [next(iter(self.source.formatted_captions(index)), None) for index in checked]
         context = EvalContext(
             self.name,
             self.task,

@@ -27,6 +27,7 @@ from kineograph.stage.data import StageData, check_codec, check_tokens
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import build_untrained
+from kineograph.text import TextConfig
 from kineograph.train.precision import resolve_precision
 from kineograph.train.stop import StopRequest
 
@@ -53,7 +54,17 @@ def _cache_fault(stage: StagePlan, source: Source) -> str | None:
         return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
     if source.is_user_dataset:
         return "a change of your own Dataset cannot be detected"
+    if _keeps_text(stage) and (source.captioning.shuffles_tags or source.has_several_captions):
+        what = "data.shuffle_tags=true" if source.captioning.shuffles_tags else "drawing one of several captions"
+        return f"{what} changes an item's caption in every epoch, and a cache holds the embedding of one"
     return None
+
+
+def _keeps_text(stage: StagePlan) -> bool:
+    """Whether a stage's cache holds text embeddings: of every frozen encoder."""
+    text = dict(stage.spec.config).get("text")
+    trained = isinstance(text, TextConfig) and text.kind in ("learned", "none")
+    return "captions" in stage.spec.config.reads() and not trained
 
 
 @dataclass
@@ -130,7 +141,10 @@ class StageCache:
             return None
         self.note(f"{name}: trains from {len(content.keys)} cached items in {content.path}")
         keys = {key: getattr(self.stage.spec.data, key) for key in ("size", "frames", "fps", "channels")}
-        return Cache.open(CacheConfig.model_validate({"folder": str(content.path), **keys}), "train", self.data.seed)
+        cache = Cache.open(CacheConfig.model_validate({"folder": str(content.path), **keys}), "train", self.data.seed)
+        source = self.data.source
+        cache.captioning, cache.shuffle, cache.shares = source.captioning, source.shuffle, source.shares
+        return cache
 
     def note_stale(self) -> None:
         stale = list_stale(self.content.folder, [self.content.path])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kineograph.core.batch import Sample
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.core.noise import numpy_rng
+from kineograph.core.protocols import Source
 from kineograph.data.fit_summary import summarise_fit
 from kineograph.data.folder import list_folder
 from kineograph.data.open_source import DataConfig, Split, open_source, parse_data_config
@@ -45,7 +47,7 @@ def show_data(
     samples: list[Sample] = []
     for index in select_evenly(len(source), count):
         try:
-            samples.append(source.read(index, numpy_rng(0, index, "show")))
+            samples.append(_read(source, index))
         except Unreadable as error:
             note(f"cannot be read: {error.path}: {error.reason}")
     if not samples:
@@ -58,6 +60,16 @@ def show_data(
         f"with {config.channels} channels (frames × height × width)"
     )
     return out
+
+
+def _read(source: Source, index: int) -> Sample:
+    """An item with the caption that the model will see, and how many it is drawn from."""
+    sample = source.read(index, numpy_rng(0, index, "show"))
+    texts = sample.texts or ((sample.caption,) if sample.caption else ())
+    caption = source.captioning.at(index).draw(texts, lambda: numpy_rng(0, index, "caption"))
+    if caption and len(texts) > 1:
+        caption = f"[1 of {len(texts)} captions] {caption}"
+    return replace(sample, caption=caption)
 
 
 def read_data_config(path: Path, arguments: Sequence[str], stage: str | None = None) -> DataConfig:

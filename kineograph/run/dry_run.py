@@ -18,7 +18,7 @@ from kineograph.doctor.report import format_size, report_environment, report_pla
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import read_launcher_env
 from kineograph.run.layers import read_config
-from kineograph.run.open_data import open_data
+from kineograph.run.open_data import open_data, resolve_epochs
 from kineograph.run.plan import Resume, make_plan, resolve_run
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan
@@ -42,7 +42,7 @@ def examine(arguments: Sequence[str], memory: float | None = None, processes: in
         if arguments:
             plan, world = make_plan(_fill_paths(read_config(arguments))), planned_world(processes)
             print()
-            data = _open_data(plan, print, world, blank_if_missing=True, elsewhere=memory is not None)
+            plan, data = _open_data(plan, print, world, blank_if_missing=True, elsewhere=memory is not None)
             report_plan(plan, data, print, world, None if memory is None else int(memory * 2**30))
 
 
@@ -74,7 +74,8 @@ def dry_run(
         state = "exists, so training would resume there" if folder.exists() else "is new"
         out(f"run folder {folder.path} {state}; {format_size(machine.free_disk(folder.path))} of disk are free")
         world = planned_world(processes)
-        report_plan(plan, _open_data(plan, out, world, folder), out, world)
+        plan, data = _open_data(plan, out, world, folder)
+        report_plan(plan, data, out, world)
         out("dry run: nothing was trained and nothing was written")
 
 
@@ -94,8 +95,8 @@ def _open_data(
     folder: RunFolder | None = None,
     blank_if_missing: bool = False,
     elsewhere: bool = False,
-) -> dict[str, StageData]:
-    """Open and scan the data of every stage that trains. `elsewhere`: on the GPU of another machine."""
+) -> tuple[Plan, dict[str, StageData]]:
+    """Open and scan the data of every stage that trains. → the plan with its steps, and the data. `elsewhere`: on the GPU of another machine."""
     data: dict[str, StageData] = {}
     for stage in plan.stages:
         if stage.spec.config.skip:
@@ -109,6 +110,7 @@ def _open_data(
             out(f"{stage.name}: estimated without data, for clips of data.frames × data.size")
             blank = BlankSource(stage.spec.data.shape)
             data[stage.name] = StageData(stage, plan.seed, blank, blank, {})
+    plan = resolve_epochs(plan, data, out)
     # For one process the estimate builds each stage anyway.
     check_stages(plan, data, folder, building=world.processes > 1, planned=world, elsewhere=elsewhere)
-    return data
+    return plan, data

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from kineograph.core.errors import InputError
+from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
-from kineograph.core.protocols import Source
+from kineograph.core.protocols import Source, Stream
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.captions import require_captions, warn_of_flip
 from kineograph.data.dataset import DatasetSource
 from kineograph.data.decode import MediaConfig
 from kineograph.data.fit_summary import summarise_fit
-from kineograph.data.open_source import Split, open_source
+from kineograph.data.open_source import BlankSource, Split, open_source
 from kineograph.data.startup_scan import check_unreadable_share, scan
 from kineograph.stage.data import StageData, scan_file
 from kineograph.stage.data_record import check_items
-from kineograph.stage.spec import StagePlan
+from kineograph.stage.spec import Plan, StagePlan
 from kineograph.text import TextConfig
 from kineograph.train.config import TrainConfig
+
+ENDLESS_FROM = 2**32  # items
 
 
 def open_data(
@@ -78,9 +81,11 @@ def open_data(
         _require_sketch(data)
     _require_text(data)
     if "captions" in reads:
-        require_captions(data.source, stage.title)
-        for split in held_out:
-            require_captions(data.split(split), stage.title, f"{split} items")
+        kinds: dict[Split, str] = {"train": "items", **{split: f"{split} items" for split in held_out}}
+        for split, kind in kinds.items():
+            blank = require_captions(data.split(split), stage.title, kind)
+            if blank is not None:
+                note(f"{stage.name}: {blank}")
         warning = (
             warn_of_flip(config.flip, data.captions()) if isinstance(config, MediaConfig) and config.flip else None
         )
@@ -89,6 +94,34 @@ def open_data(
         if stage.spec.config.init in opened:
             opened[stage.spec.config.init].warm_started.append(data)
     return data
+
+
+def resolve_epochs(plan: Plan, data: dict[str, StageData], note: Callable[[str], None]) -> Plan:
+    """Turn train.epochs into steps, now that the number of items is known. → the plan with them; `data` gets its stages."""
+    stages = tuple(_resolve_epochs(stage, data.get(stage.name), note) for stage in plan.stages)
+    for stage in stages:
+        if stage.name in data:
+            data[stage.name].stage = stage
+    return replace(plan, stages=stages)
+
+
+def _resolve_epochs(stage: StagePlan, data: StageData | None, note: Callable[[str], None]) -> StagePlan:
+    epochs = stage.train.epochs
+    if epochs is None or data is None:
+        return stage
+    where = f"stages.{stage.name}.train.epochs={epochs:g}"
+    if isinstance(data.source, BlankSource):
+        note(f"{where}: estimated for train.steps={stage.train.steps}, as the number of items is unknown")
+        return stage
+    if isinstance(data.source, Stream) or len(data.source) > ENDLESS_FROM:
+        remedy = "download the shards" if isinstance(data.source, Stream) else "set data.count"
+        raise ConfigError(
+            f"{where} needs data of known length, and data.source={stage.spec.data.source} here has no end: set train.steps, or {remedy}"
+        )
+    loader = data.loader()
+    steps, items = loader.count_steps(epochs), loader.count_epoch()
+    note(f"{stage.name}: {epochs:g} epochs of {items:,} samples are {steps:,} steps")
+    return replace(stage, train=stage.train.model_copy(update={"steps": steps, "epochs": None}))
 
 
 def _held_out_splits(train: TrainConfig) -> list[Split]:

@@ -21,7 +21,7 @@ from kineograph.train.config import PlayerConfig, TrainConfig
 
 Resume = Literal["auto", "never", "must"]
 # Keys of train.* that a resumed run may change, beside *_every.
-MAY_CHANGE = ("steps", "keep_last", "workers", "watchdog", "parallel", "health")
+MAY_CHANGE = ("steps", "epochs", "keep_last", "workers", "watchdog", "parallel", "health")
 
 
 class RunConfig(Config):
@@ -153,7 +153,7 @@ def refuse_changes(saved: Tree, changed: Tree) -> None:
         if parts[0] != "prompts" and not may_change:
             raise ConfigError(
                 f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
-                "a resumed run may change only train.steps, train.*_every, train.keep_last, train.workers, train.watchdog, "
+                "a resumed run may change only train.steps, train.epochs, train.*_every, train.keep_last, train.workers, train.watchdog, "
                 "train.parallel, train.health, prompts and where the data lie (data.folder, data.shards); give --run another folder for a new run"
             )
 

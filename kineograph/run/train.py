@@ -27,7 +27,7 @@ from kineograph.run.cache import StageCache
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import is_main_process, process_group, set_group_timeout
 from kineograph.run.metrics import TrainingMetrics
-from kineograph.run.open_data import open_data
+from kineograph.run.open_data import open_data, resolve_epochs
 from kineograph.run.plan import Resume, make_plan, resolve_run
 from kineograph.run.previews import Previews
 from kineograph.run.resume_from import fetch_checkpoints
@@ -94,6 +94,7 @@ def train(
         for stage in plan.stages:
             if not stage.spec.config.skip:
                 data[stage.name] = open_data(stage, plan.seed, dataset, note, folder.path, data)
+        plan = resolve_epochs(plan, data, note)
         begun = any(checkpoint.saved_steps(folder.checkpoints(stage.name)) for stage in plan.stages)
         check_stages(plan, data, folder, building=not distributed.broadcast_object(begun))
         with _lock(folder), closing(RankLog(folder.path)) as rank_log, rank_log.capture_warnings():

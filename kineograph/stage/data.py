@@ -162,8 +162,9 @@ class StageData:
     def _captions(self) -> list[str]:
         # A stage may be built of fake tensors, but the items of a Dataset are real.
         with unset_fake_temporarily():
-            captions = [self.source.caption(index) for index in range(min(len(self.source), VOCABULARY_CAPTIONS))]
-        return list(dict.fromkeys(caption for caption in captions if caption))
+            items = range(min(len(self.source), VOCABULARY_CAPTIONS))
+            captions = [caption for index in items for caption in self.source.formatted_captions(index)]
+        return list(dict.fromkeys(captions))
 
 
 def count_cores() -> int:

@@ -55,6 +55,8 @@ class WandbConfig(Config):
 class TrainConfig(PlayerConfig):
     steps: int = Field(1000, ge=1)
     """Optimizer steps."""
+    epochs: float | None = Field(None, gt=0)
+    """Length in passes over the training items, instead of `steps`, which is computed from it when training starts."""
     batch_size: int = Field(32, ge=1)
     """Global: over all processes and micro-batches."""
     accumulate: int = Field(1, ge=1)

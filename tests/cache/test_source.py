@@ -9,6 +9,7 @@ import torch
 from kineograph.cache.pack import Pack, PackWriter, smallest_integer
 from kineograph.cache.source import Cache
 from kineograph.cache.store import CacheSet, PackIndex, SetHeader, is_complete, lock_cache
+from kineograph.core.caption_format import CaptionFormat, Captioning
 from kineograph.core.config import parse
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.data.loader import Loader
@@ -28,7 +29,7 @@ def writer(folder, count=10, ids=IDS, **options):
 def append(pack, start, stop, ids=IDS):
     fps = torch.full((stop - start,), 8.0)
     fields = {"tokens": ids[start:stop], "fps": fps}
-    pack.append(fields, KEYS[start:stop], NAMES[start:stop], TEXTS[start:stop])
+    pack.append(fields, KEYS[start:stop], NAMES[start:stop], [(text,) for text in TEXTS[start:stop]])
 
 
 def fill_pack(folder, **options):
@@ -52,6 +53,19 @@ def test_round_trip(tmp_path):
         assert torch.equal(sample.tokens, IDS[index])
         assert sample.caption == TEXTS[index]
         assert source.identity(index) == NAMES[index]
+
+
+def test_several_captions_come_back_and_one_is_drawn_each_time(tmp_path):
+    pack = writer(tmp_path, count=2)
+    pack.append({"tokens": IDS[:2], "fps": torch.full((2,), 8.0)}, KEYS[:2], NAMES[:2], [("a", "b"), ()])
+    pack.close()
+    source = opened(tmp_path)
+    assert source.captions(0) == ("a", "b") and source.captions(1) == ()
+    source.captioning = Captioning((CaptionFormat("{text}!", draws=True),))
+    drawn = {text for (batch,) in Loader(source, seed=0, batch_size=2).steps(0, 20) for text in batch.captions}
+    assert drawn == {"a!", "b!", ""}
+    skipping = opened(tmp_path, uncaptioned="skip")
+    assert len(skipping) == 1 and "1 of 2 items have no caption" in skipping.note
 
 
 @pytest.mark.parametrize(
@@ -147,7 +161,7 @@ def test_a_killed_writer_leaves_a_valid_prefix(tmp_path):
     (tmp_path / "cache.json").write_text(header)  # killed inside the second batch, after its captions were written
     pack = Pack.open(tmp_path)
     assert pack.keys().tolist() == np.array(KEYS[:4], "S16").tolist()
-    assert pack.captions() == list(zip(NAMES[:4], TEXTS[:4], strict=True))
+    assert pack.captions() == [(name, (text,)) for name, text in zip(NAMES[:4], TEXTS[:4], strict=True)]
     with pytest.raises(InputError, match=r"unfinished \(4 of 10"):
         opened(tmp_path)
 

@@ -43,8 +43,8 @@ def test_half_an_emoji_is_replaced_in_every_source(tmp_path):
 
     np.save(tmp_path / "clips.npy", np.zeros((1, 2, 8, 8), np.uint8))
     (tmp_path / "captions.jsonl").write_text(json.dumps({"text": HALF}))
-    assert read_captions_beside(tmp_path / "clips.npy") == ["\ufffd"]
-    assert check_value("caption", HALF, "item") == "\ufffd"
+    assert read_captions_beside(tmp_path / "clips.npy") == [("\ufffd",)]
+    assert check_value("caption", HALF, "item") == ("\ufffd",)
     assert clean_caption("\ud83d\ude00 whole") == "😀 whole"
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 from kineograph.core.errors import InputError
 from kineograph.data.captions import names_side
 from kineograph.data.check import check_folder
+from kineograph.data.folder import FolderConfig
 from tests.data.tar_shards import item, write
 
 
@@ -55,7 +56,9 @@ def test_captions_that_name_a_side(pictures, caption, sided):
     report = check_folder(pictures)
     assert report.problems == []
     assert any("1 captions say left or right; leave data.flip at 0" in line for line in report.lines()) == sided
-    assert dict(check_folder(pictures, flip=0.5).problems).keys() == ({"captions"} if sided else set())
+    assert dict(check_folder(pictures, FolderConfig(folder=str(pictures), flip=0.5)).problems).keys() == (
+        {"captions"} if sided else set()
+    )
 
 
 def test_captions_of_shards_that_name_a_side(tmp_path):

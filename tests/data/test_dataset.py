@@ -211,7 +211,6 @@ def test_masked_frames_are_never_chosen():
         (("a", "b"), "two values for caption"),
         ((CLIP, 7), "class label"),
         ((CLIP, torch.rand(5)), "which is ambiguous"),
-        ((CLIP, ["a", "b"]), "list of 2 texts"),
         ({"videos": CLIP, "speed": 3}, "the unknown field 'speed'"),
         ({"videos": "a ball"}, "pixels is a str"),
         ({"texts": CLIP}, "caption is of type Tensor"),

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from kineograph.data.order import permute, pick_replacement, pick_shuffled, split_batches
+from kineograph.core.protocols import MixShare
+from kineograph.data.order import permute, pick_in_order, pick_mixed, pick_replacement, pick_shuffled, split_batches
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 100, 1000, 4097])
@@ -61,3 +62,28 @@ def test_validation_is_spread_over_ranks(count, batch_size, world):
     if world <= batch_size:  # the same batches for one process
         assert counted == [part[0].indices.tolist() for part in split_batches(count, batch_size, 1)]
     assert max(len(share.indices) for part in parts for share in part) <= -(-max(batch_size, world) // world)
+
+
+SHARES = (MixShare(10, 20), MixShare(4, 4), MixShare(50, 8))  # twice an epoch, once, and 8 of 50
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_mix_draws_each_part_as_often_as_its_share_says(shuffle):
+    epoch = sum(share.draws for share in SHARES)
+    whole = pick_mixed(3, np.arange(6 * epoch), SHARES, shuffle)
+    for number in range(6):
+        counts = np.bincount(whole[number * epoch : (number + 1) * epoch], minlength=64)
+        assert (counts[:10] == 2).all() and (counts[10:14] == 1).all() and counts[14:].sum() == 8
+    seen = whole[whole >= 14]
+    assert len(set(seen[:48].tolist())) == 48  # each once before any comes again, across epochs
+    assert (whole[:epoch].tolist() == whole[epoch : 2 * epoch].tolist()) is False
+    assert (pick_mixed(3, np.arange(40, 63), SHARES, shuffle) == whole[40:63]).all()
+
+
+def test_parts_of_a_mix_are_mixed():
+    whole = pick_mixed(3, np.arange(32), SHARES)
+    assert len(set((whole[:12] // 10).tolist())) > 1
+
+
+def test_without_shuffling_items_come_in_their_order():
+    assert pick_in_order(np.arange(5, 9), 3).tolist() == [2, 0, 1, 2]

@@ -84,7 +84,7 @@ def test_a_changed_caption_is_changed_content(monkeypatch, source):
     """A cache keeps captions beside tokens, so it must not outlive them."""
     before = source.fingerprint()
     assert source.fingerprint() == before
-    monkeypatch.setattr(Folder, "caption", lambda self, index: "another")
+    monkeypatch.setattr(Folder, "captions", lambda self, index: ("another",))
     assert source.fingerprint() != before
 
 
