@@ -20,7 +20,7 @@ from kineograph.core.capabilities import HasLatentShape, HasSampleSize, Supports
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import key_of
-from kineograph.core.protocols import Source
+from kineograph.core.protocols import Source, Stream
 from kineograph.core.run_folder import write_json
 from kineograph.core.task import Codec, Task, find_codec
 from kineograph.data.buckets import Bucket, Buckets, buckets_of
@@ -154,17 +154,21 @@ class StageData:
         return {path: reason for items in (*known, *self.skipped.values()) for path, reason in items.items()}
 
     def captions(self) -> list[str]:
-        """Training captions, to learn a vocabulary from; those of stages that will start from this one's weights too."""
-        later = [caption for data in self.warm_started for caption in data.captions()]
-        return list(dict.fromkeys([*self._captions, *later]))
+        """A training caption per item, to learn a vocabulary from; those of stages that will start from this one's weights too.
+
+        A word of many items is frequent, even if all of them have the same caption.
+        """
+        return [*self._captions, *(caption for data in self.warm_started for caption in data.captions())]
 
     @cached_property
     def _captions(self) -> list[str]:
         # A stage may be built of fake tensors, but the items of a Dataset are real.
+        count, limit = len(self.source), VOCABULARY_CAPTIONS
+        # Evenly spaced: the first items of a folder may be of one class.
+        step = 1 if isinstance(self.source, Stream) else max(1, -(-count // limit))
         with unset_fake_temporarily():
-            items = range(min(len(self.source), VOCABULARY_CAPTIONS))
-            captions = [caption for index in items for caption in self.source.formatted_captions(index)]
-        return list(dict.fromkeys(captions))
+            items = range(0, min(count, step * limit), step)
+            return [caption for index in items for caption in self.source.formatted_captions(index)]
 
 
 def count_cores() -> int:

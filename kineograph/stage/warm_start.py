@@ -79,7 +79,7 @@ def _warn_of_cut_captions(task: Task, stage: StagePlan, data: StageData, note: C
     cut = encoder.count_cut(sample)
     if cut:
         note(
-            f"{stage.name}: {cut} of {len(sample)} different captions are cut to {encoder.length} tokens; "
+            f"{stage.name}: {cut} of {len(sample)} captions are cut to {encoder.length} tokens; "
             f"raise stages.{stage.name}.text.length"
         )
 
