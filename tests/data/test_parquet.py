@@ -24,7 +24,7 @@ def test_captions_and_spans(tmp_path):
     rows = {"file_name": ["a.png", "b.png", "c.png"], "text": ["a cat", None, "a dog"], "score": [1, 2, 3]}
     write_table(pyarrow.table(rows), tmp_path / "metadata.parquet")
     found = find_captions(tmp_path, ["a.png", "b.png"], ["metadata.parquet"])
-    assert found.listed == {"a.png": "a cat"}
+    assert found.listed == {"a.png": ("a cat",)}
     assert [problem.reason for problem in found.problems] == ["names 'c.png', which does not exist"]
     assert {problem.path for problem in check_folder(tmp_path).problems} == {"metadata.parquet", "b.png"}
     rows = {"file_name": ["a.mp4"] * 2, "text": ["one", "two"], "start": [0.0, 1.0], "end": [1.0, None]}
