@@ -29,7 +29,7 @@ def test_captions_and_spans(tmp_path):
     assert {problem.path for problem in check_folder(tmp_path).problems} == {"metadata.parquet", "b.png"}
     rows = {"file_name": ["a.mp4"] * 2, "text": ["one", "two"], "start": [0.0, 1.0], "end": [1.0, None]}
     write_table(pyarrow.table(rows), tmp_path / "metadata.parquet")
-    assert [span.text for span in find_captions(tmp_path, ["a.mp4"], ["metadata.parquet"]).spans["a.mp4"]] == [
+    assert [span.texts[0] for span in find_captions(tmp_path, ["a.mp4"], ["metadata.parquet"]).spans["a.mp4"]] == [
         "one",
         "two",
     ]
