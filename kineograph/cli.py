@@ -48,6 +48,45 @@ Compile = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+MetricNames = Annotated[
+    str | None, typer.Option("--metrics", help="Comma-separated names.", show_default="all that apply")
+]
+Extractor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[METRIC=]NAME|FILE",
+        help="The network behind a metric: a name from `kineo weights list`, or a TorchScript or safetensors file. Without METRIC: fid, rfid, kid, is.",
+        show_default="inception-v3; fvd=i3d-kinetics400; lpips=lpips-vgg16; clip_score=the run's clip stage",
+    ),
+]
+FidMode = Annotated[
+    Literal["tensorflow", "clean", "pytorch"] | None,
+    typer.Option(
+        help="How fid, rfid and kid resize: tensorflow (the original, torch-fidelity), clean (clean-fid), pytorch (pytorch-fid).",
+        show_default="tensorflow",
+    ),
+]
+FidFeatures = Annotated[
+    int | None,
+    typer.Option(help="Inception's layer for fid, rfid, kid: 64, 192, 768 or 2048.", show_default="2048"),
+]
+FvdMode = Annotated[
+    Literal["tensorflow", "pytorch"] | None,
+    typer.Option(help="How fvd resizes: tensorflow (the original), pytorch (cd-fvd).", show_default="tensorflow"),
+]
+FvdFrames = Annotated[
+    int | None, typer.Option(min=10, help="fvd of the first so many frames of each clip.", show_default="all")
+]
+KidSubsets = Annotated[int, typer.Option(min=1, help="Random subsets of kid.")]
+KidSubsetSize = Annotated[
+    int | None, typer.Option(min=2, help="Samples in a subset of kid.", show_default="1000, or all if fewer")
+]
+IsSplits = Annotated[
+    int | None, typer.Option(min=1, help="Splits of is.", show_default="10 from 5,000 pictures on, otherwise 1")
+]
+SaveStats = Annotated[
+    Path | None, typer.Option(metavar="FILE.npz", help="Write the statistics of the real items, to compare with later.")
+]
 Processes = Annotated[
     int | None,
     typer.Option(min=1, help="Processes to plan the run for.", show_default="those that a launcher started, or 1"),
@@ -264,36 +303,138 @@ def evaluate(
     moved: Annotated[
         list[str] | None, typer.Argument(metavar="[data.folder=NEW]", help="Where the run's data lie now.")
     ] = None,
-    metrics: Annotated[str | None, typer.Option(help="Comma-separated names.", show_default="all that apply")] = None,
+    metrics: MetricNames = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to evaluate.")] = 256,
     split: Annotated[str, typer.Option(help="validation or test.")] = "validation",
     checkpoint: Checkpoint = "last",
     stage: Stage = None,
     seed: Seed = 0,
-    extractor: Annotated[
-        list[str] | None,
+    extractor: Extractor = None,
+    fid_mode: FidMode = None,
+    fid_features: FidFeatures = None,
+    fvd_mode: FvdMode = None,
+    fvd_frames: FvdFrames = None,
+    kid_subsets: KidSubsets = 100,
+    kid_subset_size: KidSubsetSize = None,
+    is_splits: IsSplits = None,
+    reference: Annotated[
+        str | None,
         typer.Option(
-            metavar="[METRIC=]NAME|FILE",
-            help="The network behind a metric: a name from `kineo weights list`, or a TorchScript or safetensors file. Without METRIC: fid, rfid, kid, is.",
-            show_default="inception-v3; fvd=i3d-kinetics400; lpips=lpips-vgg16; clip_score=the run's clip stage",
+            metavar="train|DIR|FILE.npz",
+            help="What fid, kid and fvd compare samples with: the training split, a folder, or saved statistics.",
+            show_default="the items of --split",
         ),
     ] = None,
+    reference_items: Annotated[
+        int | None, typer.Option(min=1, help="Items of the reference.", show_default="all, at most 50,000 of a split")
+    ] = None,
+    save_stats: SaveStats = None,
     compile: Compile = False,
     device: Device = "auto",
     trust: Trust = False,
 ) -> None:
-    """Evaluate a run: a table, evaluation.json and a sheet of samples."""
+    """Evaluate a run: a table, evaluation.json and a sheet of samples.
+
+    Exit code 4: a metric that --metrics names could not be computed; the others are written.
+    """
+    options = _metric_options(fid_mode, fid_features, fvd_mode, fvd_frames, kid_subsets, kid_subset_size, is_splits)
     from kineograph.evaluate.runner import evaluate as run_evaluation
     from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
 
-    names = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else None
     with process_group(timeout=NO_TIMEOUT):
         evaluation = run_evaluation(
-            run, names, samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed, device=device,
-            extractors=extractor or [], compile=compile, moved=moved or []
+            run, _split_names(metrics), samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed,
+            device=device, extractors=extractor or [], compile=compile, moved=moved or [], options=options,
+            reference=reference, reference_items=reference_items, save_stats=save_stats,
         )  # fmt: skip
     if is_main_process():
         evaluation.show()
+    if evaluation.missing:
+        raise typer.Exit(4)
+
+
+def _split_names(names: str | None) -> list[str] | None:
+    return [name.strip() for name in names.split(",") if name.strip()] if names else None
+
+
+def _metric_options(
+    fid_mode: str | None,
+    fid_features: int | None,
+    fvd_mode: str | None,
+    fvd_frames: int | None,
+    kid_subsets: int,
+    kid_subset_size: int | None,
+    is_splits: int | None,
+) -> Any:
+    values = locals()
+    from kineograph.core.config import parse
+    from kineograph.core.metric_options import MetricOptions
+
+    return parse(MetricOptions, values, "")
+
+
+@app.command("metrics")
+def metrics_(
+    drawn: Annotated[Path, typer.Argument(metavar="A", help="What was drawn: a folder, or statistics (.npz).")],
+    reference: Annotated[
+        Path | None,
+        typer.Argument(metavar="B", help="What to compare with: a folder, statistics (.npz), or a run, for its data."),
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: fid, kid, fvd, is; paired, paired_lpips for files of equal names.",
+            show_default="fid, kid, is, and fvd of clips",
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="N|HxW", help="Scale and crop files to this size first.", show_default="their own size"),
+    ] = None,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="The first so many frames of each clip.", show_default="all")
+    ] = None,
+    fps: Annotated[
+        float | None, typer.Option(min=0.01, help="Read clips at this rate.", show_default="their own")
+    ] = None,
+    split: Annotated[
+        Literal["train", "validation", "test"] | None,
+        typer.Option(help="Which items of B.", show_default="train of a run, all of a folder"),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="At most so many items of each.", show_default="all")
+    ] = None,
+    extractor: Extractor = None,
+    fid_mode: FidMode = None,
+    fid_features: FidFeatures = None,
+    fvd_mode: FvdMode = None,
+    fvd_frames: FvdFrames = None,
+    kid_subsets: KidSubsets = 100,
+    kid_subset_size: KidSubsetSize = None,
+    is_splits: IsSplits = None,
+    save_stats: SaveStats = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the results here.")] = None,
+    device: Device = "auto",
+    trust: Trust = False,
+) -> None:
+    """Compare two sets of pictures or clips: FID, KID, IS, FVD, and PSNR, SSIM, LPIPS of pairs.
+
+    Example: kineo metrics drawn photos --fid-mode clean --save-stats photos.npz
+
+    Exit code 4: a metric that --metrics names could not be computed; the others are shown.
+    """
+    options = _metric_options(fid_mode, fid_features, fvd_mode, fvd_frames, kid_subsets, kid_subset_size, is_splits)
+    from kineograph.evaluate.extractor.registry import parse_choices
+    from kineograph.evaluate.set_metrics import compare_sets, parse_size
+
+    options = options.model_copy(update={"extractors": parse_choices(extractor or [])})
+    comparison = compare_sets(
+        drawn, reference, _split_names(metrics), options=options, split=split, size=parse_size(size), frames=frames,
+        fps=fps, samples=samples, save_stats=save_stats, out=out, device=device, note=_print_to_stderr,
+    )  # fmt: skip
+    comparison.show()
+    if comparison.is_incomplete:
+        raise typer.Exit(4)
 
 
 @app.command()

@@ -20,6 +20,7 @@ from kineograph.codec.perceptual import PerceptualConfig
 from kineograph.codec.vqgan import VQGANConfig
 from kineograph.core.config import StageConfig, flatten, read_yaml
 from kineograph.core.media_file import MediaLimits
+from kineograph.core.metric_options import MetricOptions
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.folder import FolderConfig
@@ -71,6 +72,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "train.*", PlayerConfig, "train.", None),
     (CONFIG, "train.*", EmaConfig, "train.ema.", None),
     (CONFIG, "train.*", WandbConfig, "train.wandb.", None),
+    (CONFIG, "train.*", MetricOptions, "train.metric_options.", None),
     (CONFIG, "train.*", ParallelConfig, "train.parallel.", None),
     (CONFIG, "task: vqgan", VQGANConfig, "", StageConfig),
     (CONFIG, "task: vqgan", VQConfig, "quantizer.", None),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
-from kineograph.core.batch import Batch, Shape
+from kineograph.core.batch import Shape
 from kineograph.evaluate.metric_api import FeatureMetric, Metric, PixelKind
 
+T = TypeVar("T")
 PIPE_WIDTH = 160  # rich would squeeze tables into 80 columns in a pipe or a log
 
 
@@ -19,6 +20,10 @@ def open_console() -> Any:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def format_value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class ProgressBar:
@@ -47,7 +52,7 @@ class ProgressBar:
             yield
         self._bar = None
 
-    def track(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def track(self, batches: Iterator[T]) -> Iterator[T]:
         for batch in batches:
             yield batch
             if self._bar is not None:

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from kineograph.core.batch import Shape
+from kineograph.core.metric_options import MetricOptions
 from kineograph.core.task import Mean, Task
 from kineograph.data.open_source import DataConfig
 
 if TYPE_CHECKING:
     from kineograph.evaluate.extractor.registry import Extractor, Extractors
+    from kineograph.evaluate.saved_statistics import SavedStatistics
     from kineograph.stage.load import StageLoader
 
-# "clips" means that there is more than one frame
-Kind = Literal["captions", "real", "generated", "reconstruction", "tokens", "losses", "clips"]
+# "clips": there is more than one frame; "paired": row i is drawn for real item i
+Kind = Literal["captions", "real", "generated", "reconstruction", "tokens", "losses", "clips", "paired"]
 PixelKind = Literal["real", "generated", "reconstruction"]
+Side = Literal["real", "generated"]
 
 
 @dataclass
@@ -34,7 +37,7 @@ class EvalBatch:
     token_mask: Tensor | None = None  # B t, bool: False where latent frames are padding; None: no padding
     spare: bool = False  # another process has the same rows: metrics must not count them
     losses: dict[str, Mean] | None = None  # from Task.validate
-    _features: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # by kind of pixels and extractor
+    _features: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # by kind of pixels and extractor
 
     def clips(self, kind: PixelKind) -> Tensor:
         """B T C H W"""
@@ -54,26 +57,49 @@ class EvalBatch:
         pixels = self.clips(kind)
         return pixels[self.mask(kind).to(pixels.device)]
 
+    def frame_pairs(self, fake: Literal["generated", "reconstruction"]) -> tuple[Tensor, Tensor]:
+        """Real frames and those made for them, F C H W each, without padding; a sample of another length counts as far as it goes."""
+        real, made = self.clips("real"), self.clips(fake)
+        if real.shape[2:] != made.shape[2:]:
+            raise MetricSkipped(
+                f"pictures of {_size(made)} cannot be compared with real ones of {_size(real)} pixel by pixel"
+            )
+        length = min(real.shape[1], made.shape[1])
+        mask = self.mask("real")[:, :length].to(real.device)
+        return real[:, :length][mask], made[:, :length].to(real.device)[mask]
+
     def features(self, kind: PixelKind, extractor: Extractor) -> Tensor:
         """Features of `frames`, F D, computed once for all metrics that share the extractor."""
-        key = (kind, extractor.label)
+        key = (kind, id(extractor))
         if key not in self._features:
             self._features[key] = extractor.features(self.frames(kind))
         return self._features[key]
 
 
+def _size(pixels: Tensor) -> str:
+    """`64 × 64 × 3`"""
+    *_, channels, height, width = pixels.shape
+    return f"{height} × {width} × {channels}"
+
+
 @dataclass(frozen=True)
 class EvalContext:
-    """The trained stage under evaluation."""
+    """The trained stage under evaluation, or a set of files without one."""
 
     stage: str
-    task: Task
-    data: DataConfig
+    task: Task | None
+    data: DataConfig | None
     shape: Shape
     device: torch.device
     captions: list[str] | None  # a few held-out captions, to check their form
     extractors: Extractors
     stages: StageLoader | None = None  # the run's other stages
+    reference: bool = False  # distributions are compared with another set than the held-out items
+    start: str | None = None  # what samples start from, where it is not captions and noise alone
+
+    @property
+    def options(self) -> MetricOptions:
+        return self.extractors.options
 
 
 @dataclass(frozen=True)
@@ -110,3 +136,16 @@ class FeatureMetric(Protocol):
 
     label: str  # the network, and the first digits of its weights' SHA-256
     needs: ClassVar[frozenset[Kind]]
+
+
+@runtime_checkable
+class DistributionMetric(Protocol):
+    """Compares the features of two sets. With `EvalContext.reference`, `update` ignores real items, and `add` or `load` gives them."""
+
+    def add(self, batch: EvalBatch, side: Side) -> None: ...
+
+    def load(self, side: Side, saved: SavedStatistics) -> None:
+        """Take a side from saved statistics; MetricSkipped where they are of other features."""
+
+    def save(self, side: Side, saved: SavedStatistics) -> None:
+        """Put the features of a side into `saved`. Collective."""

@@ -36,12 +36,17 @@ def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict
     records = everything.setdefault(split, {}).setdefault(f"{stage}/step-{step:08d}", {})
     date = datetime.now(UTC).isoformat(timespec="seconds")
     for name, result in results.items():
-        values = {key: value if math.isfinite(value) else None for key, value in result.values.items()}
-        records[name] = {"values": values, "labels": result.labels, **extra, "date": date}
+        records[name] = {**to_record(result), **extra, "date": date}
     findings: dict[str, list[dict[str, Any]]] = {}
     for name, found_at, finding in read_findings(run.metrics_file):
         findings.setdefault(name, []).append({"step": found_at, **finding.to_json()})
     write_json(path, {"format": FORMAT, "results": everything} | ({"findings": findings} if findings else {}))
+
+
+def to_record(result: Result) -> dict[str, Any]:
+    """Values that are not finite become null."""
+    values = {key: value if math.isfinite(value) else None for key, value in result.values.items()}
+    return {"values": values, "labels": result.labels}
 
 
 def newest_result(results: Results, split: str, stage: str, metric: str) -> tuple[int, dict[str, Any]] | None:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from kineograph.core import distributed
-from kineograph.core.capabilities import ChecksHealth
+from kineograph.core.capabilities import ChecksHealth, resize_reference
 from kineograph.core.config import Tree, parse
 from kineograph.core.errors import InputError, NoData
 from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
+from kineograph.core.metric_options import MetricOptions
 from kineograph.core.protocols import Source
 from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.data.open_source import Split, open_source
 from kineograph.evaluate import results_file
-from kineograph.evaluate.console import open_console
+from kineograph.evaluate.console import format_value, open_console
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices
-from kineograph.evaluate.metric_api import Result, WeightsMissing
+from kineograph.evaluate.metric_api import Result
+from kineograph.evaluate.picture_sets import PictureSet, open_folder, open_split, read_at
+from kineograph.evaluate.saved_statistics import (
+    SUFFIX,
+    SavedStatistics,
+    check_new_file,
+    read_statistics,
+    write_statistics,
+)
 from kineograph.evaluate.stage_evaluator import Reasons, StageEvaluator
 from kineograph.stage.data_record import check_items, move_data
 from kineograph.stage.load import StageLoader, choose_sampling_stage
@@ -46,6 +56,7 @@ class Evaluation:
     split: str
     stages: list[StageResult] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # lines that name skipped metrics and the reason
+    missing: list[str] = field(default_factory=list)  # metrics that were asked for by name and have no result
     findings: list[str] = field(
         default_factory=list
     )  # lines about stages that went wrong in training, or look like it here
@@ -67,10 +78,10 @@ class Evaluation:
         for stage in self.stages:
             title = f"{stage.stage} @ {stage.step:,}"
             for metric, result in stage.results.items():
-                labels = ", ".join(f"{key} {_format(value)}" for key, value in result.labels.items())
+                labels = ", ".join(f"{key} {format_value(value)}" for key, value in result.labels.items())
                 for name, value in result.values.items():
                     table.add_row(
-                        title, name if name.startswith(metric) else f"{metric}: {name}", _format(value), labels
+                        title, name if name.startswith(metric) else f"{metric}: {name}", format_value(value), labels
                     )
                     title = labels = ""
             table.add_section()
@@ -81,10 +92,6 @@ class Evaluation:
         console.print(self.table())
         for line in (*self.findings, *self.skipped, *(f"wrote {path}" for path in self.files)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _format(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _validation_batch(train: Tree) -> int:
@@ -108,13 +115,19 @@ def evaluate(
     dataset: Any = None,
     moved: Sequence[str] = (),
     extractors: Sequence[str] = (),
+    options: MetricOptions | None = None,
+    reference: str | Path | None = None,
+    reference_items: int | None = None,
+    save_stats: Path | None = None,
     compile: bool = False,
     note: Callable[[str], None] = distributed.print_note,
 ) -> Evaluation:
     """Evaluate the sampling stage of a run at `checkpoint` and the stages below it, or `stage` alone.
 
-    `metrics`: None for all that apply. A named metric that does not apply is an error, unless only its weights are missing and
-    another metric has a result. `extractors`: `NAME|FILE` for fid, rfid, kid and is, or `METRIC=NAME|FILE`.
+    `metrics`: None for all that apply. A named metric without a result is listed in `missing`; if none has one, that is an error.
+    `extractors`: `NAME|FILE` for fid, rfid, kid and is, or `METRIC=NAME|FILE`; `options`: how metrics are computed.
+    `reference`: what fid, kid and fvd compare samples with: `train`, a folder or statistics (.npz); None: the held-out items.
+    `save_stats`: write the statistics of the real items there.
     `moved`: where the data lie now, such as data.folder=NEW; they must be the items that the run was trained on.
     Writes RUN/evaluation.json and image sheets under RUN/evaluation/. Several processes share the items; all return the same
     numbers, and the first one writes and prints.
@@ -126,10 +139,14 @@ def evaluate(
     folder = RunFolder.existing(run)
     note = distributed.on_first_rank(note)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
+    _check_reference(chosen, metrics is not None, reference, reference_items, save_stats)
     # No CUDA graphs: a batch is still in use while the next is sampled.
     stages = StageLoader(folder, distributed.resolve_device(device), compiled=compile, graphs=False)
     enable_flash_attention_3(stages.device)
-    opened = Extractors(stages.device, parse_choices(list(extractors)))
+    options = options or MetricOptions()
+    chosen_networks = {**options.extractors, **parse_choices(list(extractors))}
+    opened = Extractors(stages.device, options.model_copy(update={"extractors": chosen_networks}))
+    statistics = read_statistics(Path(reference)) if reference and str(reference).endswith(SUFFIX) else None
     main, names = _select_stages(folder, stage)
     evaluation = Evaluation(folder.path, split)
     reasons: Reasons = {name: [] for name in chosen}
@@ -161,7 +178,13 @@ def evaluate(
             note=note,
             split=split,
             validation_batch=_validation_batch(tree["stages"][name].get("train", {})),
+            named=metrics is not None,
+            save_statistics=save_stats is not None and name == main,
         )
+        if reference is not None and name == main:
+            evaluator.reference = statistics or _open_reference(
+                str(reference), evaluator, dataset, reference_items, note
+            )
         results, sheets = evaluator.run(chosen, reasons)
         if distributed.is_first():
             stem = f"{split}-{name}-step-{step:08d}"
@@ -173,6 +196,8 @@ def evaluate(
                     folder, split, name, step, results, samples=evaluator.count, seed=seed, weights=weights
                 )
             evaluation.stages.append(StageResult(name, spec.config.task, step, results))
+        if evaluator.statistics is not None and save_stats is not None:
+            _save_statistics(evaluator.statistics, save_stats, evaluation)
         evaluation.findings += _list_findings(folder, name, task, results)
     _report_skipped(evaluation, chosen, reasons, named=metrics is not None)
     evaluation.files.insert(0, folder.path / "evaluation.json")
@@ -221,18 +246,56 @@ def _select_stages(run: RunFolder, stage: str | None) -> tuple[str, list[str]]:
 
 
 def _report_skipped(evaluation: Evaluation, chosen: dict[str, Any], reasons: Reasons, named: bool) -> None:
-    """Add a line for each reason why metrics have no result. Raise if the user named such a metric, except where only its
-    weights are missing and another metric has a result."""
+    """Add a line for each reason why metrics have no result. Raise if the user named metrics and none of them has one."""
     computed = {name for stage in evaluation.stages for name in stage.results}
     lines: dict[str, list[str]] = {}  # reason → metrics
     for name, metric in chosen.items():
         if name in computed:
             continue
         why = "; ".join(dict.fromkeys(map(str, reasons[name])))
-        can_wait = bool(computed) and any(isinstance(reason, WeightsMissing) for reason in reasons[name])
-        if named and not can_wait:
+        if named:
+            evaluation.missing.append(name)
             why = why or f"no trained stage of this run offers {', '.join(sorted(metric.needs))}"
-            raise InputError(f"--metrics {name} does not apply to {evaluation.run}: {why}")
         if why:
             lines.setdefault(why, []).append(name)
+    if named and not computed:
+        why = "; ".join(
+            f"--metrics {','.join(names)} does not apply to {evaluation.run}: {why}" for why, names in lines.items()
+        )
+        raise InputError(why)
     evaluation.skipped += [f"skipped {', '.join(names)}: {why}" for why, names in lines.items()]
+
+
+# What samples are compared with --------------------------------------------------------------------------------------
+
+
+def _check_reference(
+    chosen: dict[str, Any], named: bool, reference: Any, items: int | None, save_stats: Path | None
+) -> None:
+    """Refuse options of a reference that would have no effect, before anything is drawn."""
+    if save_stats is not None:
+        check_new_file(save_stats)
+    if items is not None and (reference is None or str(reference).endswith(SUFFIX)):
+        raise InputError("--reference-items has no effect without --reference train or a folder: leave it out")
+    option = "--reference" if reference is not None else "--save-stats" if save_stats is not None else None
+    if option is not None and named and not chosen.keys() & {"fid", "kid", "fvd"}:
+        raise InputError(f"{option} has no effect on {', '.join(chosen)}: it is for fid, kid and fvd")
+
+
+def _open_reference(
+    reference: str, evaluator: StageEvaluator, dataset: Any, limit: int | None, note: Callable[[str], None]
+) -> PictureSet:
+    """The training split, or a folder, read as the stage reads its data, in the size of its samples."""
+    data, shape = evaluator.spec.data, evaluator.shape
+    if reference == "train":
+        resize = partial(resize_reference, evaluator.task)
+        return open_split(data, "train", evaluator.run_seed, "training split", limit, resize, dataset, note)
+    return read_at(open_folder(Path(reference), limit=limit, note=note), shape, data.fps)
+
+
+def _save_statistics(statistics: SavedStatistics, path: Path, evaluation: Evaluation) -> None:
+    if not statistics.protocol:
+        raise InputError(f"--save-stats {path}: neither fid, kid nor fvd has a result to save")
+    if distributed.is_first():
+        write_statistics(path, statistics)
+        evaluation.files.append(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -26,7 +26,17 @@ from kineograph.data.captions import require_captions
 from kineograph.data.loader import Loader
 from kineograph.evaluate.console import ProgressBar, describe_work
 from kineograph.evaluate.extractor.registry import Extractors
-from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, Metric, MetricSkipped, Result
+from kineograph.evaluate.metric_api import (
+    DistributionMetric,
+    EvalBatch,
+    EvalContext,
+    Kind,
+    Metric,
+    MetricSkipped,
+    Result,
+)
+from kineograph.evaluate.picture_sets import PictureSet
+from kineograph.evaluate.saved_statistics import SavedStatistics
 from kineograph.evaluate.sheets import SampleSheets
 from kineograph.sample.inference import draw, inference_mode, sampling_noise
 from kineograph.stage.load import StageLoader
@@ -54,9 +64,14 @@ class StageEvaluator:
         note: Callable[[str], None] = lambda line: None,
         split: str = "validation",
         validation_batch: int | None = None,
+        named: bool = True,
+        reference: PictureSet | SavedStatistics | None = None,
+        save_statistics: bool = False,
     ) -> None:
         """`generate`: sample from the stage, if it can. `interactive`: announce the work, show progress, collect sheets.
 
+        `named`: the user chose the metrics; otherwise those of pairs apply only where samples start from real items. `reference`: what
+        distributions are compared with; None: the held-out items. `save_statistics`: collect those of the real items in `statistics`.
         `batch` is the number of samples of one process at a time, `validation_batch` that of all processes in training's validation.
         """
         self.spec, self.task, self.source, self.device = spec, task, source, device
@@ -66,6 +81,8 @@ class StageEvaluator:
         self.extractors, self.stages, self.interactive, self.note = extractors, stages, interactive, note
         self.generate = generate and isinstance(task, SupportsSampling)
         self.count = min(samples, len(source))
+        self.named, self.reference = named, reference
+        self.statistics = SavedStatistics("") if save_statistics else None
         self.progress = ProgressBar()
         self.start: str | None = None  # what samples start from, beside their captions
 
@@ -74,6 +91,7 @@ class StageEvaluator:
         metrics = self.open(chosen, reasons)
         if metrics and "captions" in self.spec.config.reads():
             require_captions(self.source, f"stage {self.name} ({self.spec.config.task})", f"{self.split} items")
+        self._read_reference(metrics, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         sheets = SampleSheets()
         with self._show_progress(metrics):
@@ -93,8 +111,37 @@ class StageEvaluator:
                 reasons[name].append(reason)
                 continue
             labels = {"drawn from": self.start} if self.start is not None and "generated" in metric.needs else {}
+            if _compares_with_reference(metric):
+                if self.reference is not None and not isinstance(self.reference, SavedStatistics):
+                    labels["reference"] = self.reference.label
+                if self.statistics is not None:
+                    metric.save("real", self.statistics)
             results[name] = Result(result.values, result.labels | labels)
         return results, sheets
+
+    def _read_reference(self, metrics: dict[str, Metric], reasons: Reasons) -> None:
+        """Show the reference to the metrics that compare distributions; drop those that it does not suit."""
+        wanted = {name: metric for name, metric in metrics.items() if _compares_with_reference(metric)}
+        if self.reference is None or not wanted:
+            return
+
+        def show(change: Callable[[DistributionMetric], None]) -> None:
+            for name, metric in list(wanted.items()):
+                try:
+                    change(metric)
+                except MetricSkipped as reason:
+                    reasons[name].append(reason)
+                    del wanted[name], metrics[name]
+
+        reference = self.reference
+        if isinstance(reference, SavedStatistics):
+            show(lambda metric: metric.load("real", reference))
+            return
+        if self.interactive:
+            self.note(f"{self.name}: reading the reference, {reference.label}, for {', '.join(wanted)}")
+        for clips in reference.batches(self.batch):
+            items = EvalBatch(real=clips.pixels, frame_mask=clips.frame_mask)
+            show(lambda metric, items=items: metric.add(items, "real"))  # type: ignore[misc]
 
     def open(self, chosen: dict[str, Any], reasons: Reasons) -> dict[str, Metric]:
         """Open the metrics that apply to this stage."""
@@ -109,8 +156,11 @@ class StageEvaluator:
             [caption for caption in captions if caption] if all(captions) else None,
             self.extractors,
             self.stages,
+            reference=self.reference is not None,
         )
         available = self._available(context)
+        if any("paired" in metric.needs for metric in chosen.values()) and self.generate:
+            available |= {"paired"} if self.named or self._starts_from_items() else set()
         metrics: dict[str, Metric] = {}
         for name, metric in chosen.items():
             if metric.needs <= available:
@@ -133,6 +183,15 @@ class StageEvaluator:
         if isinstance(self.task, Codec) and self.task.vocabulary:
             kinds.add("tokens")
         return frozenset(kinds)
+
+    def _starts_from_items(self) -> bool:
+        """Whether samples are drawn from real items, such as their embeddings, and not from captions alone."""
+        if not isinstance(self.task, DescribesStart):
+            return False
+        world = distributed.data_world()
+        first = next(iter(self._open_loader().fixed_batches(world, world))).to(self.device)
+        start = self.task.describe_start(self._make_prompts(first))
+        return start is not None and not start.startswith("captions")
 
     @contextmanager
     def _show_progress(self, metrics: dict[str, Metric]) -> Iterator[None]:
@@ -168,13 +227,7 @@ class StageEvaluator:
     def _batches(self, needed: frozenset[Kind]) -> Iterator[EvalBatch]:
         """The same items in the same order every time, first those that training validates on."""
         world = distributed.data_world()
-        loader = Loader(
-            self.source,
-            seed=key_of(self.run_seed, "validation") >> 1,
-            batch_size=world,
-            rank=distributed.data_rank(),
-            world=world,
-        )
+        loader = self._open_loader()
         noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # the Trainer's
         size = self.batch * world
         if isinstance(self.task, ComparesSamples) and self.validation_batch is not None:
@@ -200,9 +253,22 @@ class StageEvaluator:
                     batch.losses = self.task.validate(real, Noise(noise_seed, 0, real.slots))
             yield batch
 
+    def _open_loader(self) -> Loader:
+        world = distributed.data_world()
+        seed = key_of(self.run_seed, "validation") >> 1
+        return Loader(self.source, seed=seed, batch_size=world, rank=distributed.data_rank(), world=world)
+
+    def _make_prompts(self, real: Batch) -> Prompts:
+        return Prompts(sampling_noise(self.seed, real.slots), real.captions, batch=real)
+
     def _sample(self, real: Batch) -> torch.Tensor:
         options = self.spec.config.sample_options
-        prompts = Prompts(sampling_noise(self.seed, real.slots), real.captions, batch=real)
+        prompts = self._make_prompts(real)
         if self.start is None and isinstance(self.task, DescribesStart):
             self.start = self.task.describe_start(prompts)
         return draw(self.task, prompts, options, self.device, self.batch).to(self.device)
+
+
+def _compares_with_reference(metric: Metric) -> TypeGuard[DistributionMetric]:
+    """rfid compares each picture with its own reconstruction."""
+    return isinstance(metric, DistributionMetric) and "generated" in metric.needs

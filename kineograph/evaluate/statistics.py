@@ -1,4 +1,4 @@
-"""Fréchet distance, kernel distance and Inception Score of features, through torchmetrics.
+"""Fréchet distance, kernel distance and Inception Score of features; the latter two through torchmetrics.
 
 Processes are joined here, not by torchmetrics: its own sync gathers the d × d sums of all processes at once and hangs where a process
 has no samples. It also draws subsets from torch's global generator in the order of arrival; here rows are sorted and it is seeded.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,28 +26,49 @@ SPLITS = 10  # of the Inception Score, as in its paper …
 SPLIT_FROM = 5000  # … from so many samples on
 
 
-class FrechetDistance:
-    """‖μ₁ − μ₂‖² + tr(Σ₁ + Σ₂ − 2 √(Σ₁Σ₂)) from running sums in float64, so memory does not grow with the samples."""
+@dataclass(frozen=True)
+class Gaussian:
+    """Mean and covariance of a set's features, in float64 on the host."""
+
+    mean: Tensor  # D
+    covariance: Tensor  # D D
+    count: int | None = None  # samples; None: not known
+
+
+class Moments:
+    """Running sums of features in float64, so memory does not grow with the samples."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.width = width
-        fid = _torchmetrics().fid
-        self.metric = fid.FrechetInceptionDistance(_Identity(width), sync_on_compute=False).to(device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self.total = torch.zeros(width, dtype=torch.float64, device=device)
+        self.products = torch.zeros(width, width, dtype=torch.float64, device=device)
 
-    def update(self, features: Tensor, real: bool) -> None:
-        self.metric.update(features, real=real)
+    def add(self, features: Tensor) -> None:
+        features = features.to(self.total)
+        self.count += len(features)
+        self.total += features.sum(0)
+        self.products += features.T @ features
 
-    def compute(self) -> tuple[float, int, int]:
-        """The distance, and the number of real and of generated samples, over all processes. Collective; call it once."""
-        metric = self.metric
-        for side in ("real", "fake"):
-            for state in ("features_sum", "features_cov_sum", "features_num_samples"):
-                distributed.all_reduce_(getattr(metric, f"{side}_{state}"))
-        counts = int(metric.real_features_num_samples), int(metric.fake_features_num_samples)
-        _check_counts("a covariance", *counts)
-        metric.orig_dtype = torch.float64  # else it rounds the distance to the features' precision
-        # On the CPU: torch's CUDA builds may lack eigenvalues of asymmetric matrices.
-        return max(0.0, float(metric.cpu().compute())), *counts
+    def compute(self) -> Gaussian:
+        """Over all processes. Collective."""
+        count, total, products = (
+            distributed.all_reduce_(part.clone()).cpu() for part in (self.count, self.total, self.products)
+        )
+        number = int(count)
+        mean = total / max(number, 1)
+        covariance = (products - number * torch.outer(mean, mean)) / max(number - 1, 1)
+        return Gaussian(mean, covariance, number)
+
+
+def frechet_distance(real: Gaussian, fake: Gaussian) -> float:
+    """‖μ₁ − μ₂‖² + tr(Σ₁ + Σ₂ − 2 √(Σ₁Σ₂)), where tr √(Σ₁Σ₂) is that of the symmetric √Σ₁ Σ₂ √Σ₁."""
+    _check_counts("a covariance", real.count, fake.count)
+    values, vectors = torch.linalg.eigh(real.covariance)
+    root = vectors * values.clamp_min(0).sqrt()  # root · rootᵀ = Σ₁
+    inner = torch.linalg.eigvalsh(root.T @ fake.covariance @ root).clamp_min(0)
+    distance = (real.mean - fake.mean).square().sum() + real.covariance.trace() + fake.covariance.trace()
+    return max(0.0, float(distance - 2 * inner.sqrt().sum()))
 
 
 class FeatureRows:
@@ -67,11 +89,18 @@ class FeatureRows:
         return rows[torch.from_numpy(np.lexsort(columns.T[::-1]))]
 
 
-def kernel_distance(real: Tensor, fake: Tensor) -> tuple[dict[str, float], dict[str, Any]]:
-    """KID: the unbiased squared MMD under (x·y/d + 1)³, mean over subsets. → values, labels"""
+def kernel_distance(
+    real: Tensor, fake: Tensor, subsets: int = SUBSETS, size: int | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """KID: the unbiased squared MMD under (x·y/d + 1)³, mean over subsets of `size`; None: 1000 or all. → values, labels"""
     _check_counts("KID", len(real), len(fake))
-    size = min(len(real), len(fake), SUBSET_SIZE)
-    subsets = SUBSETS if max(len(real), len(fake)) > size else 1
+    smaller = min(len(real), len(fake))
+    if size is not None and size > smaller:
+        raise MetricSkipped(
+            f"kid_subset_size={size} is more than the {smaller} samples: use {smaller} or less, or more samples"
+        )
+    size = size or min(smaller, SUBSET_SIZE)
+    subsets = subsets if max(len(real), len(fake)) > size else 1
     kid = _torchmetrics().kid
     with _seeded():
         metric = kid.KernelInceptionDistance(
@@ -84,21 +113,28 @@ def kernel_distance(real: Tensor, fake: Tensor) -> tuple[dict[str, float], dict[
     return values, {"subsets": f"{subsets} × {size}"}
 
 
-def inception_score(logits: Tensor) -> tuple[dict[str, float], dict[str, Any]]:
-    """exp(mean KL(p(y|x) ‖ p(y))), mean over ten splits where there are enough samples. → values, labels"""
-    if len(logits) < 2:
-        raise MetricSkipped(f"{len(logits)} samples: the Inception Score needs at least 2")
-    splits = SPLITS if len(logits) >= SPLIT_FROM else 1
+def inception_score(logits: Tensor, splits: int | None = None) -> tuple[dict[str, float], dict[str, Any]]:
+    """exp(mean KL(p(y|x) ‖ p(y))), mean over `splits`; None: ten where there are enough samples. → values, labels"""
+    if len(logits) < 2 * (splits or 1):
+        raise MetricSkipped(
+            f"{len(logits)} samples: the Inception Score needs at least 2"
+            + (f" in each of {splits} splits" if splits else "")
+        )
+    splits = splits or (SPLITS if len(logits) >= SPLIT_FROM else 1)
     inception = _torchmetrics().inception
     with _seeded():
         metric = inception.InceptionScore(_Identity(logits.shape[1]), splits=splits, sync_on_compute=False)
         metric.update(logits.double())
         mean, deviation = metric.compute()
+    deviation = (
+        deviation * ((splits - 1) / splits) ** 0.5
+    )  # over the splits, as in the score's paper; torchmetrics has n − 1
     return {"is": float(mean)} | ({"is_deviation": float(deviation)} if splits > 1 else {}), {"splits": splits}
 
 
-def _check_counts(score: str, real: int, fake: int) -> None:
-    if min(real, fake) < 2:
+def _check_counts(score: str, real: int | None, fake: int | None) -> None:
+    """None: a saved Gaussian that does not say."""
+    if min(2 if real is None else real, 2 if fake is None else fake) < 2:
         raise MetricSkipped(f"{real} real and {fake} generated samples: {score} needs at least 2 of each")
 
 
@@ -123,7 +159,6 @@ def _seeded() -> Iterator[None]:
 
 def _torchmetrics() -> Any:
     try:
-        import torchmetrics.image.fid
         import torchmetrics.image.inception
         import torchmetrics.image.kid
     except ImportError:

@@ -124,8 +124,13 @@ def _check_metric(name: str, stage: StagePlan) -> None:
         return  # it does not apply, which is noted in training
     if "reconstruction" in needs and not issubclass(task, SupportsReconstruction):
         return
+    own = stage.train.metric_options.extractors.get(name.replace("-", "_"))
+    if own is not None and ("/" in own or "." in own):  # a file, or RUN/STAGE
+        if not Path(own).expanduser().exists():
+            raise InputError(f"train.metric_options.extractors names {own} for {name}, which does not exist")
+        return
     missing = []
-    for weights in DEFAULT_WEIGHTS.get(name.replace("-", "_"), ()):
+    for weights in (own,) if own is not None else DEFAULT_WEIGHTS.get(name.replace("-", "_"), ()):
         try:
             weight_cache.find(weights)
             return

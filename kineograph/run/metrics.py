@@ -21,7 +21,7 @@ class TrainingMetrics:
     def __init__(self, plan: Plan, stage: StagePlan, data: StageData, stages: StageLoader) -> None:
         self.plan, self.stage, self.data, self.stages = plan, stage, data, stages
         self.metrics = {metric.name: metric for metric in map(find_metric, stage.train.metrics)}
-        self.extractors = Extractors(stages.device)
+        self.extractors = Extractors(stages.device, stage.train.metric_options)
 
     def check(self, task: Task) -> None:
         """Refuse to start without the pretrained weights of a metric."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from kineograph.core.config import Config
+from kineograph.core.metric_options import MetricOptions
 from kineograph.train.parallel import ParallelConfig
 
 
@@ -109,6 +110,8 @@ class TrainConfig(PlayerConfig):
     """Steps between computing `metrics`; 0: never."""
     evaluation_samples: int = Field(256, ge=1)
     """Samples per evaluation."""
+    metric_options: MetricOptions = MetricOptions()
+    """How `metrics` are computed, as papers and packages differ; options of `kineo evaluate` too."""
     max_nonfinite: int = Field(20, ge=1)
     """A step with a non-finite gradient is skipped; this many in a row end the run."""
     health: Literal["stop", "warn", "off"] = "stop"

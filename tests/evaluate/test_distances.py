@@ -19,6 +19,7 @@ from kineograph.codec.perceptual import Lpips
 from kineograph.core.batch import Batch, Shape
 from kineograph.core.config import merge
 from kineograph.core.errors import InputError
+from kineograph.core.metric_options import MetricOptions
 from kineograph.core.noise import key_of
 from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
@@ -163,7 +164,7 @@ def test_fvd_sees_clips_and_refuses_short_ones(tmp_path, files):
 
 def subject(files, frames: int = 12, **chosen: str) -> EvalContext:
     shape = Shape(frames=frames, height=16, width=16, channels=3, fps=8)
-    return EvalContext("generator", None, None, shape, CPU, None, Extractors(CPU, chosen))  # type: ignore[arg-type]
+    return EvalContext("generator", None, None, shape, CPU, None, Extractors(CPU, MetricOptions(extractors=chosen)))  # type: ignore[arg-type]
 
 
 def test_fvd_never_sees_padding(files):

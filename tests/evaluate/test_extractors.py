@@ -11,6 +11,7 @@ from torch import nn
 from kineograph.core import weight_cache as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
+from kineograph.core.metric_options import MetricOptions
 from kineograph.evaluate.extractor import efficientnet, i3d, inception
 from kineograph.evaluate.extractor.layers import SamePool3d, Unit, pad_same, resize_as_tensorflow
 from kineograph.evaluate.extractor.registry import Extractors, build_network, open_extractor, parse_choices, to_rgb8
@@ -198,7 +199,7 @@ def test_a_wrong_kind_of_extractor_is_left_out(tmp_path, monkeypatch):
         names = i3d.I3D().state_dict()
     cache.store("i3d-kinetics400", {name: torch.zeros(value.shape) for name, value in names.items()})
     with pytest.raises(MetricSkipped, match="fid needs an extractor of images, and i3d-kinetics400 takes clips"):
-        Extractors(CPU, {"fid": "i3d-kinetics400"}).open("fid", "inception-v3", "images")
+        Extractors(CPU, MetricOptions(extractors={"fid": "i3d-kinetics400"})).open("fid", "inception-v3", "images")
 
 
 def test_choices_are_for_one_metric_or_for_those_of_pictures():

@@ -20,7 +20,7 @@ from kineograph.evaluate.extractor.registry import Extractors
 from kineograph.evaluate.metric.caption_accuracy import CaptionAccuracy, parse_prompt
 from kineograph.evaluate.metric.codebook import Codebook
 from kineograph.evaluate.metric.loss import HeldOutLoss
-from kineograph.evaluate.metric.reconstruction import Reconstruction
+from kineograph.evaluate.metric.reconstruction import Similarity
 from kineograph.evaluate.metric_api import EvalBatch, MetricSkipped
 from kineograph.evaluate.stage_evaluator import StageEvaluator
 from kineograph.stage.load import StageLoader
@@ -71,7 +71,12 @@ def _make_batch(rows: range) -> EvalBatch:
 
 
 def _results(parts: list[range]) -> dict[str, dict[str, float]]:
-    metrics = [CaptionAccuracy(_Echo()), Codebook(8), HeldOutLoss(), Reconstruction()]  # type: ignore[arg-type]
+    metrics = [
+        CaptionAccuracy(_Echo()),
+        Codebook(8),
+        HeldOutLoss(),
+        Similarity("reconstruction", "reconstruction", frozenset(), CPU),
+    ]  # type: ignore[arg-type]
     for part in parts:
         for metric in metrics:
             metric.update(_make_batch(part))

@@ -13,7 +13,7 @@ from scipy.linalg import sqrtm
 
 from kineograph.core import distributed
 from kineograph.evaluate.metric_api import MetricSkipped
-from kineograph.evaluate.statistics import FeatureRows, FrechetDistance, inception_score, kernel_distance
+from kineograph.evaluate.statistics import FeatureRows, Moments, frechet_distance, inception_score, kernel_distance
 
 CPU = torch.device("cpu")
 
@@ -24,12 +24,11 @@ def features(count: int, width: int = 12, seed: int = 0, shift: float = 0.0) -> 
 
 
 def frechet(real: torch.Tensor, made: torch.Tensor, parts: int = 1) -> float:
-    sums = FrechetDistance(real.shape[1], CPU)
-    for part in real.chunk(parts):
-        sums.update(part, real=True)
-    for part in made.chunk(parts):
-        sums.update(part, real=False)
-    return sums.compute()[0]
+    sums = [Moments(real.shape[1], CPU), Moments(real.shape[1], CPU)]
+    for side, rows in zip(sums, (real, made), strict=True):
+        for part in rows.chunk(parts):
+            side.add(part)
+    return frechet_distance(*(side.compute() for side in sums))
 
 
 def test_frechet_is_the_formula():
@@ -139,13 +138,14 @@ def _on_rank(rank: int, world: int, path: str) -> None:
 
 def _score(share: slice) -> list[float]:
     real, made = features(40)[share], features(40, seed=1, shift=0.4)[share]
-    sums, rows, other = FrechetDistance(12, CPU), FeatureRows(12, CPU), FeatureRows(12, CPU)
+    sums, made_sums, rows, other = Moments(12, CPU), Moments(12, CPU), FeatureRows(12, CPU), FeatureRows(12, CPU)
     if len(real):
-        sums.update(real, real=True)
-        sums.update(made, real=False)
+        sums.add(real)
+        made_sums.add(made)
         rows.add(real)
         other.add(made)
-    distance, *counts = sums.compute()
+    gaussians = sums.compute(), made_sums.compute()
+    distance, counts = frechet_distance(*gaussians), [gaussian.count for gaussian in gaussians]
     kid, _ = kernel_distance(rows.gather(), other.gather())
     score, _ = inception_score(other.gather())
     return [distance, *counts, kid["kid"], score["is"]]

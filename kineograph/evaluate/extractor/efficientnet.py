@@ -35,6 +35,7 @@ class EfficientNetLite0(FeatureNetwork):
     width = 1280
     classes = 1000
     chunk = 128
+    resize = f"antialiased bicubic to {SIZE}"
 
     def __init__(self) -> None:
         super().__init__()

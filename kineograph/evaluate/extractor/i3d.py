@@ -12,14 +12,7 @@ from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import read_arrays
-from kineograph.evaluate.extractor.layers import (
-    FeatureNetwork,
-    Parallel,
-    SamePool3d,
-    Unit,
-    rename_units,
-    resize_as_tensorflow,
-)
+from kineograph.evaluate.extractor.layers import RESIZES, FeatureNetwork, Parallel, SamePool3d, Unit, rename_units
 
 SIZE = 224
 SHORTEST = 10  # frames, by FVD's definition; below 9 nothing is left to pool
@@ -44,6 +37,8 @@ class I3D(FeatureNetwork):
     takes = "clips"
     width = 400
     chunk = 4
+    size = SIZE
+    modes = ("tensorflow", "pytorch")
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,10 +60,12 @@ class I3D(FeatureNetwork):
         self.layers = nn.Sequential(*stages)
         self.pool = nn.AvgPool3d((2, 7, 7), 1)
         self.fc = nn.Conv3d(width, self.width, 1)
+        self.set_mode("tensorflow")
 
     def forward(self, clips: Tensor) -> Tensor:
         count = clips.shape[0]
-        frames = resize_as_tensorflow(rearrange(clips, "b t c h w -> (b t) c h w"), SIZE, SIZE)
+        assert self.mode is not None
+        frames = RESIZES[self.mode](rearrange(clips, "b t c h w -> (b t) c h w"), SIZE, SIZE)
         x = rearrange(frames * 2 - 1, "(b t) c h w -> b c t h w", b=count)
         return self.fc(self.pool(self.layers(x))).mean((2, 3, 4))
 

@@ -13,18 +13,22 @@ from torch import Tensor, nn
 
 from kineograph.core.errors import InputError
 from kineograph.core.safe_unpickle import read_torchscript
-from kineograph.evaluate.extractor.layers import FeatureNetwork, Parallel, Unit, rename_units, resize_as_tensorflow
+from kineograph.evaluate.extractor.layers import RESIZES, FeatureNetwork, Parallel, Unit, rename_units
 
 SIZE = 299
 WIDTH = 2048
+_ENDS = {64: 4, 192: 7, 768: 15, WIDTH: 18}  # width of a layer's features → the number of layers up to it
 
 
 class InceptionV3(FeatureNetwork):
-    """Images F 3 H W in [0, 1] → F 2048. With `classes` it also has logits, for the Inception Score."""
+    """Images F 3 H W in [0, 1] → F 2048, or as wide as `set_depth` says. With `classes` it also has logits, for the Inception Score."""
 
     takes = "images"
     width = WIDTH
     chunk = 64
+    size = SIZE
+    modes = ("tensorflow", "clean", "pytorch")
+    depths = tuple(_ENDS)
     fc: Tensor
 
     def __init__(self, classes: int = 0) -> None:
@@ -44,13 +48,18 @@ class InceptionV3(FeatureNetwork):
             _e(1280, nn.AvgPool2d(3, 1, 1, count_include_pad=False)),
             _e(2048, nn.MaxPool2d(3, 1, 1)),
         )
+        assert len(self.layers) == _ENDS[WIDTH]
+        self.set_mode("tensorflow")
         self.classes = classes
         if classes:
             self.register_buffer("fc", torch.empty(classes, WIDTH))
 
     def forward(self, images: Tensor) -> Tensor:
-        images = resize_as_tensorflow(images, SIZE, SIZE)
-        return self.layers((images * 255 - 128) / 128).mean((2, 3))
+        assert self.mode is not None and self.width is not None
+        images = RESIZES[self.mode](images, SIZE, SIZE)
+        # pytorch-fid scales by 127.5, all others by 128.
+        images = images * 2 - 1 if self.mode == "pytorch" else (images * 255 - 128) / 128
+        return self.layers[: _ENDS[self.width]](images).mean((2, 3))
 
     def logits(self, features: Tensor) -> Tensor:
         """Without the bias, as the Inception Score was defined."""

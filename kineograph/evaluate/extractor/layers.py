@@ -23,6 +23,19 @@ class FeatureNetwork(nn.Module):
     width: int | None = None  # D; None: not known
     classes: int | None = None  # channels of `logits`; 0: it has none; None: as many as `width`
     chunk = 32  # images or clips at once
+    size = 0  # height and width that it resizes to
+    resize = "by the network"  # for labels
+    modes: tuple[str, ...] = ()  # ways to resize that the network offers; the first is its own
+    mode: str | None = None  # the chosen one
+    depths: tuple[int, ...] = ()  # widths of the layers whose features it offers
+
+    def set_mode(self, mode: str) -> None:
+        assert mode in self.modes
+        self.mode, self.resize = mode, f"{RESIZE_LABELS[mode]} to {self.size}"
+
+    def set_depth(self, width: int) -> None:
+        assert width in self.depths
+        self.width = width
 
     def logits(self, features: Tensor) -> Tensor:
         return features
@@ -116,6 +129,32 @@ def resize_as_tensorflow(images: Tensor, height: int, width: int) -> Tensor:
     grid = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1).to(images.dtype)  # height width (x, y)
     grid = grid.expand(images.shape[0], -1, -1, -1)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def resize_clean(images: Tensor, height: int, width: int) -> Tensor:
+    """Antialiased bicubic F C H W → F C height width, as Pillow resizes floating-point pictures: clean-fid's choice.
+
+    In float64, like Pillow's sums; torch's antialiased bicubic filter has Pillow's coefficient, a = −½.
+    """
+    if tuple(images.shape[-2:]) == (height, width):
+        return images
+    resized = F.interpolate(images.double(), (height, width), mode="bicubic", antialias=True)
+    return resized.clamp(0, 1).to(images.dtype)
+
+
+def resize_as_pytorch(images: Tensor, height: int, width: int) -> Tensor:
+    """Bilinear F C H W → F C height width at half-pixel centres, (j + ½) · size / new size − ½, without antialiasing."""
+    if tuple(images.shape[-2:]) == (height, width):
+        return images
+    return F.interpolate(images, (height, width), mode="bilinear", align_corners=False)
+
+
+RESIZES = {"tensorflow": resize_as_tensorflow, "clean": resize_clean, "pytorch": resize_as_pytorch}
+RESIZE_LABELS = {
+    "tensorflow": "bilinear from the corner",
+    "clean": "antialiased bicubic",
+    "pytorch": "bilinear at half pixels",
+}
 
 
 def rename_units(

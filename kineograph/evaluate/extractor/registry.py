@@ -15,6 +15,7 @@ from torch import Tensor
 from kineograph.core import weight_cache as cache
 from kineograph.core.batch import Shape
 from kineograph.core.errors import InputError
+from kineograph.core.metric_options import EXTRACTOR_METRICS, MetricOptions
 from kineograph.core.safe_unpickle import sha256_of
 from kineograph.core.task import freeze
 from kineograph.core.trust import require_trusted_program
@@ -30,8 +31,8 @@ DEFAULT_WEIGHTS = {
     "is": ("inception-v3", "efficientnet-lite0"),
     "fvd": ("i3d-kinetics400",),
     "lpips": ("lpips-vgg16",),
+    "paired_lpips": ("lpips-vgg16",),
 }
-METRICS = (*IMAGE_METRICS, "fvd", "lpips", "clip_score")
 
 
 class Extractor:
@@ -44,6 +45,18 @@ class Extractor:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         freeze(network.to(device))
         self.network, self.label, self.device, self.report = network, label, device, report
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """Labels of its numbers: the network, and how it resizes."""
+        network = self.network
+        labels: dict[str, Any] = {"extractor": self.label}
+        if network.mode is not None:
+            labels["mode"] = network.mode
+        labels["resize"] = network.resize
+        if network.depths and network.width != network.depths[-1]:
+            labels["features"] = network.width
+        return labels
 
     def width(self, shape: Shape, clips: bool = False) -> int:
         """Channels of the features. A user's own network is run on an empty image or clip of this shape."""
@@ -90,28 +103,55 @@ def _float32_inference(device: torch.device) -> Iterator[None]:
 
 
 class Extractors:
-    """The extractors of an evaluation, each opened once. `chosen` (metric → name or file) overrides a metric's default."""
+    """The extractors of an evaluation, each opened once. `options.extractors` (metric → name or file) overrides a metric's default."""
 
-    def __init__(self, device: torch.device, chosen: Mapping[str, str] | None = None) -> None:
+    def __init__(self, device: torch.device, options: MetricOptions | None = None) -> None:
         self.device = device
-        self.chosen = dict(chosen or {})
+        self.options = options or MetricOptions()
         self.on_progress: Callable[[str], None] = lambda text: None
-        self._open: dict[str, Extractor] = {}
+        self._open: dict[tuple[str, str | None, int | None], Extractor] = {}
+
+    @property
+    def chosen(self) -> Mapping[str, str]:
+        return self.options.extractors
 
     def choice(self, metric: str, default: str) -> str:
         return self.chosen.get(metric, default)
 
     def open(self, metric: str, default: str, takes: Takes) -> Extractor:
-        value = self.choice(metric, default)
-        if value not in self._open:
-            self._open[value] = open_extractor(value, self.device, lambda text: self.on_progress(text))
-        extractor = self._open[value]
+        value, options = self.choice(metric, default), self.options
+        mode: str | None = None
+        depth: int | None = None
+        if metric in ("fid", "rfid", "kid"):
+            mode, depth = options.fid_mode, options.fid_features
+        elif metric == "fvd":
+            mode = options.fvd_mode
+        if (value, mode, depth) not in self._open:
+            extractor = open_extractor(value, self.device, lambda text: self.on_progress(text))
+            _set_protocol(extractor.network, value, mode, depth)
+            self._open[value, mode, depth] = extractor
+        extractor = self._open[value, mode, depth]
         if extractor.network.takes not in (takes, None):
             raise MetricSkipped(
                 f"{metric} needs an extractor of {takes}, and {value} takes {extractor.network.takes}: "
                 "choose another --extractor"
             )
         return extractor
+
+
+def _set_protocol(network: FeatureNetwork, value: str, mode: str | None, depth: int | None) -> None:
+    """Choose how the network resizes and which layer's features it gives; None: its own way."""
+    if mode is not None:
+        if mode not in network.modes:
+            offer = f"it offers {' or '.join(network.modes)}" if network.modes else "it resizes in its own way only"
+            raise MetricSkipped(f"mode {mode} does not apply to {value}: {offer}; leave the mode out")
+        network.set_mode(mode)
+    if depth is not None:
+        if depth not in network.depths:
+            raise MetricSkipped(
+                f"features of width {depth} are Inception's, and not of {value}: leave fid_features out"
+            )
+        network.set_depth(depth)
 
 
 def open_extractor(value: str, device: torch.device, report: Callable[[str], None] = lambda _: None) -> Extractor:
@@ -178,10 +218,12 @@ def parse_choices(options: list[str]) -> dict[str, str]:
     for option in options:
         metric, equals, value = option.partition("=")
         metric = metric.replace("-", "_")
-        if equals and metric in METRICS:
+        if equals and metric in EXTRACTOR_METRICS:
             chosen[metric] = value
         elif equals and not os.path.exists(option):
-            raise InputError(f"--extractor {option}: {metric} has no extractor; use one of {', '.join(METRICS)}")
+            raise InputError(
+                f"--extractor {option}: {metric} has no extractor; use one of {', '.join(EXTRACTOR_METRICS)}"
+            )
         else:
             chosen |= dict.fromkeys(IMAGE_METRICS, option)
     return chosen

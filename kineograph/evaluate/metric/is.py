@@ -15,6 +15,7 @@ class InceptionScore:
 
     def __init__(self, extractor: Extractor, context: EvalContext) -> None:
         self.extractor, self.label, self.frames = extractor, extractor.label, context.shape.frames
+        self.splits = context.options.is_splits
         self.logits = FeatureRows(extractor.network.classes or extractor.width(context.shape), context.device)
 
     @classmethod
@@ -37,8 +38,8 @@ class InceptionScore:
 
     def compute(self) -> Result:
         logits = self.logits.gather()
-        values, labels = inception_score(logits)
-        labels = {"extractor": self.label, "count": len(logits), **labels}
+        values, labels = inception_score(logits, self.splits)
+        labels = {**self.extractor.protocol, "count": len(logits), **labels}
         if self.frames > 1:
             labels["of"] = "frames"
         if not self.label.startswith("inception-v3 "):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Literal
 
 import torch
 
@@ -16,32 +17,39 @@ from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Kind, MetricS
 CHUNK = 32  # frames at once: VGG16's maps are large
 
 
-class LpipsDistance:
-    name: ClassVar[str] = "lpips"
-    needs: ClassVar[frozenset[Kind]] = frozenset({"real", "reconstruction"})
+@dataclass(frozen=True)
+class LpipsMetric:
+    """LPIPS of reconstructions, or of samples against the real items that they were drawn for."""
 
-    def __init__(self, network: perceptual.Lpips, label: str, device: torch.device) -> None:
-        self.network, self.label = network.to(device), label
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # Σ distance, frames
+    name: str
+    fake: Literal["generated", "reconstruction"]
+    needs: frozenset[Kind]
 
-    @classmethod
-    def open(cls, context: EvalContext) -> LpipsDistance:
-        value = context.extractors.choice(cls.name, "lpips-vgg16")
+    def open(self, context: EvalContext) -> LpipsDistance:
+        value = context.extractors.choice(self.name, context.extractors.choice("lpips", "lpips-vgg16"))
         path = Path(value)
         try:
             file = cache.find(value) if cache.is_name(path) else cache.StoredWeights(path, sha256_of(path))
         except cache.WeightsNotFetched as error:
             raise WeightsMissing(str(error)) from None
         except FileNotFoundError:
-            raise MetricSkipped(f"--extractor lpips={value} does not exist") from None
+            raise MetricSkipped(f"--extractor {self.name}={value} does not exist") from None
         network = perceptual.load_lpips(file.path)
         side = min(context.shape.height, context.shape.width)
         if side < network.smallest:
             raise MetricSkipped(f"images of {side} pixels are too small for LPIPS: it needs {network.smallest} or more")
-        return cls(network, f"{value if cache.is_name(path) else path.name} {file.short}", context.device)
+        label = f"{value if cache.is_name(path) else path.name} {file.short}"
+        return LpipsDistance(self, network, label, context.device)
+
+
+class LpipsDistance:
+    def __init__(self, metric: LpipsMetric, network: perceptual.Lpips, label: str, device: torch.device) -> None:
+        self.name, self.fake, self.needs = metric.name, metric.fake, metric.needs
+        self.network, self.label = network.to(device), label
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # Σ distance, frames
 
     def update(self, batch: EvalBatch) -> None:
-        real, fake = batch.frames("real"), batch.frames("reconstruction")
+        real, fake = batch.frame_pairs(self.fake)
         with torch.no_grad(), torch.autocast(real.device.type, enabled=False):
             for x, y in zip(real.float().split(CHUNK), fake.float().split(CHUNK), strict=True):
                 distance = self.network(x * 2 - 1, y * 2 - 1)
@@ -49,7 +57,7 @@ class LpipsDistance:
 
     def compute(self) -> Result:
         total, count = distributed.all_reduce_(self.sums.clone()).tolist()
-        return Result({"lpips": total / count}, {"extractor": self.label, "count": int(count)})
+        return Result({self.name: total / count}, {"extractor": self.label, "count": int(count)})
 
 
-METRIC = LpipsDistance
+METRIC = LpipsMetric("lpips", "reconstruction", frozenset({"real", "reconstruction"}))
