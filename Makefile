@@ -82,5 +82,5 @@ $(BIN)/pip:
 
 .venv/.dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "── installing Kineograph, what it needs, and the development tools (a few minutes the first time)"
-	@$(PIP) -e ".[dev,wandb,http,metrics,cogvideox,parquet]"
+	@$(PIP) -e ".[dev,wandb,http,metrics,cogvideox,parquet,studio]"
 	@touch .venv/.base $@

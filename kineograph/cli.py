@@ -652,6 +652,27 @@ def runs(folder: Annotated[Path, typer.Argument(help="Folder of the runs.")] = P
     print_runs(folder)
 
 
+@app.command()
+def studio(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUNS …]", help="Folders of runs, or run folders.", show_default="runs"),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65_535, help="Port to listen on.", show_default="8765, or the next free one"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others can reach any but 127.0.0.1.")] = "127.0.0.1",
+) -> None:
+    """Show runs in a browser: curves, samples over steps, evaluations, comparisons.
+
+    Prints the address to open. Needs the extra `studio`.
+    """
+    from kineograph.studio.server import serve
+
+    serve(folders or [], host, port, _print_to_stderr)
+
+
 def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 

@@ -1,0 +1,246 @@
+"""The page's addresses. Runs are named by ids, files by their path inside a run; everything is read when it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kineograph.core.errors import Unreadable
+from kineograph.studio import live, pages
+from kineograph.studio.clips import make_sheet, make_thumbnail
+from kineograph.studio.curves import read_curves, to_json
+from kineograph.studio.guard import Guard
+from kineograph.studio.preset_config import resolve_preset
+from kineograph.studio.run_details import (
+    compare_results,
+    list_settings,
+    read_config,
+    read_evaluation,
+    read_skipped,
+    stage_names,
+    stage_task,
+)
+from kineograph.studio.run_files import MEDIA, OutsideRun, find_file, read_last_lines
+from kineograph.studio.runs import Run, RunIndex
+from kineograph.studio.wall import read_wall
+
+LOG_LINES = 400
+COMPARED = 4  # runs at most
+PICTURES = 24  # prompts of a comparison
+TABS = ("curves", "wall", "evaluation", "config", "log")
+KEEP = "private, max-age=31536000, immutable"
+
+
+def create_app(roots: Sequence[Path], token: str, hosts: Collection[str], cookie: str = "kineo-studio") -> Starlette:
+    """The page over the runs below some folders."""
+    studio = Studio(RunIndex(roots))
+    routes = [
+        Route("/", studio.show_runs),
+        Route("/live", studio.watch_runs),
+        Route("/compare", studio.compare),
+        Route("/static/{name}", studio.send_static),
+        Route("/run/{run_id}", studio.show_run),
+        Route("/run/{run_id}/live", studio.watch_run),
+        Route("/run/{run_id}/curves.json", studio.send_curves),
+        Route("/run/{run_id}/thumbnail", studio.send_thumbnail),
+        Route("/run/{run_id}/differences", studio.show_differences),
+        Route("/run/{run_id}/sheet/{path:path}", studio.send_sheet),
+        Route("/run/{run_id}/file/{path:path}", studio.send_file),
+        Route("/run/{run_id}/{tab}", studio.show_run),
+    ]
+    handlers: dict[Any, Callable[..., Any]] = {HTTPException: show_error}
+    guard = Middleware(Guard, token=token, cookie=cookie, hosts=hosts)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+
+
+async def show_error(request: Request, error: Exception) -> Response:
+    """An error in words."""
+    assert isinstance(error, HTTPException)
+    words = {404: "There is no such page or file in these runs.", 405: "This address does not take such a request."}
+    text = words.get(error.status_code, error.detail)
+    return HTMLResponse(pages.render("error.html", code=error.status_code, text=text), error.status_code)
+
+
+class Studio:
+    """Answers requests. Functions that read files are plain ones: Starlette runs them in threads."""
+
+    def __init__(self, index: RunIndex) -> None:
+        self.index = index
+        self._curves: dict[str, tuple[Any, list[dict[str, Any]]]] = {}
+        self._lock = threading.Lock()
+
+    # Runs ------------------------------------------------------------------------------------------------------------
+
+    def show_runs(self, request: Request) -> Response:
+        runs = self.index.refresh()
+        return HTMLResponse(pages.render("runs.html", runs=runs, roots=self.index.roots))
+
+    async def watch_runs(self, request: Request) -> Response:
+        return _stream(live.watch_runs(self.index, pages.render_row))
+
+    def send_thumbnail(self, request: Request) -> Response:
+        run = self._find(request)
+        data = make_thumbnail(run.path, run.preview)
+        return Response(data, media_type="image/webp", headers={"cache-control": KEEP})
+
+    # One run ---------------------------------------------------------------------------------------------------------
+
+    def show_run(self, request: Request) -> Response:
+        run, tab = self._find(request), request.path_params.get("tab", "curves")
+        if tab not in TABS:
+            raise HTTPException(404)
+        tree = read_config(run.path)
+        stages = stage_names(tree)
+        asked = request.query_params.get("stage")
+        stage = asked if asked in stages else run.row.stage if run.row.stage in stages else (stages or [""])[-1]
+        values: dict[str, Any] = {"run": run, "tab": tab, "tree": tree, "stages": stages, "stage": stage}
+        values["tasks"] = {name: stage_task(tree, name) for name in stages}
+        if tab == "wall":
+            walls = {name: read_wall(run.path, name) for name in stages}
+            drawn = [name for name in stages if walls[name].rows]
+            values["stage"] = stage if stage in drawn or asked or not drawn else drawn[-1]
+            values["wall"] = walls.get(values["stage"])
+        elif tab == "evaluation":
+            values["results"] = read_evaluation(run.path)
+            values["skipped"], values["more_skipped"] = read_skipped(run.path)
+        elif tab == "config":
+            values["settings"] = list_settings(tree)
+            values["preset"] = tree.get("preset") if isinstance(tree.get("preset"), str) else None
+        elif tab == "log":
+            values["lines"] = read_last_lines(run.path, "logs/rank-0.log", LOG_LINES)
+        return HTMLResponse(pages.render(f"{tab}.html", **values))
+
+    async def watch_run(self, request: Request) -> Response:
+        return _stream(live.watch_run(self.index, request.path_params["run_id"], pages.render_head))
+
+    def show_differences(self, request: Request) -> Response:
+        """The keys in which a run differs from its preset: a part of the config's page that takes seconds the first time."""
+        run = self._find(request)
+        tree = read_config(run.path)
+        preset = tree.get("preset")
+        with self._lock:  # one process at a time
+            base = resolve_preset(preset) if isinstance(preset, str) else None
+        # A run of an earlier version has fewer keys: those it does not have are no difference.
+        settings = list_settings(tree, base) if base is not None else []
+        changed = [setting for setting in settings if setting.differs and setting.values[0] is not None]
+        return HTMLResponse(pages.render("_differences.html", preset=preset, base=base, settings=changed))
+
+    def send_curves(self, request: Request) -> Response:
+        return JSONResponse(self._read_curves(self._find(request)))
+
+    def _read_curves(self, run: Run) -> list[dict[str, Any]]:
+        """Curves of a run, read again when metrics.jsonl, the log or the checkpoints have changed."""
+        mark = [_stat(run.path / name) for name in ("metrics.jsonl", "logs/rank-0.log", f"{run.row.stage}/checkpoints")]
+        with self._lock:
+            known = self._curves.get(run.id)
+        if known is None or known[0] != mark:
+            known = mark, to_json(read_curves(run.path, stage_names(read_config(run.path))))
+            with self._lock:
+                while len(self._curves) >= 32:
+                    self._curves.pop(next(iter(self._curves)))
+                self._curves[run.id] = known
+        return known[1]
+
+    # Comparing -------------------------------------------------------------------------------------------------------
+
+    def compare(self, request: Request) -> Response:
+        """Two to four runs side by side."""
+        self.index.refresh(age=5.0)
+        ids = list(dict.fromkeys(request.query_params.getlist("run")))[:COMPARED]
+        runs = [run for run_id in ids if (run := self.index.find(run_id)) is not None]
+        return HTMLResponse(pages.render("compare.html", **compare_runs(runs), others=self.index.refresh(age=5.0)))
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def send_file(self, request: Request) -> Response:
+        """A picture or clip of a run as it is."""
+        path = self._find_media(request)
+        return FileResponse(path, media_type=MEDIA[path.suffix])
+
+    def send_sheet(self, request: Request) -> Response:
+        """A picture or clip of a run as a sheet of frames; the answer's headers say how to play it."""
+        run, path = self._find(request), self._find_media(request)
+        try:
+            sheet = make_sheet(run.path, path.relative_to(run.path.resolve()).as_posix())
+        except OutsideRun:
+            raise HTTPException(404) from None
+        except Unreadable as error:
+            raise HTTPException(422, error.reason) from None
+        numbers = {"frames": sheet.frames, "columns": sheet.columns, "width": sheet.width, "height": sheet.height}
+        headers = {f"x-{name}": str(value) for name, value in numbers.items()} | {"x-fps": f"{sheet.fps:.3f}"}
+        return Response(sheet.data, media_type="image/webp", headers=headers)
+
+    def send_static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in pages.read_static():
+            raise HTTPException(404)
+        kind = pages.STATIC_TYPES[Path(name).suffix]
+        return Response(pages.read_static()[name], media_type=kind, headers={"cache-control": KEEP})
+
+    def _find(self, request: Request) -> Run:
+        run_id = request.path_params["run_id"]
+        run = self.index.find(run_id)
+        if run is None:
+            self.index.refresh(age=1.0)  # a page may name a run that has just appeared
+            run = self.index.find(run_id)
+        if run is None:
+            raise HTTPException(404)
+        return run
+
+    def _find_media(self, request: Request) -> Path:
+        try:
+            path = find_file(self._find(request).path, request.path_params["path"])
+        except OutsideRun:
+            raise HTTPException(404) from None
+        if path.suffix not in MEDIA:
+            raise HTTPException(404)
+        return path
+
+
+def compare_runs(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the page of a comparison shows: differences of the configs, numbers, and the newest pictures of shared prompts."""
+    trees = [read_config(run.path) for run in runs]
+    settings = [setting for setting in list_settings(*trees) if setting.differs] if len(runs) > 1 else []
+    results = compare_results([read_evaluation(run.path) for run in runs])
+    drawn = match_pictures(runs, trees)
+    shared = {prompt: files for prompt, files in drawn.items() if sum(map(bool, files)) > 1}
+    return {
+        "runs": runs,
+        "settings": settings,
+        "results": results,
+        "pictures": list((shared or drawn).items())[:PICTURES],
+        "shared_prompts": bool(shared),
+        "seeds": [tree.get("seed") for tree in trees],
+    }
+
+
+def match_pictures(runs: Sequence[Run], trees: Sequence[dict[str, Any]]) -> dict[str, list[str | None]]:
+    """Prompt → the newest picture of each run that drew it, of the last stage that draws."""
+    drawn: dict[str, list[str | None]] = {}
+    for number, (run, tree) in enumerate(zip(runs, trees, strict=True)):
+        walls = [read_wall(run.path, stage, most=1) for stage in stage_names(tree)]
+        samples = [rows for wall in walls if (rows := [row for row in wall.rows if not row.is_sheet])]
+        for row in samples[-1] if samples else ():
+            drawn.setdefault(row.title, [None] * len(runs))[number] = row.files[0]
+    return drawn
+
+
+def _stream(events: Any) -> Response:
+    return StreamingResponse(live.stream(events), media_type="text/event-stream")
+
+
+def _stat(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
