@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import gzip
+import importlib
 import io
 import json
+import lzma
+import pkgutil
+import tarfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,15 +19,18 @@ from random import Random
 from typing import Any
 
 import av
+import click
 import numpy as np
 import torch
+import typer
 import yaml
 from PIL import Image
 from safetensors.torch import save
 
+import kineograph
 from kineograph.cache.pack import Pack, PackWriter
 from kineograph.cache.store import PackIndex
-from kineograph.cli import main
+from kineograph.cli import app, main
 from kineograph.core.config import flatten, load_file
 from kineograph.core.errors import Unreadable
 from kineograph.core.run_folder import RunFolder
@@ -42,6 +49,9 @@ from kineograph.stage.load import StageLoader, choose_sampling_stage
 from kineograph.train import checkpoint
 from tests.data.tar_shards import item, write
 from tests.fuzz.mutations import NUMBERS, STRINGS, damage_bytes, damage_tree, value
+
+STORED = Path(__file__).parents[1] / "fixtures" / "runs"
+STORED_RUNS = sorted(path.name.partition(".")[0] for path in STORED.glob("*.tar.xz"))
 
 # Configs --------------------------------------------------------------------------------------------------------------
 
@@ -84,33 +94,76 @@ def texts(rng: Random, folder: Path) -> None:
     make_plan(read_config([str(path)]))
 
 
-COMMANDS: dict[str, list[str]] = {
-    "train": ["--run", "--resume", "--resume-from", "--processes"],
-    "sample": ["--count", "--seed", "--guidance", "--steps", "--frames", "--fps", "--prime", "--size", "--set", "--checkpoint", "--format"],
-    "story": ["--overlap", "--frames", "--fps", "--set"],
-    "evaluate": ["--metrics", "--samples", "--split", "--checkpoint", "--extractor"],
-    "compare": ["--out"],
-    "cache": ["--run"],
-    "export": ["--to", "--checkpoint", "--dtype"],
-    "import": ["--from", "--run", "--lora"],
-    "runs": [],
-    "presets": [],
-    "doctor": ["--memory", "--processes"],
-    "data check": [],
-    "data make": ["--out", "--count", "--as", "--split"],
-    "weights get": ["--from"],
-}  # fmt: skip
+# What each command takes in the order of its help; "run" is a stored run, "pictures" a folder.
+GOOD_WORDS: dict[str, list[str]] = {
+    "train": ["vqgan-tiny", "--dry-run"],
+    "sample": ["run", "a 3 moves left"],
+    "story": ["run", "scenes.txt"],
+    "evaluate": ["run", "--samples", "2"],
+    "compare": ["run"],
+    "cache": ["run"],
+    "export": ["run", "out", "--to", "safetensors"],
+    "import": ["run", "--from", "diffusers"],
+    "runs": ["."],
+    "presets": ["vqgan-tiny"],
+    "doctor": ["vqgan-tiny"],
+    "data check": ["pictures"],
+    "data show": ["pictures", "size=8"],
+    "data make": ["moving-digits", "--out", "made", "--count", "2"],
+}
+ENDLESS = ("--count", "--samples")  # a million samples are allowed, and take their time
+
+
+@functools.cache
+def _commands() -> dict[str, list[tuple[str, bool]]]:
+    """Every command of the command line, with its options and whether they are flags."""
+    found = {}
+
+    def walk(words: str, command: click.Command) -> None:
+        if isinstance(command, click.Group):
+            for name, part in command.commands.items():
+                walk(f"{words} {name}".strip(), part)
+        else:
+            options = [option for option in command.params if isinstance(option, click.Option)]
+            found[words] = [(option.opts[0], option.is_flag) for option in options]
+
+    walk("", typer.main.get_command(app))
+    return found
+
+
+@functools.cache
+def _stored_run(name: str) -> bytes:
+    return lzma.decompress((STORED / f"{name}.tar.xz").read_bytes())
+
+
+def _unpack_run(rng: Random, folder: Path) -> Path:
+    """A small trained run of some family."""
+    name = rng.choice(STORED_RUNS)
+    with tarfile.open(fileobj=io.BytesIO(_stored_run(name))) as archive:
+        archive.extractall(folder, filter="data")
+    return (folder / name).rename(folder / "run")
 
 
 def arguments(rng: Random, folder: Path) -> None:
     """Every command, with words that nobody types."""
-    (folder / "file.txt").write_text("a caption\n")
-    command = rng.choice(list(COMMANDS))
-    words = [*STRINGS, *map(str, NUMBERS), "file.txt", ".", "train.steps=x", "a=b", "no-such-preset"]
+    (folder / "scenes.txt").write_text("a 3 moves left\na 3 moves up\n")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "a.png").write_bytes(_media()["still.png"])
+    command = rng.choice(list(_commands()))
+    words = [*STRINGS, *map(str, NUMBERS), "scenes.txt", ".", "train.steps=x", "a=b", "no-such-preset", "last", "8x8"]
+    words = [word for word in words if word not in ("/", "~")]
     given = [rng.choice(words) for _ in range(rng.randrange(3))]
-    for option in rng.sample(COMMANDS[command], rng.randrange(len(COMMANDS[command]) + 1)):
-        given += [option, rng.choice(words)]
-    main([*command.split(), *(word for word in given if "\0" not in word and word not in ("/", "~"))])
+    if command in GOOD_WORDS and rng.random() < 0.7:
+        given = [*GOOD_WORDS[command], *given[1:]]
+        if "run" in given:
+            _unpack_run(rng, folder)
+    for option, is_flag in rng.sample(_commands()[command], rng.randrange(min(4, len(_commands()[command]) + 1))):
+        word = rng.choice(words)
+        if is_flag:
+            given.append(option)
+        elif option not in ENDLESS or not word.isdigit() or int(word) < 9:
+            given += [option, word]
+    main([*command.split(), *given])
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -275,6 +328,37 @@ def runs(rng: Random, folder: Path) -> None:
     ])()  # fmt: skip
 
 
+def stored(rng: Random, folder: Path) -> None:
+    """Trained runs of every family, damaged: drawn from, evaluated, exported, resumed."""
+    run = _unpack_run(rng, folder)
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.stat().st_size]
+    for path in rng.sample(files, rng.randrange(1, 3)):
+        _damage_file(rng, path)
+        manifest = path.parent / "manifest.json"
+        if path != manifest and manifest.exists() and rng.random() < 0.7:  # with a checksum that fits
+            with suppress(ValueError, TypeError, KeyError):  # damaged itself
+                _rewrite_manifest(manifest, path)
+    main(rng.choice([
+        ["sample", "run", "a 3 moves left"],
+        ["sample", "run", "a 3 moves left", "--checkpoint", "best", "--no-ema"],
+        ["story", "run", str(run / "config.yaml")],
+        ["evaluate", "run", "--samples", "1"],
+        ["export", "run", "out", "--to", rng.choice(["safetensors", "diffusers"])],
+        ["cache", "run"],
+        ["compare", "run", "--out", "out"],
+        ["doctor", "run/config.yaml"],
+        ["train", "--run", "run", "--resume", "must", "train.steps=3"],
+        ["train", "vqgan-tiny", "--run", "new", "--resume-from", "run", "--dry-run"],
+        ["train", "vqgan-tiny", "--dry-run", f"stages.vqgan.init={run}"],
+    ]))  # fmt: skip
+
+
+def _rewrite_manifest(manifest: Path, path: Path) -> None:
+    tree = json.loads(manifest.read_text())
+    tree["files"][path.name] = checkpoint.flush_and_hash(path)
+    manifest.write_text(json.dumps(tree))
+
+
 def checkpoints(rng: Random, folder: Path) -> None:
     run = _make_run(folder)
     stage = next(iter(_tiny_plan()["stages"]))
@@ -282,9 +366,7 @@ def checkpoints(rng: Random, folder: Path) -> None:
     damaged = path / rng.choice(["manifest.json", "state.json", "phase.json", "model.safetensors"])
     _damage_file(rng, damaged)
     if damaged.name in ("state.json", "model.safetensors") and rng.random() < 0.7:  # with a checksum that fits
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest["files"][damaged.name] = checkpoint.flush_and_hash(damaged)
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        _rewrite_manifest(path / "manifest.json", damaged)
     if rng.random() < 0.3:
         _damage_file(rng, run.checkpoints(stage) / "best.json")
     saved = checkpoint.select(run.checkpoints(stage), rng.choice(["last", "best", 2]))
@@ -373,13 +455,19 @@ def answers(rng: Random, folder: Path) -> None:
 
 TARGETS = {
     target.__name__: target
-    for target in (configs, texts, arguments, media, tars, folders, runs, checkpoints, caches, imports, answers)
+    for target in (configs, texts, arguments, media, tars, folders, runs, stored, checkpoints, caches, imports, answers)
 }
 
 
 def warm_up() -> None:
-    """Make what the cases share, before they are forked."""
+    """Make what the cases share, and import what they use, before they are forked."""
+    for module in pkgutil.walk_packages(kineograph.__path__, "kineograph."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    importlib.import_module("matplotlib.pyplot")  # starts fc-list
     _media()
     _tiny_plan()
     for name in _names():
         _preset(name)
+    for name in STORED_RUNS:
+        _stored_run(name)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,24 @@ def _write(rng, folder):
     (folder.parent / "stranger").write_text("x")
 
 
+def _write_two_above(rng, folder):
+    Path("../../stranger").write_text("x")
+
+
+def _write_far_away(rng, folder):
+    with suppress(OSError):
+        Path("/no-such-folder/stranger").write_text("x")
+
+
+def _spin(rng, folder):
+    while True:
+        pass
+
+
+def _spawn(rng, folder):
+    subprocess.run(["true"], check=True)
+
+
 def _run(rng, folder):
     os.system("touch PWNED")
 
@@ -67,7 +87,11 @@ def _pass(rng, folder):
     [
         (_raise, "KeyError"),
         (_hang, "longer than 1 s"),
+        (_spin, "longer than 1 s"),
         (_write, "outside"),
+        (_write_two_above, "outside"),
+        (_write_far_away, "outside"),
+        (_spawn, "ran a command"),
         (_run, "ran a command"),
         (_fill, "GiB"),
         (_die, "SIGKILL"),
@@ -76,5 +100,5 @@ def _pass(rng, folder):
 )
 def test_the_harness_sees_it(target, reason, monkeypatch):
     monkeypatch.setattr(harness, "MEMORY", 200 * 2**20)
-    finding = run_case("self", target, 0, 0, seconds=1 if target is _hang else 30)
+    finding = run_case("self", target, 0, 0, seconds=1 if target in (_hang, _spin) else 30)
     assert finding is None if reason is None else finding is not None and reason in finding.reason
