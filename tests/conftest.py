@@ -42,6 +42,25 @@ def _no_fetched_weights(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _quick_runs():
+    """Leave out what takes most of a tiny run's time: curves, a vocabulary of 20,000 captions, waiting for the disk. → the curves"""
+    from kineograph.media import curves
+
+    with pytest.MonkeyPatch.context() as patch:
+        drawing = curves._draw
+        patch.setattr(curves, "_draw", lambda panels, axis, marks, out: out.write_bytes(b""))
+        patch.setattr("kineograph.stage.data.VOCABULARY_CAPTIONS", 500)
+        patch.setattr(os, "fsync", lambda file: None)
+        yield drawing
+
+
+@pytest.fixture
+def real_curves(_quick_runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw curves after all."""
+    monkeypatch.setattr("kineograph.media.curves._draw", _quick_runs)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_network():
     """A test that reaches for another machine fails here, at once and by name, rather than by a timeout."""
     connect = socket.socket.connect

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -134,16 +133,15 @@ def test_a_family_of_another_package_trains_from_its_own_preset(outside, tmp_pat
     assert list((folder / "generator" / "samples" / "step-00000002").glob("*.gif"))
 
 
-def test_entry_points_name_tasks_and_presets(outside, monkeypatch):
-    from kineograph.core import registry
+def test_entry_points_name_tasks_and_presets(outside):
     from kineograph.run import layers
 
-    points = {
-        "kineograph.tasks": [EntryPoint("my_flow", "my_package.flow", "kineograph.tasks")],
-        "kineograph.presets": [EntryPoint("mine", "presets", "kineograph.presets")],
-    }
-    for module in (registry, layers):
-        monkeypatch.setattr(module, "entry_points", lambda group, **chosen: points[group])
+    metadata = outside.parent / "my_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[kineograph.tasks]\nmy_flow = my_package.flow\n[kineograph.presets]\nmine = presets\n"
+    )
     assert find_task("my_flow").__module__ == "my_package.flow"
     assert find_task("my_package.flow") is find_task("my_package.flow.Flow") is find_task("my_flow")
     assert layers.find_preset("flow-outside").parent == outside

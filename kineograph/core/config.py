@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -330,6 +331,11 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 def read_yaml(text: str, where: str) -> Any:
     """Parse YAML. Raises a yaml.YAMLError, or a ConfigError for what no config holds."""
+    return deepcopy(_parse_yaml(text, where))
+
+
+@functools.lru_cache(maxsize=16)  # a command reads its run's config many times
+def _parse_yaml(text: str, where: str) -> Any:
     try:
         tree = yaml.load(text, Loader=_Loader)  # a SafeLoader
         _check_tree(tree)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override, shorten
 from kineograph.core.errors import ConfigError
+from kineograph.core.registry import read_entry_points
 from kineograph.core.trust import accept, require_trust
 
 PRESETS = Path(__file__).parent.parent / "presets"
@@ -24,7 +24,7 @@ SHARED_SECTIONS = ("train", "data")  # sections at the top that a stage may have
 def preset_folders() -> list[Path]:
     """Ours, those of the path variable KINEO_PRESETS, and packages that entry points of the group kineograph.presets name."""
     own = [Path(folder) for folder in os.environ.get("KINEO_PRESETS", "").split(os.pathsep) if folder]
-    packages = [entry.load() for entry in entry_points(group="kineograph.presets")]
+    packages = [entry.load() for entry in read_entry_points("kineograph.presets")]
     return [PRESETS, *own, *(Path(folder) for package in packages for folder in package.__path__)]
 
 

@@ -12,6 +12,8 @@ from PIL import Image
 from kineograph.media import curves
 from kineograph.media.curves import draw_curves, read_records
 
+pytestmark = pytest.mark.usefixtures("real_curves")
+
 
 def line(stage: str, step: int, split: str = "train", **numbers) -> str:
     return json.dumps({"stage": stage, "split": split, "step": step, **numbers}) + "\n"

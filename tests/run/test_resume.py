@@ -22,7 +22,7 @@ CONFIG = {
     "prompts": ["a red 3 at the top left", "a blue 5 at the centre"],
     "data": {"source": "moving_digits", "size": 16, "frames": 1, "glyphs": 2},
     "train": {
-        "steps": 10, "batch_size": 8, "log_every": 1, "save_every": 3, "validate_every": 4, "validation_samples": 8,
+        "steps": 6, "batch_size": 8, "log_every": 1, "save_every": 2, "validate_every": 3, "validation_samples": 8,
         "sample_every": 0, "workers": 0, "warmup": 2, "trackers": [], "device": "cpu", "accumulate": 2,
     },
     "stages": {
@@ -91,8 +91,8 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
     run = tmp_path_factory.mktemp("whole") / "run"
     train(config, run)
     found = losses(run)
-    assert len([key for key in found if key[:2] == ("tokenizer", "train")]) == 10
-    assert len([key for key in found if key[:2] == ("generator", "train")]) == 10
+    assert len([key for key in found if key[:2] == ("tokenizer", "train")]) == 6
+    assert len([key for key in found if key[:2] == ("generator", "train")]) == 6
     return found
 
 
@@ -124,19 +124,24 @@ def _lines(run: Path) -> int:
         return 0
 
 
+def begin(config: Path, run: Path, *more: str, lines: int = 1) -> tuple[int, Path]:
+    """Start the command in a forked process and wait for so many lines of metrics. → its id, and the file of its output"""
+    log = run.parent / "log"
+    process = processes.start(command(config, run, *more)[3:], log, run)
+    while _lines(run) < lines and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        time.sleep(0.01)
+    return process, log
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_saves_and_ends_with_75(config: Path, whole: dict, tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        command(config, run), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
-    while _lines(run) < 5 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 75, errors
+    process, log = begin(config, run, lines=5)
+    os.kill(process, number)
+    done = processes.wait([process], log)
+    assert done.codes == [75], done.text
     assert (run / "stopped").is_file()
-    assert "run the same command to go on" in errors and "Traceback" not in errors
+    assert "run the same command to go on" in done.text and "Traceback" not in done.text
     train(config, run)
     assert not (run / "stopped").exists()
     assert losses(run) == whole
@@ -178,21 +183,14 @@ def test_resume_rules(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 
 def test_run_in_use_is_refused(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = subprocess.Popen(
-        command(config, run, "train.steps=100000"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-    )
+    first, log = begin(config, run, "train.steps=100000")
     try:
-        while _lines(run) < 1 and first.poll() is None:
-            time.sleep(0.02)
         done = live(config, run, "train.steps=100000")
         assert done.codes == [3]
-        assert str(first.pid) in done.text
+        assert str(first) in done.text
     finally:
-        first.kill()
-        first.wait()
+        os.kill(first, signal.SIGKILL)
+        processes.wait([first], log)
     train(config, run, "train.steps=3")
 
 
