@@ -30,8 +30,8 @@ demo: .venv/.base ## train a small text-to-video model on handwritten digits on 
 	@echo "── look at the GIFs and the sheet above; runs/demo/evaluation has a sheet with each clip's verdict"
 
 test: check ## everything that must hold before a commit: style, types, import contracts, tests
-	@echo "── tests"
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	@echo "── tests"  # worksteal: the tests of a file stay with one worker, which makes what they share once
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: .venv/.dev ## the tests that take minutes or want a GPU
 	$(BIN)/python -m pytest -q -m "slow and not gpu" --timeout 1800 $(ARGS)
