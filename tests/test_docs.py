@@ -27,6 +27,7 @@ from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
 from kineograph.data.open_source import DataConfig
+from kineograph.data.trim import CutConfig
 from kineograph.data.webdataset_samples import WebDatasetConfig
 from kineograph.family.cogvideox.config import CogVideoXConfig, CogVideoXSample, FirstFrameConfig, LoraConfig
 from kineograph.family.dalle2.config import AugmentConfig, DecoderConfig, DecoderSample, PriorConfig, PriorSample
@@ -59,6 +60,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "Keys of every source", DataConfig, "data.", None),
     (DATA, "moving_digits", MovingDigitsConfig, "data.", DataConfig),
     (DATA, "folder", FolderConfig, "data.", DataConfig),
+    (DATA, "Parts of videos", CutConfig, "data.cut.", None),
     (DATA, "Limits", MediaLimits, "data.limits.", None),
     (DATA, "Buckets", BucketsConfig, "data.buckets.", None),
     (DATA, "memmap", MemmapConfig, "data.", DataConfig),

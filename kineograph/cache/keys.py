@@ -30,7 +30,15 @@ _SET_OPTIONS = (
     "uncaptioned",
 )
 # Keys that came later: their defaults are left out, so that the rows of an older cache are found.
-_LATER = {"caption": None, "shuffle_tags": False, "caption_lines": "one"}
+_LATER = {
+    "caption": None,
+    "shuffle_tags": False,
+    "caption_lines": "one",
+    "start": 0.0,
+    "end": None,
+    "skip_frames": 0,
+    "cut": None,
+}
 
 
 def recipe_key(data: dict[str, Any], facts: dict[str, Any]) -> str:

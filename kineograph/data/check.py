@@ -18,13 +18,13 @@ from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, find_captions, names_side, read_captions
 from kineograph.data.decode import has_damaged_profile, media_kind, probe_media
-from kineograph.data.folder import Folder, FolderConfig, build_items, list_folder
+from kineograph.data.folder import Folder, FolderConfig, build_items, cut_items, list_folder
 from kineograph.data.shards import SUFFIXES, Shard
 from kineograph.data.split_folders import describe_split_folders
 from kineograph.data.unread_files import find_unread
 
 _DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
-_CHECKED = {"buckets", "flip", "caption_lines", "uncaptioned"}
+_CHECKED = {"buckets", "flip", "caption_lines", "uncaptioned", "start", "end", "skip_frames", "cut"}
 """Keys of data.* that change what is checked."""
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def check_folder(path: Path | str, config: FolderConfig | None = None) -> Report
     listing = list_folder(root, "")
     report = Report(root, problems=list(listing.problems))
     if listing.media:
-        _check_media(report, listing.media)
+        _check_media(report, listing.media, config)
         _check_captions(report, listing.media, listing.others, config)
         splits = describe_split_folders(listing.media)
         report.notes += [splits] if splits else []
@@ -148,7 +148,7 @@ def bucket_lines(config: FolderConfig) -> list[str]:
     return buckets.lines()
 
 
-def _check_media(report: Report, names: list[str]) -> None:
+def _check_media(report: Report, names: list[str], config: FolderConfig) -> None:
     unusable: list[str] = []
 
     def measure(name: str) -> MediaInfo | Problem:
@@ -157,7 +157,7 @@ def _check_media(report: Report, names: list[str]) -> None:
             info = probe_media(report.path / name, suffix, name, decode_all=True)
             if has_damaged_profile(report.path / name, suffix):
                 unusable.append(name)
-            return info
+            return config.trim.measure(info)
         except Unreadable as error:
             return Problem(name, error.reason)
 
@@ -211,7 +211,11 @@ def _check_captions(report: Report, names: list[str], others: list[str], config:
     unused = [name for name in captions.unused if PurePosixPath(name).stem.lower() not in _DOCUMENTS]
     report.problems += [Problem(name, "a caption without image or clip") for name in unused]
     items = build_items(names, captions)
-    found = {item: item.span.texts if item.span else texts.get(item.name) for item in items}
+    if config.cut is not None:
+        items, line = cut_items(items, report.path, config, config.cut, str(report.path))
+        report.notes.append(line)
+    own = {item: item.span.texts if item.span else None for item in items}
+    found = {item: texts.get(item.name) if own[item] is None else own[item] for item in items}
     captioned = {item: several for item, several in found.items() if several}
     report.items, report.captions = len(items), [several[0] for several in captioned.values()]
     report.sided += sum(any(map(names_side, several)) for several in captioned.values())

@@ -24,6 +24,7 @@ from kineograph.data.captions import Lines
 from kineograph.data.colour_profile import convert_to_srgb, has_usable_profile
 from kineograph.data.open_source import DataConfig, Split
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, ResizeCrop, pick_frames
+from kineograph.data.trim import UNTRIMMED, Trim
 
 # Pillow warns about metadata that is not used here (odd EXIF, unknown chunks); undecodable pixels are an error anyway.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
@@ -55,7 +56,12 @@ class DecodeOptions:
     background: Literal["white", "black"] = "white"
     truncated: bool = False
     span: tuple[float, float] | None = None  # only frames shown between these seconds
+    trim: Trim = UNTRIMMED  # left out at both ends of a clip
     limits: MediaLimits = _LIMITS
+
+    def trimmed(self, seconds: float, rate: float) -> DecodeOptions:
+        """The options with the span that `trim` leaves of a clip of this length. Raises Unreadable."""
+        return replace(self, span=self.trim.span(seconds, rate, self.span), trim=UNTRIMMED) if self.trim else self
 
     def with_shape(self, shape: Bucket) -> DecodeOptions:
         resize_crop = replace(self.resize_crop, size=(shape.height, shape.width))
@@ -81,6 +87,12 @@ class MediaConfig(DataConfig):
     """Colour behind transparent images when `channels` has no alpha."""
     truncated: bool = False
     """Accept images that end too early; the missing part stays gray or black."""
+    start: float = Field(0.0, ge=0)
+    """Seconds left out at the beginning of every clip."""
+    end: float | None = None
+    """Second at which clips end; negative: counted from their end, so that -2 leaves out the last two; null: all of them."""
+    skip_frames: int = Field(0, ge=0)
+    """Frames left out at the beginning and at the end of every clip, by its average rate."""
     caption_lines: Lines = "one"
     """Lines of a text file beside an item: one caption, or several, each a caption of its own, of which training draws one each time."""
     limits: MediaLimits = MediaLimits()
@@ -103,6 +115,18 @@ class MediaConfig(DataConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_trim(self) -> MediaConfig:
+        if self.end is not None and (self.end == 0 or 0 < self.end <= self.start):
+            raise ValueError(
+                f"end={self.end:g} with start={self.start:g} leaves nothing: give a later second, a negative one to count from the end, or null"
+            )
+        return self
+
+    @property
+    def trim(self) -> Trim:
+        return Trim(self.start, self.end, self.skip_frames)
+
     @property
     def base_shape(self) -> Bucket:
         """data.frames × data.size."""
@@ -118,7 +142,14 @@ class MediaConfig(DataConfig):
     def decode_options(self, split: Split) -> DecodeOptions:
         resize_crop = self.resize_crop if split == "train" else self.resize_crop.deterministic
         return DecodeOptions(
-            resize_crop, self.frames, self.fps, self.channels, self.background, self.truncated, limits=self.limits
+            resize_crop,
+            self.frames,
+            self.fps,
+            self.channels,
+            self.background,
+            self.truncated,
+            trim=self.trim,
+            limits=self.limits,
         )
 
 
@@ -222,6 +253,7 @@ def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.r
     ends = np.cumsum(delays)
     tolerance = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
     starts, first, end = ends - delays, 0, float(ends[-1])
+    options = options.trimmed(end, len(delays) / end)
     if options.span is not None:
         first = int(np.searchsorted(ends, options.span[0] + tolerance, side="right"))
         end = min(end, options.span[1])

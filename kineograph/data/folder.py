@@ -18,16 +18,16 @@ import numpy as np
 from kineograph.core.batch import Sample
 from kineograph.core.config import LocalPath
 from kineograph.core.errors import InputError, NoData, Unreadable
-from kineograph.core.media_file import MediaLimits
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_captions, several_texts
-from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, media_kind, probe_media
+from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, media_kind, probe_media, raise_unreadable
 from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.shards import SUFFIXES
 from kineograph.data.split_folders import describe_split_folders, group_by_split_folder
 from kineograph.data.transforms import pad_frames
+from kineograph.data.trim import UNTRIMMED, CutConfig
 
 
 class FolderConfig(MediaConfig):
@@ -40,6 +40,8 @@ class FolderConfig(MediaConfig):
     """Folders train, validation (val, valid, dev) and test at the top of `folder` are the splits; false: all items are split by share."""
     split_by: Literal["file", "folder"] = "file"
     """Hold out single files, or whole subfolders: for crops of one picture or scenes of one film, which must not be in both splits."""
+    cut: CutConfig | None = None
+    """Cut every clip into shorter ones, each an item, such as {seconds: 4, overlap: 1}; all those of a file are in one split. null: not."""
     sketches: LocalPath | None = None
     """Folder of sketches, each named as its image or clip (the suffix may differ) and cropped the same way; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
@@ -122,7 +124,7 @@ class Item(NamedTuple):
     @property
     def local_identity(self) -> str:
         """The name within its folder."""
-        span = f"@{self.span.start:g}-{self.span.end:g}" if self.span is not None else ""
+        span = f"@{self.span.start:.10g}-{self.span.end:.10g}" if self.span is not None else ""
         return normalize("NFC", self.name) + span
 
     @property
@@ -233,12 +235,14 @@ class Folder(BucketedSource, MeasuresItems):
         names, note = (set(media), None) if apart else _select_names(media, split, config)
         items = build_items(media, captions, f"{root.name}/" if apart else "")  # all spans of a file are in one split
         problems = listing.problems + captions.problems
+        if config.cut is not None:
+            items, line = cut_items(items, root, config, config.cut, f"{key}{root}")
+            note = "; ".join(filter(None, [note, line])) if split == "train" else note
         buckets, skipped = None, {}
         if config.buckets is not None:
-            stamps = [_file_stamp(root, item) for item in items]
-            infos = probe_all(
-                stamps, lambda index: _probe(root, items[index], config.limits), str(root), f"{key}{root}"
-            )
+            trim = f"\0{config.trim}" if config.trim else ""
+            stamps = [_file_stamp(root, item) + trim for item in items]
+            infos = probe_all(stamps, lambda index: _measure(root, items[index], config), str(root), f"{key}{root}")
             unreadable = list_unreadable([item.identity for item in items], infos, config.max_unreadable)
             skipped = {
                 item.identity: unreadable[item.identity]
@@ -282,6 +286,8 @@ class Folder(BucketedSource, MeasuresItems):
         path = self.root / item.name
         if item.span is not None:
             options = replace(options, span=item.span[:2])
+            if self.config.cut is not None:  # trimmed already
+                options = replace(options, trim=UNTRIMMED)
         sketch_rng = deepcopy(rng)  # a sketch gets the same crop, rotation and start
         clip = decode_media(path, path.suffix, item.identity, options, rng)
         pixels, mask = pad_frames(clip.pixels, shape.frames)
@@ -303,7 +309,7 @@ class Folder(BucketedSource, MeasuresItems):
         return sample
 
     def measure(self, index: int) -> MediaInfo:
-        return _probe(self.root, self.items[index], self.config.limits)
+        return _measure(self.root, self.items[index], self.config)
 
     def is_coloured(self, index: int) -> bool:
         path, options = self.root / self.items[index].name, replace(self._options, channels=3, frames=1)
@@ -363,14 +369,49 @@ def _file_stamp(root: Path, item: Item) -> str:
         return f"{item.local_identity}\0gone"
 
 
-def _probe(root: Path, item: Item, limits: MediaLimits) -> MediaInfo:
-    info = probe_media(root / item.name, PurePosixPath(item.name).suffix, item.identity, limits=limits)
-    if item.span is None:
-        return info
-    seconds = min(item.span.end, info.seconds) - item.span.start
-    if seconds <= 0:
-        raise Unreadable(item.identity, f"its clip begins at {item.span.start:g} s, but it lasts {info.seconds:.3g} s")
-    return info._replace(frames=max(1, round(info.frames * seconds / info.seconds)), seconds=seconds)
+def _measure(root: Path, item: Item, config: FolderConfig) -> MediaInfo:
+    """Size and length of what is read of an item. Raises Unreadable."""
+    info = _probe(root, item, config)
+    with raise_unreadable(item.identity):
+        # Cut clips are trimmed already.
+        return (config.trim if config.cut is None else UNTRIMMED).measure(info, item.span and item.span[:2])
+
+
+def _probe(root: Path, item: Item, config: FolderConfig) -> MediaInfo:
+    return probe_media(root / item.name, PurePosixPath(item.name).suffix, item.identity, limits=config.limits)
+
+
+def cut_items(
+    items: list[Item], root: Path, config: FolderConfig, cut: CutConfig, label: str
+) -> tuple[list[Item], str]:
+    """Cut the clips among the items, and a line for the log. What cannot be read stays whole, to be counted later."""
+    names = list(dict.fromkeys(item.name for item in items if media_kind(item.name) == "clip"))
+    files = [Item(name) for name in names]
+    infos = probe_all(
+        [_file_stamp(root, file) for file in files],
+        lambda index: _probe(root, files[index], config),
+        str(root / ".cut"),
+        label,
+    )
+    known = dict(zip(names, infos, strict=True))
+    parts: dict[Item, list[Item]] = {}
+    unused = 0.0
+    for item in items:
+        info = known.get(item.name)
+        if not isinstance(info, MediaInfo) or not info.seconds:  # unreadable, or a still picture
+            continue
+        with suppress(Unreadable):
+            begin, end = config.trim.span(info.seconds, info.frames / info.seconds, item.span and item.span[:2])
+            spans = cut.spans(begin, end)
+            unused += end - spans[-1][1]
+            texts = item.span.texts if item.span else None
+            parts[item] = [item._replace(span=Span(*span, texts)) for span in spans]
+    if not parts:
+        return items, f"data.cut: none of {len(items)} items is a clip that can be read"
+    count = sum(map(len, parts.values()))
+    line = f"data.cut: {len(parts)} clips are cut into {count} of {cut.seconds:g} s"
+    line += f", and {unused:.0f} s at their ends are left out" if unused >= 1 else ""
+    return [part for item in items for part in parts.get(item, [item])], line
 
 
 def _find_sketches(config: FolderConfig, names: list[str]) -> dict[str, Path]:

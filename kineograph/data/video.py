@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ from kineograph.core.media_file import MediaLimits, Meter, open_video
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.decode import MODES, Clip, DecodeOptions, to_channels
 from kineograph.data.transforms import TOLERANCE, ImageTransform, ResizeCrop
+from kineograph.data.trim import UNTRIMMED
 
 if TYPE_CHECKING:
     import av
@@ -33,6 +35,9 @@ def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random
     meter = Meter(options.limits)
     with open_video(file, options.limits) as container:
         stream = _video_stream(container)
+        if options.trim:
+            whole = _find_timing(file, container, stream, replace(options, span=None, trim=UNTRIMMED), meter)
+            options = options.trimmed(whole.end, whole.rate)
         begin = options.span[0] if options.span else 0.0
         timing = _find_timing(file, container, stream, options, meter)
         if begin >= timing.end - TOLERANCE:

@@ -175,7 +175,8 @@ class WebDataset(BucketedSource, MeasuresItems):
         """Assign every sample to a bucket; drop those that cannot be probed."""
         names = [self.identity(row) for row in range(len(self._table))]
         shards = self._table.shards.tolist()
-        stamps = [f"{name}\0{self._stamps[shard]}" for name, shard in zip(names, shards, strict=True)]
+        trim = f"\0{self.config.trim}" if self.config.trim else ""
+        stamps = [f"{name}\0{self._stamps[shard]}{trim}" for name, shard in zip(names, shards, strict=True)]
         infos = probe_all(stamps, self.measure, "\n".join(shard.url for shard in self.shards), "data.shards")
         self.skipped |= list_unreadable(names, infos, self.config.max_unreadable)
         self._table.keep(np.flatnonzero([isinstance(info, MediaInfo) for info in infos]))
@@ -201,7 +202,9 @@ class WebDataset(BucketedSource, MeasuresItems):
     def measure(self, index: int) -> MediaInfo:
         name = self.identity(index)
         member = self._read_member("media", index, name)
-        return probe_media(member.data, f".{member.suffix}", name, limits=self.config.limits)
+        info = probe_media(member.data, f".{member.suffix}", name, limits=self.config.limits)
+        with raise_unreadable(name):
+            return self.config.trim.measure(info)
 
     def is_coloured(self, index: int) -> bool:
         name = self.identity(index)

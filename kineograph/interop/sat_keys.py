@@ -126,6 +126,7 @@ TABLE: list[tuple[str, str | None, Convert]] = [
     (f"{ADAM}.weight_decay", "train.weight_decay", number),
     (f"{DATA}.video_size", "data.size", lambda value: [count(side) for side in value]),
     (f"{DATA}.fps", "data.fps", number),
+    (f"{DATA}.skip_frms_num", "data.skip_frames", count),
     (f"{DATA}.max_num_frames", "data.frames", count),
     (f"{NET}.num_layers", f"{STAGE}.depth", count),
     (f"{NET}.num_attention_heads", f"{STAGE}.heads", count),
