@@ -623,7 +623,7 @@ def weights_get(
 @weights_app.command("list")
 def weights_list() -> None:
     """List the weights that can be downloaded, and those in the cache."""
-    from kineograph.evaluate.console import open_console
+    from kineograph.core.console import open_console
     from kineograph.evaluate.weights import weights_table
 
     open_console().print(weights_table())

@@ -26,7 +26,7 @@ from pydantic import (
     field_validator,
 )
 
-from kineograph.core.errors import ConfigError
+from kineograph.core.errors import ConfigError, UnknownKey
 
 Tree = dict[str, Any]
 C = TypeVar("C", bound="Config")
@@ -152,15 +152,19 @@ def parse(cls: type[C], tree: Mapping[str, Any], where: str = "") -> C:
             subject, message = _explain(cls, problem, where)
             found.setdefault(subject, []).append(message)
         # A value that fits no member of a union is refused once by each of them.
-        raise ConfigError(
-            "\n".join(subject + ", or ".join(dict.fromkeys(messages)) for subject, messages in found.items())
-        ) from None
+        text = "\n".join(subject + ", or ".join(dict.fromkeys(messages)) for subject, messages in found.items())
+        if (first := error.errors()[0])["type"] == "extra_forbidden":
+            raise UnknownKey(text, _full_key(cls, first, where)) from None
+        raise ConfigError(text) from None
+
+
+def _full_key(cls: type[Config], problem: Any, where: str) -> str:
+    return ".".join(filter(None, [where, *_keys(cls, problem["loc"])[0]]))
 
 
 def _explain(cls: type[Config], problem: Any, where: str) -> tuple[str, str]:
     """→ the key and its value, and the message."""
-    path, known = _keys(cls, problem["loc"])
-    key = ".".join([where, *path] if where else path)
+    key, known = _full_key(cls, problem, where), _keys(cls, problem["loc"])[1]
     if problem["type"] == "extra_forbidden":
         return unknown_key(key, known), ""
     if problem["type"] == "missing":
@@ -207,7 +211,7 @@ def _member(union: Any, name: str) -> type[BaseModel] | None:
 def unknown_key(key: str, known: list[str]) -> str:
     """The message for an unknown key."""
     parent, _, last = key.rpartition(".")
-    close = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(last, known, n=1)
     hint = (
         f"did you mean {parent + '.' if parent else ''}{close[0]}?"
         if close

@@ -27,6 +27,14 @@ class ConfigError(InputError):
     """A config key is unknown, ill-typed or does not fit the others."""
 
 
+class UnknownKey(ConfigError):
+    """Nothing reads this key of a config, whose full name is `key`."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class NoData(InputError):
     """Files or folders of data that are named and not there."""
 

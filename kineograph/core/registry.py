@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import traceback
 from importlib.abc import InspectLoader
 from importlib.metadata import EntryPoints, entry_points
 from typing import Any
@@ -71,7 +72,12 @@ def is_known(kind: str, name: str) -> bool:
     if kind == "task" and read_entry_points(TASK_ENTRY_POINTS).select(name=name):
         return True
     # A module without the attribute is not found: `find_task` would go on to a module of that name elsewhere.
-    return any(attribute in _import_names(f"{package}.{path}") for package in packages)
+    return any(attribute in _import_names(f"{package}.{path}", name) for package in packages)
+
+
+def source_names() -> list[str]:
+    """All sources of this package."""
+    return [*_list_names(SOURCE_PACKAGES, "SOURCE"), *SOURCES_ELSEWHERE]
 
 
 def read_entry_points(group: str) -> EntryPoints:
@@ -92,38 +98,59 @@ def metric_names() -> list[str]:
 def _find(name: str, key: str, packages: tuple[str, ...], attribute: str, entry_point_group: str | None = None) -> Any:
     path = name.replace(":", ".")
     for package in packages:
-        names = _import_names(f"{package}.{path}")
+        names = _import_names(f"{package}.{path}", f"{key}={name}")
         if attribute in names:
             return names[attribute]
     for entry in read_entry_points(entry_point_group).select(name=name) if entry_point_group else ():
         target = entry.load()
         return vars(target)[attribute] if inspect.ismodule(target) else target
     parent, _, class_name = path.rpartition(".")
-    for names, wanted in ((_import_names(path), attribute), (_import_names(parent), class_name)):
+    for module, wanted in ((path, attribute), (parent, class_name)):
+        names = _import_names(module, f"{key}={name}")
         if wanted in names:
             return names[wanted]
-    known = _list_names(packages, attribute)
-    if attribute == "SOURCE":
-        known += SOURCES_ELSEWHERE
+    known = source_names() if attribute == "SOURCE" else _list_names(packages, attribute)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-    raise ConfigError(f"{key}={name} is not known: {hint} (or give the dotted path to a class or module of yours)")
+    reason = _explain_path(path, attribute)
+    raise ConfigError(f"{key}={name} is not known: {hint} (or the dotted path to a class or module of yours{reason})")
 
 
-def _import_names(path: str) -> dict[str, Any]:
-    """The names in a module; none where there is no such module."""
+def _explain_path(path: str, attribute: str) -> str:
+    """Why a dotted path, or the name of a module of the user, leads nowhere."""
+    parts = path.split(".")
+    depth = next((n for n in range(len(parts), 0, -1) if _has_module(".".join(parts[:n]))), 0)
+    found = ".".join(parts[:depth])
+    if depth == len(parts):
+        return f"; the module {found} sets no {attribute}"
+    if depth == 0 and len(parts) == 1:
+        return ""
+    if depth == 0:
+        return f"; Python finds no module {parts[0]}: install it, or add the folder that holds it to PYTHONPATH"
+    return f"; the module {found} has no {parts[depth]}"
+
+
+def _has_module(path: str) -> bool:
     try:
-        exists = bool(path) and importlib.util.find_spec(path) is not None
+        return bool(path) and importlib.util.find_spec(path) is not None
     except (ImportError, ValueError):  # a parent of the path does not exist, or it is no name of a module
-        exists = False
-    if not exists:
+        return False
+
+
+def _import_names(path: str, key: str) -> dict[str, Any]:
+    """The names in a module; none where there is no such module."""
+    if not _has_module(path):
         return {}
     try:
         return vars(importlib.import_module(path))
     except Exception as error:
         if path.startswith("kineograph."):
             raise
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
+        raise ConfigError(
+            f"{key}: {path} cannot be imported: {type(error).__name__}: {error}{where}; repair the module, or install what it needs"
+        ) from error
 
 
 def _list_names(packages: tuple[str, ...], attribute: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData, count_cores, count_workers, find_missing_weights
 from kineograph.stage.spec import Plan
 from kineograph.train.config import TrainConfig
+from kineograph.train.phases import Cursor, is_finished, skip_removed_phases
 from kineograph.train.precision import resolve_precision
 
 _LABEL_WIDTH = 14
@@ -67,28 +68,39 @@ def report_environment(out: Callable[[str], None]) -> None:
 
 
 def report_plan(
-    plan: Plan, data: dict[str, StageData], out: Callable[[str], None], world: World, memory: int | None = None
+    plan: Plan,
+    data: dict[str, StageData],
+    out: Callable[[str], None],
+    world: World,
+    memory: int | None = None,
+    saved: Mapping[str, Cursor] | None = None,
 ) -> None:
-    """Print what each stage of a plan takes, on this device or on a GPU of `memory` bytes."""
+    """Print what each stage of a plan takes, on this device or on a GPU of `memory` bytes. `saved`: where each stage of a run is."""
     builder = PlanBuilder(plan, data, out)
     seconds: list[float | None] = []
     for stage in plan.stages:
         if stage.name not in data:
             out(f"{stage.name}: skipped (stages.{stage.name}.skip=true)\n")
             continue
+        cursor = skip_removed_phases(stage.train, (saved or {}).get(stage.name, Cursor()))
+        if is_finished(stage.train, cursor):
+            out(f"{stage.name}: finished at step {cursor.step:,}; it is not trained again\n")
+            continue
         estimate = estimate_stage(builder, stage, data[stage.name], memory=memory, world=world)
-        for line in describe_estimate(estimate, data[stage.name]):
+        for line in describe_estimate(estimate, data[stage.name], cursor.step):
             out(line)
         out("")
-        seconds.append(estimate.seconds)
+        left = 1 - cursor.step / stage.train.steps
+        seconds.append(None if estimate.seconds is None else estimate.seconds * left)
     known = [value for value in seconds if value is not None]
     if known and len(known) == len(seconds):
         where = "this machine" if world.processes == 1 else f"{world.processes} devices like this one"
-        out(f"{plan.name}: about {format_time(sum(known))} for all stages on {where}, without validation and samples")
+        what = "what is left" if saved else "all stages"
+        out(f"{plan.name}: about {format_time(sum(known))} for {what} on {where}, without validation and samples")
 
 
-def describe_estimate(estimate: Estimate, data: StageData) -> list[str]:
-    """Describe one stage, in lines."""
+def describe_estimate(estimate: Estimate, data: StageData, done: int = 0) -> list[str]:
+    """Describe one stage, in lines. `done`: the steps that are trained already."""
     lines: list[str] = []
     line = _make_line_writer(lines.append)
     stage, memory = estimate.stage, estimate.memory
@@ -97,6 +109,7 @@ def describe_estimate(estimate: Estimate, data: StageData) -> list[str]:
         f"{stage.name}: {estimate.task}, {format_count(sum(estimate.trained.values()))} parameters to train"
         + (f" ({players})" if len(estimate.trained) > 1 else "")
         + (f", {format_count(estimate.frozen)} frozen" if estimate.frozen else "")
+        + (f"; continues from step {done:,}" if done else "")
     )
     missing = find_missing_weights(stage, data, hub=False)
     if missing is not None:
@@ -131,7 +144,7 @@ def describe_estimate(estimate: Estimate, data: StageData) -> list[str]:
         line("together", f"{' '.join(settings)}: {format_size(smaller.total)}, fits")
     batch_size = stage.train.batch_size
     line("arithmetic", f"{format_flops(estimate.flops)} per step of {_plural(batch_size, 'sample')}")
-    _describe_speed(estimate, line)
+    _describe_speed(estimate, line, done)
     return lines
 
 
@@ -200,7 +213,7 @@ def _fewest_micro_batches(estimate: Estimate, largest: int) -> int:
     return next(k for k in range(1, rows + 1) if rows % k == 0 and rows // k <= largest)
 
 
-def _describe_speed(estimate: Estimate, line: Callable[[str, str], None]) -> None:
+def _describe_speed(estimate: Estimate, line: Callable[[str, str], None], done: int) -> None:
     train, speed = estimate.stage.train, estimate.speed
     if speed is None or estimate.step_seconds is None or estimate.seconds is None:
         line("speed", f"not timed: {estimate.not_timed}")
@@ -220,7 +233,10 @@ def _describe_speed(estimate: Estimate, line: Callable[[str, str], None]) -> Non
         line("", f"{reason} ({milliseconds:.1f} ms a sample): raise train.workers from {workers} to {more}")
     if estimate.target.device.type == "cpu" and (load := os.getloadavg()[0] / count_cores()) > 0.5:
         line("", f"other processes slow this machine down ({load:.1f} per core over the last minute)")
-    line("time", f"{format_time(estimate.seconds)} for {train.steps:,} steps, without validation and samples")
+    left = train.steps - done
+    steps = f"the last {left:,} of {train.steps:,} steps" if done else f"{train.steps:,} steps"
+    time = format_time(estimate.seconds * left / train.steps)
+    line("time", f"{time} for {steps}, without validation and samples")
 
 
 # Formatting ------------------------------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kineograph.core.console import open_console
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_json
-from kineograph.evaluate.console import open_console
+from kineograph.data.open_source import LOCATION_KEYS
 from kineograph.evaluate.run_summary import Cell, RunSummary, summarize_run
 
+MISSING = object()  # a key that a run's config does not have
 RATES = ("caption accuracy", "  digit right", "  colour right", "  direction right", "  place right", "codebook use")
 _COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")
 
@@ -45,6 +47,23 @@ class Comparison:
                     rows.setdefault(cell.command, []).append(title.strip())
         return [f"{command}   fills {', '.join(dict.fromkeys(titles))}" for command, titles in rows.items()]
 
+    def data_differences(self) -> list[str]:
+        """Keys of data.* in which the runs differ, with their values: figures of different data do not compare."""
+        summaries = self.runs
+        digests = {run.items for run in summaries}
+        # The same items may lie in several places, and other items in the same one.
+        keys = [key for key in summaries[0].data if key not in ("max_unreadable", *LOCATION_KEYS)]
+        if None in digests:
+            keys += [key for key in LOCATION_KEYS if key in summaries[0].data]
+        lines = []
+        for key in keys:
+            values = [run.data.get(key, MISSING) for run in summaries]  # earlier versions wrote fewer keys
+            if MISSING not in values and any(value != values[0] for value in values):
+                lines.append(f"data.{key}: " + ", ".join(f"{v} in {name}" for name, v in zip(self.names, values)))
+        if not lines and len(digests) > 1 and None not in digests:
+            lines.append(f"the {self.split} items themselves (names and sizes are compared)")
+        return lines
+
     def table(self) -> Any:
         """A rich table with a column for each run."""
         from rich.table import Table
@@ -57,6 +76,12 @@ class Comparison:
     def show(self) -> None:
         console = open_console()
         console.print(self.table())
+        if differences := self.data_differences():
+            console.print(
+                "warning: the runs are judged on different data, so their figures do not compare:", markup=False
+            )
+            for line in differences:
+                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
         missing = self.missing()
         if missing:
             console.print("– is not known yet:", markup=False)
@@ -72,6 +97,7 @@ class Comparison:
                 for index, run in enumerate(self.runs)
             },
             "missing": self.missing(),
+            "data differences": self.data_differences(),
         }
 
     def write(self, folder: str | Path) -> list[Path]:

@@ -13,13 +13,6 @@ from kineograph.core.batch import Shape
 from kineograph.evaluate.metric_api import FeatureMetric, Metric, PixelKind
 
 T = TypeVar("T")
-PIPE_WIDTH = 160  # rich would squeeze tables into 80 columns in a pipe or a log
-
-
-def open_console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def format_value(value: Any) -> str:

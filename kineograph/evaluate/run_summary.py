@@ -12,10 +12,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from kineograph.core.capabilities import SupportsReconstruction, SupportsSampling
-from kineograph.core.config import merge
+from kineograph.core.config import flatten, merge
 from kineograph.core.errors import InputError
 from kineograph.core.registry import find_task
-from kineograph.core.run_folder import RunFolder
+from kineograph.core.run_folder import RunFolder, read_json
 from kineograph.core.task import Codec
 from kineograph.evaluate import results_file
 from kineograph.evaluate.metric.caption_accuracy import ATTRIBUTES
@@ -51,6 +51,8 @@ class RunSummary:
     path: Path
     cells: dict[str, Cell] = field(default_factory=dict)  # by row
     losses: list[tuple[float, float]] = field(default_factory=list)  # (minutes, training loss) of the main stage
+    data: dict[str, Any] = field(default_factory=dict)  # dotted keys of data.* that the main stage is judged with
+    items: str | None = None  # digest of the judged items, where it was recorded
 
 
 def find_main_stage(run: RunFolder) -> str:
@@ -93,7 +95,9 @@ def summarize_run(path: str | Path, split: str = "validation") -> RunSummary:
         for r in training
         if _is_number(r.get("loss")) and _is_number(r.get("time/elapsed"))
     ]
-    return RunSummary(run.path, cells, losses)
+    data = flatten(merge(tree.get("data") or {}, tree["stages"][main].get("data") or {}))
+    recorded = (read_json(run.data_file).get(main) or {}).get(split) or {}
+    return RunSummary(run.path, cells, losses, data, recorded.get("digest"))
 
 
 def _train_command(run: RunFolder, tree: dict[str, Any]) -> str | None:

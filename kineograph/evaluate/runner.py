@@ -11,6 +11,7 @@ from typing import Any, get_args
 from kineograph.core import distributed
 from kineograph.core.capabilities import ChecksHealth, resize_reference
 from kineograph.core.config import Tree, parse
+from kineograph.core.console import open_console
 from kineograph.core.errors import InputError, NoData
 from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
@@ -21,7 +22,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.data.open_source import Split, open_source
 from kineograph.evaluate import results_file
-from kineograph.evaluate.console import format_value, open_console
+from kineograph.evaluate.console import format_value
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices
 from kineograph.evaluate.metric_api import Result
 from kineograph.evaluate.picture_sets import PictureSet, open_folder, open_split, read_at

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from kineograph.core import distributed
+from kineograph.core.console import open_console
 from kineograph.core.errors import InputError
 from kineograph.core.metric_options import MetricOptions
 from kineograph.core.registry import find_metric
 from kineograph.core.run_folder import RunFolder, write_json
 from kineograph.data.open_source import Split
 from kineograph.evaluate import results_file
-from kineograph.evaluate.console import ProgressBar, format_value, open_console
+from kineograph.evaluate.console import ProgressBar, format_value
 from kineograph.evaluate.extractor.i3d import SHORTEST
 from kineograph.evaluate.extractor.registry import Extractors
 from kineograph.evaluate.metric_api import (

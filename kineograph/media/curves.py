@@ -16,10 +16,24 @@ from kineograph.media.frames import replace_atomically
 
 DENSE = 2_000  # lines per stage and split that are all read; later ones are thinned out evenly
 MAX_POINTS = 1_500  # per curve
-MAX_TERMS = 8  # curves in the panel of loss terms and scores
+MAX_CURVES = 8  # per panel
 _COLOURS = ("#1f6fb2", "#d1495b", "#2e933c", "#8e5ea2", "#e08e2b", "#4aa3a2", "#7a6f5d", "#c2649a")
 
 _MARKS = {"fatal": "#c1121f", "warning": "#e08e2b"}
+
+# Title of a panel → the last parts of the names that it shows.
+_UNITS = {
+    "shares": ("use", "usage", "accuracy", "explained_variance", "chance", "wrong", "codebook_use",
+               "caption_accuracy", "number", "digit", "colour", "direction", "place"),
+    "PSNR, dB": ("psnr",),
+    "number of codes": ("perplexity", "distinct", "codebook_perplexity"),
+    "temperature": ("temperature",),
+    "learning rate": ("lr",),
+    "gradient norm": ("gradient_norm", "grad_norm"),
+}  # fmt: skip
+_LOG_UNITS = ("number of codes", "gradient norm")
+_ONE_SPLIT = ("learning rate", "gradient norm", "samples per second")  # only training has them
+_LAST = ("learning rate", "gradient norm", "samples per second")
 
 Curves = dict[str, dict[str, list[tuple[float, float]]]]  # name → stage → (x, y); null in the file becomes nan
 
@@ -28,11 +42,12 @@ Curves = dict[str, dict[str, list[tuple[float, float]]]]  # name → stage → (
 class _Panel:
     title: str
     log: bool = False
+    stage: str | None = None  # shows this stage alone
     curves: Curves = field(default_factory=dict)
 
 
 def draw_curves(metrics: str | Path, out: str | Path) -> Path:
-    """Draw losses, learning rate, gradient norm, throughput and codebook usage over the steps of all stages, and mark findings."""
+    """Draw the metrics over the steps of all stages, one panel per unit, and mark findings."""
     out = Path(out)
     records = list(read_records(Path(metrics)))
     axis = _Axis(records)
@@ -71,6 +86,7 @@ class Mark:
     """A finding about a stage, where it was made."""
 
     x: float
+    stage: str
     name: str
     severity: str
 
@@ -79,7 +95,12 @@ def find_marks(records: list[dict[str, Any]], axis: _Axis) -> list[Mark]:
     """The findings of the stages (docs/health.md)."""
     found = [(record, record["finding"]) for record in records if isinstance(record.get("finding"), dict)]
     return [
-        Mark(axis.position(str(record["stage"]), record["step"]), str(finding["name"]), str(finding["severity"]))
+        Mark(
+            axis.position(str(record["stage"]), record["step"]),
+            str(record["stage"]),
+            str(finding["name"]),
+            str(finding["severity"]),
+        )
         for record, finding in found
     ]
 
@@ -101,12 +122,16 @@ class _Axis:
     def position(self, stage: str, step: float) -> float:
         return self.start[stage] + step / self.steps[stage] * self.width[stage]
 
-    def ticks(self) -> tuple[list[float], list[str]]:
-        """Ticks in the middle and at the end of each stage, labelled with its own steps."""
-        positions, labels = [0.0], ["0"]
-        for stage, steps in self.steps.items():
+    def span(self, stage: str | None) -> tuple[float, float]:
+        """Where a stage begins and ends; None: all of them."""
+        return (0.0, self.end) if stage is None else (self.start[stage], self.start[stage] + self.width[stage])
+
+    def ticks(self, only: str | None = None) -> tuple[list[float], list[str]]:
+        """Ticks in the middle and at the end of each stage, or of one, labelled with its own steps."""
+        positions, labels = [self.span(only)[0]], ["0"]
+        for stage, steps in self.steps.items() if only is None else [(only, self.steps[only])]:
             for share in (0.5, 1.0):
-                if share == 1.0 or self.width[stage] > 0.3:
+                if share == 1.0 or only or self.width[stage] > 0.3:
                     positions.append(self.start[stage] + share * self.width[stage])
                     labels.append(_format_number(steps * share))
         return positions, labels
@@ -120,12 +145,8 @@ def _format_number(number: float) -> str:
 
 
 def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
-    loss = _Panel("loss", log=True)
-    terms = _Panel("loss terms and scores", log=True)
-    rate = _Panel("learning rate")
-    norm = _Panel("gradient norm", log=True)
-    speed = _Panel("samples per second")
-    codes = _Panel("codebook usage")
+    """One panel for each unit. A stage's loss has a unit of its own, which its terms share."""
+    panels = {f"loss of {stage}": _Panel(f"loss of {stage}", log=True, stage=stage) for stage in axis.steps}
     for record in records:
         if "finding" in record:
             continue
@@ -134,38 +155,51 @@ def _panels(records: list[dict[str, Any]], axis: _Axis) -> list[_Panel]:
         for name, value in record.items():
             if name == "step" or isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
                 continue
-            panel, label = terms, f"{name}, {split}"
-            last = name.rpartition("/")[2]
-            if name == "loss":
-                panel, label = loss, split
-            elif last == "loss":
-                panel = loss
-            elif last == "lr":
-                panel, label = rate, name
-            elif last in ("gradient_norm", "grad_norm"):
-                panel, label = norm, name
-            elif name == "time/samples_per_second":
-                panel, label = speed, "samples/s"
-            elif name.startswith("time/") or last in ("skipped", "ema_decay"):
+            title = _find_unit(name)
+            if title is None:
                 continue
-            elif _is_codebook_share(name):
-                panel = codes
+            panel = panels.setdefault(title or f"loss of {stage}", _Panel(title, log=title in _LOG_UNITS))
+            label = split if name == "loss" else name if title in _ONE_SPLIT else f"{name}, {split}"
             panel.curves.setdefault(label, {}).setdefault(stage, []).append(
                 (x, math.nan if value is None else float(value))
             )
-    for panel in (panels := [loss, terms, rate, norm, speed, codes]):
-        panel.curves = {name: segments for name, segments in panel.curves.items() if _count_finite(segments)}
-    terms.curves = dict(sorted(terms.curves.items(), key=lambda item: -_count_finite(item[1]))[:MAX_TERMS])
-    return panels
+    for panel in panels.values():
+        finite = {name: segments for name, segments in panel.curves.items() if _shows_more(name, segments, panel)}
+        longest = sorted(finite, key=lambda name: (name not in ("train", "validation"), -_count_finite(finite[name])))
+        panel.curves = {name: finite[name] for name in longest[:MAX_CURVES]}
+    order = [*(title for title in panels if title not in _LAST), *(title for title in _LAST if title in panels)]
+    return [panels[title] for title in order]
+
+
+def _find_unit(name: str) -> str | None:
+    """The title of the panel with this metric's unit; "" for a loss and its terms; None for what is not drawn."""
+    last = name.rpartition("/")[2]
+    if name == "time/samples_per_second":
+        return "samples per second"
+    if name.startswith("time/") or last in ("skipped", "ema_decay", "adversarial_weight"):
+        return None
+    for unit, names in _UNITS.items():
+        if last in names:
+            return unit
+    if name.startswith("retrieval/"):
+        return "shares"
+    if name.startswith("cosine/"):
+        return "cosines"
+    return name if name.startswith("metric/") else ""
+
+
+def _shows_more(name: str, segments: dict[str, list[tuple[float, float]]], panel: _Panel) -> bool:
+    """Leave out curves without a number, terms of a loss that are switched off (0), and those that are all of it."""
+    if not _count_finite(segments):
+        return False
+    if panel.stage is None or name in ("train", "validation"):
+        return True
+    values = [y for points in segments.values() for _, y in points if math.isfinite(y)]
+    return any(values) and segments not in (panel.curves.get("train"), panel.curves.get("validation"))
 
 
 def _count_finite(segments: dict[str, list[tuple[float, float]]]) -> int:
     return sum(math.isfinite(y) for points in segments.values() for _, y in points)
-
-
-def _is_codebook_share(name: str) -> bool:
-    last = name.rpartition("/")[2]
-    return last in ("use", "usage") or ("codebook" in name and "perplexity" not in name and "loss" not in name)
 
 
 # Drawing ---------------------------------------------------------------------------------------------------------
@@ -186,13 +220,15 @@ def _draw(panels: list[_Panel], axis: _Axis, marks: list[Mark], path: Path) -> N
         figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color="#777777")
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, 2, index + 1)
-        for number, (name, segments) in enumerate(panel.curves.items()):
+        for number, (name, segments) in reversed(list(enumerate(panel.curves.items()))):  # the first on top
             label: str | None = name
             for points in segments.values():
                 _draw_curve(axes, label, np.asarray(points, dtype=float), _COLOURS[number % len(_COLOURS)])
                 label = None  # one legend entry for all stages
         _style_axes(axes, panel, axis)
-        _draw_marks(axes, marks, named=index == 0)
+        begin, end = axis.span(panel.stage)
+        shown = [mark for mark in marks if begin <= mark.x <= end and panel.stage in (None, mark.stage)]
+        _draw_marks(axes, shown, named=panel.stage is not None)
     figure.savefig(path, format="png")
 
 
@@ -219,7 +255,7 @@ def _smooth(y: np.ndarray, window: int) -> np.ndarray:
 
 
 def _draw_marks(axes: Any, marks: list[Mark], named: bool) -> None:
-    """A dotted line where findings were made, with their names in the first panel."""
+    """A dotted line where findings were made, with their names in the panels of losses."""
     for x in dict.fromkeys(mark.x for mark in marks):
         here = [mark for mark in marks if mark.x == x]
         colour = _MARKS["fatal" if any(mark.severity == "fatal" for mark in here) else "warning"]
@@ -244,17 +280,18 @@ def _style_axes(axes: Any, panel: _Panel, axis: _Axis) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _format_number(value)))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(panel.title, fontsize=10, loc="left", pad=15)
-    axes.set_xlim(0, axis.end)
-    axes.set_xticks(*axis.ticks(), fontsize=8)
+    axes.set_xlim(*axis.span(panel.stage))
+    axes.set_xticks(*axis.ticks(panel.stage), fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.grid(alpha=0.25, lw=0.6)
     for spine in ("top", "right"):
         axes.spines[spine].set_visible(False)
-    for number, (stage, start) in enumerate(axis.start.items()):
+    for number, (stage, start) in enumerate(axis.start.items() if panel.stage is None else ()):
         if number:
             axes.axvline(start, color="#555555", lw=0.9, ls="--")
         middle = start + axis.width[stage] / 2
         style = {"fontsize": 8, "color": "#555555", "ha": "center", "va": "bottom"}
         axes.text(middle, 1.01, stage, transform=axes.get_xaxis_transform(), **style)
     if len(panel.curves) > 1:
-        axes.legend(fontsize=7, frameon=False, ncols=2 if len(panel.curves) > 4 else 1)
+        handles, names = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], names[::-1], fontsize=7, frameon=False, ncols=2 if len(panel.curves) > 4 else 1)

@@ -22,6 +22,8 @@ from kineograph.run.open_data import open_data, resolve_epochs
 from kineograph.run.plan import Resume, make_plan, resolve_run
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan
+from kineograph.train import checkpoint
+from kineograph.train.phases import Cursor
 from kineograph.train.trackers import check_trackers
 
 # The key of each source that names its files.
@@ -74,8 +76,10 @@ def dry_run(
         state = "exists, so training would resume there" if folder.exists() else "is new"
         out(f"run folder {folder.path} {state}; {format_size(machine.free_disk(folder.path))} of disk are free")
         world = planned_world(processes)
+        found = {stage.name: checkpoint.latest(folder.checkpoints(stage.name), out) for stage in plan.stages}
+        saved = {name: Cursor(newest.step, newest.phase) for name, newest in found.items() if newest is not None}
         plan, data = _open_data(plan, out, world, folder)
-        report_plan(plan, data, out, world)
+        report_plan(plan, data, out, world, saved=saved)
         out("dry run: nothing was trained and nothing was written")
 
 

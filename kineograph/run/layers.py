@@ -36,6 +36,11 @@ def find_preset(name: str) -> Path:
     for folder in preset_folders():
         if os.path.isfile(folder / f"{name}.yaml"):
             return folder / f"{name}.yaml"
+    if os.path.isfile(os.path.join(name, "config.yaml")):
+        path = shorten(name)
+        raise ConfigError(f"{path} is a run folder: name {path}/config.yaml, or continue it: kineo train --run {path}")
+    if "/" in name:
+        raise ConfigError(f"{shorten(name)} is neither a file nor a run folder (kineo runs lists the runs)")
     close = difflib.get_close_matches(name, preset_names(), n=1)
     hint = f"did you mean {close[0]}?" if close else f"the presets are {', '.join(preset_names())}"
     raise ConfigError(f"{shorten(name)!r} is neither a preset nor a file: {hint} (overrides look like train.steps=100)")

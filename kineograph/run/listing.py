@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kineograph.core.config import load_file
+from kineograph.core.console import open_console
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.health import read_findings
 from kineograph.core.run_folder import RunFolder
@@ -39,6 +40,10 @@ class Row:
 def list_runs(folder: str | Path = "runs") -> list[Row]:
     """List the runs in a folder, or the folder itself if it is a run; the newest first."""
     folder = Path(folder)
+    if not os.path.exists(folder):  # False for a name that is too long
+        raise InputError(
+            f"{folder} does not exist: start a run with kineo train PRESET, or give the folder of your runs"
+        )
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give the folder of your runs (runs/ by default)")
     if RunFolder(folder).exists():
@@ -178,8 +183,6 @@ def format_age(seconds: float) -> str:
 
 def print_runs(folder: str | Path = "runs") -> None:
     """Print the runs of a folder as a table."""
-    from kineograph.evaluate.console import open_console  # with torch
-
     rows = list_runs(folder)
     if not rows:
         print(f"no runs in {folder}: start one with kineo train PRESET")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from kineograph.core.config import Config, Tree, merge, parse, shorten
-from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.errors import ConfigError, InputError, UnknownKey
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import read_text, split_lines
 from kineograph.data.open_source import LOCATION_KEYS
 from kineograph.run.layers import changed_keys, is_override, read_config
+from kineograph.run.misplaced_keys import explain_misplaced_key
 from kineograph.stage.spec import Plan, StagePlan, read_stage
 from kineograph.train import checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
@@ -49,7 +51,8 @@ def resolve_run(
     if not arguments and run is None:
         raise ConfigError("name a preset or a YAML or JSON file (kineo presets lists the presets)")
     fresh = read_config(arguments, extra) if any(not is_override(argument) for argument in arguments) else {}
-    folder = RunFolder(run if run is not None else Path("runs") / parse(RunConfig, fresh).name)
+    with _explain_unknown_keys(fresh):
+        folder = RunFolder(run if run is not None else Path("runs") / parse(RunConfig, fresh).name)
     if folder.path.resolve() == folder.path.resolve().parent:
         raise InputError(f"--run {folder.path} is the root of the file system: give a folder for this run alone")
     if not folder.exists():
@@ -65,9 +68,25 @@ def resolve_run(
         return make_plan(fresh), folder  # without a checkpoint there is nothing to continue
     # The saved config contains the preset already, as it was when the run began.
     changes = [a for a in arguments if not (a == saved.get("preset") and not os.path.isfile(a))]
-    plan = make_plan(read_config(changes, extra, base=saved))
-    refuse_changes(drop_origin(make_plan(saved).tree()), drop_origin(plan.tree()))
+    try:
+        plan = make_plan(read_config(changes, extra, base=saved))
+        refuse_changes(drop_origin(make_plan(saved).tree()), drop_origin(plan.tree()), folder.path)
+    except ConfigError as error:
+        _refuse_other_preset(fresh.get("preset"), saved, folder.path)
+        raise error from None
     return plan, folder
+
+
+def _refuse_other_preset(given: str | None, saved: Tree, run: Path) -> None:
+    """Name the preset of a run that was opened with another one: its keys would be named one by one."""
+    origin = saved.get("preset")
+    if given is None or given == origin:
+        return
+    made_of = origin or ", ".join(f"{name}: {stage.get('task')}" for name, stage in saved["stages"].items())
+    raise ConfigError(
+        f"{run} holds a run of {made_of}, not of {given}: to train {given}, give --run another folder; "
+        f"to continue the run there, leave {given} out (kineo train --run {run})"
+    )
 
 
 def drop_origin(tree: Tree) -> Tree:
@@ -77,6 +96,19 @@ def drop_origin(tree: Tree) -> Tree:
 
 def make_plan(tree: Tree) -> Plan:
     """Check a merged tree; a ConfigError names the key that is wrong."""
+    with _explain_unknown_keys(tree):
+        return _make_plan(tree)
+
+
+@contextmanager
+def _explain_unknown_keys(tree: Tree) -> Iterator[None]:
+    try:
+        yield
+    except UnknownKey as error:
+        raise ConfigError(explain_misplaced_key(error.key, tree) or str(error)) from None
+
+
+def _make_plan(tree: Tree) -> Plan:
     top = parse(RunConfig, tree)
     if not top.stages:
         raise ConfigError("stages is empty: name a preset (kineo presets lists them) or give a file with stages")
@@ -140,8 +172,8 @@ def _read_prompts(prompts: list[str] | str) -> list[str] | str:
     return lines
 
 
-def refuse_changes(saved: Tree, changed: Tree) -> None:
-    """Refuse to resume with a config that would make it another run."""
+def refuse_changes(saved: Tree, changed: Tree, run: Path | None = None) -> None:
+    """Refuse to resume with a config that would make it another run; name the way to begin one from its weights."""
     # The players inherit train.K: name the cause before its effects.
     for key in sorted(changed_keys(saved, changed), key=lambda key: (".players." in key, key)):
         parts = key.split(".")
@@ -154,8 +186,23 @@ def refuse_changes(saved: Tree, changed: Tree) -> None:
             raise ConfigError(
                 f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
                 "a resumed run may change only train.steps, train.epochs, train.*_every, train.keep_last, train.workers, train.watchdog, "
-                "train.parallel, train.health, prompts and where the data lie (data.folder, data.shards); give --run another folder for a new run"
+                "train.parallel, train.health, prompts and where the data lie (data.folder, data.shards); "
+                + _describe_new_run(parts, saved, run)
             )
+
+
+def _describe_new_run(parts: list[str], saved: Tree, run: Path | None) -> str:
+    """How to begin another run, from the weights of this one where it has the stage."""
+    if parts[-1] == "init":
+        return "init starts a new run: give --run another folder"
+    names = list(saved.get("stages") or {})
+    stage = parts[1] if parts[0] == "stages" and len(parts) > 1 else names[-1] if names else None
+    if stage not in names:
+        return "give --run another folder for a new run"
+    return (
+        f"give --run another folder for a new run, and stages.{stage}.init={run or 'RUN'}/{stage} "
+        "to start it from the weights of this one"
+    )
 
 
 def _value_at(tree: Any, parts: list[str]) -> Any:

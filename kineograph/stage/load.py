@@ -142,5 +142,9 @@ def choose_sampling_stage(run: RunFolder, name: str | None = None) -> str:
     for generator in reversed(generators):
         if checkpoint.saved_steps(run.checkpoints(generator)):
             return generator
-    reason = f"{', '.join(generators)} is not trained yet" if generators else "none of them is a generator"
+    reason = (
+        f"{', '.join(generators)} is not trained yet; kineo train --run {run.path} goes on"
+        if generators
+        else f"none of them is a generator; kineo evaluate {run.path} reconstructs held-out items, and kineo presets lists generators"
+    )
     raise InputError(f"{run.path} has no trained stage that draws samples (stages: {', '.join(stages)}): {reason}")

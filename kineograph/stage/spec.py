@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,7 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
     if not isinstance(stage, dict):
         raise ConfigError(f"there is no stage {name!r}: the stages are {', '.join(stages) or 'none'}")
     if not isinstance(stage.get("task"), str):
-        raise ConfigError(f"{where}.task is required and not set")
+        raise ConfigError(f"{where}.task is required and not set{_suggest_stage(name, stages)}")
     task = find_task(stage["task"], f"{where}.task")
     keys = {key: value for key, value in stage.items() if key not in _OUTSIDE_TASK}
     if task.Config.inherits_sample is not None and not tree.get("resolved"):
@@ -107,6 +108,15 @@ def read_stage(tree: Tree, name: str) -> StageSpec:
         own = {"split_folders": False, **own}  # runs from before this key split all items by share
     data_tree = merge(drop_other_source_keys(tree.get("data") or {}, own), own)
     return StageSpec(name, task, config, parse_data_config(data_tree, where=f"{where}.data" if own else "data"))
+
+
+def _suggest_stage(name: str, stages: Tree) -> str:
+    """A hint for a stage without a task: its name may be misspelled."""
+    others = [other for other, stage in stages.items() if isinstance(stage, dict) and "task" in stage]
+    if not others:
+        return ""
+    close = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
+    return f": did you mean stages.{close[0]}?" if close else f": the stages are {', '.join(others)}"
 
 
 def _inherited_sample(tree: Tree, task: type[Task], stage: Tree) -> Tree:

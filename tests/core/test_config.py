@@ -92,7 +92,7 @@ def test_the_members_of_a_union_are_no_keys() -> None:
 def test_keys_and_kinds_of_a_section_that_has_several() -> None:
     """A key of one kind is not the remedy for another."""
     wrong = {"kinds": {"kind": "other", "every": 3}}
-    assert refusal({"steps": 1, **wrong}) == "unknown key kinds.every: did you mean kinds.levels?"
+    assert refusal({"steps": 1, **wrong}) == "unknown key kinds.every: known here: kind, levels"
     assert refusal({"steps": 1, "kinds": {"kind": "third"}}) == "kinds.kind=third: use one of 'inner', 'other'"
 
 

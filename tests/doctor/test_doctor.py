@@ -540,6 +540,29 @@ def test_a_dry_run_writes_nothing(
     assert "generator: Muse" in text
 
 
+def test_a_dry_run_of_a_half_done_run_estimates_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kineograph.run.plan import resolve_run
+    from kineograph.train import checkpoint
+
+    monkeypatch.setattr(speed, "PROBE_SECONDS", 0.1)
+    monkeypatch.chdir(tmp_path)
+    Path("toy.yaml").write_text(yaml.safe_dump(TREE, sort_keys=False))
+    plan, folder = resolve_run(["toy.yaml", "train.steps=40"])
+    folder.write_config(plan.tree())
+    for stage, step, phase in (("first", 40, "train"), ("second", 30, "train")):
+        weights = {"model": {"w": torch.zeros(1)}}
+        checkpoint.save(folder.checkpoints(stage), step, weights, {"phase": phase})
+    before = everything(tmp_path)
+    lines: list[str] = []
+    dry_run(["toy.yaml", "train.steps=40"], out=lines.append)
+    text = "\n".join(lines)
+    assert "first: finished at step 40; it is not trained again" in text
+    assert "first: Duel" not in text
+    assert "; continues from step 30" in text and "for the last 10 of 40 steps" in text
+    assert "for what is left on this machine" in text
+    assert everything(tmp_path) == before
+
+
 def test_a_dry_run_fails_as_training_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(TREE, sort_keys=False))

@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from kineograph.core.errors import InputError
+from kineograph.core.run_folder import write_json
 from kineograph.evaluate import results_file
 from kineograph.evaluate.compare import compare
 from kineograph.evaluate.metric_api import Result
@@ -144,3 +145,22 @@ def test_mistakes(tmp_path):
         compare([tmp_path])
     with pytest.raises(InputError, match="nothing to compare"):
         compare([])
+
+
+def test_different_data_are_named(full, tmp_path, capsys):
+    """Figures of other items, sizes or lengths do not compare; where the same items lie does not matter."""
+    same, other = make_run(tmp_path / "same", steps=20), make_run(tmp_path / "other", steps=20)
+    assert compare([full.path, same.path]).data_differences() == []
+    tree = other.config()
+    tree["stages"]["generator"]["data"] = {**(tree["stages"]["generator"].get("data") or {}), "size": [64, 64]}
+    other.write_config(tree)
+    found = compare([full.path, same.path, other.path])
+    (line,) = found.data_differences()
+    assert line.startswith("data.size: ") and line.endswith("[64, 64] in other")
+    assert found.json()["data differences"] == [line]
+    found.show()
+    assert "judged on different data, so their figures do not compare" in capsys.readouterr().out
+    for run, digest in ((full, "1f"), (same, "2e")):
+        write_json(run.data_file, {"generator": {"location": {}, "validation": {"items": 9, "digest": digest}}})
+    (line,) = compare([full.path, same.path]).data_differences()
+    assert "validation items themselves" in line

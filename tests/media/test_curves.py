@@ -56,15 +56,46 @@ def test_what_goes_into_which_panel(tmp_path):
     records = list(read_records(tmp_path / "metrics.jsonl"))
     axis = curves._Axis(records)
     panels = {panel.title: panel.curves for panel in curves._panels(records, axis)}
-    assert set(panels["loss"]) == {"train", "validation", "discriminator/loss, train"}
-    assert set(panels["loss"]["train"]) == {"tokenizer", "generator", "critic"}
+    assert set(panels["loss of tokenizer"]) == {"train", "validation", "discriminator/loss, train"}
+    assert set(panels["loss of tokenizer"]["train"]) == {"tokenizer"}
+    assert set(panels["loss of generator"]) == set(panels["loss of critic"]) == {"train"}
     assert set(panels["learning rate"]) == {"lr"}
     assert set(panels["gradient norm"]) == {"gradient_norm"}
-    assert set(panels["samples per second"]) == {"samples/s"}
-    assert set(panels["codebook usage"]) == {"codebook/use, train"}
-    assert set(panels["loss terms and scores"]) == {"psnr, validation"}
-    gap = [y for _, y in panels["loss"]["train"]["tokenizer"] if math.isnan(y)]
+    assert set(panels["samples per second"]) == {"time/samples_per_second"}
+    assert set(panels["shares"]) == {"codebook/use, train"}
+    assert set(panels["PSNR, dB"]) == {"psnr, validation"}
+    gap = [y for _, y in panels["loss of tokenizer"]["train"]["tokenizer"] if math.isnan(y)]
     assert len(gap) == 1  # the null
+
+
+def test_each_unit_has_an_axis_of_its_own(tmp_path):
+    """A score of 30 dB beside a loss of 0.01 would flatten it."""
+    names = ["reconstruction", "quantizer", "kl", "psnr", "codes/use", "accuracy", "explained_variance", "codes/perplexity",
+             "tokens/distinct", "tokens/entropy", "retrieval/image_to_text", "temperature", "cosine/text", "metric/fid",
+             "metric/kid", "metric/psnr", "metric/caption_accuracy", "time/step_ms", "skipped", "lr", "gradient_norm"]  # fmt: skip
+    numbers = dict.fromkeys(names, 0.3) | {"loss": 0.6, "quantizer": 0.0, "cross_entropy": 0.6}
+    (tmp_path / "metrics.jsonl").write_text("".join(line("only", step, **numbers) for step in (1, 2)))
+    records = list(read_records(tmp_path / "metrics.jsonl"))
+    panels = {panel.title: panel.curves for panel in curves._panels(records, curves._Axis(records))}
+    assert {title: [name.removesuffix(", train") for name in found] for title, found in panels.items()} == {
+        # A term of 0 is switched off, and one that equals the loss shows nothing more.
+        "loss of only": ["train", "reconstruction", "kl", "tokens/entropy"],
+        "PSNR, dB": ["psnr", "metric/psnr"],
+        "shares": [
+            "codes/use",
+            "accuracy",
+            "explained_variance",
+            "retrieval/image_to_text",
+            "metric/caption_accuracy",
+        ],
+        "number of codes": ["codes/perplexity", "tokens/distinct"],
+        "temperature": ["temperature"],
+        "cosines": ["cosine/text"],
+        "metric/fid": ["metric/fid"],
+        "metric/kid": ["metric/kid"],
+        "learning rate": ["lr"],
+        "gradient norm": ["gradient_norm"],
+    }
 
 
 def test_stages_follow_one_another():
@@ -124,7 +155,9 @@ def test_findings_are_marked_where_they_were_made(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(curves, "_draw_marks", lambda axes, marks, named: drawn.append((marks, named)))
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    assert drawn[0] == ([mark], True) and not any(named for _, named in drawn[1:])
+    # Named in the panel of its stage's loss; the generator's has none; a line in those that all stages share.
+    assert drawn[:2] == [([mark], True), ([], True)]
+    assert not drawn[2:] or all(found == ([mark], False) for found in drawn[2:])
 
 
 def test_marks_are_drawn(tmp_path):

@@ -195,6 +195,19 @@ def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
         (["small", "train.lr=fast"], "train.lr='fast': input should be a valid number"),
         (["small", "train.steps=1e3.5"], "train.steps='1e3.5'"),
         (["small", "stages.third.width=3"], "stages.third.task is required"),
+        (["small", "stages.frist.width=3"], "stages.frist.task is required and not set: did you mean stages.first?"),
+        (["small", "steps=100"], "unknown key steps: did you mean train.steps (or stages.STAGE.train.steps, for one"),
+        (["small", "first.width=3"], "unknown key first: did you mean stages.first.width?"),
+        (["small", "width=3"], "unknown key width: did you mean stages.first.width or stages.second.width?"),
+        (["small", "stages.first.lr=3"], "unknown key stages.first.lr: did you mean stages.first.train.lr?"),
+        (["small", "size=3"], "unknown key size: did you mean data.size?"),
+        (["small", "data.folder=x"], "data.source=moving_digits has no folder; set data.folder and data.source=folder"),
+        (["small", "nothing_like_it=3"], "unknown key nothing_like_it: known here: data, name"),
+        (["runs/gone"], "runs/gone is neither a file nor a run folder"),
+        (["small", "stages.first.task=nowhere.flow"], "Python finds no module nowhere: install it, or add the folder"),
+        (["small", "stages.first.task=tests.flow"], "stages.first.task=tests.flow is not known"),
+        (["small", "stages.first.task=tests.train.toy_tasks.Toi"], "the module tests.train.toy_tasks has no Toi"),
+        (["small", "stages.first.task=json"], "the module json sets no TASK"),
         (["small", "stages.first.task=vqgam"], "vqgam"),
         (["small", "train=3"], "train is a section"),
         (["small", "stages=3"], "stages is a section"),
@@ -213,6 +226,21 @@ def test_mistakes_are_refused_by_name(arguments: list[str], message: str) -> Non
         planned(*arguments)
     assert message in str(error.value)
     assert error.value.exit_code == 2
+
+
+def test_a_module_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_flow.py").write_text("x = 1\nimport a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        planned("small", "stages.first.task=my_flow.Flow")
+    for part in ("stages.first.task=my_flow.Flow", "a_package_that_is_not_there", "my_flow.py, line 2", "install"):
+        assert part in str(error.value)
+
+
+def test_a_run_folder_is_not_a_preset(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    with pytest.raises(ConfigError, match=r"is a run folder: .* continue it: kineo train --run"):
+        planned(str(tmp_path))
 
 
 @pytest.mark.parametrize(

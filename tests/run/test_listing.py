@@ -103,5 +103,15 @@ def test_one_run_by_its_own_path_and_no_runs(tmp_path, capsys):
     (tmp_path / "nothing").mkdir()
     print_runs(tmp_path / "nothing")
     assert "no runs" in capsys.readouterr().out
-    with pytest.raises(InputError, match="not a folder"):
+    with pytest.raises(InputError, match="does not exist: start a run with kineo train PRESET"):
         list_runs(tmp_path / "gone")
+
+
+def test_listing_runs_needs_no_torch(tmp_path):
+    make_run(tmp_path / "a", steps=5)
+    code = (
+        f"import sys; from kineograph.run.listing import print_runs; print_runs({str(tmp_path)!r}); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert "finished" in done.stdout

@@ -11,7 +11,7 @@ from kineograph.core.config import dump_yaml, nest, read_yaml
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.run.layers import lay_over, read_config
-from kineograph.run.plan import make_plan, refuse_changes
+from kineograph.run.plan import make_plan, refuse_changes, resolve_run
 
 TREE = {
     "name": "toy",
@@ -135,3 +135,38 @@ def test_anything_else_is_refused_by_name(path: str, value: object, key: str) ->
     with pytest.raises(ConfigError, match=key) as error:
         refuse_changes(make_plan(TREE).tree(), plan_with(path, value).tree())
     assert "--run" in str(error.value)
+
+
+def begin(run: Path, *arguments: str) -> None:
+    """A run folder with a first checkpoint."""
+    plan, folder = resolve_run(arguments, run)
+    folder.write_config(plan.tree())
+    (folder.checkpoints(plan.stages[0].name) / "step-00000001").mkdir(parents=True)
+
+
+def test_a_run_of_another_preset_is_named(tmp_path: Path) -> None:
+    begin(tmp_path / "a", "muse-tiny")
+    for other in ("vqgan-tiny", "muse-digits"):
+        with pytest.raises(ConfigError, match=f"a holds a run of muse-tiny, not of {other}: .* --run another folder"):
+            resolve_run([other], tmp_path / "a")
+    resolve_run(["muse-tiny"], tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"stages.generator.train.lr differs"):
+        resolve_run(["muse-tiny", "train.lr=1"], tmp_path / "a")
+
+
+def test_a_refused_change_names_the_way_to_a_new_run(tmp_path: Path) -> None:
+    begin(tmp_path / "a", "muse-tiny")
+    for setting, remedy in (
+        ("stages.tokenizer.width=8", f"stages.tokenizer.init={tmp_path}/a/tokenizer to start it from the weights"),
+        ("seed=3", f"stages.generator.init={tmp_path}/a/generator"),
+        ("stages.generator.init=runs/b/generator", "init starts a new run: give --run another folder"),
+        ("stages.more.task=vqgan", "give --run another folder for a new run"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            resolve_run(["muse-tiny", setting], tmp_path / "a")
+        assert str(error.value).endswith(remedy) or f"{remedy} " in f"{error.value} "
+
+
+def test_a_key_of_a_section_inside_a_stage_is_found() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key guidance: did you mean stages.generator.sample.guidance\?"):
+        resolve_run(["muse-tiny", "guidance=3"])
