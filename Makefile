@@ -27,7 +27,9 @@ demo: .venv/.base ## train a small text-to-video model on handwritten digits on 
 	$(BIN)/kineo evaluate runs/demo --metrics caption_accuracy,reconstruction,codebook,loss
 	@echo "── drawing"
 	$(BIN)/kineo sample runs/demo $(PROMPTS) --out runs/demo/clips
-	@echo "── look at the GIFs and the sheet above; runs/demo/evaluation has a sheet with each clip's verdict"
+	@echo "── writing the report"
+	$(BIN)/kineo report runs/demo -o runs/demo-report.html
+	@echo "── look at the GIFs and the sheet above, or open runs/demo-report.html; runs/demo/evaluation has a sheet with each clip's verdict"
 
 test: check ## everything that must hold before a commit: style, types, import contracts, tests
 	@echo "── tests"  # worksteal: the tests of a file stay with one worker, which makes what they share once

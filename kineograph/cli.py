@@ -673,6 +673,17 @@ def studio(
     serve(folders or [], host, port, _print_to_stderr)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
+) -> None:
+    """Write curves, samples over steps, evaluations and configs of runs as one HTML file, to open anywhere or to mail."""
+    from kineograph.studio.report import write_report
+
+    print(write_report(runs, out, note=_print_to_stderr))
+
+
 def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
