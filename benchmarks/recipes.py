@@ -72,8 +72,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"# {_describe(outcome, options.score)}", flush=True)
         file.write(make_record(facts, command, outcomes=[asdict(each) for each in outcomes]))
 
+    started = time.monotonic()
+
+    def run_in_turn(number: int) -> None:
+        time.sleep(max(0.0, started + number * options.stagger - time.monotonic()))
+        run(jobs[number])
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(run, jobs))
+        list(pool.map(run_in_turn, range(len(jobs))))
     print(format_table(outcomes, options.score, options.only))
     return 1 if any(outcome.exit_code for outcome in outcomes) else 0
 
@@ -83,6 +89,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="+", metavar="PRESET|KEY=VALUE")
     parser.add_argument("--seeds", default="0-2", help="such as 0-2 or 0,3,7")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument(
+        "--stagger", type=float, default=0, metavar="SECONDS", help="between starts: the first run compiles for the others"
+    )
     parser.add_argument("--samples", type=int, default=512, help="samples to evaluate")
     parser.add_argument("--score", default="caption_accuracy", help="the metric of the table")
     parser.add_argument("--only", metavar="STAGE", help="train no stage after this one, and report its validation")
