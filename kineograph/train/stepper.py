@@ -197,11 +197,12 @@ class Stepper:
                     average()
         return losses
 
-    def _backward(self, loss: Loss, retain_graph: bool = False) -> None:
+    def _backward(self, loss: Loss, inputs: Sequence[Tensor] | None = None) -> None:
+        """Add gradients to `inputs`; None: to all that require them."""
         # The constant batch size keeps sums over many tokens in range; `step` replaces it by the true count.
         total = loss.total.sum / self.config.batch_size
         with self.timer.part("backward"):
-            (total * self.scale.value if self.scale else total).backward(retain_graph=retain_graph)
+            (total * self.scale.value if self.scale else total).backward(inputs=inputs)
 
     def _accumulate_players(self, active: list[str], batch: Batch, noise: Noise, losses: dict[str, _LossSums]) -> None:
         """Add one micro-batch's gradients to the parameters of every active player."""
@@ -213,8 +214,11 @@ class Stepper:
             self._enable_gradients([name])
             with self.timer.part("forward"), autocast(self.precision, self.device):
                 loss = self.task.loss(name, shared)
-            self._backward(loss, retain_graph=name != active[0])
+            # `inputs` keeps the others out of the shared pass, so that nothing has to be retained: a graph that lives on into the next
+            # player's pass may hold memory of a CUDA graph that is replayed there, which torch refuses.
+            self._backward(loss, None if name == active[0] else list(self.parameters[name].values()))
             losses[name].add(loss)
+            del loss
         self._enable_gradients(active)
 
     def _enable_gradients(self, names: list[str]) -> None:

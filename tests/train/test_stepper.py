@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kineograph.core.batch import Batch, Sample
@@ -183,6 +184,26 @@ def test_a_loss_that_forgets_to_detach_still_cannot_reach_the_other_player() -> 
     leaky.step(0, [batch()])
     sound.step(0, [batch()])
     assert same(weights(leaky.task, "generator"), weights(sound.task, "generator"))
+
+
+def test_what_one_player_keeps_for_its_backward_pass_is_freed_before_the_next_one_plays() -> None:
+    """Held longer, it may be memory of a CUDA graph that the next player's pass replays."""
+    kept: list[StorageWeakRef] = []
+    alive: list[bool] = []
+
+    class Watched(Duel):
+        def loss(self, player, shared):
+            if player == "generator":
+                alive.extend(not reference.expired() for reference in kept)
+                return super().loss(player, shared)
+            scores = self.critic(shared[1].detach()).square()
+            kept.append(StorageWeakRef(scores.untyped_storage()))
+            return Loss(
+                Mean(torch.nn.functional.softplus(scores).sum(), float(len(shared[0])))
+            )  # softplus keeps its input
+
+    Stepper(Watched(INPUTS, ToyConfig(task="duel")), CONFIG).step(0, [batch()])
+    assert alive == [False]
 
 
 def test_a_player_that_rests_is_untouched() -> None:
