@@ -9,12 +9,13 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from kineograph import cli
 from kineograph.core.errors import InputError
 from kineograph.studio import preset_config
 from kineograph.studio.report import write_report
-from tests.studio.run_folders import PROMPTS, write_evaluation, write_gif, write_run
+from tests.studio.run_folders import PROMPTS, write_evaluation, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,8 @@ def test_a_report_refers_to_nothing_outside_and_runs_only_its_own_scripts(tmp_pa
 def test_pictures_shrink_until_the_report_fits(tmp_path: Path) -> None:
     run = write_run(tmp_path / "demo")
     for path in run.glob("generator/samples/*/clip-*.gif"):
-        write_gif(path, 200, 200, frames=10)
+        images = [Image.effect_noise((200, 200), 60) for _ in range(5)]
+        images[0].save(path, save_all=True, append_images=images[1:], duration=100)
     notes: list[str] = []
     large = write_report([run], tmp_path / "large.html", note=notes.append)
     assert not notes
