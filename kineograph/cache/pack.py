@@ -161,7 +161,6 @@ class PackWriter:
         precision: str = "fp16",
         key: str = "",
         codec: str = "",
-        split: Split | None = "train",
     ) -> None:
         kind = next(kind for kind in KINDS if kind in fields)
         if kind == "tokens" and not vocabulary:
@@ -170,7 +169,7 @@ class PackWriter:
         self.folder = folder
         self.header = Header.model_validate({
             "kind": kind, "count": count, "shape": fields[kind].shape[1:], "vocabulary": vocabulary, "key": key, "codec": codec,
-            "split": split, "arrays": arrays,
+            "split": "train", "arrays": arrays,
         })  # fmt: skip
         self._arrays = {
             name: ArrayWriter(folder / f"{name}.npy", "uint16" if dtype == _BF16 else dtype, (count, *fields[name].shape[1:]))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from einops import rearrange
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from kineograph.codec import perceptual as lpips
@@ -63,13 +63,6 @@ class CViViTConfig(StageConfig, BlockConfig):
 
     def player_names(self) -> tuple[str, ...]:
         return ("generator", "discriminator")
-
-    @field_validator("patch")
-    @classmethod
-    def _check_positive(cls, value: tuple[int, int]) -> tuple[int, int]:
-        if min(value) < 1:
-            raise ValueError("use 1 pixel or more")
-        return value
 
     def transformer(self, depth: int) -> TransformerConfig:
         shared: dict[str, Any] = {name: getattr(self, name) for name in BlockConfig.model_fields}

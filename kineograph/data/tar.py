@@ -15,7 +15,6 @@ import shlex
 import signal
 import subprocess
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits
+from kineograph.core.media_file import MediaLimits, Stopwatch
 from kineograph.core.run_folder import write_atomic
 from kineograph.core.tar_reader import DAMAGED, Readable, TarDamaged, TarReader, decompress
 from kineograph.data.probe import map_with_progress, user_cache
@@ -265,10 +264,10 @@ class _SampleClock:
         self.restart()
 
     def restart(self) -> None:
-        self._end = time.monotonic() + self._seconds
+        self._stopwatch = Stopwatch()
 
     def read(self, count: int) -> bytes:
-        if time.monotonic() > self._end:
+        if self._stopwatch.seconds() > self._seconds:
             raise TimeoutError(f"a sample takes more than {self._seconds:g} s to unpack (data.limits.seconds)")
         return self._file.read(count)
 

@@ -25,7 +25,7 @@ from kineograph.train.checkpoint import Checkpoint
 from kineograph.train.compile import compile_task, is_large, uses_cuda_graphs
 from kineograph.train.config import PlayerConfig, TrainConfig
 from kineograph.train.ddp import GradientAverage, ReplicatedTask
-from kineograph.train.dtensors import full_tensor, to_local
+from kineograph.train.dtensors import to_local
 from kineograph.train.ema import Ema, swap_in_averages
 from kineograph.train.fsdp import ShardedTask, check_sharding
 from kineograph.train.optim import LossScale, Optimizer, learning_rate_at
@@ -271,11 +271,6 @@ class Stepper:
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
-    def full_state(self) -> dict[str, dict[str, Tensor]]:
-        """Every tensor that the next step depends on, gathered; every process must call this."""
-        state = self.local_state()
-        return {kind: {name: full_tensor(value) for name, value in tensors.items()} for kind, tensors in state.items()}
-
     def state(self) -> dict[str, Any]:
         """Numbers that the next step depends on, fetched from the device at once."""
         scale = self.scale.state() if self.scale else {}
@@ -287,7 +282,7 @@ class Stepper:
         }
 
     def local_state(self) -> dict[str, dict[str, Tensor]]:
-        """The same with DTensors, of which each process saves its shard."""
+        """Every tensor that the next step depends on; of a DTensor each process saves its shard."""
         saved = {
             "model": task_state_dict(self.task),
             "optimizer": {

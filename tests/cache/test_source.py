@@ -20,10 +20,13 @@ TEXTS = [f"text {index}" for index in range(10)]
 KEYS = [bytes([index]) * 16 for index in range(10)]
 
 
-def writer(folder, count=10, ids=IDS, **options):
+def writer(folder, count=10, ids=IDS, fields=None, split=None, **options):
+    """Writes a pack of one's own, which may hold any split."""
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {"tokens": ids, "fps": torch.full((len(ids),), 8.0)}
-    return PackWriter(folder, count, fields, **({"vocabulary": 500, "key": "k", "split": None} | options))
+    fields = fields or {"tokens": ids, "fps": torch.full((len(ids),), 8.0)}
+    pack = PackWriter(folder, count, fields, **({"vocabulary": 500, "key": "k"} | options))
+    pack.header = pack.header.model_copy(update={"split": split})
+    return pack
 
 
 def append(pack, start, stop, ids=IDS):
@@ -77,7 +80,7 @@ def test_smallest_type(vocabulary, kind):
 
 def test_a_set_lists_rows_of_several_packs_in_the_order_of_the_data(tmp_path):
     fill_pack(tmp_path / "pack-00000")
-    with_more = writer(tmp_path / "pack-00001", count=8, split=None)
+    with_more = writer(tmp_path / "pack-00001", count=8)
     append(with_more, 2, 6, ids=(IDS + 1) % 500)
     with_more.close()
     index = PackIndex(tmp_path, "k")
@@ -137,7 +140,7 @@ def test_latents_text_and_masks(tmp_path):
         "frame_mask": torch.rand(10, 9) > 0.5,
         "fps": torch.arange(10.0) + 1,
     }
-    pack = PackWriter(tmp_path, 10, fields, precision="fp32", split=None)
+    pack = writer(tmp_path, fields=fields, precision="fp32", vocabulary=None, key="")
     pack.append(fields, KEYS, NAMES)
     pack.close()
     source = opened(tmp_path)

@@ -98,6 +98,13 @@ def test_limits_on_frames_pixels_and_seconds(tmp_path, suffix):
         decode(path, seconds=1e-9)
 
 
+def test_waiting_for_a_core_is_no_fault_of_a_file(tmp_path, monkeypatch):
+    """On a busy machine an hour may pass between two frames."""
+    hours = iter(range(0, 10**9, 3600))
+    monkeypatch.setattr("kineograph.core.media_file.time.monotonic", lambda: float(next(hours)))
+    assert len(decode(save_gif(tmp_path / "a.gif")).pixels) == 2
+
+
 def test_an_animation_larger_than_its_first_frame_says(tmp_path):
     """13,000² × 500 frames: each frame passes Pillow's limit, all together would take hours."""
     path = save_gif(tmp_path / "a.gif", (200, 200), 40)

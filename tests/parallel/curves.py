@@ -20,6 +20,7 @@ from kineograph.train import checkpoint
 from kineograph.train.config import TrainConfig
 from kineograph.train.stepper import Stepper
 from tests.family.cogvideox.conftest import CAPTIONS, TINY, ToyCodec, enlivened
+from tests.train.gathered import gather_state
 from tests.train.toy_tasks import Duel, Toy, ToyConfig
 
 TRAIN = {"lr": 1e-2, "batch_size": 8, "steps": 20, "warmup": 0, "clip": 0.05, "ema": {"decay": 0.5}, "timeout": 60}
@@ -124,7 +125,7 @@ def train_curve(case: dict[str, Any], out: Path) -> dict[str, Any]:
     """Train, validate, and leave a checkpoint in `out`."""
     stepper = build_stepper(case)
     steps = take_steps(stepper, case, 0, case.get("steps", 4))
-    tensors, state = stepper.full_state(), stepper.state()
+    tensors, state = gather_state(stepper), stepper.state()
     if distributed.is_first():
         checkpoint.save(out / case["name"], len(steps), tensors, {"stepper": state})
     parts = sum(p.numel() for optimizer in stepper.optimizers.values() for p in optimizer.parts.values())

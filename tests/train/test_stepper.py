@@ -21,6 +21,7 @@ from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig
 from kineograph.train.optim import LossScale
 from kineograph.train.precision import resolve_precision, warn_of_bf16_weights
 from kineograph.train.stepper import Stepper
+from tests.train.gathered import gather_state
 from tests.train.toy_tasks import Duel, Toy, ToyConfig
 
 INPUTS = 12
@@ -416,7 +417,7 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
     checkpoint.save(
         tmp_path,
         4,
-        straight.full_state(),
+        gather_state(straight),
         {"stepper": straight.state(), "best": None, "best_step": None, "elapsed": 0.0},
     )
     torch.manual_seed(123)
@@ -432,10 +433,10 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
         assert {name: float(value) for name, value in one.items()} == {
             name: float(value) for name, value in two.items()
         }
-    for kind, group in straight.full_state().items():
+    for kind, group in gather_state(straight).items():
         assert same(
             {k: v.detach().clone() for k, v in group.items()},
-            {k: v.detach().clone() for k, v in resumed.full_state()[kind].items()},
+            {k: v.detach().clone() for k, v in gather_state(resumed)[kind].items()},
         )
     assert straight.state() == resumed.state()
 
@@ -443,7 +444,7 @@ def test_a_restored_stepper_goes_on_bit_for_bit(make, tmp_path: Path) -> None:
 def test_what_was_saved_before_the_first_step_is_taken_up(tmp_path: Path) -> None:
     """There are no moments yet, and several processes write no file for nothing."""
     first = Stepper(toy(), TrainConfig(batch_size=8), seed=1)
-    tensors = {kind: found for kind, found in first.full_state().items() if found}
+    tensors = {kind: found for kind, found in gather_state(first).items() if found}
     assert "optimizer" not in tensors
     saved = checkpoint.save(tmp_path, 0, tensors, {"stepper": first.state()})
     again = Stepper(toy(), TrainConfig(batch_size=8), seed=1)
@@ -457,7 +458,7 @@ def test_averages_of_16_bit_weights_are_saved_as_they_are_kept() -> None:
     stepper = Stepper(toy().bfloat16(), TrainConfig(batch_size=8, ema=EmaConfig(decay=0.9)), seed=1)
     for name, average in stepper.emas[stepper.task.players[0]].average.items():
         average.add_(1e-4)
-        assert torch.equal(stepper.full_state()["ema"][name], average)
+        assert torch.equal(gather_state(stepper)["ema"][name], average)
     assert all(p.dtype == torch.bfloat16 for p in stepper.task.parameters())
 
 
@@ -470,7 +471,7 @@ def test_tied_weights_are_averaged_under_both_names(tmp_path: Path) -> None:
     stepper = Stepper(Tied(INPUTS, ToyConfig(task="toy")), CONFIG)
     for step in range(3):
         stepper.step(step, [batch(step)])
-    found = checkpoint.save(tmp_path, 3, stepper.full_state(), {"stepper": stepper.state()})
+    found = checkpoint.save(tmp_path, 3, gather_state(stepper), {"stepper": stepper.state()})
     ema, online = found.weights(), found.weights(ema=False)
     assert torch.equal(ema["body.0.weight"], ema["body.3.weight"])
     assert not torch.equal(ema["body.0.weight"], online["body.0.weight"])
@@ -480,7 +481,7 @@ def test_buffers_are_saved_as_they_are(tmp_path: Path) -> None:
     stepper = Stepper(toy(), CONFIG)
     for step in range(3):
         stepper.step(step, [batch(step)])
-    saved = stepper.full_state()
+    saved = gather_state(stepper)
     assert saved["model"]["seen"] == 3
     assert saved["ema"]["seen"] == 3
     assert saved["ema"].keys() == saved["model"].keys()

@@ -21,6 +21,7 @@ from kineograph.family.cogvideox.network import Transformer
 from kineograph.family.cogvideox.transformer_config import RELEASED
 from kineograph.train.config import EmaConfig, TrainConfig
 from kineograph.train.stepper import Stepper
+from tests.train.gathered import gather_state
 
 from .conftest import Make, clips
 
@@ -75,10 +76,10 @@ def test_what_is_frozen_stays_and_is_saved_where_no_folder_has_it(
     changed = {name for name, p in task.network.named_parameters() if not torch.equal(p, before[name])}
     assert changed == trained and trained < before.keys()
     for kind in ("model", "ema"):
-        saved = stepper.full_state()[kind]
+        saved = gather_state(stepper)[kind]
         wanted = before.keys() if own else trained
         assert {name.removeprefix("network.") for name in saved if name.startswith("network.")} == wanted
-    moments = {key.partition(".")[2] for key in stepper.full_state()["optimizer"] if "network." in key}
+    moments = {key.partition(".")[2] for key in gather_state(stepper)["optimizer"] if "network." in key}
     assert {name.removeprefix("network.") for name in moments} == trained
     task.train()
     assert task.network.norm_final.training == own  # what a folder has is deaf to .train()
