@@ -31,6 +31,7 @@ _SET_OPTIONS = (
 )
 # Keys that came later: their defaults are left out, so that the rows of an older cache are found.
 _LATER = {
+    "array_name": None,
     "caption": None,
     "shuffle_tags": False,
     "caption_lines": "one",

@@ -7,7 +7,7 @@ import math
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -168,6 +168,69 @@ def decode_media(file: Path | bytes, suffix: str, name: str, options: DecodeOpti
         return decode_image(_read(file, options.limits), options, rng)
 
 
+@dataclass
+class LoadedMedia:
+    """All frames of a file, from which clips are drawn as `decode_media` draws them."""
+
+    frames: list[Image.Image] | list[np.ndarray]
+    """In the channels of the options; resized and cropped (H W C) if the crop never changes."""
+    size: tuple[int, int]
+    pick: Callable[[DecodeOptions, np.random.Generator], Sequence[int]]
+    """→ the numbers of the frames of one clip."""
+    fps: float | None = None
+    turned: int = 0
+    pixel_aspect: float = 1.0
+
+    @staticmethod
+    def of(
+        images: Iterable[Image.Image],
+        size: tuple[int, int],
+        options: DecodeOptions,
+        pick: Callable[[DecodeOptions, np.random.Generator], Sequence[int]],
+        fps: float | None = None,
+        turned: int = 0,
+        pixel_aspect: float = 1.0,
+    ) -> LoadedMedia:
+        frames: list[Any] = []
+        if options.resize_crop.is_fixed:
+            transform = options.resize_crop.draw(*size, np.random.default_rng(0), turned, pixel_aspect)
+            # Copied, so that no view keeps a whole picture alive.
+            frames += [np.array(transform.resample(image)) for image in images]
+        else:
+            frames += images
+        return LoadedMedia(frames, size, pick, fps, turned, pixel_aspect)
+
+    @property
+    def nbytes(self) -> int:
+        """Pillow takes four bytes a pixel for all modes but L."""
+        return sum(
+            frame.nbytes
+            if isinstance(frame, np.ndarray)
+            else frame.width * frame.height * (1 if frame.mode == "L" else 4)
+            for frame in self.frames
+        )
+
+    def draw(self, options: DecodeOptions, rng: np.random.Generator) -> Clip:
+        chosen = self.pick(options, rng)
+        transform = options.resize_crop.draw(*self.size, rng, self.turned, self.pixel_aspect)
+        frames: dict[int, np.ndarray] = {}
+        for index in chosen:
+            if index not in frames:
+                frame = self.frames[index]
+                frames[index] = transform.orient(frame) if isinstance(frame, np.ndarray) else transform.apply(frame)
+        return Clip(np.stack([frames[index] for index in chosen]), self.fps)
+
+
+def load_media(file: Path, suffix: str, name: str, options: DecodeOptions) -> LoadedMedia:
+    """Decode all frames of a file. Raises Unreadable."""
+    with raise_unreadable(name):
+        if suffix.lower() in VIDEOS:
+            from kineograph.data.video import load_video
+
+            return load_video(file, options)
+        return _load_image(read_media(file, options.limits), options)
+
+
 def probe_media(
     file: Path | bytes, suffix: str, name: str, decode_all: bool = False, limits: MediaLimits = _LIMITS
 ) -> MediaInfo:
@@ -228,12 +291,40 @@ def decode_image(data: bytes, options: DecodeOptions, rng: np.random.Generator) 
     with _open_image(data, options.truncated, meter) as image:
         if _is_animation(image):
             return _decode_animation(image, data, options, rng, meter)
-        if image.format in ("JPEG", "MPO"):
-            _shrink_while_decoding(image, options)
-        image.load()
-        upright = ImageOps.exif_transpose(image) if _has_orientation(image) else image
-        transform = options.resize_crop.draw(upright.width, upright.height, rng)
-        return Clip(transform.apply(to_channels(upright, options.channels, options.background))[None], None)
+        picture = _decode_picture(image, options)
+        transform = options.resize_crop.draw(picture.width, picture.height, rng)
+        return Clip(transform.apply(picture)[None], None)
+
+
+def _decode_picture(image: Image.Image, options: DecodeOptions) -> Image.Image:
+    """A still image, upright, in the channels of the options."""
+    if image.format in ("JPEG", "MPO"):
+        _shrink_while_decoding(image, options)
+    image.load()
+    upright = ImageOps.exif_transpose(image) if _has_orientation(image) else image
+    return to_channels(upright, options.channels, options.background)
+
+
+def _load_image(data: bytes, options: DecodeOptions) -> LoadedMedia:
+    meter = Meter(options.limits)
+    with _open_image(data, options.truncated, meter) as image:
+        if not _is_animation(image):
+            picture = _decode_picture(image, options)
+            return LoadedMedia.of([picture.copy()], picture.size, options, lambda *_: [0])
+        delays = _frame_delays(image, data, meter, options.truncated)
+        tolerance = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
+
+        def decode() -> Iterator[Image.Image]:
+            for index in range(len(delays)):
+                image.seek(index)
+                meter.count_frame(*image.size)
+                yield to_channels(image, options.channels, options.background).copy()
+
+        def pick(options: DecodeOptions, rng: np.random.Generator) -> Sequence[int]:
+            return _pick_animation_frames(delays, tolerance, options, rng).tolist()
+
+        fps = options.fps or len(delays) / float(delays.sum())
+        return LoadedMedia.of(decode(), image.size, options, pick, fps)
 
 
 @contextmanager
@@ -250,17 +341,8 @@ def _is_animation(image: Any) -> bool:
 
 def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.random.Generator, meter: Meter) -> Clip:
     delays = _frame_delays(image, data, meter, options.truncated)
-    ends = np.cumsum(delays)
     tolerance = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
-    starts, first, end = ends - delays, 0, float(ends[-1])
-    options = options.trimmed(end, len(delays) / end)
-    if options.span is not None:
-        first = int(np.searchsorted(ends, options.span[0] + tolerance, side="right"))
-        end = min(end, options.span[1])
-        starts = starts[first : int(np.searchsorted(starts, end - tolerance, side="left"))]
-        if not len(starts):
-            raise Unreadable("", f"its clip begins at {options.span[0]:g} s, but it lasts {ends[-1]:.3g} s")
-    chosen = first + pick_frames(starts, end, options.frames, options.fps, rng, tolerance)
+    chosen = _pick_animation_frames(delays, tolerance, options, rng)
     transform = options.resize_crop.draw(image.width, image.height, rng)
     decoded: dict[int, np.ndarray] = {}
     needed = set(chosen.tolist())
@@ -269,7 +351,24 @@ def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.r
         meter.count_frame(*image.size)
         if index in needed:
             decoded[index] = transform.apply(to_channels(image, options.channels, options.background))
-    return Clip(np.stack([decoded[index] for index in chosen.tolist()]), options.fps or len(delays) / float(ends[-1]))
+    return Clip(
+        np.stack([decoded[index] for index in chosen.tolist()]), options.fps or len(delays) / float(delays.sum())
+    )
+
+
+def _pick_animation_frames(
+    delays: np.ndarray, tolerance: float, options: DecodeOptions, rng: np.random.Generator
+) -> np.ndarray:
+    ends = np.cumsum(delays)
+    starts, first, end = ends - delays, 0, float(ends[-1])
+    options = options.trimmed(end, len(delays) / end)
+    if options.span is not None:
+        first = int(np.searchsorted(ends, options.span[0] + tolerance, side="right"))
+        end = min(end, options.span[1])
+        starts = starts[first : int(np.searchsorted(starts, end - tolerance, side="left"))]
+        if not len(starts):
+            raise Unreadable("", f"its clip begins at {options.span[0]:g} s, but it lasts {ends[-1]:.3g} s")
+    return first + pick_frames(starts, end, options.frames, options.fps, rng, tolerance)
 
 
 def _frame_delays(image: Any, data: bytes, meter: Meter, truncated: bool = False) -> np.ndarray:

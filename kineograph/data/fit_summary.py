@@ -40,14 +40,19 @@ def has_colour(pixels: np.ndarray) -> bool:
     return bool((np.ptp(pixels.astype(np.int16), axis=-1) > 24).mean() > 1e-3)
 
 
+def measure_sample(source: Source) -> list[tuple[int, MediaInfo]]:
+    """Number and size of up to 256 evenly spaced items, as many as a few seconds allow; without those that cannot be read."""
+    if not isinstance(source, MeasuresItems) or not len(source):
+        return []
+    return _map_readable(source.measure, _sample_indices(len(source), _SAMPLE))
+
+
 def summarise_fit(source: Source, config: DataConfig) -> list[str]:
     """Lines about what a sample of the items loses; none if it loses nothing, or if the items cannot be measured."""
-    if not isinstance(source, MeasuresItems) or "pixels" not in source.fields or not len(source):
+    measured = measure_sample(source)
+    if not measured or not isinstance(source, MeasuresItems) or "pixels" not in source.fields:
         return []
     indices = _sample_indices(len(source), _SAMPLE)
-    measured = _map_readable(source.measure, indices)
-    if not measured:
-        return []
     buckets = buckets_of(source)
     base = Bucket(config.frames, *config.size)
     losses = [_find_losses(info, buckets.shape(index) if buckets else base, config) for index, info in measured]

@@ -20,8 +20,19 @@ from kineograph.core.config import LocalPath
 from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, MediaInfo, assign_buckets
 from kineograph.data.captions import Captions, Problem, Span, find_captions, read_captions, several_texts
-from kineograph.data.decode import CLIPS, IMAGES, MediaConfig, decode_media, media_kind, probe_media, raise_unreadable
-from kineograph.data.fit_summary import MeasuresItems, has_colour
+from kineograph.data.decode import (
+    CLIPS,
+    IMAGES,
+    Clip,
+    DecodeOptions,
+    MediaConfig,
+    decode_media,
+    media_kind,
+    probe_media,
+    raise_unreadable,
+)
+from kineograph.data.decoded_cache import DecodedCache, DecodedSize, KeepsDecoded
+from kineograph.data.fit_summary import MeasuresItems, has_colour, measure_sample
 from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.shards import SUFFIXES
@@ -190,7 +201,7 @@ def _select_by_share(names: list[str], split: Split, config: FolderConfig) -> tu
     return {name for name, parent in zip(names, parents, strict=True) if parent in chosen}, selected.note
 
 
-class Folder(BucketedSource, MeasuresItems):
+class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
     Config = FolderConfig
 
     def __init__(
@@ -221,6 +232,7 @@ class Folder(BucketedSource, MeasuresItems):
         self.fields = frozenset({"pixels", "sketch"} if config.sketches is not None else {"pixels"})
         self._sketches = _find_sketches(config, [item.name for item in items]) if config.sketches is not None else {}
         self._options = config.decode_options(split)
+        self._decoded: DecodedCache | None = None
 
     @classmethod
     def open(cls, config: FolderConfig, split: Split, seed: int) -> Folder:
@@ -289,7 +301,7 @@ class Folder(BucketedSource, MeasuresItems):
             if self.config.cut is not None:  # trimmed already
                 options = replace(options, trim=UNTRIMMED)
         sketch_rng = deepcopy(rng)  # a sketch gets the same crop, rotation and start
-        clip = decode_media(path, path.suffix, item.identity, options, rng)
+        clip = self._decode(path, item.identity, options, rng)
         pixels, mask = pad_frames(clip.pixels, shape.frames)
         sample = Sample(
             pixels=pixels,
@@ -301,12 +313,37 @@ class Folder(BucketedSource, MeasuresItems):
         if self._sketches:
             path = self._sketches[item.name]
             options = replace(options, channels=self.config.sketch_channels)
-            sketch = decode_media(path, path.suffix, path.name, options, sketch_rng).pixels
+            sketch = self._decode(path, path.name, options, sketch_rng).pixels
             if len(sketch) != len(clip.pixels):
                 reason = f"its sketch {path} has {len(sketch)} frames, but it has {len(clip.pixels)}"
                 raise Unreadable(item.name, reason)
             sample.extra["sketch"], _ = pad_frames(sketch, shape.frames)
         return sample
+
+    def _decode(self, path: Path, name: str, options: DecodeOptions, rng: np.random.Generator) -> Clip:
+        if self._decoded is not None:
+            return self._decoded.decode(path, name, options, rng)
+        return decode_media(path, path.suffix, name, options, rng)
+
+    def keep_decoded(self, limit: int) -> None:
+        self._decoded = DecodedCache(limit)
+
+    def estimate_decoded(self, limit: int) -> DecodedSize | None:
+        shapes = [self.buckets.shape(index) if self.buckets else self.config.base_shape for index in range(len(self))]
+        channels = self.config.channels + (self.config.sketch_channels if self._sketches else 0)
+        # With one frame each, as small as they get.
+        if sum(shape.height * shape.width * channels for shape in shapes) > limit:
+            return None
+        measured = measure_sample(self)
+        if not measured:
+            return None
+        total = frames = 0
+        for index, info in measured:
+            area, width = info.width * info.height, 4 if channels > 1 else 1  # Pillow's bytes a pixel
+            if self._options.with_shape(shapes[index]).resize_crop.is_fixed:
+                area, width = shapes[index].height * shapes[index].width, channels
+            total, frames = total + area * width * info.frames, frames + info.frames
+        return DecodedSize(total * len(self) // len(measured), frames * len(self) // len(measured))
 
     def measure(self, index: int) -> MediaInfo:
         return _measure(self.root, self.items[index], self.config)

@@ -36,6 +36,10 @@ class ImageTransform:
 
     def apply(self, image: Image.Image) -> np.ndarray:
         """→ H W C, uint8."""
+        return self.orient(self.resample(image))
+
+    def resample(self, image: Image.Image) -> np.ndarray:
+        """Crop, resize and add bars. → H W C, uint8, before rotation and flip."""
         if self.box != (0, 0, *self.size) or image.size != self.size:
             # reducing_gap: shrink by whole factors first, down to 3 × the size; far faster for large images
             image = image.resize(self.size, Image.Resampling.BICUBIC, box=self.box, reducing_gap=3.0)
@@ -43,6 +47,10 @@ class ImageTransform:
         pixels = pixels[..., None] if pixels.ndim == 2 else pixels  # H W C
         if self.canvas is not None:
             pixels = self._add_bars(pixels, *self.canvas)
+        return pixels
+
+    def orient(self, pixels: np.ndarray) -> np.ndarray:
+        """Rotate and flip H W C."""
         if self.turns:
             pixels = np.rot90(pixels, self.turns)
         return pixels[:, ::-1] if self.mirrored else pixels
@@ -110,6 +118,11 @@ class ResizeCrop:
         crop_w, crop_h = crop_w * math.sqrt(share) * stretch, crop_h * math.sqrt(share) / stretch
         shrink = min(1.0, width / crop_w, height / crop_h)
         return min(crop_w * shrink, width), min(crop_h * shrink, height)  # rounding must not exceed the image
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether `ImageTransform.resample` gives the same pixels in every draw."""
+        return (self.resize != "cover" or self.crop == "center") and (not self.rotate or self.size[0] == self.size[1])
 
     @property
     def deterministic(self) -> ResizeCrop:

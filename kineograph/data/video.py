@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +18,8 @@ from PIL import Image
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, open_video
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.decode import MODES, Clip, DecodeOptions, to_channels
-from kineograph.data.transforms import TOLERANCE, ImageTransform, ResizeCrop
+from kineograph.data.decode import MODES, Clip, DecodeOptions, LoadedMedia, to_channels
+from kineograph.data.transforms import TOLERANCE, ResizeCrop
 from kineograph.data.trim import UNTRIMMED
 
 if TYPE_CHECKING:
@@ -35,9 +37,7 @@ def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random
     meter = Meter(options.limits)
     with open_video(file, options.limits) as container:
         stream = _video_stream(container)
-        if options.trim:
-            whole = _find_timing(file, container, stream, replace(options, span=None, trim=UNTRIMMED), meter)
-            options = options.trimmed(whole.end, whole.rate)
+        options = _resolve_trim(file, container, stream, options, meter)
         begin = options.span[0] if options.span else 0.0
         timing = _find_timing(file, container, stream, options, meter)
         if begin >= timing.end - TOLERANCE:
@@ -51,6 +51,16 @@ def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random
         if not frames:
             raise Unreadable("", _NO_FRAMES)
         return Clip(np.stack(frames), options.fps or timing.rate)
+
+
+def _resolve_trim(
+    file: Path | io.BytesIO, container: Any, stream: Any, options: DecodeOptions, meter: Meter
+) -> DecodeOptions:
+    """The options with the span that data.start, data.end and data.skip_frames leave. Raises Unreadable."""
+    if not options.trim:
+        return options
+    whole = _find_timing(file, container, stream, replace(options, span=None, trim=UNTRIMMED), meter)
+    return options.trimmed(whole.end, whole.rate)
 
 
 def _decode_frames(
@@ -76,7 +86,11 @@ def _decode_frames(
     if shown is None:
         return []
     transform = options.resize_crop.draw(shown.width, shown.height, rng, _quarter_turns(shown), _pixel_aspect(stream))
-    convert = FrameConverter(options, transform)
+    converter = FrameConverter(options)
+
+    def convert(frame: av.VideoFrame) -> np.ndarray:
+        return transform.apply(converter.to_image(frame))
+
     result = [convert(shown)]
     if options.fps is None:
         while frame is not None and len(result) < options.frames:
@@ -95,6 +109,68 @@ def _decode_frames(
         pixels = convert(shown) if pixels is None else pixels
         result.append(pixels)
     return result
+
+
+def load_video(file: Path, options: DecodeOptions) -> LoadedMedia:
+    """Decode all frames, or those of the span."""
+    meter = Meter(options.limits)
+    with open_video(file, options.limits) as container:
+        stream = _video_stream(container)
+        options = _resolve_trim(file, container, stream, options, meter)
+        begin = options.span[0] if options.span else 0.0
+        timing = _find_timing(file, container, stream, options, meter)
+        decoded = _stop_at(timing.end, _iterate_frames(container, stream, begin, timing, options.truncated, meter))
+        frames = _skip_to(begin, decoded)
+        at, shown = next(frames, (0.0, None))
+        if shown is None or begin >= timing.end - TOLERANCE:
+            raise Unreadable("", _NO_FRAMES)
+        times = [at]
+        converter = FrameConverter(options)
+
+        def convert() -> Iterator[Image.Image]:
+            yield converter.to_image(shown)
+            for at, frame in frames:
+                times.append(at)
+                yield converter.to_image(frame)
+
+        size, pick = (shown.width, shown.height), partial(_pick_shown, times, timing, begin)
+        rate, turned = options.fps or timing.rate, _quarter_turns(shown)
+        media = LoadedMedia.of(convert(), size, options, pick, rate, turned, _pixel_aspect(stream))
+        if times != sorted(times):
+            raise Unreadable("", "its frames have no order in time")
+        return media
+
+
+def _skip_to(begin: float, frames: Iterator[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
+    """Frames from the one on screen at `begin`."""
+    shown: tuple[float, av.VideoFrame] | None = None
+    for at, frame in frames:
+        if shown is not None and at > begin + TOLERANCE:
+            yield shown
+        shown = at, frame
+    if shown is not None:
+        yield shown
+
+
+def _pick_shown(
+    times: list[float], timing: Timing, begin: float, options: DecodeOptions, rng: np.random.Generator
+) -> list[int]:
+    """The frames that `decode_video` takes."""
+
+    def shown_at(time: float) -> int:
+        return max(bisect_right(times, time + TOLERANCE) - 1, 0)
+
+    first = shown_at(begin + float(rng.random()) * max(timing.latest - begin, 0.0))
+    if options.fps is None:
+        return list(range(first, min(first + options.frames, len(times))))
+    chosen = [first]
+    while len(chosen) < options.frames:
+        due = times[first] + len(chosen) / options.fps
+        index = shown_at(due)
+        if index == len(times) - 1 and due >= timing.end - TOLERANCE:
+            break
+        chosen.append(index)
+    return chosen
 
 
 def _stop_at(end: float, frames: Iterator[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
@@ -138,17 +214,18 @@ def _seek(container: Any, stream: Any, first: int, seconds: float) -> None:
 
 
 class FrameConverter:
-    """Decoded frames of one clip → H W C, uint8, with one transform."""
+    """Decoded frames of one clip → images in the channels of the options."""
 
-    def __init__(self, options: DecodeOptions, transform: ImageTransform) -> None:
+    def __init__(self, options: DecodeOptions) -> None:
         import av
         from av.video.reformatter import VideoReformatter
 
-        self.options, self.transform = options, transform
+        self.options = options
         self._reformatter = VideoReformatter()  # reused: creating one costs ten conversions
         self._arguments = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 
-    def __call__(self, frame: Any) -> np.ndarray:
+    def to_image(self, frame: Any) -> Image.Image:
+        """The whole frame, as it is stored."""
         channels = self.options.channels
         has_alpha = any(part.is_alpha for part in frame.format.components)
         layout = "rgba" if has_alpha else "gray" if channels == 1 else "rgb24"
@@ -156,7 +233,7 @@ class FrameConverter:
         image = Image.fromarray(self._reformatter.reformat(frame, format=layout, **self._arguments).to_ndarray())
         if image.mode != MODES[channels]:
             image = to_channels(image, channels, self.options.background)
-        return self.transform.apply(image)
+        return image
 
 
 def _quarter_turns(frame: Any) -> int:

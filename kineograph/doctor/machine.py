@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import os
 import re
 import shutil
 import time
@@ -13,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+
+from kineograph.core.memory import main_memory
 
 # Package, purpose, how to install it.
 OPTIONAL = (
@@ -61,23 +62,12 @@ def driver_version() -> str | None:
         return None
 
 
-def main_memory() -> tuple[int, int]:
-    """Bytes of main memory: total, and available to a new process."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-        return sizes["MemTotal"], sizes["MemAvailable"]
-    except (OSError, KeyError, ValueError, IndexError):  # not Linux
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-
-
 def free_memory(device: torch.device) -> int:
     """Bytes of a device that a run may use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)  # torch's own reserve is free to us
-    return main_memory()[1]
+    return main_memory().available
 
 
 def free_disk(path: Path) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from kineograph.core import distributed, kernels
 from kineograph.core.distributed import World
+from kineograph.core.memory import main_memory
 from kineograph.doctor import machine
 from kineograph.doctor.estimate import MAX_MEMORY_SHARE, Estimate, count_data_ranks, estimate_stage
 from kineograph.doctor.sharded_memory import count_shards
@@ -36,7 +37,7 @@ def report_environment(out: Callable[[str], None]) -> None:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     driver = machine.driver_version()
     line("torch", f"{torch.__version__}, {cuda}" + (f", driver {driver}" if driver else ""))
-    total, available = machine.main_memory()
+    total, available = main_memory()
     gflops = machine.measure_matmul_flops() / 1e9
     memory = f"{format_size(available)} of {format_size(total)} memory free"
     line("cpu", f"{count_cores()} cores, {memory}, {gflops:.0f} GFLOP/s in float32")

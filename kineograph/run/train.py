@@ -20,6 +20,7 @@ from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.run_folder import RunFolder, write_atomic
 from kineograph.core.task import Task
 from kineograph.core.trust import accept
+from kineograph.data.decoded_cache import keep_if_small
 from kineograph.data.loader import warn_of_shared_memory, worker_error
 from kineograph.doctor.machine import release_memory
 from kineograph.doctor.step_flops import count_step_flops
@@ -206,6 +207,10 @@ class _StageTraining:
         if source is None or (isinstance(task, SupportsCaching) and task.always_encode()):
             stepper.compile_stages()
         loader = data.loader(source)
+        if stage.train.keep_decoded and (
+            kept := keep_if_small(loader.source, max(loader.workers, 1) * distributed.local_world())
+        ):
+            run.note(f"{stage.name}: {kept}")
         if warning := warn_of_shared_memory(loader.workers):
             run.note(warning)
         if saved is not None:

@@ -119,6 +119,8 @@ class TrainConfig(PlayerConfig):
     prints it and goes on; off looks for nothing."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Data worker processes; 0: read in the training process; auto: half the cores, at most 8."""
+    keep_decoded: bool = True
+    """Keep the decoded items of a folder in memory if all fit into a quarter of what is free. The samples are the same."""
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for data or another process before the run fails."""
     watchdog: float | None = Field(None, gt=0)

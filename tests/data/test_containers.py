@@ -12,7 +12,9 @@ import pytest
 from kineograph.core.media_file import MediaLimits
 from kineograph.data import video
 from kineograph.data.decode import Clip, DecodeOptions, decode_media
+from kineograph.data.decoded_cache import DecodedCache
 from kineograph.data.transforms import ResizeCrop
+from kineograph.data.trim import Trim
 
 HEIGHT, WIDTH, BITS = 96, 128, 8  # the smallest size of H.263
 COUNT, RATE = 36, 12
@@ -196,3 +198,25 @@ def test_wide_pixels_are_shown_wide(tmp_path, turned, shown):
     light = decode_media(path, ".mp4", "a", options, np.random.default_rng(0)).pixels[0, ..., 0] > 127
     width, height = np.ptp(np.nonzero(light.any(0))) + 1, np.ptp(np.nonzero(light.any(1))) + 1
     assert width / height == pytest.approx(shown[0] / shown[1], rel=0.1)
+
+
+@pytest.mark.parametrize("suffix", CONTAINERS)
+def test_frames_kept_in_memory_are_the_same(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    write_clip(path, variable=CONTAINERS[suffix][2])
+    sizes = {"crop": "random"}, {"resize": "contain", "flip": 0.5}
+    for crop in sizes:
+        for options in (
+            {"frames": 9},
+            {"frames": 9, "fps": 6.0},
+            {"frames": 4, "span": (1.0, 2.5)},
+            {"frames": 9, "trim": Trim(0.5)},
+        ):
+            wanted = DecodeOptions(ResizeCrop((24, 48), **crop), channels=1, **options)
+            cache = DecodedCache(2**30)
+            for seed in range(3):
+                found = cache.decode(path, "a", wanted, np.random.default_rng(seed))
+                direct = decode_media(path, path.suffix, "a", wanted, np.random.default_rng(seed))
+                assert np.array_equal(found.pixels, direct.pixels), (crop, options)
+                assert found.fps == direct.fps
+            assert cache.used > 0
