@@ -64,6 +64,20 @@ class Comparison:
             lines.append(f"the {self.split} items themselves (names and sizes are compared)")
         return lines
 
+    def protocol_differences(self) -> list[str]:
+        """Rows whose values were computed in different ways, with the labels that differ. Labels that a record lacks are not compared."""
+        found: dict[str, list[str]] = {}  # difference → rows
+        for title, cells in self.rows().items():
+            known = [
+                (name, cell.protocol) for name, cell in zip(self.names, cells, strict=True) if cell.value is not None
+            ]
+            for label in dict.fromkeys(label for _, protocol in known for label in protocol):
+                values = [(name, protocol[label]) for name, protocol in known if label in protocol]
+                if any(value != values[0][1] for _, value in values):
+                    text = f"{label}: " + ", ".join(f"{value} in {name}" for name, value in values)
+                    found.setdefault(text, []).append(title.strip())
+        return [f"{', '.join(titles)}: {text}" for text, titles in found.items()]
+
     def table(self) -> Any:
         """A rich table with a column for each run."""
         from rich.table import Table
@@ -79,6 +93,12 @@ class Comparison:
         if differences := self.data_differences():
             console.print(
                 "warning: the runs are judged on different data, so their figures do not compare:", markup=False
+            )
+            for line in differences:
+                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        if differences := self.protocol_differences():
+            console.print(
+                "warning: these figures were computed in different ways, so they do not compare:", markup=False
             )
             for line in differences:
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
@@ -98,6 +118,7 @@ class Comparison:
             },
             "missing": self.missing(),
             "data differences": self.data_differences(),
+            "protocol differences": self.protocol_differences(),
         }
 
     def write(self, folder: str | Path) -> list[Path]:

@@ -33,7 +33,22 @@ FEATURE_METRICS: dict[str, tuple[str, Callable[[float], str]]] = {  # row → me
     "CLIP score": ("clip_score", lambda v: f"{v:.3f}"),
     "rFID": ("rfid", lambda v: f"{v:.2f}"),
     "LPIPS": ("lpips", lambda v: f"{v:.4f}"),
+    "LPIPS of pairs": ("paired_lpips", lambda v: f"{v:.4f}"),
 }
+PROTOCOL = (  # labels that must agree where values are compared
+    "extractor",
+    "mode",
+    "resize",
+    "features",
+    "count",
+    "real",
+    "frames",
+    "real frames",
+    "subsets",
+    "splits",
+    "reference",
+    "drawn from",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Cell:
     text: str = "–"
     command: str | None = None
     optional: bool = False  # it needs extra weights: suggest the command only where another run has the value
+    protocol: dict[str, Any] = field(default_factory=dict)  # how the value was computed
 
 
 @dataclass
@@ -148,8 +164,9 @@ def _evaluation_cells(
             cells[row] = Cell(None, command=f"{command} --metrics {metric}", optional=True)
         else:  # comparable only with the same extractor and count
             labels = newest[1].get("labels", {})
-            basis = [labels.get("extractor"), labels.get("count"), *_start_label(labels)]
-            cells[row] = Cell(cell.value, f"{cell.text} ({', '.join(map(str, basis))})")
+            mode = [labels["mode"]] if "mode" in labels else []
+            basis = [labels.get("extractor"), *mode, labels.get("count"), *_start_label(labels)]
+            cells[row] = replace(cell, text=f"{cell.text} ({', '.join(map(str, basis))})")
     return cells
 
 
@@ -170,8 +187,10 @@ def _result_cell(
     if newest is None or not _is_number(newest[1].get("values", {}).get(key)):
         return Cell(None, command=command)
     step, value = newest[0], newest[1]["values"][key]
+    labels = newest[1].get("labels", {})
+    protocol = {label: labels[label] for label in PROTOCOL if label in labels}
     saved = checkpoint.saved_steps(run.checkpoints(stage))
-    return Cell(value, text(value) + (f" @ step {step:,}" if saved and step != saved[-1] else ""))
+    return Cell(value, text(value) + (f" @ step {step:,}" if saved and step != saved[-1] else ""), protocol=protocol)
 
 
 def _best_loss(run: RunFolder, main: str, records: list[dict[str, Any]]) -> Cell:

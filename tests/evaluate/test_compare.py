@@ -126,6 +126,21 @@ def test_what_was_not_drawn_from_captions_says_so(full):
         assert ("of image_embed of the data)" in rows["FID"][0].text) == told.startswith("image")
 
 
+def test_figures_of_different_protocols_are_named(full, tmp_path, capsys):
+    other = make_run(tmp_path / "other")
+    common = {"extractor": "inception-v3 abc", "count": 50, "real": 50}
+    for run, more in ((full, {"mode": "clean", "subsets": "100 × 50"}), (other, {"mode": "tensorflow"})):
+        results = {name: Result({name: 1.0}, common | more) for name in ("fid", "kid")}
+        results_file.add_results(run, "validation", "generator", 20, results)
+    found = compare([full.path, other.path])
+    assert found.protocol_differences() == ["FID, KID: mode: clean in full, tensorflow in other"]
+    assert found.rows()["FID"][0].text == "1.00 (inception-v3 abc, clean, 50)"
+    found.show()
+    assert "computed in different ways" in capsys.readouterr().out
+    assert found.json()["protocol differences"] == found.protocol_differences()
+    assert not compare([full.path, full.path]).protocol_differences()
+
+
 def test_written_as_json_and_picture(full, tmp_path):
     other = make_run(tmp_path / "elsewhere" / "full")
     found = compare([full.path, other.path])

@@ -26,7 +26,8 @@ class HeldOutLoss:
         assert batch.losses is not None
         for name, mean in batch.losses.items():
             # "group/name" describes a batch, such as the codes that it uses: the mean says little about the set.
-            if "/" not in name:
+            # "loss/…" is the loss of a range of noise levels or mask shares.
+            if "/" not in name or name.startswith("loss/"):
                 _add(self.sums, name, float(mean.sum), float(mean.count))
 
     def compute(self) -> Result:
@@ -36,6 +37,8 @@ class HeldOutLoss:
                 _add(totals, name, total, count)
         names = sorted(totals, key=lambda name: name != "loss")  # the loss before its terms
         means = {name: totals[name][0] / totals[name][1] if totals[name][1] else float("nan") for name in names}
+        # No sample may fall into a range of few samples.
+        means = {name: value for name, value in means.items() if value == value or not name.startswith("loss/")}
         return Result(means)
 
 

@@ -21,6 +21,7 @@ from kineograph.family.dalle2.config import PriorConfig, PriorSample
 from kineograph.nn.positions import LearnedPositions, sincos_embedding
 from kineograph.nn.transformer import Transformer, TransformerConfig, init_weights
 from kineograph.process.diffusion import Diffusion
+from kineograph.process.loss_ranges import loss_by_timestep
 from kineograph.process.solvers import solve
 from kineograph.text.clip import unit
 from kineograph.text.clip_embedding import TEXT, CaptionEmbeddings, ClipEmbedder
@@ -78,7 +79,8 @@ def _learned_vector(width: int) -> nn.Parameter:
 
 class SampleErrors(NamedTuple):
     error: Tensor  # B, 0 where the image embedding is missing
-    present: Tensor  # number of image embeddings that are there
+    present: Tensor  # B, 1 where it is there
+    t: Tensor  # B, timesteps
 
 
 class Prior(Task, SupportsCaching, ChecksHealth):
@@ -128,19 +130,20 @@ class Prior(Task, SupportsCaching, ChecksHealth):
         x_t = self.diffusion.add_noise(x0, eps, t)
         errors = self.diffusion.loss(self.predict(x_t, t, texts), x0, eps, x_t, t)
         present = (images != 0).any(dim=1).float()  # a row of zeros is a missing embedding
-        return SampleErrors(errors * present, present.sum())
+        return SampleErrors(errors * present, present, t)
 
     def loss(self, player: str, shared: SampleErrors) -> Loss:
-        return Loss(Mean(shared.error.sum(), shared.present))
+        return Loss(Mean(shared.error.sum(), shared.present.sum()))
 
     def health_limits(self) -> tuple[Limit, ...]:
         return (LOSS_FALLS,)
 
     def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
-        """The loss, and the mean cosine of sampled embeddings with those of the true images, the captions, and, as a control that must stay low,
-        other images. `cosine/true_to_text` is the value of `cosine/text` for a perfect prior."""
+        """The loss, also by quarter of the timesteps, and mean cosines of sampled embeddings with those of the true images, the captions, and,
+        as a control that must stay low, other images. `cosine/true_to_text` is the value of `cosine/text` for a perfect prior."""
         images, texts = self.clip.images(batch), self.encode_batch(batch)
-        loss = self.loss("model", self.compute_errors(images, texts, noise))
+        errors = self.compute_errors(images, texts, noise)
+        loss = self.loss("model", errors)
         samples = self.sample_embeddings(texts, noise, self.config.sample.model_copy(update={"candidates": 1}))
         # The image before each one in the batch of all processes.
         counted = images[: 0 if batch.spare else len(images)]
@@ -156,6 +159,7 @@ class Prior(Task, SupportsCaching, ChecksHealth):
 
         return {
             "loss": loss.total,
+            **loss_by_timestep(errors.error, errors.t, self.diffusion.steps, errors.present),
             "cosine/image": mean_cosine(samples, images),
             "cosine/text": mean_cosine(samples, texts.embed),
             "cosine/shuffled": mean_cosine(samples, others if len(everywhere) > 1 else torch.zeros_like(samples)),

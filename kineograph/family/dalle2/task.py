@@ -39,12 +39,14 @@ from kineograph.family.dalle2.image_space import (
 )
 from kineograph.family.dalle2.network import Condition, DecoderNetwork
 from kineograph.process.diffusion import Diffusion
+from kineograph.process.loss_ranges import loss_by_timestep
 from kineograph.text.conditioning import compute_cached_text
 
 
 class SampleErrors(NamedTuple):
     error: Tensor  # B
     bound: Tensor | None  # B, the variational bound; None without learned variance
+    t: Tensor  # B, timesteps
 
 
 class ErrorTerms(nn.Module):
@@ -210,15 +212,28 @@ class Decoder(
                 output = self.predict(x_t, t, condition, low_res, level)
                 previous = self.clamp_x0(self.diffusion.to_x0(x_t, t, output)).clone()
         output = self.predict(x_t, t, condition, low_res, level, previous)
-        return SampleErrors(*self.error_terms(output, x0, eps, x_t, t))
+        error, bound = self.error_terms(output, x0, eps, x_t, t)
+        return SampleErrors(error, bound, t)
 
     def loss(self, player: str, shared: SampleErrors) -> Loss:
         count = float(len(shared.error))
+        total = Mean(self._sample_losses(shared).sum(), count)
         if shared.bound is None:
-            return Loss(Mean(shared.error.sum(), count))
-        total = shared.error + self.config.diffusion.vb_weight * self.diffusion.steps * shared.bound
-        terms = {"error": Mean(shared.error.sum(), count), "bound": Mean(shared.bound.sum(), count)}
-        return Loss(Mean(total.sum(), count), terms)
+            return Loss(total)
+        return Loss(total, {"error": Mean(shared.error.sum(), count), "bound": Mean(shared.bound.sum(), count)})
+
+    def _sample_losses(self, shared: SampleErrors) -> Tensor:
+        """B"""
+        if shared.bound is None:
+            return shared.error
+        return shared.error + self.config.diffusion.vb_weight * self.diffusion.steps * shared.bound
+
+    def validate(self, batch: Batch, noise: Noise) -> dict[str, Mean]:
+        """The loss, its terms, and the loss by quarter of the timesteps."""
+        shared = self(batch, noise)
+        loss = self.loss("model", shared)
+        ranges = loss_by_timestep(self._sample_losses(shared), shared.t, self.diffusion.steps)
+        return {"loss": loss.total, **loss.terms, **ranges}
 
     def health_limits(self) -> tuple[Limit, ...]:
         return (LOSS_FALLS,)

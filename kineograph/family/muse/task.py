@@ -27,6 +27,7 @@ from kineograph.family.muse.config import MuseConfig, MuseSample
 from kineograph.family.muse.network import Condition, Grid, MuseNetwork
 from kineograph.nn.codebook_use import describe_targets, token_limits
 from kineograph.nn.head import Head
+from kineograph.process.loss_ranges import loss_by_mask_share
 from kineograph.process.masking import (
     Critic,
     TokenMask,
@@ -159,6 +160,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         result = TokenLoss(loss, correct, masked.weights.sum())
         if not self.training:
             result.targets = describe_targets(tokens, self.vocabulary, spare=batch.spare)
+            result.targets |= loss_by_mask_share(lambda weights: self.head(rows, targets, weights).loss, masked)
         if self.critic is not None:
             filled, wrong = self.resample_masked(rows.detach(), masked, tokens, noise)
             result.critic = sum_critic_loss(self.critic(self.compute_hidden(filled, condition)), masked, wrong)

@@ -27,6 +27,7 @@ from kineograph.family.phenaki.network import Clips, Grid, PhenakiNetwork, Token
 from kineograph.family.phenaki.sampling import choose_overlap, sample_clips
 from kineograph.nn.codebook_use import describe_targets, token_limits
 from kineograph.nn.head import Head
+from kineograph.process.loss_ranges import loss_by_mask_share
 from kineograph.process.masking import (
     TokenMask,
     mask_tokens,
@@ -203,6 +204,9 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
                 shared.generator = TokenLoss(loss, correct, masked.weights.sum())
                 if not self.training:
                     shared.generator.targets = describe_targets(clips.tokens, self.vocabulary, clips.keep, batch.spare)
+                    shared.generator.targets |= loss_by_mask_share(
+                        lambda weights: self.head(rows, targets, weights).loss, masked, clips.keep
+                    )
             if self.is_trained("critic"):
                 shared.critic = self.resample_masked(clips, text, masked, rows, noise)
         if shared.generator is not None and shared.critic is not None and self.config.critic == "self":

@@ -67,6 +67,16 @@ def test_validation_is_deterministic_and_covers_all_timesteps(make):
     assert not task.train().draw_timesteps(noise).equal(t)
 
 
+def test_validation_has_the_loss_by_quarter_of_the_timesteps(make, batch):
+    task = make().eval()
+    with torch.no_grad():
+        means = task.validate(batch, Noise(0, 0, batch.slots))
+    ranges = [mean for name, mean in means.items() if name.startswith("loss/t")]
+    assert len(ranges) == 4
+    assert float(sum(mean.sum for mean in ranges)) == pytest.approx(float(means["loss"].sum), rel=1e-5)
+    assert float(sum(mean.count for mean in ranges)) == len(batch)
+
+
 # Conditions ------------------------------------------------------------------------------------------------------
 
 

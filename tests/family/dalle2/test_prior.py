@@ -88,7 +88,8 @@ def test_learns_the_embeddings_of_captions(trained):
     assert metrics["cosine/shuffled"] < metrics["cosine/image"] - 0.01
     true = F.cosine_similarity(trained.clip.images(batch), trained.encode_batch(batch).embed).mean()
     assert metrics["cosine/true_to_text"] == pytest.approx(float(true), abs=1e-5)
-    assert metrics == validate(trained, batch)  # fixed noise
+    assert metrics == pytest.approx(validate(trained, batch), abs=0, nan_ok=True)  # fixed noise
+    assert sum(name.startswith("loss/t") for name in metrics) == 4
     drawn = trained.embed(prompts_of(4, captions=CAPTIONS))
     torch.testing.assert_close(drawn.norm(dim=-1), torch.ones(4))
     assert (drawn @ trained.clip.images(batch).T).argmax(1).tolist() == [0, 1, 2, 3]
@@ -308,7 +309,7 @@ def test_embeddings_in_the_data_replace_the_clip_at_any_norm():
     drawn = without.embed(Prompts(noise, batch=precompute(batch)))
     assert drawn.shape == (4, 12)
     for mean in task.validate(precompute(batch), noise).values():
-        assert mean.value().isfinite()
+        assert mean.value().isfinite() or mean.count == 0  # no sample is in that range of timesteps
 
 
 def test_row_without_image_embedding_has_no_loss():
