@@ -24,6 +24,7 @@ from kineograph.text import TextConfig
 from kineograph.train.config import TrainConfig
 
 ENDLESS_FROM = 2**32  # items
+MIN_VALIDATE_EVERY = 50  # steps: a set of a few items is validated no more often
 
 
 def open_data(
@@ -97,8 +98,12 @@ def open_data(
 
 
 def resolve_epochs(plan: Plan, data: dict[str, StageData], note: Callable[[str], None]) -> Plan:
-    """Turn train.epochs into steps, now that the number of items is known. → the plan with them; `data` gets its stages."""
+    """Turn train.epochs and train.validate_epochs into steps, now that the number of items is known.
+
+    → the plan with them; `data` gets its stages.
+    """
     stages = tuple(_resolve_epochs(stage, data.get(stage.name), note) for stage in plan.stages)
+    stages = tuple(_resolve_validation(stage, data.get(stage.name), note) for stage in stages)
     for stage in stages:
         if stage.name in data:
             data[stage.name].stage = stage
@@ -122,6 +127,25 @@ def _resolve_epochs(stage: StagePlan, data: StageData | None, note: Callable[[st
     steps, items = loader.count_steps(epochs), loader.count_epoch()
     note(f"{stage.name}: {epochs:g} epochs of {items:,} samples are {steps:,} steps")
     return replace(stage, train=stage.train.model_copy(update={"steps": steps, "epochs": None}))
+
+
+def _resolve_validation(stage: StagePlan, data: StageData | None, note: Callable[[str], None]) -> StagePlan:
+    """Validate a small set before it is learned by heart: after train.validate_epochs, where that is sooner than train.validate_every."""
+    train = stage.train
+    if train.validate_epochs is None or not train.validate_every or train.epoch_samples is not None or data is None:
+        return stage
+    has_no_end = isinstance(data.source, (BlankSource, Stream)) or len(data.source) > ENDLESS_FROM
+    if has_no_end or _have_same_items(data.source, data.validation):
+        return stage
+    loader = data.loader()
+    every = max(loader.count_steps(train.validate_epochs), MIN_VALIDATE_EVERY)
+    if every >= min(train.validate_every, train.steps):
+        return stage
+    note(
+        f"{stage.name}: validation every {every} steps, {train.validate_epochs:g} epochs of {loader.count_epoch():,} samples, instead of "
+        f"every {train.validate_every}; train.validate_epochs=null keeps train.validate_every"
+    )
+    return replace(stage, train=train.model_copy(update={"validate_every": every}))
 
 
 def _held_out_splits(train: TrainConfig) -> list[Split]:

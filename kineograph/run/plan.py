@@ -23,7 +23,17 @@ from kineograph.train.config import PlayerConfig, TrainConfig
 
 Resume = Literal["auto", "never", "must"]
 # Keys of train.* that a resumed run may change, beside *_every.
-MAY_CHANGE = ("steps", "epochs", "keep_last", "workers", "keep_decoded", "watchdog", "parallel", "health")
+MAY_CHANGE = (
+    "steps",
+    "epochs",
+    "validate_epochs",
+    "keep_last",
+    "workers",
+    "keep_decoded",
+    "watchdog",
+    "parallel",
+    "health",
+)
 
 
 class RunConfig(Config):
@@ -185,8 +195,8 @@ def refuse_changes(saved: Tree, changed: Tree, run: Path | None = None) -> None:
         if parts[0] != "prompts" and not may_change:
             raise ConfigError(
                 f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
-                "a resumed run may change only train.steps, train.epochs, train.*_every, train.keep_last, train.workers, "
-                "train.keep_decoded, train.watchdog, train.parallel, train.health, prompts and where the data lie "
+                "a resumed run may change only train.steps, train.epochs, train.*_every, train.validate_epochs, train.keep_last, "
+                "train.workers, train.keep_decoded, train.watchdog, train.parallel, train.health, prompts and where the data lie "
                 "(data.folder, data.shards); " + _describe_new_run(parts, saved, run)
             )
 

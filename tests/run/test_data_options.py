@@ -60,6 +60,34 @@ def test_epochs_are_a_length(epochs: float, steps: int) -> None:
     assert f"generator: {epochs:g} epochs of 48 samples are {steps} steps" in lines
 
 
+def test_small_data_are_validated_by_epochs() -> None:
+    """48 items in batches of 16: 20 epochs are 60 steps."""
+
+    def cadence(**changes: Any) -> tuple[int, list[str]]:
+        changes = {"train__steps": 1000, "train__validate_every": 500, "train__validate_epochs": 20} | changes
+        plan, lines = resolve(**changes)
+        return plan.stages[-1].train.validate_every, [line for line in lines if "validation every" in line]
+
+    every, lines = cadence()
+    assert every == 60
+    expected = "generator: validation every 60 steps, 20 epochs of 48 samples, instead of every 500; train.validate_epochs=null"
+    assert any(line.startswith(expected) for line in lines)
+    assert cadence(train__validate_epochs=1)[0] == 50  # no more often
+    unchanged = {
+        "no": {"train__validate_epochs": None},
+        "sooner": {"train__validate_every": 40},
+        "never": {"train__validate_every": 0},
+        "by samples": {"train__epoch_samples": 100},
+        "without end": {"data__count": None},
+        "large": {"train__validate_epochs": 1000},
+        "the training items": {"data__validation": 0},
+        "too short": {"train__steps": 60},
+    }
+    for case, changes in unchanged.items():
+        wanted = changes.get("train__validate_every", 500)
+        assert cadence(**changes) == (wanted, []), case
+
+
 def test_epochs_of_data_without_end_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"train.epochs=2 needs data of known length.*set train.steps, or set data.count"
