@@ -21,7 +21,19 @@ Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # split → checkpoin
 def read_results(run: RunFolder) -> Results:
     """All recorded results; {} where the file is missing or damaged."""
     results = read_json(run.path / "evaluation.json").get("results")
-    return results if isinstance(results, dict) else {}
+    return results if isinstance(results, dict) and _are_results(results) else {}
+
+
+def _are_results(results: dict[Any, Any]) -> bool:
+    """Whether the dicts are nested as ours are."""
+    levels = [results]
+    for _ in range(3):
+        if not all(isinstance(value, dict) for level in levels for value in level.values()):
+            return False
+        levels = [value for level in levels for value in level.values()]
+    return all(
+        isinstance(record.get("values"), dict) and isinstance(record.get("labels", {}), dict) for record in levels
+    )
 
 
 def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict[str, Result], **extra: Any) -> None:
@@ -54,7 +66,7 @@ def newest_result(results: Results, split: str, stage: str, metric: str) -> tupl
     candidates = []
     for key, metrics in results.get(split, {}).items():
         match = re.fullmatch(rf"{re.escape(stage)}/step-(\d+)", key)
-        if match and isinstance(metrics, dict) and metric in metrics:
+        if match and metric in metrics:
             candidates.append((str(metrics[metric].get("date", "")), int(match[1]), metrics[metric]))
     if not candidates:
         return None

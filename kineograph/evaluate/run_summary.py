@@ -172,7 +172,7 @@ def _evaluation_cells(
 
 def _start_label(labels: dict[str, Any]) -> list[str]:
     """What samples started from, unless it was captions: samples of true embeddings are not text-to-image."""
-    start = labels.get("drawn from", "captions")
+    start = str(labels.get("drawn from", "captions"))
     return [] if start.startswith("captions") else [f"of {start}"]
 
 

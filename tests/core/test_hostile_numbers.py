@@ -30,7 +30,7 @@ MAY_BE_LARGE = {("RunConfig", "seed"): 2**63 - 1, ("MediaLimits", "bytes"): 2**6
 
 def _configs() -> list[type[Config]]:
     for module in pkgutil.walk_packages(kineograph.__path__, "kineograph."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and not module.name.startswith("kineograph.studio."):  # an extra
             importlib.import_module(module.name)
 
     def below(cls: type[Config]) -> set[type[Config]]:

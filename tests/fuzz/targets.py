@@ -107,6 +107,8 @@ GOOD_WORDS: dict[str, list[str]] = {
     "runs": ["."],
     "presets": ["vqgan-tiny"],
     "doctor": ["vqgan-tiny"],
+    "metrics": ["pictures", "pictures"],
+    "report": ["run"],
     "data check": ["pictures"],
     "data show": ["pictures", "size=8"],
     "data make": ["moving-digits", "--out", "made", "--count", "2"],
@@ -128,7 +130,7 @@ def _commands() -> dict[str, list[tuple[str, bool]]]:
             found[words] = [(option.opts[0], option.is_flag) for option in options]
 
     walk("", typer.main.get_command(app))
-    return found
+    return {words: options for words, options in found.items() if words != "studio"}  # it serves until it is stopped
 
 
 @functools.cache
@@ -462,7 +464,7 @@ TARGETS = {
 def warm_up() -> None:
     """Make what the cases share, and import what they use, before they are forked."""
     for module in pkgutil.walk_packages(kineograph.__path__, "kineograph."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and not module.name.startswith("kineograph.studio."):  # an extra
             importlib.import_module(module.name)
     importlib.import_module("matplotlib.pyplot")  # starts fc-list
     _media()

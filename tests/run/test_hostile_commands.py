@@ -13,6 +13,7 @@ import yaml
 from kineograph.cli import main
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
+from kineograph.evaluate.compare import compare
 from kineograph.media.grids import wrap_text
 from kineograph.run.listing import list_runs, print_runs
 from kineograph.run.plan import make_plan, resolve_run
@@ -41,6 +42,24 @@ def test_one_broken_run_does_not_end_the_list(tmp_path, capsys):
     assert sum(state == "broken" for state in rows.values()) >= len(odd) - 1
     print_runs(tmp_path)
     assert "good" in capsys.readouterr().out
+
+
+def test_odd_evaluations_are_none(tmp_path):
+    run = make_run(tmp_path / "run")
+    record = {"values": {"caption_accuracy": 0.5}, "labels": {}, "date": "x"}
+    place = f"{list(run.config()['stages'])[-1]}/step-00000001"
+    for odd, expected in (
+        ({place: {"caption_accuracy": record}}, 0.5),
+        ({place: {"caption_accuracy": record | {"labels": {"drawn from": 3}}}}, 0.5),
+        ([], None),
+        ({place: []}, None),
+        ({place: {"caption_accuracy": []}}, None),
+        ({place: {"caption_accuracy": {"values": []}}}, None),
+        ({place: {"caption_accuracy": record | {"labels": 3}}}, None),
+    ):
+        (run.path / "evaluation.json").write_text(json.dumps({"results": {"validation": odd}}))
+        assert compare([run.path]).runs[0].cells["caption accuracy"].value == expected
+        assert [row.state for row in list_runs(tmp_path)] != ["broken"]
 
 
 @pytest.mark.parametrize("name", [".", "..", "a/b", "", "x" * 300])
