@@ -23,8 +23,10 @@ from kineograph.core.media_file import MediaLimits
 from kineograph.core.metric_options import MetricOptions
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
+from kineograph.data.decode import MediaConfig
 from kineograph.data.folder import FolderConfig
 from kineograph.data.memmap import MemmapConfig
+from kineograph.data.mix import MixConfig
 from kineograph.data.moving_digits import MovingDigitsConfig
 from kineograph.data.open_source import DataConfig
 from kineograph.data.trim import CutConfig
@@ -66,6 +68,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "memmap", MemmapConfig, "data.", DataConfig),
     (DATA, "webdataset", WebDatasetConfig, "data.", DataConfig),
     (DATA, "cache", CacheConfig, "data.", DataConfig),
+    (DATA, "mix", MixConfig, "data.", MediaConfig),
     (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
     (DATA, "Crops", CropConfig, "", None),
     (CONFIG, "The top", RunConfig, "", None),

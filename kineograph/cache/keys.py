@@ -28,6 +28,8 @@ _SET_OPTIONS = (
     "split_seed",
     "shuffle",
     "uncaptioned",
+    "weight",
+    "repeats",
 )
 # Keys that came later: their defaults are left out, so that the rows of an older cache are found.
 _LATER = {
@@ -44,12 +46,18 @@ _LATER = {
 
 def recipe_key(data: dict[str, Any], facts: dict[str, Any]) -> str:
     """The key of how items are encoded: the data config, and `facts` about the encoders, their weights and precision."""
-    data = {
+    data = _drop_set_options(data)
+    if "mix" in data:
+        data["mix"] = {name: _drop_set_options(part) for name, part in data["mix"].items()}
+    return _digest([json.dumps({**facts, "data": data, "format": 3}, sort_keys=True).encode()], 8).hex()
+
+
+def _drop_set_options(data: dict[str, Any]) -> dict[str, Any]:
+    return {
         name: value
         for name, value in data.items()
         if name not in _SET_OPTIONS and not (name in _LATER and value == _LATER[name])
     }
-    return _digest([json.dumps({**facts, "data": data, "format": 3}, sort_keys=True).encode()], 8).hex()
 
 
 def item_keys(source: Source, buckets: Buckets | None, usual: Bucket) -> np.ndarray:

@@ -276,20 +276,29 @@ def require_captions(source: Source, consumer: str, kind: str = "items") -> str 
 
     `consumer` names what reads the captions ("stage generator"), `kind` the items.
     """
-    forms = source.captioning.formats
-    if not any(form.needs_text for form in forms):
-        return None
-    missing = source.list_missing_captions()
+    missing, refused = _list_missing(source)
     if not missing:
         return None
     total, has_none = str(len(source)), len(missing) >= len(source)
     if isinstance(source, Stream):
         total, has_none = "the first", source.caption(0) is None
-    counted = f"{len(missing)} of {total} {kind} have"
-    examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-    if not all(form.blank for form in forms) or has_none:
+    named = missing if has_none else refused or missing
+    counted = f"{len(named)} of {total} {kind} have"
+    examples = ", ".join(named[:3]) + (" …" if len(named) > 3 else "")
+    if refused or has_none:
         remedy = source.caption_help
         if not has_none:
             remedy += "; or set data.uncaptioned=skip, or data.uncaptioned=empty to train these on the null text"
         raise InputError(f"{consumer} reads captions, and {counted} none ({examples}): {remedy}")
     return f"{counted} no caption ({examples}): data.uncaptioned=empty trains them on the null text"
+
+
+def _list_missing(source: Source) -> tuple[list[str], list[str]]:
+    """The items without a caption, and those of them that data.uncaptioned refuses."""
+    if source.parts:
+        found = {name: _list_missing(part) for name, part in source.parts.items()}
+        missing, refused = ([f"{name}/{path}" for name, lists in found.items() for path in lists[n]] for n in (0, 1))
+        return missing, refused
+    form = source.captioning.at(0)
+    missing = source.list_missing_captions() if form.needs_text else []
+    return missing, [] if form.blank else missing

@@ -14,6 +14,7 @@ from kineograph.core.errors import Unreadable
 from kineograph.core.protocols import Source
 from kineograph.data.buckets import Bucket, MediaInfo, buckets_of
 from kineograph.data.decode import MediaConfig
+from kineograph.data.mix import MixConfig
 from kineograph.data.open_source import DataConfig
 
 _SAMPLE, _COLOUR_SAMPLE = 256, 32  # items
@@ -49,6 +50,9 @@ def measure_sample(source: Source) -> list[tuple[int, MediaInfo]]:
 
 def summarise_fit(source: Source, config: DataConfig) -> list[str]:
     """Lines about what a sample of the items loses; none if it loses nothing, or if the items cannot be measured."""
+    if source.parts and isinstance(config, MixConfig):
+        configs = config.part_configs()
+        return [f"{name}: {line}" for name, part in source.parts.items() for line in summarise_fit(part, configs[name])]
     measured = measure_sample(source)
     if not measured or not isinstance(source, MeasuresItems) or "pixels" not in source.fields:
         return []

@@ -93,6 +93,13 @@ LOCATION_KEYS = (
 )
 """Keys of data.* that say where the items lie: a run's data may be moved."""
 
+
+def is_location(key: str) -> bool:
+    """Whether a key of data.* says where items lie: `folder`, or `mix.NAME.folder`."""
+    parts = key.split(".")
+    return parts[-1] in LOCATION_KEYS and (len(parts) == 1 or (len(parts) == 3 and parts[0] == "mix"))
+
+
 _DEFAULT_SOURCE: str = DataConfig.model_fields["source"].default
 
 
@@ -132,7 +139,7 @@ def parse_data_config(tree: Mapping[str, Any], where: str = "data") -> DataConfi
             f"unknown key {where}.caption_dropout: every stage that reads captions drops them itself, for guidance; "
             "set stages.NAME.caption_dropout, or text_dropout for task: dalle2"
         )
-    return parse(_source_class(tree.get("source", _DEFAULT_SOURCE)).Config, tree, where)
+    return parse(find_source_class(tree.get("source", _DEFAULT_SOURCE)).Config, tree, where)
 
 
 def open_source(config: DataConfig, split: Split, seed: int, dataset: Dataset | None = None) -> Source:
@@ -142,12 +149,14 @@ def open_source(config: DataConfig, split: Split, seed: int, dataset: Dataset | 
 
         source: Source = DatasetSource(dataset, config, split)
     else:
-        source = _source_class(config.source).open(config, split, seed)
-    source.captioning, source.shuffle = Captioning((config.caption_format(split),)), config.shuffle
+        source = find_source_class(config.source).open(config, split, seed)
+    if not source.parts:  # those of a mix have their own
+        source.captioning = Captioning((config.caption_format(split),))
+    source.shuffle = config.shuffle
     return source
 
 
-def _source_class(name: str) -> Any:
+def find_source_class(name: str) -> Any:
     from kineograph.data.dataset import DatasetSource
 
     source = find_source(name)

@@ -77,8 +77,10 @@ def read_data_config(path: Path, arguments: Sequence[str], stage: str | None = N
     settings = [_add_section(argument) for argument in arguments if is_override(argument)]
     files = [argument for argument in arguments if not is_override(argument)]
     chosen = dict(map(parse_override, settings)).get("data.source")
-    tree = read_config([*files, *_locate(path, chosen), *settings])
-    if not files:
+    is_config = path.suffix.lower() in (".yaml", ".yml") and path.is_file()  # it says where the items lie
+    files, place = ([*files, str(path)], []) if is_config else (files, _locate(path, chosen))
+    tree = read_config([*files, *place, *settings])
+    if not tree.get("stages"):
         if stage is not None:
             raise ConfigError(f"--stage {stage}: only a preset or file has stages; name one")
         return parse_data_config(tree.get("data") or {})

@@ -14,7 +14,7 @@ from kineograph.core.config import Config, Tree, merge, parse, shorten
 from kineograph.core.errors import ConfigError, InputError, UnknownKey
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import read_text, split_lines
-from kineograph.data.open_source import LOCATION_KEYS
+from kineograph.data.open_source import is_location
 from kineograph.run.layers import changed_keys, is_override, read_config
 from kineograph.run.misplaced_keys import explain_misplaced_key
 from kineograph.stage.spec import Plan, StagePlan, read_stage
@@ -189,9 +189,8 @@ def refuse_changes(saved: Tree, changed: Tree, run: Path | None = None) -> None:
         parts = key.split(".")
         section, *rest = parts[2:] if parts[0] == "stages" and len(parts) > 2 else parts
         may_change = section == "train" and rest and (rest[0] in MAY_CHANGE or rest[0].endswith("_every"))
-        may_change = may_change or (
-            section == "data" and rest and rest[0] in LOCATION_KEYS
-        )  # the items are compared later
+        # Where the data lie: the items are compared later.
+        may_change = may_change or (section == "data" and is_location(".".join(rest)))
         if parts[0] != "prompts" and not may_change:
             raise ConfigError(
                 f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kineograph.core.config import parse_override
+from kineograph.core.config import flatten, merge, nest, parse_override
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder, read_json, write_json
-from kineograph.data.open_source import LOCATION_KEYS, DataConfig, Split, parse_data_config
+from kineograph.data.open_source import LOCATION_KEYS, DataConfig, Split, is_location, parse_data_config
 
 Record = dict[str, Any]
 
@@ -53,19 +53,18 @@ def move_data(config: DataConfig, settings: Sequence[str]) -> DataConfig:
     """The config with its items at another place: `settings` such as data.folder=NEW."""
     if not settings:
         return config
-    changes = dict(map(parse_override, settings))
+    changes, tree = dict(map(parse_override, settings)), config.model_dump(mode="json")
     for key, value in changes.items():
         name = key.removeprefix("data.")
-        if not key.startswith("data.") or name not in LOCATION_KEYS:
+        if not key.startswith("data.") or not is_location(name):
             places = ", ".join(f"data.{name}" for name in LOCATION_KEYS)
             raise ConfigError(f"{key}={value}: only where the data lie can change here: {places}")
-        if name not in type(config).model_fields:
+        if name not in flatten(tree):
             raise ConfigError(f"{key}={value}: data.source={config.source} has no {name}")
-    return parse_data_config(
-        config.model_dump(mode="json") | {key.removeprefix("data."): value for key, value in changes.items()}
-    )
+        tree = merge(tree, nest(name, value))
+    return parse_data_config(tree)
 
 
 def _locate(config: DataConfig) -> dict[str, Any]:
-    tree = config.model_dump(mode="json")
-    return {key: tree[key] for key in LOCATION_KEYS if tree.get(key) is not None}
+    tree = flatten(config.model_dump(mode="json"))
+    return {key: value for key, value in tree.items() if is_location(key) and value is not None}
