@@ -529,7 +529,13 @@ def data_check(
 
 @data_app.command("show")
 def data_show(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of pictures, clips, shards or arrays.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR|FILE.yaml",
+            help="A folder of pictures, clips, shards or arrays; or a config that names its data.",
+        ),
+    ],
     what: Annotated[
         list[str] | None,
         typer.Argument(

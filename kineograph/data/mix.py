@@ -18,6 +18,7 @@ from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.core.protocols import MixShare, Source, Stream
 from kineograph.data.buckets import Bucket, BucketedSource, Buckets, buckets_of
 from kineograph.data.decode import MediaConfig
+from kineograph.data.decoded_cache import DecodedSize, KeepsDecoded
 from kineograph.data.open_source import DataConfig, Split, find_source_class, open_source, parse_data_config
 
 _SHAPE = ("size", "frames", "channels")  # of a batch, so of all its items
@@ -110,7 +111,7 @@ def _parse_part(name: str, part: Mapping[str, Any], shared: Mapping[str, Any]) -
     return parse_data_config({key: value for key, value in shared.items() if key in fields} | tree, where)
 
 
-class Mix(BucketedSource):
+class Mix(BucketedSource, KeepsDecoded):
     Config = MixConfig
 
     def __init__(self, config: MixConfig, parts: dict[str, Source], split: Split) -> None:
@@ -185,6 +186,20 @@ class Mix(BucketedSource):
             return read(self._sources[part], item)
         except Unreadable as error:
             raise Unreadable(f"{self._names[part]}/{error.path}", error.reason) from error.__cause__
+
+    def estimate_decoded(self, limit: int) -> DecodedSize | None:
+        total = DecodedSize(0, 0)
+        for source in self._sources:
+            size = source.estimate_decoded(limit) if isinstance(source, KeepsDecoded) else None
+            if size is None:
+                return None
+            total = DecodedSize(total.bytes + size.bytes, total.frames + size.frames)
+        return total
+
+    def keep_decoded(self, limit: int) -> None:
+        for source in self._sources:
+            assert isinstance(source, KeepsDecoded)
+            source.keep_decoded(limit)
 
     def caption(self, index: int) -> str | None:
         part, item = self._find(index)

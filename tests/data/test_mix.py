@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.protocols import MixShare, Source
 from kineograph.core.trust import find_code
 from kineograph.data.captions import require_captions
+from kineograph.data.decoded_cache import keep_if_small
 from kineograph.data.fit_summary import summarise_fit
 from kineograph.data.loader import Loader
 from kineograph.data.mix import MixConfig
@@ -186,6 +188,15 @@ def test_paths_are_absolute_moved_and_trusted(
         move_data(relative, ["data.mix.other.folder=x"])
     tree = {"data": {"mix": {"mine": {"source": "my.module.Data"}, "pipe": {"shards": "pipe:cat x"}}}}
     assert dict(find_code(tree)) == {"data.mix.mine.source": "my.module.Data", "data.mix.pipe.shards": "pipe:cat x"}
+
+
+def test_small_parts_are_kept_decoded_if_all_can_be(parts: dict[str, dict[str, Any]]) -> None:
+    plain, kept = opened(parts), opened(parts)
+    assert "24 items are kept decoded" in str(keep_if_small(kept, 1))
+    for one, two in zip(*(Loader(source, seed=0, batch_size=8).steps(0, 4) for source in (plain, kept)), strict=True):
+        assert torch.equal(one[0].pixels, two[0].pixels)  # type: ignore[arg-type]
+    digits = {"source": "moving_digits", "count": 7}
+    assert keep_if_small(opened(parts | {"digits": digits}), 1) is None
 
 
 def test_digests_tell_other_items(parts: dict[str, dict[str, Any]]) -> None:
