@@ -228,8 +228,10 @@ def explained_variance(shared: Reconstruction, spare: bool = False) -> Mean:
     return Mean(variance - error, variance)
 
 
-def codec_limits(codes: int | None, has_divergence: bool = False, has_discriminator: bool = False) -> tuple[Limit, ...]:
-    """What a healthy codec never does. `codes`: size of its codebook."""
+def codec_limits(
+    codes: int | None, quantizer: str = "vq", has_divergence: bool = False, has_discriminator: bool = False
+) -> tuple[Limit, ...]:
+    """What a healthy codec never does. `codes`: size of its codebook; `quantizer`: its kind."""
     remedy = "Lower train.lr, lengthen train.warmup or train for more steps; look at the pictures in validation/."
     collapsed = Limit(
         "codec_collapsed",
@@ -240,6 +242,7 @@ def codec_limits(codes: int | None, has_divergence: bool = False, has_discrimina
     )
     limits = [collapsed]
     if codes is not None and codes >= 16:
+        smaller = "fewer quantizer.levels" if quantizer == "fsq" else "a smaller quantizer.codes or quantizer.kind=fsq"
         meaning = "The codec uses one code for everything: its tokens hold no information."
         limits.append(Limit("one_code", "codes/perplexity", meaning, remedy, at_least=1.2))
         limits.append(
@@ -247,7 +250,7 @@ def codec_limits(codes: int | None, has_divergence: bool = False, has_discrimina
                 "few_codes",
                 "codes/use",
                 "Nearly all of the codebook is unused.",
-                "Use a smaller codebook or kind: fsq, lower train.lr, or train for more steps.",
+                f"Use {smaller}, lower train.lr, or train for more steps.",
                 at_least=min(0.01, 10 / codes),  # ten codes: a batch may have fewer tokens than the codebook codes
                 severity="warning",
             )

@@ -287,7 +287,9 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
         return self.decode(self.encode(batch.video, batch.frame_mask))
 
     def health_limits(self) -> tuple[Limit, ...]:
-        return codec_limits(self.vocabulary, has_discriminator=self.discriminator is not None)
+        return codec_limits(
+            self.vocabulary, self.config.quantizer.kind, has_discriminator=self.discriminator is not None
+        )
 
     # structure ---------------------------------------------------------------------------------------------------
 

@@ -235,7 +235,9 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
         return self.decode(self.encode(batch.video))
 
     def health_limits(self) -> tuple[Limit, ...]:
-        return codec_limits(self.vocabulary, has_discriminator=self.discriminator is not None)
+        return codec_limits(
+            self.vocabulary, self.config.quantizer.kind, has_discriminator=self.discriminator is not None
+        )
 
     # structure ---------------------------------------------------------------------------------------------------
 

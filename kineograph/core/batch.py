@@ -50,7 +50,7 @@ class Batch:
     """Stacked samples. `slots` are their positions in the global batch, which key their noise."""
 
     slots: Tensor  # B, int64
-    pixels: Tensor | None = None  # B T C H W, uint8
+    pixels: Tensor | None = None  # B T C H W, uint8 (or float in [0, 1])
     frame_mask: Tensor | None = None  # B T, bool; None: no padding, so attention needs no mask
     fps: Tensor | None = None  # B
     captions: list[str] | None = None  # None: no sample has one; "" is the null text
@@ -70,6 +70,8 @@ class Batch:
         """Pixels as float in [0, 1], B T C H W."""
         if self.pixels is None:
             raise ValueError("this batch has no pixels: it comes from a token or latent cache")
+        if self.pixels.is_floating_point():  # in [0, 1] already
+            return self.pixels.float()
         return self.pixels.to(torch.float32).div_(255.0)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:

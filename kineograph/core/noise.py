@@ -8,6 +8,7 @@ same sample. `slot` is a sample's place in the global batch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -62,12 +63,13 @@ def numpy_rng(*parts: int | str) -> np.random.Generator:
 
 
 class Noise:
-    """Draws for a batch of samples. `slots[b]` is the place of row b in the global batch."""
+    """Draws for a batch of samples. `slots[b]` is the place of row b in the global batch; `row_seeds[b]` replaces `seed` for that row."""
 
-    def __init__(self, seed: int, step: int, slots: Tensor) -> None:
+    def __init__(self, seed: int, step: int, slots: Tensor, row_seeds: Sequence[int] | None = None) -> None:
         self.seed = seed
         self.step = step
         self.slots = slots  # B, int64
+        self.row_seeds = row_seeds
 
     @staticmethod
     def for_rows(seed: int, step: int, rows: int, device: torch.device | str = "cpu") -> Noise:
@@ -84,16 +86,23 @@ class Noise:
 
     def rows(self, start: int, stop: int) -> Noise:
         """The draws of rows start … stop − 1, for work done in chunks."""
-        return Noise(self.seed, self.step, self.slots[start:stop])
+        return Noise(self.seed, self.step, self.slots[start:stop], self.row_seeds and self.row_seeds[start:stop])
 
-    def keyed_by(self, name: str) -> Noise:
+    def keyed_by(self, *parts: int | str) -> Noise:
         """Draws that are independent of these, for a stage that samples beside others."""
-        return Noise(key_of(self.seed, name), self.step, self.slots)
+        rows = None if self.row_seeds is None else [key_of(seed, *parts) for seed in self.row_seeds]
+        return Noise(key_of(self.seed, *parts), self.step, self.slots, rows)
+
+    def _stream(self, name: str) -> Tensor | int:
+        """A key for the name: one, or one per row."""
+        if self.row_seeds is None:
+            return _signed(key_of(self.seed, self.step, name))
+        keys = [_signed(key_of(seed, self.step, name)) for seed in self.row_seeds]
+        return torch.tensor(keys, dtype=torch.int64, device=self.device)
 
     def bits(self, name: str, *shape: int) -> Tensor:
         """64 random bits per element, shape B × shape."""
-        stream = _signed(key_of(self.seed, self.step, name))
-        keys = _mix(self.slots * _signed(_GAMMA) + stream)  # B
+        keys = _mix(self.slots * _signed(_GAMMA) + self._stream(name))  # B
         count = 1
         for size in shape:
             count *= size

@@ -164,3 +164,11 @@ def test_small_and_huge_codebooks_raise_no_alarm(codes: int):
     dead = {"codes/use": 1 / codes, "codes/perplexity": 1.0}
     found = [limit.name for limit in codec_limits(codes) if limit.check(dead)]
     assert found == ([] if codes == 4 else ["one_code"] if codes == 64 else ["one_code", "few_codes"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("vq", "quantizer.kind=fsq"), ("lfq", "quantizer.kind=fsq"), ("fsq", "fewer quantizer.levels")]
+)
+def test_the_remedy_for_few_codes_fits_the_quantizer(kind: str, remedy: str):
+    (limit,) = [limit for limit in codec_limits(512, kind) if limit.name == "few_codes"]
+    assert remedy in limit.remedy and ("fsq" in limit.remedy) == (kind != "fsq")

@@ -74,6 +74,12 @@ def test_video_is_float_in_unit_range_and_the_bytes_stay() -> None:
     assert batch.pixels.dtype == torch.uint8
 
 
+def test_video_leaves_float_pixels_as_they_are() -> None:
+    given = torch.tensor([0.0, 0.5, 1.0]).view(1, 1, 3, 1, 1)
+    batch = Batch(slots=torch.zeros(1, dtype=torch.int64), pixels=given.clone())
+    assert torch.equal(batch.video, given) and torch.equal(batch.video, given)  # the second call sees the same pixels
+
+
 def test_map_reaches_every_tensor_and_nothing_else() -> None:
     samples = [Sample(pixels=clip(n), fps=8, caption="a", extra={"z": torch.ones(2)}) for n in (1, 2)]
     batch = Batch.collate(samples, [0, 1])

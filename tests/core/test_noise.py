@@ -25,6 +25,15 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     assert torch.equal(Noise.for_rows(3, 7, 12).rows(5, 9).normal("noise", 4, 5), whole[5:9])
 
 
+def test_rows_with_seeds_of_their_own_draw_as_if_alone() -> None:
+    mixed = Noise(3, 7, torch.tensor([0, 1, 0]), [3, 3, 9])
+    for noise, part in ((mixed, lambda noise: noise), (mixed, lambda noise: noise.keyed_by("window", 2))):
+        drawn = part(noise).normal("noise", 4, 5)
+        assert torch.equal(drawn[:2], part(Noise.for_rows(3, 7, 2)).normal("noise", 4, 5))
+        assert torch.equal(drawn[2:], part(Noise.for_rows(9, 7, 1)).normal("noise", 4, 5))
+    assert torch.equal(mixed.rows(1, 3).uniform("a"), mixed.uniform("a")[1:])
+
+
 def test_shape_only_shapes_the_draws() -> None:
     noise = Noise.for_rows(0, 0, 3)
     assert torch.equal(noise.bits("a", 6), noise.bits("a", 2, 3).flatten(1))

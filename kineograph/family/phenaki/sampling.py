@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kineograph.core.batch import Prompts, Shape
 from kineograph.core.errors import ConfigError, InputError
-from kineograph.core.noise import Noise, key_of
+from kineograph.core.noise import Noise
 from kineograph.core.task import Codec
 from kineograph.family.phenaki.config import PhenakiSample
 from kineograph.family.phenaki.network import Clips, Grid, TokenCritic
@@ -44,8 +44,7 @@ def sample_clips(
         return clip
     parts = [clip.cpu()]
     for index, new in enumerate(count_new_frames(frames, window, overlap), 1):
-        window_noise = Noise(key_of(noise.seed, "window", index), noise.step, noise.slots)
-        fresh = sampler.sample(window, clip[:, new - window :], window_noise)[:, window - new :]
+        fresh = sampler.sample(window, clip[:, new - window :], noise.keyed_by("window", index))[:, window - new :]
         parts.append(fresh.cpu())
         clip = torch.cat([clip[:, new:], fresh], dim=1)  # the last `window` frames so far
     return torch.cat(parts, dim=1)
