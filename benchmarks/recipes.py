@@ -90,7 +90,11 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", default="0-2", help="such as 0-2 or 0,3,7")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument(
-        "--stagger", type=float, default=0, metavar="SECONDS", help="between starts: the first run compiles for the others"
+        "--stagger",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="between starts: the first run compiles for the others",
     )
     parser.add_argument("--samples", type=int, default=512, help="samples to evaluate")
     parser.add_argument("--score", default="caption_accuracy", help="the metric of the table")

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,12 @@ Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps.")]
 Negative = Annotated[str | None, typer.Option(help="What not to draw.")]
 SamplingOptions = Annotated[
     list[str] | None, typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.")
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Samples drawn at a time; fewer take less memory.", show_default="sample.batch, or as many as fit"
+    ),
 ]
 Ema = Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")]
 Fps = Annotated[
@@ -195,6 +202,14 @@ def train(
 def sample(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Argument(help="Captions; none for an unconditional model.")] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="Captions from a file: one per line, or caption@@picture; or .jsonl (docs/sampling.md).",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the media.", show_default="RUN/drawn")] = None,
     count: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
     seed: Seed = 0,
@@ -223,19 +238,23 @@ def sample(
     size: Annotated[
         str | None, typer.Option(metavar="HxW", help="Height and width in pixels.", show_default="as trained")
     ] = None,
+    batch: Batch = None,
     ema: Ema = True,
     compile: Compile = False,
     device: Device = "auto",
     trust: Trust = False,
 ) -> None:
-    """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it."""
+    """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it.
+
+    Example: kineo sample runs/clips --prompts prompts.txt --count 2
+    """
     flags = locals()  # the parameters above are the fields of SampleRequest, and where and how to write
     del flags["trust"]
     from kineograph.run.launch import NO_TIMEOUT, process_group
     from kineograph.sample.command import write_samples
 
     with process_group(timeout=NO_TIMEOUT):
-        paths = write_samples(**flags)
+        paths = write_samples(**flags, note=_print_to_stderr)
     for path in paths:
         print(path)
 
@@ -246,7 +265,8 @@ def story(
     scenes: Annotated[
         Path,
         typer.Argument(
-            metavar="SCENES.txt", help="One scene per line; blank lines and lines that begin with # are skipped."
+            metavar="SCENES.txt",
+            help="One scene per line; blank lines and lines that begin with # are skipped. Or .jsonl: prompt, frames, overlap, negative, seed.",
         ),
     ],
     overlap: Annotated[
@@ -304,8 +324,20 @@ def evaluate(
         list[str] | None, typer.Argument(metavar="[data.folder=NEW]", help="Where the run's data lie now.")
     ] = None,
     metrics: MetricNames = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many samples to evaluate.")] = 256,
-    split: Annotated[str, typer.Option(help="validation or test.")] = "validation",
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="How many samples to evaluate.", show_default="256")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="validation or test.", show_default="validation")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw and judge these prompts instead of held-out items (docs/sampling.md)."),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Samples at a time; fewer take less memory.", show_default="evaluate.batch, or as many as fit"
+        ),
+    ] = None,
     checkpoint: Checkpoint = "last",
     stage: Stage = None,
     seed: Seed = 0,
@@ -345,7 +377,7 @@ def evaluate(
         evaluation = run_evaluation(
             run, _split_names(metrics), samples=samples, split=split, checkpoint=checkpoint, stage=stage, seed=seed,
             device=device, extractors=extractor or [], compile=compile, moved=moved or [], options=options,
-            reference=reference, reference_items=reference_items, save_stats=save_stats,
+            reference=reference, reference_items=reference_items, save_stats=save_stats, prompts=prompts, batch=batch,
         )  # fmt: skip
     if is_main_process():
         evaluation.show()
@@ -735,7 +767,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        _report(error)
+        _report(error, words)
 
 
 def _check_encoding(words: list[str]) -> None:
@@ -746,7 +778,18 @@ def _check_encoding(words: list[str]) -> None:
             raise InputError(f"argument {number} is not UTF-8: {os.fsencode(word)!r}; convert it, or rename the file")
 
 
-def _report(error: Any) -> None:
+_LESS_TRAINING_MEMORY = (
+    "lower train.batch_size or raise train.accumulate, set train.checkpointing=true, or make the model smaller (kineo doctor shows "
+    "what takes how much); while samples are drawn, set sample.batch=1, while metrics are computed, evaluate.batch=1"
+)
+_OUT_OF_MEMORY = {  # what helps, by command
+    "sample": "lower --batch (or sample.batch in RUN/config.yaml; 1 draws one at a time), --frames or --size",
+    "story": "lower --frames (frames of a scene)",
+    "evaluate": "lower --batch (or evaluate.batch in RUN/config.yaml; 1 takes one sample at a time), or choose fewer --metrics",
+}
+
+
+def _report(error: Any, words: Sequence[str] = ()) -> None:
     """Print an error as one message and exit with its code. Each rank prints its own; a stop is printed by rank 0."""
     from kineograph.core.errors import KineoError
 
@@ -760,11 +803,8 @@ def _report(error: Any) -> None:
         sys.exit(error.exit_code)
     on_gpu = type(error).__name__ == "OutOfMemoryError"
     if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's message on a CPU
-        print(
-            f"{prefix}the {'GPU' if on_gpu else 'machine'} is out of memory: lower train.batch_size or raise train.accumulate, set train.checkpointing=true, "
-            f"or make the model smaller (kineo doctor shows what takes how much)\n{error}",
-            file=sys.stderr,
-        )
+        remedy = next((_OUT_OF_MEMORY[word] for word in words if word in _OUT_OF_MEMORY), _LESS_TRAINING_MEMORY)
+        print(f"{prefix}the {'GPU' if on_gpu else 'machine'} is out of memory: {remedy}\n{error}", file=sys.stderr)
         sys.exit(1)
     if isinstance(error, OSError) and error.filename is not None:  # a file that is gone, protected, too long …
         print(f"{prefix}{error.filename}: {error.strerror}", file=sys.stderr)

@@ -303,7 +303,10 @@ def test_a_story_prints_its_files_and_tells_of_its_scenes(here: Path, kineo) -> 
     before = everything(here)
     for words, message in (
         (["scenes.txt", "--overlap", "4"], "error: --overlap=4 does not fit scenes of 7 frames: use 1, 3, 5\n"),
-        (["gone.txt"], "error: gone.txt does not exist: give a text file with one scene per line\n"),
+        (
+            ["gone.txt"],
+            "error: gone.txt does not exist: give a text file with one scene per line, or a .jsonl file with an object per line\n",
+        ),
     ):
         assert kineo("story", "runs/clips", *words, "--device", "cpu") == Done(2, "", message)
     longer = kineo("sample", "runs/clips", "a 3", "--prime", f"{stem}.gif", "--format", "png", "--device", "cpu")

@@ -43,7 +43,7 @@ from kineograph.process.solvers import DiffusionSample
 from kineograph.run import layers
 from kineograph.run.crop_writer import CropConfig
 from kineograph.run.plan import RunConfig, make_plan, refuse_changes
-from kineograph.stage.spec import read_stage
+from kineograph.stage.spec import BatchConfig, read_stage
 from kineograph.text import TextConfig
 from kineograph.text.clip import ClipConfig
 from kineograph.text.clip_embedding import ClipSource
@@ -72,6 +72,8 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
     (DATA, "Crops", CropConfig, "", None),
     (CONFIG, "The top", RunConfig, "", None),
+    (CONFIG, "The top", BatchConfig, "sample.", None),
+    (CONFIG, "The top", BatchConfig, "evaluate.", None),
     (CONFIG, "stages.x", StageConfig, "", None),
     (CONFIG, "train.*", TrainConfig, "train.", PlayerConfig),
     (CONFIG, "train.*", PlayerConfig, "train.", None),

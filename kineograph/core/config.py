@@ -354,7 +354,9 @@ def _parse_yaml(text: str, where: str) -> Any:
     return tree
 
 
-def _parse_json_tree(text: str) -> Any:
+def parse_json_tree(text: str) -> Any:
+    """Parse JSON from anywhere. Raises a ValueError, also for what no config holds: a key that is given twice, half a character."""
+
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> Tree:
         tree = dict(pairs)
         if len(tree) < len(pairs):
@@ -406,7 +408,7 @@ def load_file(path: Path) -> Tree:
     is_json = path.suffix.lower() == ".json"  # JSON with tabs or escaped surrogates is not YAML
     try:
         text = path.read_text(encoding="utf-8-sig")
-        tree = _parse_json_tree(text) if is_json else read_yaml(text, str(path))
+        tree = parse_json_tree(text) if is_json else read_yaml(text, str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except _Refused as error:

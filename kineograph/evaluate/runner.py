@@ -16,6 +16,7 @@ from kineograph.core.errors import InputError, NoData
 from kineograph.core.health import read_findings
 from kineograph.core.kernels import enable_flash_attention_3
 from kineograph.core.metric_options import MetricOptions
+from kineograph.core.prompt import Prompt
 from kineograph.core.protocols import Source
 from kineograph.core.registry import find_metric, metric_names
 from kineograph.core.run_folder import RunFolder
@@ -24,7 +25,7 @@ from kineograph.data.open_source import Split, open_source
 from kineograph.evaluate import results_file
 from kineograph.evaluate.console import format_value
 from kineograph.evaluate.extractor.registry import Extractors, parse_choices
-from kineograph.evaluate.metric_api import Result
+from kineograph.evaluate.metric_api import MetricSkipped, Result
 from kineograph.evaluate.picture_sets import PictureSet, open_folder, open_split, read_at
 from kineograph.evaluate.saved_statistics import (
     SUFFIX,
@@ -34,9 +35,12 @@ from kineograph.evaluate.saved_statistics import (
     write_statistics,
 )
 from kineograph.evaluate.stage_evaluator import Reasons, StageEvaluator
+from kineograph.media.filenames import slugify
+from kineograph.sample.prompt_file import check_fields, read_prompts, refuse_scenes
+from kineograph.sample.request import SampleRequest
 from kineograph.stage.data_record import check_items, move_data
 from kineograph.stage.load import StageLoader, choose_sampling_stage
-from kineograph.stage.spec import StageSpec, read_stage
+from kineograph.stage.spec import StageSpec, read_batch, read_stage
 from kineograph.train import checkpoint as checkpoints
 from kineograph.train.config import TrainConfig
 
@@ -106,13 +110,14 @@ def evaluate(
     run: str | Path,
     metrics: Sequence[str] | None = None,
     *,
-    samples: int = 256,
-    split: str = "validation",
+    samples: int | None = None,
+    split: str | None = None,
     checkpoint: str | int = "last",
     stage: str | None = None,
     device: str = "auto",
     seed: int = 0,
-    batch: int = 32,
+    batch: int | None = None,
+    prompts: Sequence[str | Prompt] | str | Path | None = None,
     dataset: Any = None,
     moved: Sequence[str] = (),
     extractors: Sequence[str] = (),
@@ -126,6 +131,8 @@ def evaluate(
     """Evaluate the sampling stage of a run at `checkpoint` and the stages below it, or `stage` alone.
 
     `metrics`: None for all that apply. A named metric without a result is listed in `missing`; if none has one, that is an error.
+    `samples`: how many (default 256) of `split` (default validation). `prompts`: draw and judge these, or those of a file, instead
+    of held-out items. `batch`: samples at a time; None: `evaluate.batch` of the run, or as many as fit.
     `extractors`: `NAME|FILE` for fid, rfid, kid and is, or `METRIC=NAME|FILE`; `options`: how metrics are computed.
     `reference`: what fid, kid and fvd compare samples with: `train`, a folder or statistics (.npz); None: the held-out items.
     `save_stats`: write the statistics of the real items there.
@@ -133,10 +140,20 @@ def evaluate(
     Writes RUN/evaluation.json and image sheets under RUN/evaluation/. Several processes share the items; all return the same
     numbers, and the first one writes and prints.
     """
-    if split not in get_args(Split):
+    if batch is not None and batch < 1:
+        raise InputError(f"--batch {batch} is too small: use at least 1")
+    if prompts is not None:
+        unused = {"--samples": samples, "--split": split, "--save-stats": save_stats}
+        for flag, value in (unused | ({} if reference is not None else {"data.folder=NEW": moved or None})).items():
+            if value is not None:
+                raise InputError(f"{flag} has no effect with --prompts, which reads no held-out items: leave one out")
+    asked = _read_prompts(run, prompts, stage, seed) if prompts is not None else None
+    samples = 256 if samples is None else samples
+    split = split or ("validation" if asked is None else f"prompts-{asked.name}")
+    if asked is None and split not in get_args(Split):
         raise InputError(f"--split {split}: use {' or '.join(get_args(Split)[1:])}")
-    if samples < 1 or batch < 1:
-        raise InputError(f"samples={samples}, batch={batch}: use 1 or more")
+    if samples < 1:
+        raise InputError(f"samples={samples}: use 1 or more")
     folder = RunFolder.existing(run)
     note = distributed.on_first_rank(note)
     chosen = {metric.name: metric for metric in map(find_metric, metrics if metrics is not None else metric_names())}
@@ -148,20 +165,26 @@ def evaluate(
     chosen_networks = {**options.extractors, **parse_choices(list(extractors))}
     opened = Extractors(stages.device, options.model_copy(update={"extractors": chosen_networks}))
     statistics = read_statistics(Path(reference)) if reference and str(reference).endswith(SUFFIX) else None
-    main, names = _select_stages(folder, stage)
+    main, names = _select_stages(folder, stage if asked is None else asked.stage)
     evaluation = Evaluation(folder.path, split)
     reasons: Reasons = {name: [] for name in chosen}
+    if asked is not None:
+        there = {"captions", "generated", "clips"} | ({"real"} if reference is not None else set())
+        for name, metric in chosen.items():
+            if not metric.needs <= there:
+                remedy = "add --reference" if metric.needs <= there | {"real"} else "leave --prompts out"
+                reasons[name].append(MetricSkipped(f"prompts have nothing real to compare with; {remedy}"))
     tree = folder.config()
     run_seed = int(tree.get("seed", 0))
     for name in names:
         step = checkpoints.select(folder.checkpoints(name), checkpoint if name == main else "last").step
         spec = read_stage(tree, name)
         task = stages.load(name, step)
-        if spec.data.source == "dataset" and dataset is None:
+        if spec.data.source == "dataset" and dataset is None and asked is None:
             raise InputError(f"stage {name} was trained on a Dataset object: evaluate it from Python with dataset=…")
         spec = replace(spec, data=move_data(spec.data, moved))
-        source = _open_items(folder, spec, split, run_seed, dataset, note)  # type: ignore[arg-type]
-        if len(source) < samples:
+        source = _open_items(folder, spec, split, run_seed, dataset, note) if asked is None else None  # type: ignore[arg-type]
+        if source is not None and len(source) < samples:
             note(f"{name}: the {split} split has {len(source)} items: evaluating {len(source)} samples, not {samples}")
         evaluator = StageEvaluator(
             spec,
@@ -173,7 +196,7 @@ def evaluate(
             opened,
             stages,
             seed,
-            batch,
+            batch or read_batch(tree, "evaluate"),
             generate=name == main,
             interactive=True,
             note=note,
@@ -181,6 +204,7 @@ def evaluate(
             validation_batch=_validation_batch(tree["stages"][name].get("train", {})),
             named=metrics is not None,
             save_statistics=save_stats is not None and name == main,
+            prompts=asked.request if asked is not None else None,
         )
         if reference is not None and name == main:
             evaluator.reference = statistics or _open_reference(
@@ -203,6 +227,30 @@ def evaluate(
     _report_skipped(evaluation, chosen, reasons, named=metrics is not None)
     evaluation.files.insert(0, folder.path / "evaluation.json")
     return evaluation
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Prompts to evaluate."""
+
+    name: str  # of the file
+    stage: str
+    request: SampleRequest
+
+
+def _read_prompts(
+    run: str | Path, prompts: Sequence[str | Prompt] | str | Path, stage: str | None, seed: int
+) -> _Asked:
+    """Check prompts against the stage's task before it is loaded."""
+    name = "list"
+    if isinstance(prompts, str | Path):
+        name, prompts = slugify(Path(prompts).stem), read_prompts(prompts)
+    folder = RunFolder.existing(run)
+    stage = choose_sampling_stage(folder, stage)
+    request = SampleRequest(str(run), stage, seed=seed, prompts=prompts)
+    check_fields(request.entries or [], read_stage(folder.config(), stage))
+    refuse_scenes(request.entries or [], "remove it; single clips are judged")
+    return _Asked(name, stage, request)
 
 
 def _open_items(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 
-from kineograph.core import distributed, heartbeat
+from kineograph.core import distributed
 from kineograph.core.batch import Batch, Prompts
 from kineograph.core.capabilities import (
     ComparesSamples,
@@ -38,7 +39,11 @@ from kineograph.evaluate.metric_api import (
 from kineograph.evaluate.picture_sets import PictureSet
 from kineograph.evaluate.saved_statistics import SavedStatistics
 from kineograph.evaluate.sheets import SampleSheets
+from kineograph.sample.batches import MOST, RowBatches
 from kineograph.sample.inference import draw, inference_mode, sampling_noise
+from kineograph.sample.limits import ClipLimits
+from kineograph.sample.request import SampleRequest
+from kineograph.sample.rows import Row, RowReader, group_rows, make_prompts
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import StageSpec
 
@@ -51,14 +56,14 @@ class StageEvaluator:
         self,
         spec: StageSpec,
         task: Task,
-        source: Source,
+        source: Source | None,
         device: torch.device,
         samples: int,
         run_seed: int,
         extractors: Extractors,
         stages: StageLoader | None = None,
         seed: int = 0,
-        batch: int = 32,
+        batch: int | None = None,
         generate: bool = True,
         interactive: bool = False,
         note: Callable[[str], None] = lambda line: None,
@@ -67,20 +72,32 @@ class StageEvaluator:
         named: bool = True,
         reference: PictureSet | SavedStatistics | None = None,
         save_statistics: bool = False,
+        prompts: SampleRequest | None = None,
     ) -> None:
         """`generate`: sample from the stage, if it can. `interactive`: announce the work, show progress, collect sheets.
 
         `named`: the user chose the metrics; otherwise those of pairs apply only where samples start from real items. `reference`: what
         distributions are compared with; None: the held-out items. `save_statistics`: collect those of the real items in `statistics`.
-        `batch` is the number of samples of one process at a time, `validation_batch` that of all processes in training's validation.
+        `batch` is the number of samples of one process at a time (None: as many as fit), `validation_batch` that of all
+        processes in training's validation. With `prompts`, these are drawn and judged instead of the items of `source`.
         """
         self.spec, self.task, self.source, self.device = spec, task, source, device
         self.name, self.shape = spec.name, sample_shape(task, spec.data.shape)
         self.run_seed, self.seed, self.split = run_seed, seed, split
-        self.batch, self.validation_batch = batch, validation_batch
+        self.batch, self.validation_batch = batch or MOST, validation_batch
+        compiled = stages is not None and stages.compiled
+        # In training, the other processes cannot know that one of them takes fewer at a time.
+        self.batches = RowBatches(
+            batch, device, measure=interactive and not compiled, retry=interactive or not distributed.is_active(),
+            key="evaluate.batch", note=note,
+        )  # fmt: skip
         self.extractors, self.stages, self.interactive, self.note = extractors, stages, interactive, note
         self.generate = generate and isinstance(task, SupportsSampling)
-        self.count = min(samples, len(source))
+        self.rows: list[Row] = []  # of the prompts
+        if prompts is not None:
+            limits = ClipLimits(task, spec.config.task, self.shape)
+            self.rows = RowReader(limits, spec.data, spec.config.sample_options, note).read(prompts)
+        self.count = len(self.rows) or min(samples, len(source or ()))
         self.named, self.reference = named, reference
         self.statistics = SavedStatistics("") if save_statistics else None
         self.progress = ProgressBar()
@@ -89,13 +106,14 @@ class StageEvaluator:
     def run(self, chosen: dict[str, Any], reasons: Reasons) -> tuple[dict[str, Result], SampleSheets]:
         """Compute the chosen metrics that apply; append to `reasons` why others do not."""
         metrics = self.open(chosen, reasons)
-        if metrics and "captions" in self.spec.config.reads():
+        if metrics and self.source is not None and "captions" in self.spec.config.reads():
             require_captions(self.source, f"stage {self.name} ({self.spec.config.task})", f"{self.split} items")
         self._read_reference(metrics, reasons)
         needed = frozenset().union(*(metric.needs for metric in metrics.values()))
         sheets = SampleSheets()
         with self._show_progress(metrics):
-            for number, batch in enumerate(self._batches(needed) if metrics else ()):
+            batches = self._prompt_batches() if self.rows else self._batches(needed)
+            for number, batch in batches if metrics else ():
                 if not batch.spare:
                     remarks = self._update(batch, metrics, reasons)
                     if self.interactive:
@@ -145,8 +163,11 @@ class StageEvaluator:
 
     def open(self, chosen: dict[str, Any], reasons: Reasons) -> dict[str, Metric]:
         """Open the metrics that apply to this stage."""
-        checked = range(min(CAPTIONS_TO_CHECK, len(self.source)))
-        captions = [next(iter(self.source.formatted_captions(index)), None) for index in checked]
+        if self.source is not None:
+            checked = range(min(CAPTIONS_TO_CHECK, len(self.source)))
+            captions = [next(iter(self.source.formatted_captions(index)), None) for index in checked]
+        else:
+            captions = [row.caption for row in self.rows[:CAPTIONS_TO_CHECK]]
         context = EvalContext(
             self.name,
             self.task,
@@ -159,7 +180,7 @@ class StageEvaluator:
             reference=self.reference is not None,
         )
         available = self._available(context)
-        if any("paired" in metric.needs for metric in chosen.values()) and self.generate:
+        if any("paired" in metric.needs for metric in chosen.values()) and self.generate and self.source is not None:
             available |= {"paired"} if self.named or self._starts_from_items() else set()
         metrics: dict[str, Metric] = {}
         for name, metric in chosen.items():
@@ -171,13 +192,15 @@ class StageEvaluator:
         return metrics
 
     def _available(self, context: EvalContext) -> frozenset[Kind]:
-        kinds: set[Kind] = {"real", "losses"}
+        kinds: set[Kind] = {"real", "losses"} if self.source is not None else set()
         if context.captions is not None:
             kinds.add("captions")
         if self.generate:
             kinds.add("generated")
         if self.shape.frames > 1:
             kinds.add("clips")
+        if self.source is None:
+            return frozenset(kinds if self.reference is None else {*kinds, "real"})
         if can_reconstruct(self.task):
             kinds.add("reconstruction")
         if isinstance(self.task, Codec) and self.task.vocabulary:
@@ -224,49 +247,73 @@ class StageEvaluator:
                 if metrics.pop(name, None) is not None:
                     reasons[name] += [MetricSkipped(reason) for reason in why]
 
-    def _batches(self, needed: frozenset[Kind]) -> Iterator[EvalBatch]:
-        """The same items in the same order every time, first those that training validates on."""
+    def _batches(self, needed: frozenset[Kind]) -> Iterator[tuple[int, EvalBatch]]:
+        """The same items in the same order every time, first those that training validates on. → the number of the loaded batch, a part of it"""
+        assert self.source is not None
         world = distributed.data_world()
         loader = self._open_loader()
-        noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # the Trainer's
-        size = self.batch * world
+        size, batches = self.batch * world, self.batches
         if isinstance(self.task, ComparesSamples) and self.validation_batch is not None:
             size = min(self.validation_batch, self.count)
-        for real in self.progress.track(loader.fixed_batches(self.count, size)):
+            batches = RowBatches(size, self.device, retry=False)  # a part of the batch would have another loss
+        for number, real in enumerate(self.progress.track(loader.fixed_batches(self.count, size))):
             real = real.to(self.device)
-            heartbeat.beat()
-            batch = EvalBatch(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
-            if real.pixels is not None:
-                batch.real = resize_reference(self.task, real.video) if "generated" in needed else real.video
-            if "generated" in needed:
-                self.progress.set_activity("drawing")
-                batch.generated = self._sample(real)
-            with inference_mode(self.task, self.device):
-                if "reconstruction" in needed:
-                    assert isinstance(self.task, SupportsReconstruction)
-                    batch.reconstruction = self.task.reconstruct(real).float().clamp(0, 1)
-                if "tokens" in needed:
-                    assert isinstance(self.task, Codec)
-                    batch.tokens = self.task.encode(real.video, real.frame_mask)
-                    batch.token_mask = None if real.frame_mask is None else self.task.mask_for(real.frame_mask)
-                if "losses" in needed:
-                    batch.losses = self.task.validate(real, Noise(noise_seed, 0, real.slots))
-            yield batch
+            for batch in batches.map(len(real), partial(self._evaluate_rows, real, needed)):
+                yield number, batch
+
+    def _evaluate_rows(self, whole: Batch, needed: frozenset[Kind], rows: slice) -> EvalBatch:
+        indices = range(len(whole))[rows]
+        real = whole if len(indices) == len(whole) else whole.rows(indices)
+        noise_seed = key_of(key_of(self.run_seed, self.name) >> 1, "validation")  # the Trainer's
+        batch = EvalBatch(captions=real.captions, frame_mask=real.frame_mask, spare=real.spare)
+        if real.pixels is not None:
+            batch.real = resize_reference(self.task, real.video) if "generated" in needed else real.video
+        if "generated" in needed:
+            self.progress.set_activity("drawing")
+            batch.generated = self._sample(real)
+        with inference_mode(self.task, self.device):
+            if "reconstruction" in needed:
+                assert isinstance(self.task, SupportsReconstruction)
+                batch.reconstruction = self.task.reconstruct(real).float().clamp(0, 1)
+            if "tokens" in needed:
+                assert isinstance(self.task, Codec)
+                batch.tokens = self.task.encode(real.video, real.frame_mask)
+                batch.token_mask = None if real.frame_mask is None else self.task.mask_for(real.frame_mask)
+            if "losses" in needed:
+                batch.losses = self.task.validate(real, Noise(noise_seed, 0, real.slots))
+        return batch
 
     def _open_loader(self) -> Loader:
         world = distributed.data_world()
         seed = key_of(self.run_seed, "validation") >> 1
+        assert self.source is not None
         return Loader(self.source, seed=seed, batch_size=world, rank=distributed.data_rank(), world=world)
 
     def _make_prompts(self, real: Batch) -> Prompts:
         return Prompts(sampling_noise(self.seed, real.slots), real.captions, batch=real)
 
     def _sample(self, real: Batch) -> torch.Tensor:
-        options = self.spec.config.sample_options
         prompts = self._make_prompts(real)
         if self.start is None and isinstance(self.task, DescribesStart):
             self.start = self.task.describe_start(prompts)
-        return draw(self.task, prompts, options, self.device, self.batch).to(self.device)
+        return self._draw(prompts)
+
+    def _draw(self, prompts: Prompts) -> torch.Tensor:
+        whole = RowBatches(len(prompts), self.device, retry=False)  # the caller takes fewer rows
+        return draw(self.task, prompts, self.spec.config.sample_options, self.device, whole).to(self.device)
+
+    def _prompt_batches(self) -> Iterator[tuple[int, EvalBatch]]:
+        """The prompts, shared by the processes; those of one shape together."""
+        for number, indices in enumerate(group_rows(self.rows)):
+            mine = indices[distributed.data_rank() :: distributed.data_world()]
+            self.progress.set_activity("drawing")
+            for batch in self.progress.track(self.batches.map(len(mine), partial(self._draw_rows, mine))):
+                yield number, batch
+
+    def _draw_rows(self, mine: list[int], part: slice) -> EvalBatch:
+        rows = [self.rows[index] for index in mine[part]]
+        captions = [row.caption or "" for row in rows] if rows[0].caption is not None else None
+        return EvalBatch(captions=captions, generated=self._draw(make_prompts(rows)))
 
 
 def _compares_with_reference(metric: Metric) -> TypeGuard[DistributionMetric]:

@@ -21,6 +21,8 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
 from kineograph.evaluate.extractor.registry import DEFAULT_WEIGHTS
 from kineograph.run.cache import check_cachable
+from kineograph.run.previews import read_prompt_rows
+from kineograph.sample.prompt_file import check_pictures
 from kineograph.stage.build import PlanBuilder, fake_tensors
 from kineograph.stage.data import StageData, check_buckets, check_codec, check_tokens, find_missing_weights
 from kineograph.stage.load import StageLoader, locate_stage
@@ -49,6 +51,7 @@ def check_stages(
     """
     several = distributed.is_active() if planned is None else planned.processes > 1
     builder, cpu = PlanBuilder(plan, data, lambda line: None), torch.device("cpu")
+    prompts = _PromptCheck(plan)
     for stage in plan.stages:
         if stage.name not in data:
             continue
@@ -90,6 +93,33 @@ def check_stages(
             check_tokens(task, data[stage.name])
             check_buckets(task, data[stage.name])
             _check_show(stage, task)
+            prompts.add(stage, task)
+    prompts.finish()
+
+
+class _PromptCheck:
+    """Refuses `prompts` with inputs that no stage can draw from: a picture that is gone, frames that do not fit."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.drawn, self.errors = False, list[InputError]()
+        if isinstance(plan.prompts, list):
+            check_pictures(plan.prompts)
+
+    def add(self, stage: StagePlan, task: Task) -> None:
+        if not isinstance(self.plan.prompts, list) or not stage.train.sample_every:
+            return
+        if not isinstance(task, SupportsSampling) or "captions" not in stage.spec.config.reads():
+            return
+        try:
+            read_prompt_rows(self.plan, stage, task, lambda line: None)
+            self.drawn = True
+        except InputError as error:
+            self.errors.append(error)
+
+    def finish(self) -> None:
+        if self.errors and not self.drawn:
+            raise self.errors[-1]
 
 
 def _check_deterministic_order(stage: StagePlan, data: StageData) -> None:

@@ -60,5 +60,7 @@ class TrainingMetrics:
             self.plan.seed,
             self.extractors,
             self.stages,
+            batch=self.plan.evaluate.rows,
+            note=self.stages.note,
             validation_batch=self.stage.train.micro_batch_size,
         )

@@ -12,12 +12,13 @@ from pydantic import Field
 
 from kineograph.core.config import Config, Tree, merge, parse, shorten
 from kineograph.core.errors import ConfigError, InputError, UnknownKey
+from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import RunFolder
-from kineograph.core.text_file import read_text, split_lines
 from kineograph.data.open_source import is_location
 from kineograph.run.layers import changed_keys, is_override, read_config
 from kineograph.run.misplaced_keys import explain_misplaced_key
-from kineograph.stage.spec import Plan, StagePlan, read_stage
+from kineograph.sample.prompt_file import parse_prompt, read_prompts, refuse_scenes
+from kineograph.stage.spec import BatchConfig, Plan, StagePlan, read_stage
 from kineograph.train import checkpoint
 from kineograph.train.config import PlayerConfig, TrainConfig
 
@@ -47,8 +48,13 @@ class RunConfig(Config):
     """Set in a run's own config.yaml: it holds every value, and nothing is looked up in a preset."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all random numbers of the run."""
-    prompts: list[str] | str = "auto"
-    """Prompts of the samples drawn during training: a list, a file with one prompt per line, or auto = validation captions."""
+    prompts: list[str | dict[str, Any]] | str = "auto"
+    """Prompts of the samples drawn during training: a list, a file, or auto = validation captions. A prompt is a caption, or a mapping
+    with prompt, negative, image, mask, seed and frames."""
+    sample: BatchConfig = BatchConfig()
+    """How samples are drawn, during training and by `kineo sample`."""
+    evaluate: BatchConfig = BatchConfig()
+    """How metrics are computed, during training and by `kineo evaluate`."""
     data: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -125,7 +131,8 @@ def _make_plan(tree: Tree) -> Plan:
     parse(TrainConfig, top.train, "train")
     stages = tuple(_plan_stage(tree, name) for name in top.stages)
     _check_references(stages)
-    return Plan(top.name, top.preset, top.seed, _read_prompts(top.prompts), stages)
+    prompts = _read_prompts(top.prompts)
+    return Plan(top.name, top.preset, top.seed, prompts, stages, top.sample, top.evaluate)
 
 
 def _plan_stage(tree: Tree, name: str) -> StagePlan:
@@ -165,21 +172,26 @@ def _check_references(stages: tuple[StagePlan, ...]) -> None:
         earlier.append(stage.name)
 
 
-def _read_prompts(prompts: list[str] | str) -> list[str] | str:
+def _read_prompts(prompts: list[str | dict[str, Any]] | str) -> list[Prompt] | str:
     """Copy a file's prompts into the config, so that the run no longer depends on the file."""
-    if isinstance(prompts, list) and not prompts:
-        raise ConfigError("prompts is an empty list: give at least one, or auto for validation captions")
-    if prompts == "auto" or isinstance(prompts, list):
-        return prompts
-    path = Path(prompts)
-    if not os.path.isfile(path):
+    if prompts == "auto":
+        return "auto"
+    if isinstance(prompts, list):
+        if not prompts:
+            raise ConfigError("prompts is an empty list: give at least one, or auto for validation captions")
+        trees = [{"prompt": entry} if isinstance(entry, str) else entry for entry in prompts]
+        read = [parse_prompt(tree, f"prompts.{number}") for number, tree in enumerate(trees)]
+    elif os.path.isfile(prompts):
+        try:
+            read = read_prompts(prompts)
+        except InputError as error:
+            raise ConfigError(f"prompts={error}") from None
+    else:
         raise ConfigError(
-            f"prompts={shorten(prompts)}: no such file; give a list, a text file with one prompt per line, or auto"
+            f"prompts={shorten(prompts)}: no such file; give a list, a text file with one prompt per line, a .jsonl file, or auto"
         )
-    lines = [line.strip() for line in split_lines(read_text(path, "prompts=")) if line.strip()]
-    if not lines:
-        raise ConfigError(f"prompts={prompts}: the file has no lines")
-    return lines
+    refuse_scenes(read, "remove it; kineo story draws stories")
+    return read
 
 
 def refuse_changes(saved: Tree, changed: Tree, run: Path | None = None) -> None:
@@ -191,12 +203,13 @@ def refuse_changes(saved: Tree, changed: Tree, run: Path | None = None) -> None:
         may_change = section == "train" and rest and (rest[0] in MAY_CHANGE or rest[0].endswith("_every"))
         # Where the data lie: the items are compared later.
         may_change = may_change or (section == "data" and is_location(".".join(rest)))
-        if parts[0] != "prompts" and not may_change:
+        if parts[0] not in ("prompts", "sample", "evaluate") and not may_change:
             raise ConfigError(
                 f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
                 "a resumed run may change only train.steps, train.epochs, train.*_every, train.validate_epochs, train.keep_last, "
-                "train.workers, train.keep_decoded, train.watchdog, train.parallel, train.health, prompts and where the data lie "
-                "(data.folder, data.shards); " + _describe_new_run(parts, saved, run)
+                "train.workers, train.keep_decoded, train.watchdog, train.parallel, train.health, prompts, sample.batch, "
+                "evaluate.batch and where the data lie (data.folder, data.shards); "
+                + _describe_new_run(parts, saved, run)
             )
 
 

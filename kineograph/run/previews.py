@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kineograph.cache.pack import KINDS
 from kineograph.core import distributed
-from kineograph.core.batch import Batch, Prompts
+from kineograph.core.batch import Batch
 from kineograph.core.capabilities import (
     SupportsCaching,
     SupportsLatentSampling,
@@ -27,6 +27,7 @@ from kineograph.core.capabilities import (
     SupportsSampling,
     can_animate,
     resize_reference,
+    sample_shape,
     takes_captions,
 )
 from kineograph.core.errors import InputError
@@ -45,7 +46,12 @@ from kineograph.media.grids import (
     make_film_strip,
     make_grid,
 )
-from kineograph.sample.inference import BATCH, draw_across_ranks, sampling_noise
+from kineograph.sample.batches import MOST, RowBatches
+from kineograph.sample.inference import draw_across_ranks
+from kineograph.sample.limits import ClipLimits
+from kineograph.sample.prompt_file import check_fields
+from kineograph.sample.request import SampleRequest
+from kineograph.sample.rows import Row, RowReader, group_rows, make_prompts
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.text.clip_embedding import IMAGE
@@ -54,7 +60,7 @@ from kineograph.train.trackers import Tracker
 
 _OUT_OF_MEMORY = (
     "not all samples were drawn, since the GPU has no memory left beside training, which goes on. "
-    "Lower train.batch_size to draw fewer at a time, or set train.show=latents or train.sample_every=0"
+    "Lower train.batch_size, or set train.show=latents or train.sample_every=0"
 )
 CURVES_EVERY = 60.0  # seconds; drawing the curves takes about one
 
@@ -63,7 +69,7 @@ CURVES_EVERY = 60.0  # seconds; drawing the curves takes about one
 class _Subjects:
     """What samples are drawn for."""
 
-    prompts: list[str] | None  # None: the task reads no captions
+    rows: list[Row]
     captions: list[str]  # the label of each sample
     real: Batch  # real items, for tasks that draw from one
     from_config: bool = False  # `prompts` of the config, not captions of the items
@@ -88,6 +94,12 @@ class Previews:
         self._curves_at = time.monotonic()
         self._writes: list[Callable[[], None]] = []  # left to the background
         self._prompts_work = True  # until drawing the config's prompts fails
+        self._rows: list[Row] | None = None  # of the config's prompts
+        # The other processes cannot know that one of them draws fewer at a time.
+        self._batches = RowBatches(
+            plan.sample.rows, device, most=min(MOST, self._micro), measure=False, retry=not distributed.is_active(),
+            key="sample.batch", note=lambda line: self.note(f"{stage.name}: {line}"),
+        )  # fmt: skip
 
     def __call__(self, step: int, stepper: Stepper) -> Callable[[], None]:
         """Draw on all processes. → a function that writes the files, for the first process"""
@@ -131,38 +143,40 @@ class Previews:
         online = None
         if stepper.emas:
             with stepper.eval_mode(ema=False) as task:
-                online = self._draw(task, subjects.prompts, subjects.real)
+                online = self._draw(task, subjects.rows, subjects.real)
         if distributed.is_first():
             fps = [
                 self.shape.fps if subjects.from_config else self._fps(subjects.real, row) for row in range(len(pixels))
             ]
-            self._writes.append(partial(self._write_samples, step, subjects.captions, pixels, online, fps))
+            self._writes.append(partial(self._write_samples, step, subjects, pixels, online, fps))
 
     def _write_samples(
-        self, step: int, captions: list[str], pixels: Tensor, online: Tensor | None, fps: list[float]
+        self, step: int, subjects: _Subjects, pixels: list[Tensor], online: list[Tensor] | None, fps: list[float]
     ) -> None:
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # of a step that is repeated after a resume
-        suffix = _suffix(pixels) if self.stage.train.format == "auto" else self.stage.train.format
         listed = []
+        captions = subjects.captions
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
+            suffix = _suffix(clip) if self.stage.train.format == "auto" else self.stage.train.format
             path = write_clip(reserve_path(out, slugify(caption), number, f".{suffix}"), clip, fps[number])
             write_atomic(path.with_suffix(".txt"), f"{caption}\n")
-            listed.append({"file": path.name, "prompt": caption})
+            listed.append({"file": path.name, **_describe_row(subjects.rows[number], caption)})
             if clip.shape[0] > 1:
                 make_film_strip(clip).save(path.with_suffix(".strip.png"))
         write_json(out / "prompts.json", listed)
         sheet = out / "grid.png"
         captions = self._add_prefix(captions)
-        make_grid(list(pixels), captions=captions).save(sheet)
+        make_grid(pixels, captions=captions).save(sheet)
+        longest = max(pixels, key=len)
         if online is not None:
             write_clip(
-                out / f"online-beside-ema.{_suffix(online)}",
-                make_animated_comparison([("online", list(online)), ("EMA", list(pixels))]),
+                out / f"online-beside-ema.{_suffix(longest)}",
+                make_animated_comparison([("online", online), ("EMA", pixels)]),
                 self.shape.fps,
             )
-        if pixels.shape[1] > 1:
-            sheet = write_clip(out / "grid.gif", make_animated_grid(list(pixels), captions=captions), self.shape.fps)
+        if len(longest) > 1:
+            sheet = write_clip(out / "grid.gif", make_animated_grid(pixels, captions=captions), self.shape.fps)
         self._track(step, "samples", sheet, "; ".join(captions))
 
     def _save_latents(self, step: int, stepper: Stepper) -> None:
@@ -171,7 +185,11 @@ class Previews:
         tensors: dict[str, Tensor] = {}
         with stepper.eval_mode() as task:
             if isinstance(task, SupportsLatentSampling):
-                subjects, tensors["samples"] = self._draw_subjects(task, latents=True)
+                subjects, drawn = self._draw_subjects(task, latents=True)
+                alike = len({latents.shape for latents in drawn}) == 1
+                tensors |= (
+                    {"samples": torch.stack(drawn)} if alike else {f"samples.{n}": z for n, z in enumerate(drawn)}
+                )
             real = self.data.fixed_batch(len(subjects.captions))
             if real.pixels is not None and isinstance(task, SupportsCaching) and task.can_cache(self.stage.spec.config):
                 tensors["inputs"] = self._map_in_parts(real, lambda part: _encode(task, part))
@@ -181,7 +199,10 @@ class Previews:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         save_file({name: value.contiguous() for name, value in tensors.items()}, out / "latents.safetensors")
-        listed = [{"row": row, "prompt": caption} for row, caption in enumerate(subjects.captions)]
+        listed = [
+            {"row": number, **_describe_row(row, caption)}
+            for number, (row, caption) in enumerate(zip(subjects.rows, subjects.captions, strict=True))
+        ]
         write_json(out / "prompts.json", listed)
         write_atomic(out / "latents.txt", "".join(f"{caption}\n" for caption in subjects.captions))
 
@@ -203,25 +224,33 @@ class Previews:
         real = self.data.fixed_batch(count)
         uses_captions = self._uses_captions(task, real)
         if uses_captions and self._prompts_work and isinstance(self.plan.prompts, list):
-            prompts = self.plan.prompts[:count]
-            unrelated = _remove_content(self.data.fixed_batch(len(prompts)), prompts, can_animate(task))
-            return _Subjects(prompts, prompts, unrelated, from_config=True)
+            captions = [prompt.prompt for prompt in self.plan.prompts[:count]]
+            unrelated = _remove_content(self.data.fixed_batch(len(captions)), captions, can_animate(task))
+            if self._rows is None:
+                self._rows = read_prompt_rows(self.plan, self.stage, task, self.note)
+            return _Subjects(self._rows, captions, unrelated, from_config=True)
         has_embeddings = real.text_embeds is not None or IMAGE in real.extra
         labels = real.captions if uses_captions or has_embeddings else None
-        return _Subjects(real.captions if uses_captions else None, labels or [""] * count, real)
+        return _Subjects(self._make_rows(real, uses_captions), labels or [""] * count, real)
 
-    def _draw_subjects(self, task: Task, latents: bool = False) -> tuple[_Subjects, Tensor]:
+    def _make_rows(self, real: Batch, uses_captions: bool) -> list[Row]:
+        """A row for each real item, of its caption."""
+        captions = real.captions if uses_captions and real.captions is not None else [None] * len(real)
+        seed, frames = key_of(self.plan.seed, "samples") >> 1, self.stage.train.sample_frames
+        return [Row(None, caption, seed, slot, frames=frames) for slot, caption in enumerate(captions)]
+
+    def _draw_subjects(self, task: Task, latents: bool = False) -> tuple[_Subjects, list[Tensor]]:
         """Draw the config's prompts, or captions of validation items if the task needs a real picture (of an untrained lower stage)."""
-        subjects = self._choose_subjects(task)
         try:
-            return subjects, self._draw(task, subjects.prompts, subjects.real, latents)
+            subjects = self._choose_subjects(task)
+            return subjects, self._draw(task, subjects.rows, subjects.real, latents)
         except InputError as error:
-            if not subjects.from_config:
+            if not self._prompts_work or not isinstance(self.plan.prompts, list):
                 raise
             self._prompts_work = False
             self.note(f"{self.stage.name}: draws captions of validation items instead of `prompts`: {error}")
             subjects = self._choose_subjects(task)
-            return subjects, self._draw(task, subjects.prompts, subjects.real, latents)
+            return subjects, self._draw(task, subjects.rows, subjects.real, latents)
 
     def _uses_captions(self, task: Task, real: Batch) -> bool:
         """Whether the task draws from captions, not from text embeddings in the data."""
@@ -234,11 +263,11 @@ class Previews:
         if real.pixels is None:  # codebook ids alone
             return
         with stepper.eval_mode() as task:
-            samples = self._draw(task, real.captions if self._uses_captions(task, real) else None, real)
+            samples = self._draw(task, self._make_rows(real, self._uses_captions(task, real)), real)
         if distributed.is_first():
             rows = [
                 ("real", _trim_padding(resize_reference(stepper.task, real.video), real)),
-                ("generated", list(samples)),
+                ("generated", samples),
             ]
             captions = self._add_prefix(real.captions or [""] * len(real))
             self._writes.append(partial(self._write_grid, step, split, rows, captions))
@@ -254,12 +283,16 @@ class Previews:
     def _add_prefix(self, captions: list[str]) -> list[str]:
         return [self.stage.train.caption_prefix + caption for caption in captions]
 
-    def _draw(self, task: Task, prompts: list[str] | None, real: Batch, latents: bool = False) -> Tensor:
+    def _draw(self, task: Task, rows: list[Row], real: Batch, latents: bool = False) -> list[Tensor]:
+        """→ the rows' pixels or latents on the first process; none elsewhere"""
         options = self.stage.spec.config.sample_options
-        rows = len(prompts) if prompts is not None else len(real)
-        noise = sampling_noise(key_of(self.plan.seed, "samples") >> 1, torch.arange(rows))
-        request = Prompts(noise, prompts, frames=self.stage.train.sample_frames, batch=real)
-        return draw_across_ranks(task, request, options, self.device, min(BATCH, self._micro), latents)
+        clips: dict[int, Tensor] = {}
+        for indices in group_rows(rows):
+            beside = real if len(indices) == len(real) else real.rows(indices)
+            prompts = make_prompts([rows[index] for index in indices], batch=beside)
+            drawn = draw_across_ranks(task, prompts, options, self.device, self._batches, latents)
+            clips |= dict(zip(indices, drawn, strict=False))
+        return [clips[row] for row in sorted(clips)]
 
     def _draw_reconstructions(self, step: int, stepper: Stepper) -> None:
         batch = self.data.fixed_batch(self.stage.train.samples)
@@ -284,7 +317,7 @@ class Previews:
 
     def _write_reconstructions(self, step: int, batch: Batch, rows: list[tuple[str, list[Tensor]]]) -> None:
         assert batch.pixels is not None
-        path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_suffix(batch.pixels)}"
+        path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_suffix(batch.pixels[0])}"
         fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps
         write_clip(path, make_animated_comparison(rows), fps)
         captions = batch.captions or [""] * len(batch)
@@ -310,6 +343,23 @@ class Previews:
     def _track(self, step: int, name: str, path: Any, caption: str) -> None:
         for tracker in self.trackers:
             tracker.log_media(step, f"{self.stage.name}/{name}", path, caption)
+
+
+def read_prompt_rows(plan: Plan, stage: StagePlan, task: Task, note: Callable[[str], None]) -> list[Row]:
+    """Read the inputs of the config's prompts for a stage; refuses what the stage cannot draw."""
+    assert isinstance(plan.prompts, list)
+    spec, train = stage.spec, stage.train
+    prompts = plan.prompts[: train.samples]
+    check_fields(prompts, spec)
+    seed = key_of(plan.seed, "samples") >> 1
+    request = SampleRequest(plan.name, spec.name, prompts=prompts, seed=seed, frames=train.sample_frames)
+    limits = ClipLimits(task, spec.config.task, sample_shape(task, spec.data.shape))
+    return RowReader(limits, spec.data, spec.config.sample_options, note).read(request)
+
+
+def _describe_row(row: Row, caption: str) -> dict[str, Any]:
+    """For prompts.json."""
+    return {"prompt": caption} | (row.prompt.to_json() if row.prompt is not None else {})
 
 
 def _remove_content(real: Batch, prompts: list[str], animates: bool) -> Batch:
@@ -340,5 +390,6 @@ def _encode(task: SupportsCaching, part: Batch) -> Tensor:
     return next(encoded[kind] for kind in KINDS if kind in encoded)
 
 
-def _suffix(pixels: Tensor) -> str:
-    return "png" if pixels.shape[1] == 1 else "gif"
+def _suffix(clip: Tensor) -> str:
+    """T C H W"""
+    return "png" if len(clip) == 1 else "gif"

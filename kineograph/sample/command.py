@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kineograph.core import distributed
+from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import RunFolder
 from kineograph.media.filenames import check_writable
+from kineograph.sample.output import SampleWriter
+from kineograph.sample.prompt_file import read_prompts, split_stories
 from kineograph.sample.request import STORY_FORMATS, SampleRequest, check_format
 from kineograph.sample.sampler import Sampler
-from kineograph.sample.story import read_scenes
 
 
 def write_samples(
@@ -20,18 +23,33 @@ def write_samples(
     *,
     out: Path | None = None,
     format: str | None = None,
+    note: Callable[[str], None] | None = None,
     **flags: Any,
 ) -> list[Path]:
-    """Draw prompts. → the media files. Writes nothing when the call has a mistake.
+    """Draw prompts, or those of a file. → the media files. Writes nothing when the call has a mistake.
 
-    Several ranks share the rows; rank 0 writes them all, under the names that a single process would choose.
+    Each file is written as soon as it is drawn. Several ranks share the rows; rank 0 writes them all, under the names that a
+    single process would choose. Scenes of a prompts file become stories, which rank 0 draws alone.
     """
     check_format(format, flags.get("fps"))
     request = SampleRequest.from_flags(run, prompts, **flags)
     folder = out or RunFolder.existing(run).path / "drawn"
     check_writable(folder)
-    samples = Sampler.for_request(request).draw(request, across_ranks=True)
-    return samples.save(folder, format) if distributed.is_first() else []
+    clips, scenes = split_stories([prompt for prompt in request.prompts or () if isinstance(prompt, Prompt)])
+    if scenes:
+        check_format(format, flags.get("fps"), STORY_FORMATS)
+    sampler = Sampler.for_request(request)
+    stories = [sampler.plan_story(replace(request, prompts=story)) for story in scenes]
+    written: list[Path] = []
+    if clips or not scenes:
+        drawing = sampler.plan(replace(request, prompts=clips) if scenes else request)
+        writer = SampleWriter(drawing, folder, format)
+        for row, clip in sampler.draw_clips(drawing, across_ranks=True):
+            writer.write(row, clip)
+        written += writer.finish()
+    for story in stories if distributed.is_first() else ():
+        written += story.save(folder, format, note)
+    return written
 
 
 def write_story(
@@ -46,5 +64,5 @@ def write_story(
     """Draw one long clip from a file of scenes. → the video and its sheet. `note` gets a line per scene."""
     check_format(format, flags.get("fps"), STORY_FORMATS)
     folder = out or RunFolder.existing(run).path / "drawn"
-    request = SampleRequest.from_flags(run, read_scenes(scenes), **flags)
+    request = SampleRequest.from_flags(run, read_prompts(scenes, "scene"), **flags)
     return Sampler.for_request(request).plan_story(request).save(folder, format, note)

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kineograph.core import distributed, heartbeat
+from kineograph.core import distributed
 from kineograph.core.batch import Prompts
 from kineograph.core.capabilities import SupportsLatentSampling, SupportsSampling
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Task
+from kineograph.sample.batches import MOST, RowBatches
 from kineograph.train.precision import autocast, resolve_precision
-
-BATCH = 32  # rows drawn at once by default
 
 
 def sampling_noise(seed: int, slots: Tensor) -> Noise:
@@ -32,28 +31,40 @@ def draw(
     prompts: Prompts,
     options: Config | None,
     device: torch.device | str,
-    batch: int = BATCH,
+    batch: RowBatches | int | None = None,
     latents: bool = False,
 ) -> Tensor:
-    """Sample all rows of `prompts`, `batch` at a time. → B T C H W in [0, 1] on the CPU; with `latents`, what the codec would decode."""
+    """Sample all rows of `prompts`. → B T C H W in [0, 1] on the CPU; with `latents`, what the codec would decode."""
+    return torch.cat(list(draw_parts(task, prompts, options, device, batch, latents)))
+
+
+def draw_parts(
+    task: Task,
+    prompts: Prompts,
+    options: Config | None,
+    device: torch.device | str,
+    batch: RowBatches | int | None = None,
+    latents: bool = False,
+) -> Iterator[Tensor]:
+    """`draw`, some rows at a time."""
     device = torch.device(device)
-    parts = []
-    with inference_mode(task, device):
-        for start in range(0, len(prompts), batch):
-            heartbeat.beat()
-            part = _select_rows(prompts, slice(start, start + batch), device)
+    batches = batch if isinstance(batch, RowBatches) else RowBatches(batch, device)
+
+    def draw_rows(rows: slice) -> Tensor:
+        with inference_mode(task, device):
+            part = _select_rows(prompts, rows, device)
             if latents:
                 assert isinstance(task, SupportsLatentSampling)
-                parts.append(task.sample_latents(part, options).float().cpu())
-                continue
+                return task.sample_latents(part, options).float().cpu()
             assert isinstance(task, SupportsSampling)
             pixels = task.sample(part, options)
             if pixels.ndim != 5 or len(pixels) != len(part):
                 raise InputError(
                     f"{type(task).__name__}.sample returned {tuple(pixels.shape)} for {len(part)} prompts: return B T C H W"
                 )
-            parts.append(pixels.float().clamp(0, 1).cpu())
-    return torch.cat(parts)
+            return pixels.float().clamp(0, 1).cpu()
+
+    return batches.map(len(prompts), draw_rows)
 
 
 def draw_across_ranks(task: Task, prompts: Prompts, *arguments: Any, **keywords: Any) -> Tensor:
@@ -73,6 +84,19 @@ def draw_across_ranks(task: Task, prompts: Prompts, *arguments: Any, **keywords:
     return torch.cat([part[0] for part in parts]) if distributed.is_first() else mine[:0]
 
 
+def draw_parts_across_ranks(
+    task: Task, prompts: Prompts, options: Config | None, device: torch.device | str, batches: RowBatches
+) -> Iterator[Tensor]:
+    """`draw_parts`, with the rows split over all ranks. → the parts on rank 0, empty ones elsewhere."""
+    if not distributed.is_active():
+        yield from draw_parts(task, prompts, options, device, batches)
+        return
+    size = MOST * distributed.data_world()
+    for start in range(0, len(prompts), size):
+        part = _select_rows(prompts, slice(start, start + size))
+        yield draw_across_ranks(task, part, options, device, batches)
+
+
 def _select_rows(prompts: Prompts, rows: slice | list[int], device: torch.device | None = None) -> Prompts:
     """Some rows of `prompts`, moved to `device`."""
     indices = range(len(prompts))[rows] if isinstance(rows, slice) else rows
@@ -84,11 +108,12 @@ def _select_rows(prompts: Prompts, rows: slice | list[int], device: torch.device
         return tensor[rows].to(device, non_blocking=True)
 
     noise, batch = prompts.noise, prompts.batch
+    seeds = [noise.row_seeds[index] for index in indices] if noise.row_seeds is not None else None
     if batch is not None:
         batch = replace(batch.map(select), captions=select_texts(batch.captions))
     return replace(
         prompts,
-        noise=Noise(noise.seed, noise.step, select(noise.slots)),
+        noise=Noise(noise.seed, noise.step, select(noise.slots), seeds),
         captions=select_texts(prompts.captions),
         negative=select_texts(prompts.negative),
         prime=select(prompts.prime) if prompts.prime is not None else None,

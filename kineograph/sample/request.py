@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kineograph.core.config import parse_override
+from kineograph.core.config import parse, parse_override
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.prompt import Prompt
 from kineograph.core.text_file import replace_surrogates
 from kineograph.media.gif import MAX_FPS
+from kineograph.sample.prompt_file import read_prompts
+from kineograph.stage.spec import BatchConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +42,8 @@ class SampleRequest:
     ema: bool = True
     """Use the averaged weights."""
     seed: int = 0
-    prompts: list[str] | None = None
-    """One caption per clip (in a story: per scene); None for an unconditional model."""
+    prompts: Sequence[str | Prompt] | None = None
+    """A caption, or a Prompt with inputs of its own, per clip (in a story: per scene); None for an unconditional model."""
     count: int = 1
     """Samples per prompt."""
     negative: str | None = None
@@ -68,6 +71,8 @@ class SampleRequest:
     device: str = "auto"
     compile: bool = False
     """torch.compile: pays off over many batches; may change the last bits."""
+    batch: int | None = None
+    """Samples drawn at a time; None: `sample.batch` of the run, or as many as fit."""
 
     def __post_init__(self) -> None:
         if self.prompts is not None and not self.prompts:
@@ -75,13 +80,15 @@ class SampleRequest:
                 "the list of prompts is empty: give at least one caption, or None for an unconditional model"
             )
         for prompt in self.prompts or ():
+            if isinstance(prompt, Prompt):
+                continue
             if not isinstance(prompt, str):
                 raise InputError(f"prompt {prompt!r} has type {type(prompt).__name__}: give a str")
             if replace_surrogates(prompt) != prompt:
                 raise InputError(f"prompt {prompt!r} holds half a character: give whole Unicode text")
         if self.negative is not None and self.prompts is None:
             raise InputError("--negative has no effect without a prompt: give one")
-        for name in ("count", "frames"):
+        for name in ("count", "frames", "batch"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"--{name} {getattr(self, name)} is too small: use at least 1")
         if self.size is not None and min(self.size) < 1:
@@ -95,24 +102,55 @@ class SampleRequest:
     def from_flags(
         cls,
         run: str | Path,
-        prompts: Sequence[str] | None,
+        prompts: Sequence[str | Prompt] | None,
         *,
         size: str | None = None,
         options: Sequence[str] | None = None,
+        prompts_file: Path | None = None,
         **flags: Any,
     ) -> SampleRequest:
         """From the values of the command line's flags, which have the names of the fields."""
         settings = dict(_parse_setting(text) for text in options or ())
-        return cls(str(run), prompts=list(prompts or ()) or None, size=_parse_size(size), options=settings, **flags)
+        given: list[str | Prompt] = list(prompts or ())
+        if prompts_file is not None:
+            if given:
+                raise InputError(f"--prompts {prompts_file} and the prompt {given[0]!r}: give one or the other")
+            given += read_prompts(prompts_file)
+        if "sample.batch" in settings:  # of the run, not of the stage
+            flags["batch"] = parse(BatchConfig, {"batch": settings.pop("sample.batch")}, "sample").rows
+        return cls(str(run), prompts=given or None, size=_parse_size(size), options=settings, **flags)
+
+    @property
+    def entries(self) -> list[Prompt] | None:
+        """The prompts, each as a Prompt."""
+        if self.prompts is None:
+            return None
+        return [p if isinstance(p, Prompt) else Prompt.model_construct(prompt=p) for p in self.prompts]
+
+    @property
+    def captions(self) -> list[str] | None:
+        """The captions of the prompts; None where they have none."""
+        return [prompt.prompt for prompt in self.entries or ()] if self.has_captions else None
+
+    @property
+    def has_captions(self) -> bool:
+        return any(prompt.prompt if isinstance(prompt, Prompt) else True for prompt in self.prompts or ())
+
+    @property
+    def is_from_file(self) -> bool:
+        """Whether prompts may have inputs of their own, which a command line cannot hold."""
+        return any(isinstance(prompt, Prompt) for prompt in self.prompts or ())
 
     def to_sidecar(self) -> dict[str, Any]:
         """The fields under the sidecar's names; guidance and steps are among its `options`, a story adds its overlap."""
         names = [item.name for item in fields(self) if item.name not in ("guidance", "steps", "overlap")]
-        return {SIDECAR_KEYS.get(name, name): getattr(self, name) for name in names}
+        return {SIDECAR_KEYS.get(name, name): getattr(self, name) for name in names} | {"captions": self.captions}
 
-    def to_command(self, command: str, arguments: Sequence[str], out: Path, format: str | None) -> str:
+    def to_command(
+        self, command: str, arguments: Sequence[str], out: Path, format: str | None, prompts_file: Path | None = None
+    ) -> str:
         """The command line that repeats this request."""
-        words = []
+        words = ["--prompts", str(prompts_file)] if prompts_file is not None else []
         for item in fields(self):
             value = getattr(self, item.name)
             is_default = value is None or (isinstance(value, (int, str)) and value == item.default)

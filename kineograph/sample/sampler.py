@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +12,24 @@ import torch
 from torch import Tensor
 
 from kineograph.core import distributed
-from kineograph.core.batch import Prompts
 from kineograph.core.capabilities import SupportsSampling, can_animate, sample_shape, takes_captions
 from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.kernels import enable_flash_attention_3
+from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import RunFolder
 from kineograph.process.solvers import DiffusionSample
-from kineograph.sample.inference import BATCH, draw, draw_across_ranks, sampling_noise
+from kineograph.sample.batches import RowBatches
+from kineograph.sample.inference import draw_parts, draw_parts_across_ranks
 from kineograph.sample.limits import ClipLimits
-from kineograph.sample.output import save_samples
-from kineograph.sample.prime import Mask, Prime, read_mask, read_prime
+from kineograph.sample.output import SampleWriter
+from kineograph.sample.prime import Mask, Prime
+from kineograph.sample.prompt_file import check_fields, name_prompt, refuse_scenes
 from kineograph.sample.request import SampleRequest
+from kineograph.sample.rows import Row, RowReader, group_rows, make_prompts
 from kineograph.sample.sketch import Sketch, read_sketch
 from kineograph.stage.load import StageLoader, choose_sampling_stage
-from kineograph.stage.spec import read_stage
+from kineograph.stage.spec import read_batch, read_stage
 from kineograph.train import checkpoint as checkpoints
 
 if TYPE_CHECKING:
@@ -33,22 +37,61 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """A request that fits the stage, with its inputs read: ready to be drawn."""
+
+    request: SampleRequest  # resolved
+    options: Config | None  # the stage's `sample` section as used
+    rows: list[Row]
+    sketch: Sketch | None
+    fps: list[float]  # of each row
+    sidecar: dict[str, Any]  # the JSON keys that all rows share, and those of the first row's inputs
+
+
+@dataclass(frozen=True)
 class Samples:
     """Pictures or clips, one per row, with what draws them again."""
 
-    pixels: Tensor = field(repr=False)  # B T C H W, float in [0, 1], on the CPU
-    fps: float
+    clips: list[Tensor] = field(repr=False)  # T C H W each, float in [0, 1], on the CPU
     captions: list[str | None]  # of each row
-    options: Config | None  # the stage's `sample` section as used
-    request: SampleRequest = field(repr=False)  # resolved
-    sidecar: dict[str, Any] = field(repr=False)  # the JSON keys that all rows share
+    drawing: Drawing = field(repr=False)
+
+    @cached_property
+    def pixels(self) -> Tensor:
+        """All rows, B T C H W."""
+        lengths = sorted({len(clip) for clip in self.clips})
+        if len(lengths) > 1:
+            raise InputError(f"the clips have different lengths ({', '.join(map(str, lengths))} frames): use .clips")
+        return torch.stack(self.clips)
+
+    @property
+    def fps(self) -> float:
+        """Of the first row."""
+        return self.drawing.fps[0]
+
+    @property
+    def options(self) -> Config | None:
+        """The stage's `sample` section as used."""
+        return self.drawing.options
+
+    @property
+    def request(self) -> SampleRequest:
+        return self.drawing.request
+
+    @property
+    def sidecar(self) -> dict[str, Any]:
+        """The JSON keys that all rows share."""
+        return self.drawing.sidecar
 
     def __len__(self) -> int:
-        return self.pixels.shape[0]
+        return len(self.clips)
 
     def save(self, folder: str | Path, format: str | None = None) -> list[Path]:
         """Write each row as media with a JSON sidecar. → the media files, then a contact sheet of several."""
-        return save_samples(self, Path(folder), format)
+        writer = SampleWriter(self.drawing, Path(folder), format)
+        for row, clip in enumerate(self.clips):
+            writer.write(row, clip)
+        return writer.finish()
 
 
 class Sampler:
@@ -68,7 +111,8 @@ class Sampler:
         self.options = spec.config.sample_options
         self.device = stages.device
         self.limits = ClipLimits(self.task, self.task_name, self.shape)
-        self._data, self._config, self._stages = spec.data, spec.config, stages
+        self._spec, self._data, self._config, self._stages = spec, spec.data, spec.config, stages
+        self._batches: dict[tuple[Any, ...], RowBatches] = {}
 
     @staticmethod
     def open(
@@ -89,30 +133,35 @@ class Sampler:
 
     @staticmethod
     def for_request(request: SampleRequest) -> Sampler:
+        """Open the run of a request; refuse first, without loading it, a prompt's field that its task cannot use."""
+        folder = RunFolder.existing(request.run)
+        check_fields(
+            [prompt for prompt in request.prompts or () if isinstance(prompt, Prompt)],
+            read_stage(folder.config(), choose_sampling_stage(folder, request.stage)),
+        )
         return Sampler.open(
             request.run, request.checkpoint, request.stage, request.device, request.ema, request.compile
         )
 
     def sample(
         self,
-        prompts: Sequence[str] | str | None = None,
+        prompts: Sequence[str | Prompt] | str | Prompt | None = None,
         *,
         size: int | tuple[int, int] | None = None,
-        batch: int = BATCH,
         **fields: Any,
     ) -> Samples:
         """`count` samples of each prompt; `fields` are those of SampleRequest. The same arguments give the same pictures, for any `batch`."""
-        prompts = [prompts] if isinstance(prompts, str) else prompts
+        prompts = [prompts] if isinstance(prompts, str | Prompt) else prompts
         size = (size, size) if isinstance(size, int) else size
-        return self.draw(self._make_request(prompts, size=size, **fields), batch)
+        return self.draw(self._make_request(prompts, size=size, **fields))
 
-    def story(self, scenes: Sequence[str], **fields: Any) -> Story:
+    def story(self, scenes: Sequence[str | Prompt], **fields: Any) -> Story:
         """One long clip, a scene per caption, each continuing the last `overlap` frames of the previous one; see sample/story.py."""
         from kineograph.sample.story import check_scenes
 
         return self.plan_story(self._make_request(check_scenes(scenes), **fields))
 
-    def _make_request(self, prompts: Sequence[str] | None, **fields: Any) -> SampleRequest:
+    def _make_request(self, prompts: Sequence[str | Prompt] | None, **fields: Any) -> SampleRequest:
         return SampleRequest(prompts=list(prompts) if prompts is not None else None, **self._own_fields(), **fields)
 
     def _own_fields(self) -> dict[str, Any]:
@@ -126,36 +175,58 @@ class Sampler:
             "compile": self._stages.compiled,
         }
 
-    def draw(self, request: SampleRequest, batch: int = BATCH, across_ranks: bool = False) -> Samples:
+    def draw(self, request: SampleRequest, across_ranks: bool = False) -> Samples:
         """Row `prompt index × count + number` has its own noise. With `across_ranks` all ranks call this, and rank 0 gets all rows."""
+        drawing = self.plan(request)
+        clips = dict(self.draw_clips(drawing, across_ranks))
+        captions = [row.caption for row in drawing.rows]
+        return Samples([clips[row] for row in sorted(clips)], captions[: len(clips)], drawing)
+
+    def plan(self, request: SampleRequest) -> Drawing:
+        """Check a request against the stage and read its inputs."""
         if request.overlap is not None:
             raise InputError(f"overlap={request.overlap} has an effect in a story only: leave it out")
+        entries = [prompt for prompt in request.prompts or () if isinstance(prompt, Prompt)]
+        check_fields(entries, self._spec)
+        refuse_scenes(entries, "draw it with kineo story")
         request, options = self._resolve(request)
-        mask = self._read_mask(request)
-        prime = self._read_prime(request, options)
-        sketch = self._read_sketch(request, request.frames or self.shape.frames)
-        captions = [text for text in request.prompts for _ in range(request.count)] if request.prompts else None
-        rows = len(captions) if captions is not None else request.count
-        height, width = request.size or (None, None)
-        prompts = Prompts(
-            noise=sampling_noise(request.seed, torch.arange(rows)),
-            captions=captions,
-            negative=[request.negative] * rows if request.negative is not None else None,
-            frames=request.frames,
-            height=height,
-            width=width,
-            prime=prime.frames.expand(rows, -1, -1, -1, -1) if prime is not None else None,
-            mask=mask.inpaint.expand(rows, -1, -1) if mask is not None else None,
-            batch=sketch.to_batch(rows) if sketch is not None else None,
-        )
-        pixels = (draw_across_ranks if across_ranks else draw)(self.task, prompts, options, self.device, batch)
-        labels: list[str | None] = list(captions) if captions is not None else [None] * rows
-        sidecar = self._build_sidecar(request, options, prime, sketch, mask)
-        return Samples(pixels, self._fps(request, prime), labels[: len(pixels)], options, request, sidecar)
+        for prompt in entries:
+            with name_prompt(prompt):
+                check_guidance(options, replace(request, negative=prompt.negative))
+        rows = self._read_rows(request, options)
+        sketch = self._read_sketch(request, max(row.frames or self.shape.frames for row in rows))
+        fps = [self._fps(request, row.prime) for row in rows]
+        first = rows[0]  # most requests have one picture for all rows
+        sidecar = self._build_sidecar(request, options, sketch, first.prime, first.mask)
+        return Drawing(request, options, rows, sketch, fps, sidecar)
+
+    def draw_clips(self, drawing: Drawing, across_ranks: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """→ the number of a row and its pixels, T C H W; rows of one shape follow one another. Several ranks: all on rank 0."""
+        request, draw = drawing.request, draw_parts_across_ranks if across_ranks else draw_parts
+        for indices in group_rows(drawing.rows):
+            rows = [drawing.rows[index] for index in indices]
+            frames = rows[0].frames
+            sketch = drawing.sketch.to_batch(len(rows), 0, frames) if drawing.sketch is not None else None
+            batches = self._choose_batches(request, frames)
+            left = iter(indices)
+            prompts = make_prompts(rows, request.size, sketch)
+            for part in draw(self.task, prompts, drawing.options, self.device, batches):
+                for clip in part:
+                    yield next(left), clip
+
+    def _choose_batches(self, request: SampleRequest, frames: int | None) -> RowBatches:
+        """Samples at a time; what was found to fit holds for later calls."""
+        key = (request.batch, frames, request.size)
+        if key not in self._batches:
+            rows = request.batch or read_batch(self.run.config(), "sample")
+            # A second batch size would be compiled again.
+            measure = not self._stages.compiled
+            self._batches[key] = RowBatches(rows, self.device, measure=measure, note=self._stages.note)
+        return self._batches[key]
 
     def plan_story(self, request: SampleRequest) -> Story:
         """A story ready to be drawn. `frames` are drawn per scene: the first shows all of them, each later one `frames − overlap`."""
-        from kineograph.sample.story import Story
+        from kineograph.sample.story import Story, plan_scenes
 
         if request.count != 1 or request.size is not None or request.mask is not None:
             raise InputError("count, size and mask have no effect in a story: leave them out")
@@ -164,32 +235,39 @@ class Sampler:
             raise InputError(
                 f"a story needs captions, and {self.task_name} was trained without: draw a long clip with kineo sample --frames N"
             )
-        frames = request.frames or self.shape.frames
-        overlap = request.overlap
-        if overlap is None:
-            resolved = self.resolve_options(request.options, guidance=request.guidance, steps=request.steps)
-            overlap = self.limits.default_overlap(frames, resolved)
-        self.limits.check_overlap(overlap, frames, "--overlap" if request.overlap is not None else "sample.overlap")
-        extra = request.options
-        if self.options is not None and "overlap" in type(self.options).model_fields:
-            # A scene longer than the trained length continues itself by the same overlap.
-            extra = {**extra, "overlap": overlap}
+        check_fields([scene for scene in request.prompts or () if isinstance(scene, Prompt)], self._spec)
+        resolved = self.resolve_options(request.options, guidance=request.guidance, steps=request.steps)
+        scenes = plan_scenes(request, self.limits, resolved)
+        overlap = request.overlap or self.limits.default_overlap(request.frames or self.shape.frames, resolved)
+        extra = self._with_overlap(request.options, overlap)
+        prompts = request.entries or []
         request, options = self._resolve(replace(request, overlap=overlap, options=extra))
-        prime = self._read_prime(request, options)
-        scenes = request.prompts or []
-        sketch = self._read_sketch(request, frames + (len(scenes) - 1) * (frames - overlap), story=True)
-        sidecar = self._build_sidecar(request, options, prime, sketch)
-        given = prime.frames if prime is not None else None
-        return Story(self, request, overlap, frames, given, options, sketch, self._fps(request, prime), sidecar)
+        for scene, prompt in zip(scenes, prompts, strict=True):
+            with name_prompt(prompt):
+                check_guidance(options, replace(request, negative=scene.negative))
+                self.limits.check_shape(scene.frames)
+                # A scene longer than the trained length continues itself by the same overlap.
+                scene.options = self.resolve_options(self._with_overlap(request.options, scene.overlap))
+        first = replace(request, prompts=[prompts[0].model_copy(update={"overlap": None})])
+        with name_prompt(prompts[0]):
+            prime = self._read_rows(first, options)[0].prime
+        sketch = self._read_sketch(request, scenes[-1].stop, story=True)
+        sidecar = self._build_sidecar(request, options, sketch, prime)
+        return Story(self, request, scenes, prime, options, sketch, self._fps(request, prime), sidecar)
+
+    def _with_overlap(self, options: dict[str, Any], overlap: int) -> dict[str, Any]:
+        has_overlap = self.options is not None and "overlap" in type(self.options).model_fields
+        return {**options, "overlap": overlap} if has_overlap else options
 
     # Checking ----------------------------------------------------------------------------------------------------
 
     def _resolve(self, request: SampleRequest) -> tuple[SampleRequest, Config | None]:
         """Check a request against the stage. → the request with stage, step and changed options filled in; the options as used."""
-        if request.prompts is not None and not takes_captions(self.task):
+        if request.has_captions and not takes_captions(self.task):
             raise InputError(f"{self.task_name} was trained without captions: leave the prompts out, and use --count")
         frames = request.frames or self.shape.frames
-        if request.fps is not None and frames == 1:
+        longest = max((prompt.frames or frames for prompt in request.entries or ()), default=frames)
+        if request.fps is not None and longest == 1:
             raise InputError(f"--fps {request.fps:g} has no effect on a picture: leave it out")
         options = self.resolve_options(request.options, guidance=request.guidance, steps=request.steps)
         check_guidance(options, request)
@@ -220,19 +298,12 @@ class Sampler:
 
     # Reading -----------------------------------------------------------------------------------------------------
 
-    def _read_mask(self, request: SampleRequest) -> Mask | None:
-        if request.mask is None:
-            return None
-        return read_mask(request.mask, self.limits, request.size or (self.shape.height, self.shape.width))
-
-    def _read_prime(self, request: SampleRequest, options: Config | None) -> Prime | None:
-        note, frames = self._stages.note, request.frames or self.shape.frames
-        if request.prime is not None:
-            masked = request.mask is not None
-            return read_prime(request.prime, self.limits, self._data, frames, request.size, options, note, masked)
-        if can_animate(self.task):
-            note(f"{self.task_name} animates a picture, and --prime is not set: drawing from the caption alone")
-        return None
+    def _read_rows(self, request: SampleRequest, options: Config | None) -> list[Row]:
+        rows = RowReader(self.limits, self._data, options, self._stages.note).read(request)
+        if can_animate(self.task) and any(row.prime is None for row in rows):
+            missing = "--prime is not set" if all(row.prime is None for row in rows) else "some prompts have none"
+            self._stages.note(f"{self.task_name} animates a picture, and {missing}: drawing from the caption alone")
+        return rows
 
     def _read_sketch(self, request: SampleRequest, frames: int, story: bool = False) -> Sketch | None:
         if request.sketch is None:
@@ -249,8 +320,8 @@ class Sampler:
         self,
         request: SampleRequest,
         options: Config | None,
-        prime: Prime | None,
         sketch: Sketch | None,
+        prime: Prime | None,
         mask: Mask | None = None,
     ) -> dict[str, Any]:
         return {

@@ -8,24 +8,28 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kineograph.core.batch import Batch, Prompts
+from kineograph.core.batch import Prompts
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
+from kineograph.core.noise import Noise
+from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import write_atomic, write_json
-from kineograph.core.text_file import split_lines
 from kineograph.media.clips import open_clip_writer
 from kineograph.media.filenames import reserve_path, slugify
 from kineograph.media.frames import to_uint8
 from kineograph.media.grids import STRIP, make_titled_strips, select_evenly
 from kineograph.sample.inference import draw, sampling_noise
+from kineograph.sample.limits import ClipLimits
 from kineograph.sample.output import library_versions
+from kineograph.sample.prime import Prime
+from kineograph.sample.prompt_file import SEPARATOR, name_prompt, write_prompts
 from kineograph.sample.request import STORY_FORMATS, SampleRequest, check_format
 
 if TYPE_CHECKING:
@@ -33,80 +37,129 @@ if TYPE_CHECKING:
     from kineograph.sample.sketch import Sketch
 
 SHEET = 24  # scenes on a sheet at most
+OWN = ("negative", "image", "seed")  # fields of a scene, for the sidecar
+
+
+@dataclass
+class Scene:
+    """One scene of a story."""
+
+    prompt: Prompt
+    negative: str | None
+    frames: int  # drawn, the continued ones included
+    overlap: int  # frames of the previous scene that it continues
+    start: int  # first frame of the video that it adds
+    noise: Noise
+    options: Config | None = None
+
+    @property
+    def stop(self) -> int:
+        """Frames of the video up to its end."""
+        return self.start + self.frames - (self.overlap if self.start else 0)
+
+
+def plan_scenes(request: SampleRequest, limits: ClipLimits, options: Config | None) -> list[Scene]:
+    """Frames and overlap of each scene: its own, the request's, or the stage's. An overlap that does not fit is refused."""
+    scenes: list[Scene] = []
+    prompts = request.entries or []
+    for number, prompt in enumerate(prompts):
+        with name_prompt(prompt):
+            _check_fields(prompt, number)
+            frames = prompt.frames or request.frames or limits.shape.frames
+            given = prompt.overlap or request.overlap
+            overlap = given if given is not None else limits.default_overlap(frames, options)
+            before = scenes[-1].stop if scenes else 0
+            if scenes or len(prompts) == 1 or frames > limits.shape.frames:
+                limits.check_overlap(overlap, frames, "--overlap" if given is not None else "sample.overlap")
+            if scenes and overlap > before:
+                raise InputError(
+                    f"overlap={overlap} is more than the {before} frames before this scene: lower --overlap, or lengthen them"
+                )
+            negative = prompt.negative if prompt.negative is not None else request.negative
+            seed, slot = (request.seed, number) if prompt.seed is None else (prompt.seed, 0)
+            noise = sampling_noise(seed, torch.tensor([slot]))
+            scenes.append(Scene(prompt, negative, frames, overlap, before, noise))
+    return scenes
+
+
+def _check_fields(prompt: Prompt, number: int) -> None:
+    if prompt.scene not in (None, number + 1):
+        raise InputError(f"scene={prompt.scene} is the {number + 1}. scene of the story: number them 1, 2, 3 …")
+    if prompt.mask is not None:
+        raise InputError("mask has no effect in a story: remove it")
+    if number == 0 and prompt.overlap is not None:
+        raise InputError(f"overlap={prompt.overlap} has no effect: the first scene continues none; remove it")
+    if number > 0 and prompt.image is not None:
+        raise InputError("image has no effect: this scene continues the previous one; only the first can have an image")
 
 
 class Story:
     """A story ready to be drawn. Each iteration draws it again and yields the new frames of each scene, T C H W.
 
-    Scene s uses the noise of row s of a sampling call, so the first scene is the clip that `sample` draws for its caption.
+    Scene s uses the noise of row s of a sampling call, so the first scene is the clip that `sample` draws for its caption. A scene
+    with a seed of its own uses the noise of row 0 of a call with that seed.
     """
 
     def __init__(
         self,
         sampler: Sampler,
         request: SampleRequest,
-        overlap: int,
-        frames: int,
-        prime: Tensor | None,
+        scenes: list[Scene],
+        prime: Prime | None,
         options: Config | None,
         sketch: Sketch | None,
         fps: float,
         sidecar: dict[str, Any],
     ) -> None:
-        self.request, self.captions = request, request.prompts or []
-        self.overlap, self.frames, self.fps = overlap, frames, fps
-        self.prime = prime  # K C H W: the frames that the first scene continues
-        self.options, self.sketch, self.sidecar = options, sketch, sidecar
+        self.request, self.scenes, self.captions = request, scenes, request.captions or []
+        assert request.overlap is not None
+        # Of scenes without their own.
+        self.overlap, self.frames = request.overlap, request.frames or sampler.shape.frames
+        self.prime = prime.frames if prime is not None else None  # K C H W: the frames that the first scene continues
+        self.options, self.sketch, self.fps, self.sidecar = options, sketch, fps, sidecar
         self._sampler = sampler
 
     def __len__(self) -> int:
         """Scenes."""
-        return len(self.captions)
+        return len(self.scenes)
 
     def frame_range(self, scene: int) -> range:
         """The frames of the video that a scene (from 0) adds: all that the first one draws, those after the overlap later."""
-        new = self.frames - self.overlap
-        stop = self.frames + scene * new
-        return range(stop - new if scene else 0, stop)
+        return range(self.scenes[scene].start, self.scenes[scene].stop)
 
     @property
     def total(self) -> int:
         """Frames of the video."""
-        return self.frame_range(len(self) - 1).stop
+        return self.scenes[-1].stop
 
     def __iter__(self) -> Iterator[Tensor]:
-        prime, shown = self.prime, 0  # the frames that the scene continues; how many of them the video has already
-        for scene in range(len(self)):
-            new = self._draw(scene, prime)[shown:]  # T C H W
+        shown: Tensor | None = None  # the last frames of the video so far
+        for number, scene in enumerate(self.scenes):
+            prime = self.prime if shown is None else shown[-scene.overlap :]
+            new = self._draw(scene, prime)[0 if shown is None else scene.overlap :]  # T C H W
+            needed = max((later.overlap for later in self.scenes[number + 1 :]), default=1)
             # A clone: a view would keep the whole scene in memory.
-            prime = (new if prime is None else torch.cat([prime, new]))[-self.overlap :].clone()
-            shown = self.overlap
+            shown = (new if shown is None else torch.cat([shown, new]))[-needed:].clone()
             yield new
-            del new  # free it before the next scene is drawn
+            del new, prime  # free them before the next scene is drawn
 
-    def _draw(self, scene: int, prime: Tensor | None) -> Tensor:
-        sampler, request = self._sampler, self.request
+    def _draw(self, scene: Scene, prime: Tensor | None) -> Tensor:
+        sampler = self._sampler
         prompts = Prompts(
-            noise=sampling_noise(request.seed, torch.tensor([scene])),
-            captions=[self.captions[scene]],
-            negative=[request.negative] if request.negative is not None else None,
-            frames=request.frames,
+            noise=scene.noise,
+            captions=[scene.prompt.prompt],
+            negative=[scene.negative] if scene.negative is not None else None,
+            frames=scene.prompt.frames or self.request.frames,
             prime=prime[None] if prime is not None else None,
-            batch=self._sketch_batch(scene),
+            batch=self.sketch.to_batch(1, scene.stop - scene.frames, scene.frames) if self.sketch is not None else None,
         )
-        pixels = draw(sampler.task, prompts, self.options, sampler.device)[0]  # T C H W
-        if len(pixels) != self.frames:
+        pixels = draw(sampler.task, prompts, scene.options, sampler.device)[0]  # T C H W
+        if len(pixels) != scene.frames:
             raise InputError(
-                f"{sampler.task_name} returned {len(pixels)} frames instead of {self.frames}: a Task that continues clips "
+                f"{sampler.task_name} returned {len(pixels)} frames instead of {scene.frames}: a Task that continues clips "
                 "returns all frames, the given ones included"
             )
         return pixels
-
-    def _sketch_batch(self, scene: int) -> Batch | None:
-        """The sketch under all frames that a scene draws, the continued ones included."""
-        if self.sketch is None:
-            return None
-        return self.sketch.to_batch(1, self.frame_range(scene).stop - self.frames, self.frames)
 
     def save(
         self, folder: str | Path, format: str | None = None, note: Callable[[str], None] | None = None
@@ -139,7 +192,7 @@ class Story:
             try:
                 sheet = path.with_suffix(".png")
                 make_titled_strips(strips).save(sheet)
-                write_atomic(path.with_suffix(".txt"), "\n".join(self.captions) + "\n")
+                self._write_scenes(path)
                 write_json(path.with_suffix(".json"), self._build_sidecar(path, pictured, format))
                 os.replace(unfinished, path)
             except BaseException:
@@ -155,6 +208,23 @@ class Story:
         frames = self.frame_range(scene)
         return f"scene {scene + 1} of {len(self)}, frames {frames.start + 1} to {frames.stop}: {self.captions[scene]}"
 
+    def _scenes_path(self, path: Path) -> Path:
+        """The file of scenes beside the video: text if that can hold them."""
+        plain = all(
+            scene.prompt.to_json().keys() <= {"prompt", "scene"}
+            and not scene.prompt.prompt.startswith("#")
+            and SEPARATOR not in scene.prompt.prompt
+            for scene in self.scenes
+        )
+        return path.with_suffix(".txt" if plain else ".jsonl")
+
+    def _write_scenes(self, path: Path) -> None:
+        file = self._scenes_path(path)
+        if file.suffix == ".txt":
+            write_atomic(file, "\n".join(self.captions) + "\n")
+        else:
+            write_prompts(file, [scene.prompt for scene in self.scenes])
+
     def _build_sidecar(self, path: Path, pictured: list[int], format: str | None) -> dict[str, Any]:
         shape = self._sampler.shape
         options = {key: value for key, value in self.request.options.items() if key != "overlap"}  # --overlap sets it
@@ -162,9 +232,9 @@ class Story:
         own = {key: value for key, value in self.sidecar.items() if key not in ("captions", "count", "size", "frames")}
         return {
             "file": path.name,
-            "command": request.to_command("story", [str(path.with_suffix(".txt"))], path.parent, format),
+            "command": request.to_command("story", [str(self._scenes_path(path))], path.parent, format),
             "overlap": self.overlap,
-            "frames": self.frames,  # per scene
+            "frames": self.frames,  # per scene, where it has no number of its own
             "scenes": [self._describe_scene(scene) for scene in range(len(self))],
             "sheet": {"file": path.with_suffix(".png").name, "scenes": [scene + 1 for scene in pictured]},
             **own,
@@ -184,39 +254,22 @@ class Story:
             "caption": self.captions[scene],
             "frames": [frames.start + 1, frames.stop],
             "seconds": [round(frames.start / self.fps, 3), round(frames.stop / self.fps, 3)],
+            **{key: value for key, value in self.scenes[scene].prompt.to_json().items() if key in OWN},
+            **({"overlap": self.scenes[scene].overlap} if scene else {}),
         }
 
 
 # Scenes ----------------------------------------------------------------------------------------------------------
 
 
-def read_scenes(path: str | Path) -> list[str]:
-    """Read a scene per line, UTF-8; blank lines and lines that begin with # are skipped."""
-    path = Path(path)
-    remedy = "give a text file with one scene per line"
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist: {remedy}") from None
-    except UnicodeDecodeError:
-        text = "\0"
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
-    if "\0" in text:
-        raise InputError(f"{path} is not UTF-8 text: {remedy}")
-    scenes = [line.strip() for line in split_lines(text)]
-    scenes = [scene for scene in scenes if scene and not scene.startswith("#")]
-    if not scenes:
-        raise InputError(f"{path} holds no scenes: write one per line (blank lines and lines with # are skipped)")
-    return scenes
-
-
-def check_scenes(captions: Sequence[str]) -> list[str]:
+def check_scenes(captions: Sequence[str | Prompt]) -> list[str | Prompt]:
     """Refuse scenes that a file of scenes could not hold: a story is repeated from such a file."""
     if isinstance(captions, str):
         raise InputError("a story is a list of captions, one per scene: give [caption, caption, …]")
     scenes = [caption.strip() if isinstance(caption, str) else caption for caption in captions]
     for number, scene in enumerate(scenes, 1):
+        if isinstance(scene, Prompt):
+            continue
         if not isinstance(scene, str) or not scene or scene.startswith("#") or {"\n", "\r"} & set(scene):
             raise InputError(
                 f"scene {number}, {scene!r}, is not valid: give one line of text that does not begin with #"

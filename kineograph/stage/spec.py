@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from kineograph.core.config import StageConfig, Tree, merge, parse
+from pydantic import Field
+
+from kineograph.core.config import Config, StageConfig, Tree, merge, parse
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import key_of
+from kineograph.core.prompt import Prompt, dump_prompts
 from kineograph.core.registry import find_task
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.task import Task
@@ -16,6 +19,17 @@ from kineograph.data.open_source import DataConfig, drop_other_source_keys, pars
 from kineograph.train.config import PlayerConfig, TrainConfig
 
 _OUTSIDE_TASK = ("data", "train", "players")  # sections of a stage that its Task does not read
+
+
+class BatchConfig(Config):
+    """Sections `sample` and `evaluate` of a run."""
+
+    batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Samples at a time; auto: on a GPU as many as fit into its free memory, at most 32."""
+
+    @property
+    def rows(self) -> int | None:
+        return None if self.batch == "auto" else self.batch
 
 
 @dataclass(frozen=True)
@@ -58,8 +72,10 @@ class Plan:
     name: str
     preset: str | None
     seed: int
-    prompts: list[str] | str
+    prompts: list[Prompt] | str
     stages: tuple[StagePlan, ...]
+    sample: BatchConfig
+    evaluate: BatchConfig
 
     def stage(self, name: str) -> StagePlan:
         return next(stage for stage in self.stages if stage.name == name)
@@ -75,7 +91,9 @@ class Plan:
             "preset": self.preset,
             "resolved": True,
             "seed": self.seed,
-            "prompts": self.prompts,
+            "prompts": self.prompts if isinstance(self.prompts, str) else dump_prompts(self.prompts),
+            "sample": self.sample.model_dump(mode="json"),
+            "evaluate": self.evaluate.model_dump(mode="json"),
             "stages": {stage.name: _stage_tree(stage) for stage in self.stages},
         }
 
@@ -87,6 +105,11 @@ def _stage_tree(stage: StagePlan) -> Tree:
         "train": stage.train.model_dump(mode="json"),
         "players": {name: player.model_dump(mode="json") for name, player in stage.players.items()},
     }
+
+
+def read_batch(tree: Tree, section: Literal["sample", "evaluate"]) -> int | None:
+    """`sample.batch` or `evaluate.batch` of a run; None: as many as fit."""
+    return parse(BatchConfig, tree.get(section) or {}, section).rows
 
 
 def read_stage(tree: Tree, name: str) -> StageSpec:

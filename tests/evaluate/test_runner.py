@@ -27,6 +27,8 @@ from kineograph.evaluate.metric_api import EvalBatch, EvalContext, MetricSkipped
 from kineograph.evaluate.runner import evaluate
 from kineograph.evaluate.stage_evaluator import StageEvaluator
 from kineograph.sample.inference import draw
+from kineograph.sample.prompt_file import read_prompts
+from kineograph.sample.sampler import Sampler
 from kineograph.stage.load import StageLoader
 from kineograph.stage.spec import read_stage
 from tests.evaluate.test_extractors import Colours, scripted
@@ -221,13 +223,41 @@ def test_what_is_left_out_says_why(tmp_path):
         evaluate(run.path, samples=4, split="test", device="cpu")
 
 
+def test_prompts_of_a_file_are_judged_instead_of_held_out_items(tmp_path, run):
+    path = tmp_path / "My prompts.jsonl"
+    rows = [{"prompt": "a red 3"}, {"prompt": "a blue 7 moves up", "seed": 4}, {"prompt": "a 5"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = evaluate(run.path, [MINE, "caption_accuracy"], prompts=path, batch=2, device="cpu")
+    assert found["captions"] == 3 and [stage.stage for stage in found.stages] == ["generator"]
+    drawn = Sampler.open(run.path, device="cpu").sample(read_prompts(path)).pixels
+    assert found["brightness"] == pytest.approx(float(drawn.mean()), abs=1e-6)
+    records = json.loads((run.path / "evaluation.json").read_text())["results"]["prompts-my-prompts"]
+    assert records["generator/step-00000020"]["caption_accuracy"]["samples"] == 3
+    assert "ceiling" not in records["generator/step-00000020"]["caption_accuracy"]["labels"]
+    assert any(path.name == "prompts-my-prompts-generator-step-00000020.png" for path in found.files)
+    everything = evaluate(run.path, prompts=path, device="cpu")
+    assert any("fid" in line and "nothing real to compare with" in line for line in everything.skipped)
+    for call, why in (
+        ({"metrics": ["fid"]}, "--metrics fid does not apply .*nothing real to compare with; add --reference"),
+        ({"samples": 3}, "--samples has no effect with --prompts"),
+        ({"split": "test"}, "--split has no effect with --prompts"),
+        ({"moved": ["data.folder=x"]}, "data.folder=NEW has no effect with --prompts"),
+        ({"batch": 0}, "--batch 0 is too small: use at least 1"),
+    ):
+        with pytest.raises(InputError, match=why):
+            evaluate(run.path, prompts=path, device="cpu", **call)
+    path.write_text('{"prompt": "a 3", "scene": 1}\n')
+    with pytest.raises(InputError, match="line 1: scene=1 has an effect in a story only: remove it"):
+        evaluate(run.path, prompts=path, device="cpu")
+
+
 def test_mistakes_are_told(tmp_path, run):
     with pytest.raises(InputError, match="--split nowhere"):
         evaluate(run.path, split="nowhere")
     with pytest.raises(InputError, match="not a run folder"):
         evaluate(tmp_path)
     codec = make_run(tmp_path / "codec", "tokenizer")
-    with pytest.raises(InputError, match=r"caption_accuracy.*offers captions, generated, real"):
+    with pytest.raises(InputError, match=r"caption_accuracy.*offers captions, generated"):
         evaluate(codec.path, ["caption_accuracy"], samples=2, device="cpu")
     empty = make_run(tmp_path / "empty", "tokenizer")
     (empty.checkpoints("tokenizer") / "step-00000020").rename(tmp_path / "gone")

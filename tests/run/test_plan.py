@@ -84,20 +84,23 @@ def test_stage_names_are_folder_names() -> None:
 def test_prompts_are_a_list_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("a red 3\n\n  a blue 5 \n")
-    assert plan_with("prompts", str(path)).prompts == ["a red 3", "a blue 5"]
-    assert plan_with("prompts", ["one"]).prompts == ["one"]
+    assert plan_with("prompts", str(path)).tree()["prompts"] == ["a red 3", "a blue 5"]
+    assert plan_with("prompts", ["one"]).tree()["prompts"] == ["one"]
     assert make_plan(TREE).prompts == "auto"
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="no lines"):
+    with pytest.raises(ConfigError, match="holds no prompts"):
         plan_with("prompts", str(path))
     with pytest.raises(ConfigError, match="no such file"):
         plan_with("prompts", str(tmp_path / "gone.txt"))
     with pytest.raises(ConfigError, match="no such file"):
         plan_with("prompts", str(tmp_path))
     path.write_bytes("\ufeffein Käfer\r\nzwei\r\n".encode())
-    assert plan_with("prompts", str(path)).prompts == ["ein Käfer", "zwei"]  # without the mark that Windows puts first
+    assert plan_with("prompts", str(path)).tree()["prompts"] == [
+        "ein Käfer",
+        "zwei",
+    ]  # without the mark that Windows puts first
     path.write_bytes("a 3\u2028moves\r\na 5\r\n".encode())
-    assert plan_with("prompts", str(path)).prompts == ["a 3\u2028moves", "a 5"]  # a line ends at \n alone
+    assert plan_with("prompts", str(path)).tree()["prompts"] == ["a 3\u2028moves", "a 5"]  # a line ends at \n alone
     path.write_bytes("ein Käfer".encode("latin-1"))
     with pytest.raises(InputError, match=r"prompts=.*is not UTF-8 text.*save it as UTF-8"):
         plan_with("prompts", str(path))

@@ -11,10 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kineograph.core.errors import ConfigError, RunFailed
+from kineograph.core.errors import ConfigError, InputError, RunFailed
+from kineograph.core.run_folder import RunFolder
+from kineograph.media.clips import write_clip
+from kineograph.sample.sampler import Sampler
 from tests.media.reading import read_clip
 from tests.run import clip_tasks
 from tests.run.clip_tasks import train
+from tests.sample.tiny_task import TinyGenerator
 
 STAGES = {
     "codec": {"task": "tests.run.clip_tasks.BlockCodec", "train": {"steps": 1, "sample_every": 0}},
@@ -161,6 +165,69 @@ def test_prompts_of_ones_own_come_with_a_picture_only_where_one_is_animated(
     shown(tmp_path, prompts=["a red 3", "a blue 7"])
     assert beside and all((batch.pixels is not None) == animates for batch in beside)
     assert all(batch.captions == ["a red 3", "a blue 7"] for batch in beside)
+
+
+TINY = {"generator": {"task": "tests.sample.tiny_task.TinyGenerator"}}
+
+
+def test_prompts_with_pictures_of_their_own_are_drawn_as_kineo_sample_draws_them(tmp_path: Path) -> None:
+    picture = write_clip(tmp_path / "light.png", torch.full((1, 3, 16, 16), 0.9), 8)
+    prompts = ["a red 3", {"prompt": "a blue 7", "image": str(picture), "seed": 3}, {"prompt": "a 5", "frames": 3}]
+    keys = {"data__fps": 8, "data__channels": 3, "train__sample_every": 3, "train__samples": 4, "stages": TINY}
+    run = train(tmp_path, prompts=prompts, **keys)
+    assert RunFolder(run).config()["prompts"] == prompts
+    samples = run / "generator" / "samples" / "step-00000003"
+    listed = json.loads((samples / "prompts.json").read_text())
+    clips = [read_clip(samples / row.pop("file"))[0] for row in listed]
+    assert listed == [{"prompt": "a red 3"}, *prompts[1:]]
+    assert [len(clip) for clip in clips] == [5, 5, 3] and clips[1][0].float().mean() > 0.85 * 255
+    (path,) = Sampler.open(run, device="cpu").sample("a blue 7", seed=3, prime=picture).save(tmp_path / "alone")
+    assert torch.equal(clips[1], read_clip(path)[0])
+    assert (samples / "grid.gif").exists() and (samples / "online-beside-ema.gif").exists()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ({"prompt": "a 3", "image": "gone.png"}, r"prompts\.1: .*gone\.png does not exist: give a picture"),
+        ({"prompt": "a 3", "colour": "red"}, r"prompts\.1: unknown key colour: known here"),
+        ({"prompt": "a 3", "scene": 1}, r"prompts\.1: scene=1 has an effect in a story only: remove it"),
+        ({"prompt": "a 3", "mask": "x.png"}, r"prompts\.1: mask needs the picture to inpaint: add image"),
+        ({"prompt": "a 3", "frames": 4}, r"prompts\.1: frames=4 does not fit pairs: use 2k \+ 1"),
+    ],
+)
+def test_prompts_that_cannot_be_drawn_are_refused_before_training(tmp_path: Path, prompt: Any, why: str) -> None:
+    stages = {
+        "codec": {"task": "tests.sample.tiny_task.PairCodec", "train": {"steps": 1, "sample_every": 0}},
+        "generator": {"task": "tests.sample.tiny_task.Counting", "codec": "codec"},
+    }
+    with pytest.raises(InputError, match=why):
+        train(tmp_path, prompts=["a 7", prompt], stages=stages, train__sample_every=3)
+    assert not (tmp_path / "run").exists()
+
+
+def test_samples_are_drawn_as_many_at_a_time_as_the_run_says_and_memory_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    inner = TinyGenerator.sample
+
+    def counted(self: Any, prompts: Any, options: Any) -> torch.Tensor:
+        asked.append(len(prompts))
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return inner(self, prompts, options)
+
+    monkeypatch.setattr(TinyGenerator, "sample", counted)
+    lines: list[str] = []
+    keys = {"data__channels": 3, "train__sample_every": 3, "train__samples": 4, "stages": TINY, "train__ema__decay": 0}
+    train(tmp_path, lines=lines, **keys)
+    assert asked == [4, 2, 2]
+    told = "generator: out of memory with 4 rows at a time: going on with 2 (set sample.batch to 2 or less)"
+    assert told in lines
+    asked.clear()
+    train(tmp_path, "one", sample__batch=1, **keys)
+    assert asked == [1] * 4
 
 
 @pytest.mark.parametrize(("apart", "times"), [(0.0, 5), (60.0, 2)])

@@ -22,19 +22,19 @@ NAMES = {item.name for item in fields(SampleRequest)}
 
 def test_every_field_is_an_option_of_the_commands():
     sample, story = (set(inspect.signature(function).parameters) for function in (cli.sample, cli.story))
-    assert sample - {"out", "format", "trust"} == NAMES - {"overlap"}
-    assert story - {"out", "format", "scenes", "trust"} == NAMES - {"prompts", "count", "size", "mask"}
+    assert sample - {"out", "format", "trust", "prompts_file"} == NAMES - {"overlap"}
+    assert story - {"out", "format", "scenes", "trust"} == NAMES - {"prompts", "count", "size", "mask", "batch"}
 
 
 @pytest.mark.parametrize("prompts", [["a 3", "-x 'y'"], ["a 3"], None])
 def test_the_command_of_a_request_gives_the_same_request(prompts, monkeypatch, tmp_path):
     request = SampleRequest(
         "runs/x", "generator", 20, ema=False, seed=7, prompts=prompts, count=2, negative="dull" if prompts else None, frames=3,
-        size=(16, 24), fps=12.5, prime="a b.gif", sketch="s.png", mask="m.png", options={"sample.palette": [0.5, 0.25]}, compile=True,
+        size=(16, 24), fps=12.5, prime="a b.gif", sketch="s.png", mask="m.png", options={"sample.palette": [0.5, 0.25]}, compile=True, batch=3,
     )  # fmt: skip
     repeated = []
 
-    def keep(run, prompts, out, format, **flags):
+    def keep(run, prompts, out, format, note, **flags):
         repeated.append((SampleRequest.from_flags(run, prompts, **flags), out, format))
         return []
 

@@ -13,11 +13,12 @@ from PIL import Image
 
 from kineograph import cli
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.prompt import Prompt
 from kineograph.media.clips import write_clip
 from kineograph.sample import story as stories
-from kineograph.sample.command import write_story
+from kineograph.sample.command import write_samples, write_story
+from kineograph.sample.prompt_file import read_prompts
 from kineograph.sample.sampler import Sampler
-from kineograph.sample.story import read_scenes
 from tests.media.reading import read_clip
 from tests.sample.tiny_task import Counting, make_run
 
@@ -121,6 +122,87 @@ def test_a_story_continues_a_given_clip(sampler):
     parts = list(sampler.story(SCENES, prime=start, overlap=1))
     assert torch.equal(parts[0], sampler.sample(SCENES[0], prime=start).pixels[0])
     assert numbers(torch.cat(parts))[3:] == list(range(43, 43 + 4 + 6 + 6))
+
+
+def test_each_scene_has_its_own_frames_and_overlap(sampler):
+    scenes = [
+        Prompt(prompt="a"),
+        Prompt(prompt="bb", frames=3, overlap=1),
+        Prompt(prompt="ccc", frames=13, overlap=5, seed=9),
+    ]
+    story = sampler.story([*scenes, "dddd"], overlap=3)
+    parts = list(story)
+    assert [len(part) for part in parts] == [7, 2, 8, 4] and story.total == 21
+    assert [story.frame_range(scene) for scene in range(4)] == [range(7), range(7, 9), range(9, 17), range(17, 21)]
+    assert numbers(torch.cat(parts)) == list(range(21))
+    assert [scene.options.overlap for scene in story.scenes] == [3, 1, 5, 3]
+    # A scene with a seed has the noise of a clip drawn alone with it.
+    alone = sampler.sample("ccc", seed=9, frames=13).pixels[0]
+    assert torch.equal(parts[2][:, 2], alone[5:, 2])
+
+
+@pytest.mark.parametrize(
+    ("scenes", "why"),
+    [
+        ([{"prompt": "a", "overlap": 1}], "line 1: overlap=1 has no effect: the first scene continues none; remove it"),
+        (
+            [{"prompt": "a"}, {"prompt": "b", "overlap": 2}],
+            "line 2: overlap=2 does not fit scenes of 7 frames: use 1, 3, 5$",
+        ),
+        (
+            [{"prompt": "a"}, {"prompt": "b", "frames": 3, "overlap": 3}],
+            "line 2: overlap=3 does not fit scenes of 3 frames: use 1",
+        ),
+        ([{"prompt": "a"}, {"prompt": "b", "frames": 8}], "line 2: frames=8 does not fit pairs"),
+        (
+            [{"prompt": "a", "frames": 3}, {"prompt": "b", "overlap": 5}],
+            "line 2: overlap=5 is more than the 3 frames before this scene: lower overlap, or lengthen them",
+        ),
+        ([{"prompt": "a"}, {"prompt": "b", "image": "start.png"}], "line 2: image has no effect: this scene continues"),
+        ([{"prompt": "a"}, {"prompt": "b", "scene": 1}], r"line 2: scene=1 is the 2\. scene of the story"),
+        ([{"prompt": "a"}, {"prompt": "b", "negative": "c"}], "line 2: negative has no effect at guidance=1"),
+    ],
+)
+def test_scenes_that_cannot_be_drawn_name_their_line(run, tmp_path, scenes, why):
+    write_clip(tmp_path / "start.png", torch.full((1, 3, 32, 32), 0.5), 8)
+    path = tmp_path / "scenes.jsonl"
+    path.write_text("".join(json.dumps(scene) + "\n" for scene in scenes))
+    with pytest.raises((InputError, ConfigError), match=rf"scenes\.jsonl, {why}"):
+        write_story(run, path, out=tmp_path / "none", device="cpu")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_prompts_file_holds_stories_beside_clips(run, tmp_path, capsys):
+    write_clip(tmp_path / "start.png", torch.full((1, 3, 32, 32), 40 / 255), 8)
+    lines = [
+        {"prompt": "a clip"},
+        {"prompt": "one", "scene": 1, "image": "start.png"},
+        {"prompt": "two", "scene": 2, "frames": 5, "overlap": 3},
+        {"prompt": "another", "scene": 1},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    written = write_samples(run, None, prompts_file=path, out=tmp_path / "out", device="cpu")
+    names = [
+        "a-clip-0001.gif",
+        "story-one-0001.gif",
+        "story-one-0001.png",
+        "story-another-0001.gif",
+        "story-another-0001.png",
+    ]
+    assert [path.name for path in written] == names
+    assert [len(read_clip(path)[0]) for path in written if path.suffix == ".gif"] == [7, 9, 7]
+    sidecar = json.loads(written[1].with_suffix(".json").read_text())
+    assert sidecar["scenes"][1]["overlap"] == 3 and sidecar["scenes"][1]["frames"] == [8, 9]
+    assert sidecar["scenes"][0]["image"] == str(tmp_path / "start.png") and len(sidecar["prime"]["sha256"]) == 64
+    path.unlink()
+    with pytest.raises(SystemExit) as end:
+        cli.main([*shlex.split(sidecar["command"])[1:], "--device", "cpu"])
+    assert end.value.code == 0
+    again = tmp_path / "out" / "story-one-0002.gif"
+    assert again.read_bytes() == written[1].read_bytes()
+    with pytest.raises(InputError, match="--format png is not supported here: use gif or mp4"):
+        write_samples(run, None, prompts_file=again.with_suffix(".jsonl"), format="png", device="cpu")
 
 
 # Files -----------------------------------------------------------------------------------------------------------
@@ -255,6 +337,10 @@ def test_a_model_without_captions_is_refused(sampler, monkeypatch):
         match=r"a story needs captions, and .* was trained without: draw a long clip with kineo sample --frames N",
     ):
         sampler.story(SCENES)
+
+
+def read_scenes(path):
+    return [scene.prompt for scene in read_prompts(path, "scene")]
 
 
 def test_scenes_files(tmp_path):

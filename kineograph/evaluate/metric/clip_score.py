@@ -19,7 +19,7 @@ CHUNK = 64  # frames at once
 
 class ClipScore:
     name: ClassVar[str] = "clip_score"
-    needs: ClassVar[frozenset[Kind]] = frozenset({"captions", "generated", "real"})
+    needs: ClassVar[frozenset[Kind]] = frozenset({"captions", "generated"})
 
     def __init__(self, clip: SupportsEmbedding, label: str, context: EvalContext) -> None:
         self.clip, self.label, self.frames = clip, label, context.shape.frames
@@ -35,8 +35,10 @@ class ClipScore:
         with torch.no_grad(), torch.autocast(self.sums.device.type, enabled=False):
             texts = self.clip.embed_texts(batch.captions)[0].float()  # B D
             generated = self._cosines(texts, batch.clips("generated"))  # B T
-            real = self._cosines(texts, batch.clips("real"))
-            for row, (cosines, mask) in enumerate(((generated, batch.mask("generated")), (real, batch.mask("real")))):
+            found = [(generated, batch.mask("generated"))]
+            if batch.real is not None:  # prompts of a file have no real pictures
+                found.append((self._cosines(texts, batch.real), batch.mask("real")))
+            for row, (cosines, mask) in enumerate(found):
                 self.sums[row, 0] += (cosines * mask).double().sum()
                 self.sums[row, 1] += mask.sum()
         return [f"{value:.2f}" for value in generated.mean(1).tolist()]
@@ -53,7 +55,7 @@ class ClipScore:
         labels = {
             "extractor": self.label,
             "count": int(count),
-            "real pictures": round(real / seen, 4),
+            **({"real pictures": round(real / seen, 4)} if seen else {}),
             "unit": "cosine",
         }
         return Result({"clip_score": generated / count}, labels | ({"of": "frames"} if self.frames > 1 else {}))
