@@ -705,14 +705,15 @@ def studio(
         typer.Option(min=1, max=65_535, help="Port to listen on.", show_default="8765, or the next free one"),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; others can reach any but 127.0.0.1.")] = "127.0.0.1",
+    trust: Trust = False,
 ) -> None:
-    """Show runs in a browser: curves, samples over steps, evaluations, comparisons.
+    """Show runs in a browser: curves, samples over steps, evaluations, comparisons; and draw with them.
 
     Prints the address to open. Needs the extra `studio`.
     """
     from kineograph.studio.server import serve
 
-    serve(folders or [], host, port, _print_to_stderr)
+    serve(folders or [], host, port, _print_to_stderr, trust)
 
 
 @app.command()

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kineograph.core.errors import Unreadable
+from kineograph.core.config import parse
+from kineograph.core.errors import InputError, KineoError, Unreadable
+from kineograph.core.text_file import parse_json
 from kineograph.studio import live, pages
 from kineograph.studio.clips import make_sheet, make_thumbnail
 from kineograph.studio.comparison import COMPARED, compare_runs
 from kineograph.studio.curves import read_curves, to_json
+from kineograph.studio.drawing import (
+    BODY_BYTES,
+    UPLOAD_LIMITS,
+    Busy,
+    Drawer,
+    DrawForm,
+    describe_form,
+    list_drawings,
+    save_upload,
+    worker_command,
+)
 from kineograph.studio.guard import Guard
 from kineograph.studio.preset_config import resolve_preset
 from kineograph.studio.run_details import (
@@ -34,13 +49,15 @@ from kineograph.studio.runs import Run, RunIndex
 from kineograph.studio.wall import read_wall
 
 LOG_LINES = 400
-TABS = ("curves", "wall", "evaluation", "config", "log")
+TABS = ("curves", "wall", "evaluation", "config", "log", "draw")
 KEEP = "private, max-age=31536000, immutable"
 
 
-def create_app(roots: Sequence[Path], token: str, hosts: Collection[str], cookie: str = "kineo-studio") -> Starlette:
+def create_app(
+    roots: Sequence[Path], token: str, hosts: Collection[str], cookie: str = "kineo-studio", trust: bool = False
+) -> Starlette:
     """The page over the runs below some folders."""
-    studio = Studio(RunIndex(roots))
+    studio = Studio(RunIndex(roots), Drawer(worker_command(trust)))
     routes = [
         Route("/", studio.show_runs),
         Route("/live", studio.watch_runs),
@@ -53,11 +70,23 @@ def create_app(roots: Sequence[Path], token: str, hosts: Collection[str], cookie
         Route("/run/{run_id}/differences", studio.show_differences),
         Route("/run/{run_id}/sheet/{path:path}", studio.send_sheet),
         Route("/run/{run_id}/file/{path:path}", studio.send_file),
+        Route("/run/{run_id}/draw", studio.begin_drawing, methods=["POST"]),
+        Route("/run/{run_id}/upload", studio.take_upload, methods=["POST"]),
+        Route("/run/{run_id}/drawings", studio.show_drawings),
         Route("/run/{run_id}/{tab}", studio.show_run),
+        Route("/draw/live", studio.watch_drawing),
+        Route("/draw/cancel", studio.cancel_drawing, methods=["POST"]),
+        Route("/draw/free", studio.free_model, methods=["POST"]),
     ]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(studio.drawer.free)
+
     handlers: dict[Any, Callable[..., Any]] = {HTTPException: show_error}
     guard = Middleware(Guard, token=token, cookie=cookie, hosts=hosts)
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=lifespan)
 
 
 async def show_error(request: Request, error: Exception) -> Response:
@@ -71,8 +100,8 @@ async def show_error(request: Request, error: Exception) -> Response:
 class Studio:
     """Answers requests. Functions that read files are plain ones: Starlette runs them in threads."""
 
-    def __init__(self, index: RunIndex) -> None:
-        self.index = index
+    def __init__(self, index: RunIndex, drawer: Drawer) -> None:
+        self.index, self.drawer = index, drawer
         self._curves: dict[str, tuple[Any, list[dict[str, Any]]]] = {}
         self._lock = threading.Lock()
 
@@ -115,6 +144,11 @@ class Studio:
             values["preset"] = tree.get("preset") if isinstance(tree.get("preset"), str) else None
         elif tab == "log":
             values["lines"] = read_last_lines(run.path, "logs/rank-0.log", LOG_LINES)
+        elif tab == "draw":
+            walls = [read_wall(run.path, name, most=1) for name in stages]
+            prompts = [row.title for wall in walls for row in wall.rows if not row.is_sheet and row.title]
+            values["facts"] = describe_form(tree, prompts)
+            values["drawings"] = list_drawings(run.path)
         return HTMLResponse(pages.render(f"{tab}.html", **values))
 
     async def watch_run(self, request: Request) -> Response:
@@ -156,6 +190,46 @@ class Studio:
         ids = list(dict.fromkeys(request.query_params.getlist("run")))[:COMPARED]
         runs = [run for run_id in ids if (run := self.index.find(run_id)) is not None]
         return HTMLResponse(pages.render("compare.html", **compare_runs(runs), others=self.index.refresh(age=5.0)))
+
+    # Drawing ---------------------------------------------------------------------------------------------------------
+
+    async def begin_drawing(self, request: Request) -> Response:
+        """Draw what the form asks for, in the process that draws."""
+        run = await run_in_threadpool(self._find, request)
+        try:
+            tree = parse_json(await _read_body(request, BODY_BYTES))
+            if not isinstance(tree, dict):
+                raise ValueError("it is no object")
+            await run_in_threadpool(self.drawer.draw, run, parse(DrawForm, tree))
+        except Busy:
+            return JSONResponse({"error": "one drawing at a time: wait for it, or cancel it"}, 409)
+        except (KineoError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, 422)
+        return JSONResponse({"number": self.drawer.status.number}, 202)
+
+    async def take_upload(self, request: Request) -> Response:
+        """Keep a picture to start from."""
+        run = await run_in_threadpool(self._find, request)
+        data = await _read_body(request, UPLOAD_LIMITS.bytes)
+        try:
+            return JSONResponse(await run_in_threadpool(save_upload, run.path, data))
+        except InputError as error:
+            return JSONResponse({"error": str(error)}, 422)
+
+    def show_drawings(self, request: Request) -> Response:
+        run = self._find(request)
+        return HTMLResponse(pages.render("_drawings.html", run=run, drawings=list_drawings(run.path)))
+
+    async def watch_drawing(self, request: Request) -> Response:
+        return _stream(self.drawer.watch())
+
+    def cancel_drawing(self, request: Request) -> Response:
+        self.drawer.cancel()
+        return JSONResponse({})
+
+    def free_model(self, request: Request) -> Response:
+        self.drawer.free()
+        return JSONResponse({})
 
     # Files -----------------------------------------------------------------------------------------------------------
 
@@ -202,6 +276,20 @@ class Studio:
         if path.suffix not in MEDIA:
             raise HTTPException(404)
         return path
+
+
+async def _read_body(request: Request, most: int) -> bytes:
+    """The body of a request; a larger one is refused before it is read."""
+    told = request.headers.get("content-length", "")
+    data = bytearray()
+    if not told.isdecimal() or int(told) <= most:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > most:
+                break
+        else:
+            return bytes(data)
+    raise HTTPException(413, f"This is larger than {most // 2**20 or 1} MiB, which is the limit.")
 
 
 def _stream(events: Any) -> Response:
