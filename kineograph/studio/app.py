@@ -145,8 +145,8 @@ class Studio:
         elif tab == "log":
             values["lines"] = read_last_lines(run.path, "logs/rank-0.log", LOG_LINES)
         elif tab == "draw":
-            walls = [read_wall(run.path, name, most=1) for name in stages]
-            prompts = [row.title for wall in walls for row in wall.rows if not row.is_sheet and row.title]
+            newest = [read_wall(run.path, name, most=1) for name in stages]
+            prompts = [row.title for wall in newest for row in wall.rows if not row.is_sheet and row.title]
             values["facts"] = describe_form(tree, prompts)
             values["drawings"] = list_drawings(run.path)
         return HTMLResponse(pages.render(f"{tab}.html", **values))

@@ -295,7 +295,7 @@ def list_drawings(run: Path, most: int = DRAWINGS) -> list[Drawing]:
         times = {path: path.stat().st_mtime for path in found}
     except OSError:
         return []
-    drawings = []
+    drawings: list[Drawing] = []
     for path in sorted(found, key=lambda path: (times[path], path.name), reverse=True):
         relative = f"{FOLDER}/{path.name}"
         sidecar = _read_sidecar(run, relative)
@@ -337,7 +337,7 @@ def describe_form(tree: dict[str, Any], drawn: Sequence[str]) -> FormFacts:
     stages = {name: keys for name, keys in (tree.get("stages") or {}).items() if isinstance(keys, dict)}
     drawing = [name for name, keys in stages.items() if isinstance(keys.get("sample"), dict)]
     keys = stages.get(drawing[-1], {}) if drawing else {}
-    sample = keys.get("sample") if isinstance(keys.get("sample"), dict) else {}
+    sample = keys.get("sample") or {}
     data = {**(tree.get("data") or {}), **(keys.get("data") or {})}
     size = data.get("size")
     frames = data.get("frames")
