@@ -114,7 +114,11 @@ class MediaFolder:
         pixels = decode_media(path, path.suffix, name, options, FromStart()).pixels  # T H W C
         return rearrange(torch.tensor(pixels), "t h w c -> t c h w").float() / 255
 
+    def count_size(self, clip: Tensor) -> None:
+        self.sizes[clip.shape[2], clip.shape[3]] += 1
+
     def batches(self, size: int) -> Iterator[Clips]:
+        self.sizes.clear()
         waiting: list[Tensor] = []
         for name in self.files[distributed.data_rank() :: distributed.data_world()]:
             heartbeat.beat()
@@ -123,7 +127,7 @@ class MediaFolder:
             except Unreadable as error:
                 self.unreadable[name] = error.reason
                 continue
-            self.sizes[clip.shape[2], clip.shape[3]] += 1
+            self.count_size(clip)
             if waiting and (clip.shape != waiting[0].shape or len(waiting) == size):
                 yield Clips(torch.stack(waiting))
                 waiting = []
@@ -241,7 +245,10 @@ def pair_files(drawn: MediaFolder, real: MediaFolder) -> Iterator[tuple[Tensor, 
         )
     for name in drawn.files:
         try:
-            yield drawn.read(name), real.read(stems[str(PurePosixPath(name).with_suffix(""))])
+            pair = drawn.read(name), real.read(stems[str(PurePosixPath(name).with_suffix(""))])
+            for folder, clip in zip((drawn, real), pair, strict=True):
+                folder.count_size(clip)
+            yield pair
         except Unreadable as error:
             raise InputError(
                 f"{error.path} cannot be read ({error.reason}): replace or remove both files of the pair"

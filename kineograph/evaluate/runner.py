@@ -99,6 +99,13 @@ class Evaluation:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def _describe(metric: str, result: Result) -> str:
+    """`fid 12.3: extractor …, count …`"""
+    values = ", ".join(f"{name} {format_value(value)}" for name, value in result.values.items())
+    labels = ", ".join(f"{key} {format_value(value)}" for key, value in result.labels.items())
+    return (values if metric in result.values else f"{metric}: {values}") + (f"; {labels}" if labels else "")
+
+
 def _validation_batch(train: Tree) -> int:
     """Samples of all processes in a batch of training's validation."""
     return parse(
@@ -213,7 +220,8 @@ def evaluate(
         results, sheets = evaluator.run(chosen, reasons)
         if distributed.is_first():
             stem = f"{split}-{name}-step-{step:08d}"
-            evaluation.files += sheets.write(folder.path / "evaluation", stem, spec.data.shape.fps)
+            figures = [_describe(name, result) for name, result in results.items() if "generated" in chosen[name].needs]
+            evaluation.files += sheets.write(folder.path / "evaluation", stem, spec.data.shape.fps, figures)
         if results:
             weights = stages.loaded_digests[f"{folder.path}/{name}"]
             if distributed.is_first():

@@ -71,6 +71,13 @@ class SetComparison:
         """A metric that was asked for by name is missing."""
         return self.named and bool(self.skipped)
 
+    def list_skipped(self) -> list[str]:
+        """`fid, kid: reason`"""
+        lines: dict[str, list[str]] = {}
+        for name, reason in self.skipped.items():
+            lines.setdefault(reason, []).append(name)
+        return [f"{', '.join(names)}: {reason}" for reason, names in lines.items()]
+
     def show(self) -> None:
         from rich.table import Table
 
@@ -84,7 +91,7 @@ class SetComparison:
         console = open_console()
         if self.results:
             console.print(table)
-        lines = [f"skipped {name}: {reason}" for name, reason in self.skipped.items()]
+        lines = [f"skipped {line}" for line in self.list_skipped()]
         for line in (*lines, *(f"wrote {path}" for path in self.files)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -145,12 +152,13 @@ def compare_sets(
             continue
         try:
             result = metric.compute()
-            comparison.results[name] = Result(result.values, result.labels | _label_sizes(left, right))
+            labels = result.labels | _label_sizes(left, right if name != "is" else None)
+            caution = {key: labels.pop(key) for key in ("caution",) if key in labels}
+            comparison.results[name] = Result(result.values, labels | caution)
         except MetricSkipped as reason_:
             comparison.skipped[name] = str(reason_)
     if not comparison.results and not comparison.files:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in comparison.skipped.items())
-        raise InputError(f"no metric could be computed: {reasons}")
+        raise InputError(f"no metric could be computed: {'; '.join(comparison.list_skipped())}")
     for name, items in (("drawn", left), ("reference", right)):
         if items is not None:
             comparison.sets[name] = _describe(items)

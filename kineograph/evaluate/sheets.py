@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from kineograph.core import distributed
 from kineograph.evaluate.metric_api import EvalBatch
 from kineograph.media.clips import write_clip
-from kineograph.media.grids import make_animated_comparison, make_grid
+from kineograph.media.grids import add_footer, make_animated_comparison, make_grid
 
 SAMPLES = 36  # on a sheet
 RECONSTRUCTIONS = 8
@@ -51,18 +52,20 @@ class SampleSheets:
         whole.reconstructions = _gather(self.reconstructions, RECONSTRUCTIONS)
         return whole
 
-    def write(self, folder: Path, name: str, fps: float) -> list[Path]:
+    def write(self, folder: Path, name: str, fps: float, figures: Sequence[str] = ()) -> list[Path]:
+        """Write the sheets; `figures` are lines about the samples, below their sheet."""
         written = []
         if self.samples:
             folder.mkdir(parents=True, exist_ok=True)
             written.append(folder / f"{name}.png")
             clips = [enlarge_for_caption(entry.clips[0]) for entry in self.samples]
-            make_grid(clips, captions=[entry.caption for entry in self.samples]).save(written[-1])
+            sheet = make_grid(clips, captions=[entry.caption for entry in self.samples])
+            add_footer(sheet, figures).save(written[-1])
         if self.reconstructions:
             inputs, outputs = ([entry.clips[side] for entry in self.reconstructions] for side in (0, 1))
-            sheet = make_animated_comparison([("input", inputs), ("reconstruction", outputs)])  # T 3 H W
-            path = folder / f"{name}-reconstructions.{'png' if sheet.shape[0] == 1 else 'gif'}"
-            written.append(write_clip(path, sheet, fps))
+            rows = make_animated_comparison([("input", inputs), ("reconstruction", outputs)])  # T 3 H W
+            path = folder / f"{name}-reconstructions.{'png' if rows.shape[0] == 1 else 'gif'}"
+            written.append(write_clip(path, rows, fps))
         return written
 
 

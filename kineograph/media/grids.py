@@ -28,6 +28,19 @@ def make_grid(cells: Sequence[Tensor], captions: Sequence[str | None] | None = N
     return _Sheet(images, _columns(images), captions).paint(images)
 
 
+def add_footer(page: Image.Image, lines: Sequence[str]) -> Image.Image:
+    """The page with lines of text below it, wrapped to its width."""
+    texts = [text for line in lines for text in wrap_text(line, page.width - 2 * GAP, lines=8)]
+    if not texts:
+        return page
+    whole = Image.new("RGB", (page.width, page.height + len(texts) * _line_height() + GAP), PAGE)
+    whole.paste(page)
+    draw = ImageDraw.Draw(whole)
+    for number, text in enumerate(texts):
+        draw.text((GAP, page.height + number * _line_height()), text, INK, _font())
+    return whole
+
+
 def make_animated_grid(cells: Sequence[Tensor], captions: Sequence[str | None] | None = None) -> Tensor:
     """The clips playing side by side, T 3 H W; a shorter one holds its last frame."""
     clips = [_frames(cell) for cell in cells]

@@ -19,8 +19,8 @@ from kineograph.evaluate.saved_statistics import read_statistics
 from kineograph.evaluate.set_metrics import compare_sets, parse_size
 from kineograph.media.clips import write_clip
 from tests.evaluate.test_distances import Motion, files  # noqa: F401 (a fixture)
-from tests.evaluate.test_extractors import Colours
-from tests.sample.tiny_task import make_run
+from tests.evaluate.test_extractors import Colours, scripted
+from tests.sample.tiny_task import TinyGenerator, make_run
 
 PAIR = ("drawn", "real")
 
@@ -278,3 +278,41 @@ def test_an_evaluation_compares_with_another_reference(tmp_path, files):  # noqa
     ):
         with pytest.raises(InputError, match=message):
             evaluate(run.path, samples=4, device="cpu", extractors=[files.colours], **bad)
+
+
+class Failing(torch.nn.Module):
+    """Of pictures, with a bug."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1) @ torch.zeros(5, 5)
+
+
+def test_one_broken_metric_does_not_lose_the_others(tmp_path, files):  # noqa: F811
+    run = make_run(tmp_path / "run")
+    broken = scripted(Failing(), tmp_path / "broken.pt")
+    words = ["evaluate", str(run.path), "--metrics", "fid,loss,kid", "--samples", "4", "--device", "cpu", "--trust"]
+    words += ["--extractor", f"fid={broken}", "--extractor", f"kid={files.colours}"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 4, done.output
+    assert "skipped fid: the extractor failed on pixels of shape" in done.output
+    saved = json.loads((run.path / "evaluation.json").read_text())["results"]["validation"]["generator/step-00000020"]
+    assert set(saved) == {"loss", "kid"}
+    sheet = Image.open(run.path / "evaluation" / "validation-generator-step-00000020.png")
+    evaluate(run.path, ["caption_accuracy"], samples=4, device="cpu")
+    other = Image.open(run.path / "evaluation" / "validation-generator-step-00000020.png")
+    assert sheet.size != other.size or sheet.tobytes() != other.tobytes()  # the figures of each are below its samples
+
+
+def test_pairs_apply_by_themselves_only_where_samples_start_from_real_items(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", coloured=False)
+    assert "paired" not in evaluate(run.path, samples=4, device="cpu").stages[-1].results
+    named = evaluate(run.path, ["paired"], samples=4, device="cpu").stages[-1].results["paired"]
+    assert named.labels["frames"] == 4 and named.values["psnr"] > 0
+    monkeypatch.setattr(
+        TinyGenerator, "describe_start", lambda self, prompts: "the real pictures' embeddings", raising=False
+    )
+    found = evaluate(run.path, samples=4, device="cpu").stages[-1].results["paired"]
+    assert found.labels["drawn from"] == "the real pictures' embeddings"
+    assert found.values == named.values
+    monkeypatch.setattr(TinyGenerator, "describe_start", lambda self, prompts: "captions, through prior=x")
+    assert "paired" not in evaluate(run.path, samples=4, device="cpu").stages[-1].results

@@ -195,7 +195,14 @@ class _TorchScript(FeatureNetwork):
         return self
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self._scripted[0](pixels)
+        """A program of the user's that fails loses its metric, not the others."""
+        try:
+            return self._scripted[0](pixels)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise MetricSkipped(f"the extractor failed on pixels of shape {tuple(pixels.shape)}: {reason}") from None
 
 
 def build_network(weights: dict[str, Tensor], path: Path, name: str | None = None) -> FeatureNetwork:
