@@ -12,12 +12,14 @@ import yaml
 from torch.utils.data import Dataset
 
 import kineograph as kg
+from kineograph.core import trust
 from kineograph.core.config import merge
-from kineograph.core.errors import ConfigError
+from kineograph.core.errors import ConfigError, InputError
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Result
 from kineograph.evaluate.runner import evaluate
 from kineograph.family.dalle2.conditioning import Conditioner
 from kineograph.sample.sampler import Sampler
+from tests.evaluate.test_extractors import Colours, scripted
 
 TRAIN = {
     "steps": 2, "batch_size": 4, "save_every": 2, "validate_every": 0, "sample_every": 2, "samples": 2, "evaluate_every": 2,
@@ -118,6 +120,28 @@ def test_metrics_of_given_embeddings_say_so(tmp_path: Path) -> None:
     assert told["labels"]["drawn from"] == "image_embed of the data"
     listed = json.loads((made / "decoder" / "samples" / "step-00000002" / "prompts.json").read_text())
     assert all(row["prompt"].startswith("picture") for row in listed)  # whose embeddings they are drawn from
+
+
+def test_a_decoder_is_judged_beside_the_pictures_of_its_embeddings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it trains, with an extractor of the user's own, and afterwards without being asked."""
+    monkeypatch.setattr(trust, "_all_trusted", True)
+    own = scripted(Colours(), tmp_path / "colours.pt")
+    train = {"metrics": ["paired", "fid"], "metric_options": {"extractors": {"fid": own}}}
+    made = run(tmp_path, {"decoder": {**UNET, "clip": GIVEN, "train": train}}, data={"validation": 0.5})
+    lines = list(map(json.loads, (made / "metrics.jsonl").read_text().splitlines()))
+    line = next(line for line in lines if "labels" in line)
+    assert {"metric/paired/psnr", "metric/paired/ssim", "metric/fid"} <= line.keys()
+    assert line["labels"]["fid"]["extractor"].startswith("colours.pt ")
+    found = evaluate(made, samples=4, device="cpu", dataset=Embedded()).stages[-1].results["paired"]
+    assert found.labels["drawn from"] == "image_embed of the data"
+    train["metric_options"] = {"extractors": {"fid": "nowhere/x.pt"}}
+    with pytest.raises(
+        InputError, match=r"train.metric_options.extractors names nowhere/x.pt for fid, which does not exist"
+    ):
+        (tmp_path / "other").mkdir()
+        run(tmp_path / "other", {"decoder": {**UNET, "clip": GIVEN, "train": train}})
 
 
 def test_a_decoder_trains_beside_a_prior_that_is_left_out(tmp_path: Path) -> None:
