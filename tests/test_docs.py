@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kineograph.codec.vqgan import VQGANConfig
 from kineograph.core.config import StageConfig, flatten, read_yaml
 from kineograph.core.media_file import MediaLimits
 from kineograph.core.metric_options import MetricOptions
+from kineograph.core.registry import find_source, find_task, source_names
 from kineograph.data.buckets import BucketsConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.decode import MediaConfig
@@ -49,6 +51,7 @@ from kineograph.text.clip import ClipConfig
 from kineograph.text.clip_embedding import ClipSource
 from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig, WandbConfig
 from kineograph.train.parallel import ParallelConfig
+from tests.run.calling import kineo
 
 ROOT = Path(__file__).parents[1]
 DATA, CONFIG = (ROOT / "docs" / name for name in ("data.md", "config.md"))
@@ -290,6 +293,15 @@ def test_the_python_example_of_the_readme_runs(
     assert "generator: trains without a cache" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("page", ["vqgan.md", "muse.md", "phenaki.md"])
+def test_the_stages_of_a_family_page_are_plans(page: str) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        tree = read_yaml(block, page)
+        assert len(make_plan(tree).stages) == len(tree["stages"])
+
+
 def test_every_finding_is_explained() -> None:
     sources = (ROOT / "kineograph").rglob("*.py")
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
@@ -312,3 +324,103 @@ def test_the_stages_in_dalle2_md_are_valid():
         tree = {"data": {"source": "moving_digits"}, **read_yaml(block, "dalle2.md")}
         for name in tree["stages"]:
             read_stage(tree, name)
+
+
+# The README ------------------------------------------------------------------------------------------------------
+
+README = ROOT / "README.md"
+SHORT = [
+    "train.steps=2", "train.batch_size=2", "train.validation_samples=2", "train.sample_every=0", "train.trackers=[]",
+    "train.device=cpu",
+]  # fmt: skip
+
+
+def write_items(folder: Path, ending: str, frames: int) -> None:
+    """Eight small pictures or clips with captions."""
+    import torch
+
+    from kineograph.media.clips import write_clip
+
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for number in range(8):
+        clip = torch.randint(256, (frames, 3, 48, 48), dtype=torch.uint8, generator=generator)
+        write_clip(folder / f"{number}.{ending}", clip, 8)
+        (folder / f"{number}.txt").write_text(f"a cat on chair {number}", encoding="utf-8")
+
+
+def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As typed, in order, one after the other; training is cut short."""
+    lines = re.findall(r"^    (kineo .+)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) >= 8
+    monkeypatch.chdir(tmp_path)
+    write_items(tmp_path / "photos", "png", frames=1)
+    write_items(tmp_path / "clips", "gif", frames=12)
+    for line in lines:
+        words = shlex.split(line)[1:]
+        assert kineo(*words, *(SHORT if words[0] == "train" else [])) == 0, line
+    assert len(list((tmp_path / "runs/photos/drawn").glob("*.png"))) >= 4
+    assert len(list((tmp_path / "runs/clips/drawn").glob("*.gif"))) == 4
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 110] == []
+
+
+# Names -----------------------------------------------------------------------------------------------------------
+
+PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        page = (path.parent / name).resolve() if name else path
+        assert page.exists(), f"{path.name} links {target}"
+        assert not anchor or anchor in anchors(page), f"{path.name} links {target}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_documented_presets_keys_and_targets_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    for call, _ in named_commands(text.replace("\\\n", " ")):
+        command, *words = call.replace('"', "").replace("'", "").split()
+        if command not in ("train", "doctor") or not words or words[0] not in layers.preset_names():
+            presets = [word for word in words[:1] if command == "train" and re.fullmatch(r"[a-z][\w.]*-[\w.-]+", word)]
+            assert presets == [], f"{path.name} names the preset {presets} in `kineo {call}`"
+            continue
+        keys = [word.partition("=")[0] for word in words[1:] if re.match(r"[a-z_]+[\w.]*=", word)]
+        tree = layers.read_config(words[:1])
+        for key in keys:
+            assert is_key(key, tree), f"{path.name} names {key} in `kineo {call}`"
+
+
+def is_key(key: str, tree: dict[str, Any]) -> bool:
+    """Whether a preset's config may have this key; sections inside a stage are checked by their first name."""
+    section, _, rest = key.partition(".")
+    if section == "train":
+        return rest.split(".")[0] in TrainConfig.model_fields
+    if section == "data":
+        sources = [find_source(name).Config for name in source_names()]
+        return any(rest.split(".")[0] in source.model_fields for source in sources)
+    if section == "stages":
+        name, _, rest = rest.partition(".")
+        stage = tree["stages"].get(name)
+        first = rest.split(".")[0]
+        return stage is not None and (
+            first in ("data", "train", "players") or first in find_task(stage["task"]).Config.model_fields
+        )
+    return section in RunConfig.model_fields
