@@ -15,10 +15,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fmt bench matrix venv torture fuzz
+.PHONY: help demo test test-slow test-browser check fmt bench matrix venv torture fuzz
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/.base ## train a small text-to-video model on handwritten digits on the CPU, evaluate it, draw clips
 	@echo "── training phenaki-tiny into runs/demo (the same command resumes an interrupted run)"
@@ -38,6 +38,11 @@ test: check ## everything that must hold before a commit: style, types, import c
 test-slow: .venv/.dev ## the tests that take minutes or want a GPU
 	$(BIN)/python -m pytest -q -m "slow and not gpu" --timeout 1800 $(ARGS)
 	$(BIN)/python -m pytest -q -m gpu --timeout 1800 $(ARGS)
+
+test-browser: .venv/.dev ## the studio's pages in a headless Chromium, which is installed if it is missing
+	@$(PIP) playwright
+	@command -v chromium chromium-browser google-chrome > /dev/null || $(BIN)/python -m playwright install --with-deps chromium
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -m browser $(ARGS)
 
 check: .venv/.dev ## style, types, import contracts
 	@echo "── style"

@@ -103,7 +103,7 @@ class Studio:
     def __init__(self, index: RunIndex, drawer: Drawer) -> None:
         self.index, self.drawer = index, drawer
         self._curves: dict[str, tuple[Any, list[dict[str, Any]]]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._resolving = threading.Lock(), threading.Lock()
 
     # Runs ------------------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Studio:
         run = self._find(request)
         tree = read_config(run.path)
         preset = tree.get("preset")
-        with self._lock:  # one process at a time
+        with self._resolving:  # one process at a time
             base = resolve_preset(preset) if isinstance(preset, str) else None
         # A run of an earlier version has fewer keys: those it does not have are no difference.
         settings = list_settings(tree, base) if base is not None else []

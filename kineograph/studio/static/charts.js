@@ -182,8 +182,7 @@
     }, data, place);
     place.addEventListener("dblclick", () => { zoom = null; show(); });
     describe(entries, data, null, values);
-    figure.setAttribute("role", "group");
-    figure.setAttribute("aria-label", `${panel.title}: ${values.textContent}`);
+    figure.setAttribute("aria-label", `${panel.title}: ${[...values.children].map((part) => part.textContent).join(", ")}`);
     plots.push(plot);
     new ResizeObserver(() => { if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: place.clientHeight }); }).observe(place);
   }
