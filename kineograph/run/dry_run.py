@@ -114,7 +114,7 @@ def _open_data(
             out(f"{stage.name}: estimated without data, for clips of data.frames × data.size")
             blank = BlankSource(stage.spec.data.shape)
             data[stage.name] = StageData(stage, plan.seed, blank, blank, {})
-    plan = resolve_epochs(plan, data, out)
+    plan = resolve_epochs(plan, data, out, world)
     # For one process the estimate builds each stage anyway.
     check_stages(plan, data, folder, building=world.processes > 1, planned=world, elsewhere=elsewhere)
     return plan, data

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Source, Stream
@@ -97,20 +98,24 @@ def open_data(
     return data
 
 
-def resolve_epochs(plan: Plan, data: dict[str, StageData], note: Callable[[str], None]) -> Plan:
+def resolve_epochs(
+    plan: Plan, data: dict[str, StageData], note: Callable[[str], None], planned: World | None = None
+) -> Plan:
     """Turn train.epochs and train.validate_epochs into steps, now that the number of items is known.
 
-    → the plan with them; `data` gets its stages.
+    → the plan with them; `data` gets its stages. `planned`: for these processes instead of those that run.
     """
-    stages = tuple(_resolve_epochs(stage, data.get(stage.name), note) for stage in plan.stages)
-    stages = tuple(_resolve_validation(stage, data.get(stage.name), note) for stage in stages)
+    stages = tuple(_resolve_epochs(stage, data.get(stage.name), note, planned) for stage in plan.stages)
+    stages = tuple(_resolve_validation(stage, data.get(stage.name), note, planned) for stage in stages)
     for stage in stages:
         if stage.name in data:
             data[stage.name].stage = stage
     return replace(plan, stages=stages)
 
 
-def _resolve_epochs(stage: StagePlan, data: StageData | None, note: Callable[[str], None]) -> StagePlan:
+def _resolve_epochs(
+    stage: StagePlan, data: StageData | None, note: Callable[[str], None], planned: World | None
+) -> StagePlan:
     epochs = stage.train.epochs
     if epochs is None or data is None:
         return stage
@@ -123,13 +128,15 @@ def _resolve_epochs(stage: StagePlan, data: StageData | None, note: Callable[[st
         raise ConfigError(
             f"{where} needs data of known length, and data.source={stage.spec.data.source} here has no end: set train.steps, or {remedy}"
         )
-    loader = data.loader()
+    loader = data.loader(planned=planned)
     steps, items = loader.count_steps(epochs), loader.count_epoch()
     note(f"{stage.name}: {epochs:g} epochs of {items:,} samples are {steps:,} steps")
     return replace(stage, train=stage.train.model_copy(update={"steps": steps, "epochs": None}))
 
 
-def _resolve_validation(stage: StagePlan, data: StageData | None, note: Callable[[str], None]) -> StagePlan:
+def _resolve_validation(
+    stage: StagePlan, data: StageData | None, note: Callable[[str], None], planned: World | None
+) -> StagePlan:
     """Validate a small set before it is learned by heart: after train.validate_epochs, where that is sooner than train.validate_every."""
     train = stage.train
     if train.validate_epochs is None or not train.validate_every or train.epoch_samples is not None or data is None:
@@ -137,7 +144,7 @@ def _resolve_validation(stage: StagePlan, data: StageData | None, note: Callable
     has_no_end = isinstance(data.source, (BlankSource, Stream)) or len(data.source) > ENDLESS_FROM
     if has_no_end or _have_same_items(data.source, data.validation):
         return stage
-    loader = data.loader()
+    loader = data.loader(planned=planned)
     every = max(loader.count_steps(train.validate_epochs), MIN_VALIDATE_EVERY)
     if every >= min(train.validate_every, train.steps):
         return stage

@@ -46,7 +46,7 @@ MUSE = {
             "task": "vqgan", "width": 8, "multipliers": [1, 2], "quantizer": {"kind": "vq", "codes": 32, "dim": 4},
             "adversarial": {"width": 8}, "perceptual": {"weight": 0},
         },
-        "generator": {"task": "muse", "codec": "tokenizer", "width": 32, "depth": 2, "heads": 2, "text": {"kind": "learned", "width": 16, "depth": 1}},
+        "generator": {"task": "muse", "codec": "tokenizer", "width": 32, "depth": 1, "heads": 2, "text": {"kind": "learned", "width": 16, "depth": 1}},
     },
 }  # fmt: skip
 
@@ -532,8 +532,9 @@ def test_a_dry_run_writes_nothing(
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(MUSE, sort_keys=False))
     dry_run(["toy.yaml"])
-    dry_run(["toy.yaml", "train.trackers=[tensorboard]"], run="elsewhere")
-    assert everything(tmp_path) == {"toy.yaml"}
+    Path("small.yaml").write_text(yaml.safe_dump(TREE, sort_keys=False))
+    dry_run(["small.yaml", "train.trackers=[tensorboard]"], run="elsewhere")
+    assert everything(tmp_path) == {"toy.yaml", "small.yaml"}
     text = capsys.readouterr().out
     assert "runs/toy is new" in text
     assert "nothing was written" in text

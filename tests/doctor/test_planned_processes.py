@@ -101,7 +101,8 @@ def test_blocks_that_stay_gathered_take_more() -> None:
 
 
 def test_sharding_is_a_switch_beside_other_processes() -> None:
-    assert planned(2, tree=MUSE).savings["train.parallel=shard"] == held(2, "train.parallel=shard")
+    deep = "stages.generator.depth=2"
+    assert planned(2, deep, tree=MUSE).savings["train.parallel=shard"] == held(2, "train.parallel=shard", deep)
     duel = {**TREE, "stages": {"first": TREE["stages"]["first"]}}  # two players cannot be sharded
     for found in (planned(1), planned(2, tree=duel)):
         assert "train.parallel=shard" not in found.savings

@@ -34,14 +34,15 @@ def fuzz(
 
 def main() -> int:
     wanted = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    wanted.add_argument("--seeds", type=int, default=1, help="seeds 0 … N − 1 (1)")
+    wanted.add_argument("--seeds", type=int, default=1, help="how many seeds (1)")
+    wanted.add_argument("--first", type=int, default=0, help="the first of them (0)")
     wanted.add_argument("--seed", type=int, help="one seed alone")
     wanted.add_argument("--case", type=int, help="one case alone")
     wanted.add_argument("--minutes", type=float, default=5, help="stop after so long (5)")
     wanted.add_argument("--only", choices=sorted(TARGETS), help="one target alone")
     asked = wanted.parse_args()
     warm_up()
-    seeds = [asked.seed] if asked.seed is not None else list(range(asked.seeds))
+    seeds = [asked.seed] if asked.seed is not None else list(range(asked.first, asked.first + asked.seeds))
     names = [asked.only] if asked.only else list(TARGETS)
     began = time.monotonic()
     most = 10**9 if asked.case is None else 1
