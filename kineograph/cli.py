@@ -349,6 +349,13 @@ def evaluate(
     kid_subsets: KidSubsets = 100,
     kid_subset_size: KidSubsetSize = None,
     is_splits: IsSplits = None,
+    from_items: Annotated[
+        bool,
+        typer.Option(
+            "--from-items",
+            help="Judge a decoder or upsampler alone: draw from the real items' embeddings or smaller copies, not through other stages.",
+        ),
+    ] = False,
     reference: Annotated[
         str | None,
         typer.Option(
@@ -369,7 +376,9 @@ def evaluate(
 
     Exit code 4: a metric that --metrics names could not be computed; the others are written.
     """
-    options = _metric_options(fid_mode, fid_features, fvd_mode, fvd_frames, kid_subsets, kid_subset_size, is_splits)
+    options = _metric_options(
+        fid_mode, fid_features, fvd_mode, fvd_frames, kid_subsets, kid_subset_size, is_splits, from_items
+    )
     from kineograph.evaluate.runner import evaluate as run_evaluation
     from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
 
@@ -397,6 +406,7 @@ def _metric_options(
     kid_subsets: int,
     kid_subset_size: int | None,
     is_splits: int | None,
+    from_items: bool = False,
 ) -> Any:
     values = locals()
     from kineograph.core.config import parse

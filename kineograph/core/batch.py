@@ -164,6 +164,7 @@ class Prompts:
     prime: Tensor | None = None  # B T C H W, float in [0, 1]: frames to continue from
     mask: Tensor | None = None  # B H W, bool: the part of `prime` to inpaint
     batch: Batch | None = None  # real samples beside the prompts, for tasks that start from an image
+    from_items: bool = False  # start from the samples of `batch` even where another stage would draw from the captions
 
     def __len__(self) -> int:
         return self.noise.batch

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from kineograph.core.config import Config
+from kineograph.core.config import Config, make_absolute
 
 FidMode = Literal["tensorflow", "clean", "pytorch"]
 FvdMode = Literal["tensorflow", "pytorch"]
@@ -32,6 +33,9 @@ class MetricOptions(Config):
     """Samples in a subset of kid; null: 1000, or all if there are fewer."""
     is_splits: int | None = Field(None, ge=1)
     """Parts whose Inception Scores are averaged; null: 10 from 5,000 pictures on, otherwise 1."""
+    from_items: bool = False
+    """Judge a stage alone: a decoder draws from the image embeddings of the real items, an upsampler from the items made smaller, and no
+    other stage draws for it."""
     extractors: dict[str, str] = Field({})
     """Networks of your own, by metric: a name of `kineo weights list`, or a safetensors or TorchScript file; `{fid: features.pt}`."""
 
@@ -41,4 +45,10 @@ class MetricOptions(Config):
         for metric in value:
             if metric not in EXTRACTOR_METRICS:
                 raise ValueError(f"{metric} has no extractor: use one of {', '.join(EXTRACTOR_METRICS)}")
-        return value
+        return {metric: _complete(name) for metric, name in value.items()}
+
+
+def _complete(name: str) -> str:
+    """A file keeps its meaning when the run continues in another folder; names of weights stay."""
+    is_path = "/" in name or bool(Path(name).suffix)
+    return make_absolute(name) if is_path and Path(name).expanduser().exists() else name

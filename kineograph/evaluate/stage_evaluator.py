@@ -20,6 +20,7 @@ from kineograph.core.capabilities import (
     resize_reference,
     sample_shape,
 )
+from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.protocols import Source
 from kineograph.core.task import Codec, Task
@@ -106,6 +107,10 @@ class StageEvaluator:
     def run(self, chosen: dict[str, Any], reasons: Reasons) -> tuple[dict[str, Result], SampleSheets]:
         """Compute the chosen metrics that apply; append to `reasons` why others do not."""
         metrics = self.open(chosen, reasons)
+        if self.interactive and self.generate and self.extractors.options.from_items and not self._starts_from_items():
+            raise InputError(
+                f"--from-items has no effect on stage {self.name} ({self.spec.config.task}): it draws from captions and noise alone"
+            )
         if metrics and self.source is not None and "captions" in self.spec.config.reads():
             require_captions(self.source, f"stage {self.name} ({self.spec.config.task})", f"{self.split} items")
         self._read_reference(metrics, reasons)
@@ -209,7 +214,7 @@ class StageEvaluator:
 
     def _starts_from_items(self) -> bool:
         """Whether samples are drawn from real items, such as their embeddings, and not from captions alone."""
-        if not isinstance(self.task, DescribesStart):
+        if not isinstance(self.task, DescribesStart) or self.source is None:
             return False
         world = distributed.data_world()
         first = next(iter(self._open_loader().fixed_batches(world, world))).to(self.device)
@@ -290,7 +295,8 @@ class StageEvaluator:
         return Loader(self.source, seed=seed, batch_size=world, rank=distributed.data_rank(), world=world)
 
     def _make_prompts(self, real: Batch) -> Prompts:
-        return Prompts(sampling_noise(self.seed, real.slots), real.captions, batch=real)
+        noise, from_items = sampling_noise(self.seed, real.slots), self.extractors.options.from_items
+        return Prompts(noise, real.captions, batch=real, from_items=from_items)
 
     def _sample(self, real: Batch) -> torch.Tensor:
         prompts = self._make_prompts(real)

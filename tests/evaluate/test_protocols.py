@@ -136,6 +136,14 @@ def test_a_mode_that_the_network_does_not_have_is_refused(tmp_path):
     assert plain.protocol["resize"] == "by the network"
 
 
+def test_files_are_kept_absolute_and_names_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.pt").touch()
+    (tmp_path / "inception-v3").mkdir()
+    found = MetricOptions(extractors={"fid": "own.pt", "kid": "inception-v3", "clip_score": "runs/x/clip"}).extractors
+    assert found == {"fid": str(tmp_path / "own.pt"), "kid": "inception-v3", "clip_score": "runs/x/clip"}
+
+
 def test_keys_are_checked():
     with pytest.raises(ConfigError, match="fid_mode='legacy'"):
         parse(MetricOptions, {"fid_mode": "legacy"})

@@ -308,6 +308,8 @@ def test_pairs_apply_by_themselves_only_where_samples_start_from_real_items(tmp_
     assert "paired" not in evaluate(run.path, samples=4, device="cpu").stages[-1].results
     named = evaluate(run.path, ["paired"], samples=4, device="cpu").stages[-1].results["paired"]
     assert named.labels["frames"] == 4 and named.values["psnr"] > 0
+    with pytest.raises(InputError, match=r"--from-items has no effect on stage generator"):
+        evaluate(run.path, ["paired"], samples=4, device="cpu", options=MetricOptions(from_items=True))
     monkeypatch.setattr(
         TinyGenerator, "describe_start", lambda self, prompts: "the real pictures' embeddings", raising=False
     )

@@ -15,6 +15,7 @@ import kineograph as kg
 from kineograph.core import trust
 from kineograph.core.config import merge
 from kineograph.core.errors import ConfigError, InputError
+from kineograph.core.metric_options import MetricOptions
 from kineograph.evaluate.metric_api import EvalBatch, EvalContext, Result
 from kineograph.evaluate.runner import evaluate
 from kineograph.family.dalle2.conditioning import Conditioner
@@ -106,6 +107,8 @@ def test_metrics_go_through_the_prior_where_there_is_one_and_say_so(tmp_path: Pa
     assert labels(made, "decoder")["drawn from"] == "captions, through prior=prior"
     found = evaluate(made, [MINE], samples=4, device="cpu", dataset=Embedded())
     assert found.stages[-1].results["sizes"].labels["drawn from"] == "captions, through prior=prior"
+    alone = evaluate(made, [MINE], samples=4, device="cpu", dataset=Embedded(), options=MetricOptions(from_items=True))
+    assert alone.stages[-1].results["sizes"].labels["drawn from"] == "image_embed of the data"
     # What is drawn is held against real pictures of its own size, and shown beside them.
     assert found.stages[-1].results["sizes"].values == {"told": 16, "real": 16, "generated": 16}
     assert (made / "decoder" / "samples" / "step-00000002" / "validation-grid.png").is_file()
@@ -134,6 +137,8 @@ def test_a_decoder_is_judged_beside_the_pictures_of_its_embeddings(
     line = next(line for line in lines if "labels" in line)
     assert {"metric/paired/psnr", "metric/paired/ssim", "metric/fid"} <= line.keys()
     assert line["labels"]["fid"]["extractor"].startswith("colours.pt ")
+    saved = yaml.safe_load((made / "config.yaml").read_text())["stages"]["decoder"]["train"]["metric_options"]
+    assert saved["extractors"] == {"fid": own}
     found = evaluate(made, samples=4, device="cpu", dataset=Embedded()).stages[-1].results["paired"]
     assert found.labels["drawn from"] == "image_embed of the data"
     train["metric_options"] = {"extractors": {"fid": "nowhere/x.pt"}}

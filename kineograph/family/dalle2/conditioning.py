@@ -127,7 +127,7 @@ class Conditioner(nn.Module):
             return "nothing", None
         has_embedding = batch is not None and IMAGE in batch.extra
         has_picture = batch is not None and batch.pixels is not None and clip.reads_captions
-        if prompts.captions is not None:
+        if prompts.captions is not None and not (prompts.from_items and (has_embedding or has_picture)):
             try:
                 prior = load_prior()
             except NotTrained:

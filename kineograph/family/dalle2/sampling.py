@@ -93,7 +93,8 @@ def describe_start(task: Decoder, prompts: Prompts) -> str | None:
     """The label of evaluation: sources of images and embeddings; None for captions as text, or noise alone."""
     source, _ = task.conditioner.find_image_source(prompts, task.load_prior)
     name = task.config.prior
-    untrained = f" (prior={name} is not trained)" if name is not None and prompts.captions is not None else ""
+    skipped = name is not None and prompts.captions is not None and not prompts.from_items
+    untrained = f" (prior={name} is not trained)" if skipped else ""
     labels: list[str | None] = [
         {
             "prior": f"captions, through prior={name}",
@@ -142,7 +143,9 @@ def _get_low_res_image(task: Decoder, prompts: Prompts, options: DecoderSample) 
 
 
 def _find_lower(task: Decoder, prompts: Prompts) -> Decoder | None:
-    """The stage below; None if the config names none, or if it is not trained yet and a real sample can replace its image."""
+    """The stage below; None if the config names none, or if a real sample replaces its image: as asked, or since it is not trained yet."""
+    if prompts.from_items and prompts.batch is not None and prompts.batch.pixels is not None and prompts.prime is None:
+        return None
     try:
         return task.load_lower_decoder()
     except NotTrained:

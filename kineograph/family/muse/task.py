@@ -192,7 +192,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
             return None
         if prompts.prime is not None:
             return self.encode_low_res(prompts.prime[:, :1])
-        if "base" in self.stages:
+        if self._draws_base(prompts):
             base = self.stage("base", Muse)
             base_prompts = Prompts(prompts.noise, prompts.captions, prompts.negative, batch=prompts.batch)
             return base.sample_tokens(base_prompts, base.config.sample).flatten(1)
@@ -202,8 +202,11 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
             )
         return self.get_low_res_tokens(prompts.batch)
 
+    def _draws_base(self, prompts: Prompts) -> bool:
+        return "base" in self.stages and not (prompts.from_items and prompts.batch is not None)
+
     def describe_start(self, prompts: Prompts) -> str | None:
-        if not self.can_upscale() or "base" in self.stages or prompts.prime is not None:
+        if not self.can_upscale() or self._draws_base(prompts) or prompts.prime is not None:
             return None
         return f"real pictures made smaller, {self.low_res_size[0]} × {self.low_res_size[1]}"
 
