@@ -326,7 +326,8 @@ class Sampler:
     ) -> dict[str, Any]:
         return {
             **request.to_sidecar(),
-            "weights": dict(self._stages.loaded_digests),  # run/stage → sha256
+            # run/stage → sha256; not a copy, since drawing may load more stages.
+            "weights": self._stages.loaded_digests,
             "options": _dump(options),
             "prime": prime.record if prime is not None else None,
             "sketch": sketch.record if sketch is not None else None,
