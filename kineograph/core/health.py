@@ -107,6 +107,8 @@ LOSS_FALLS = Limit(
 
 def read_findings(metrics: Path) -> Iterator[tuple[str, int, Finding]]:
     """Stage, step and finding of every finding in a metrics.jsonl, in order."""
+    if not metrics.is_file():  # a pipe would block
+        return
     try:
         file = open(metrics, "rb")  # noqa: SIM115  closed below
     except OSError:

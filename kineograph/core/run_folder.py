@@ -172,7 +172,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a small JSON file; empty if it is missing or damaged."""
+    """Read a small JSON file; empty if it is missing, damaged or no regular file: a pipe would block."""
+    if not path.is_file():
+        return {}
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -130,6 +130,8 @@ def _last_written(path: Path) -> float:
 def _logged_steps(path: Path) -> dict[str, int]:
     """The newest step of each stage in the last lines of metrics.jsonl."""
     newest: dict[str, int] = {}
+    if not path.is_file():  # a pipe would block
+        return newest
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -167,7 +168,10 @@ class Studio:
         return HTMLResponse(pages.render("_differences.html", preset=preset, base=base, settings=changed))
 
     def send_curves(self, request: Request) -> Response:
-        return JSONResponse(self._read_curves(self._find(request)))
+        text = json.dumps(
+            self._read_curves(self._find(request)), allow_nan=False
+        )  # ASCII: texts may hold half characters
+        return Response(text, media_type="application/json")
 
     def _read_curves(self, run: Run) -> list[dict[str, Any]]:
         """Curves of a run, read again when metrics.jsonl, the log or the checkpoints have changed."""

@@ -44,10 +44,10 @@ class DrawForm(Config):
     stage: str | None = Field(None, max_length=100)
     checkpoint: Literal["last", "best"] = "last"
     ema: bool = True
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(0, ge=0, lt=2**62)
     count: int = Field(1, ge=1, le=16)
     negative: str | None = Field(None, max_length=2_000)
-    guidance: float | None = Field(None, ge=-100, le=100)
+    guidance: float | None = Field(None, ge=0, le=1_000)
     steps: int | None = Field(None, ge=1, le=10_000)
     frames: int | None = Field(None, ge=1, le=10_000)
     size: str | None = Field(None, max_length=20)

@@ -60,7 +60,7 @@ def _parse(line: bytes) -> Record | None:
     if not isinstance(record, dict) or not isinstance(record.get("stage"), str):
         return None
     step = record.get("step")
-    return record if isinstance(step, int) and not isinstance(step, bool) else None
+    return record if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
 
 
 def _sample(data: mmap.mmap, first: int, last: int, count: int) -> dict[int, Record]:

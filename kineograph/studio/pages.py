@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kineograph import __version__
+from kineograph.core.text_file import replace_surrogates
 from kineograph.studio import formats
 from kineograph.studio.runs import Run
 
@@ -64,7 +65,8 @@ def make_environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    return make_environment().get_template(template).render(**values)
+    """Render a template. Half characters in names and captions of strangers, which UTF-8 cannot hold, are replaced."""
+    return replace_surrogates(make_environment().get_template(template).render(**values))
 
 
 def render_row(run: Run) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,9 @@ def read_evaluation(run: Path) -> list[Result]:
         for checkpoint, metrics in checkpoints.items() if isinstance(checkpoints, dict) else ():
             place = re.fullmatch(r"(\w+)/step-(\d{1,15})", str(checkpoint))
             if place and isinstance(metrics, dict):
-                found += [_read_result(split, place, name, record) for name, record in metrics.items()]
+                for name, record in metrics.items():
+                    with suppress(RecursionError):  # nested by a stranger
+                        found.append(_read_result(split, place, name, record))
     results = [result for result in found if result is not None]
     return sorted(results, key=lambda result: (result.split, result.stage, -result.step, result.metric))
 
@@ -122,7 +125,7 @@ def _read_result(split: str, place: re.Match[str], metric: str, record: Any) -> 
         metric,
         values,
         told,
-        samples if isinstance(samples, int) else None,
+        samples if isinstance(samples, int) and is_number(samples) else None,
         str(record.get("date", ""))[:10],
     )
 

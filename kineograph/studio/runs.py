@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,11 +17,13 @@ from typing import Any
 
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.text_file import replace_surrogates
 from kineograph.run.listing import Row, read_run
 from kineograph.studio.metric_records import Record, sample_records
 from kineograph.studio.run_files import OutsideRun, find_odd_file
 from kineograph.studio.wall import read_wall
 
+CENTURY = 100 * 365 * 86_400.0  # seconds
 DEPTH = 3  # folders below a root that are searched for runs
 PREVIEWS = 4
 SPARK = 48  # points of a spark line
@@ -47,7 +50,7 @@ class Run:
     @property
     def share(self) -> float:
         """Done share of the current stage."""
-        return min(1.0, self.row.step / self.row.steps) if self.row.steps else 0.0
+        return min(self.row.step, self.row.steps) / self.row.steps if self.row.steps > 0 else 0.0
 
     @property
     def age(self) -> float:
@@ -156,7 +159,10 @@ def describe_run(path: Path, label: str) -> Run:
         row = Row(path.name, "broken", problem=f"{odd} is not a regular file inside the run folder")
     else:
         row = read_run(path)
-    run = Run(make_id(path), path, label, row, written=time.time() - row.age)
+    # Numbers in a stranger's files may be nan, or too large for a float.
+    best, accuracy = (value if is_number(value) else None for value in (row.best, row.accuracy))
+    row = replace(row, best=best, accuracy=accuracy)
+    run = Run(make_id(path), path, replace_surrogates(label), row, written=time.time() - row.age)
     if row.state == "broken":
         return run
     with suppress(OSError, OutsideRun):
@@ -171,7 +177,10 @@ def describe_run(path: Path, label: str) -> Run:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # False for nan
 
 
 def _time_left(row: Row, records: list[Record]) -> float | None:
@@ -180,7 +189,10 @@ def _time_left(row: Row, records: list[Record]) -> float | None:
     if row.state != "running" or len(timed) < 2 or row.step >= row.steps:
         return None
     (first, began), (last, ended) = timed[max(0, len(timed) - 8)], timed[-1]
-    return (ended - began) / (last - first) * (row.steps - row.step) if last > first and ended > began else None
+    if last <= first or ended <= began:
+        return None
+    left = (ended - began) / (last - first) * (row.steps - row.step)
+    return left if left < CENTURY else None
 
 
 def find_preview(path: Path, stage: str) -> tuple[str, ...]:

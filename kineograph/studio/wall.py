@@ -115,6 +115,8 @@ def _as_media(run: Path, path: Path) -> str | None:
     if path.suffix not in MEDIA:
         return None
     try:
-        return find_file(run, path).relative_to(run.resolve()).as_posix()
+        found = find_file(run, path).relative_to(run.resolve()).as_posix()
+        found.encode()  # a name that is not UTF-8 has no address
     except (OutsideRun, ValueError):
         return None
+    return found

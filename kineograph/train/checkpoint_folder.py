@@ -40,6 +40,9 @@ def saved_steps(folder: Path) -> list[int]:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state of a checkpoint besides its tensors, as its finished phases left it."""
+    for name in ("state.json", "manifest.json"):
+        if (path / name).exists() and not (path / name).is_file():  # a pipe would block
+            raise OSError(f"{path / name} is not a regular file")
     return parse_json((path / "state.json").read_text(encoding="utf-8")) | _read_phase(path)
 
 

@@ -115,3 +115,12 @@ def test_listing_runs_needs_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
     assert "finished" in done.stdout
+
+
+def test_pipes_in_a_run_folder_do_not_block(tmp_path):
+    run = make_run(tmp_path / "odd", steps=40, step=20)
+    best = run.checkpoints("generator") / "best.json"
+    for path in (run.metrics_file, run.path / "evaluation.json", best):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    assert one(tmp_path, "odd").state == "interrupted"
