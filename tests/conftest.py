@@ -41,6 +41,15 @@ def _no_fetched_weights(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True)
+def _own_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test types or trusts with --trust, later tests of the same process do not."""
+    from kineograph.core import trust
+
+    monkeypatch.setattr(trust, "_accepted", set(trust._accepted))
+    monkeypatch.setattr(trust, "_all_trusted", trust._all_trusted)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quick_runs():
     """Leave out what takes most of a tiny run's time: curves, a vocabulary of 20,000 captions, waiting for the disk. → the curves"""

@@ -202,7 +202,7 @@ def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
         (["small", "stages.first.lr=3"], "unknown key stages.first.lr: did you mean stages.first.train.lr?"),
         (["small", "size=3"], "unknown key size: did you mean data.size?"),
         (["small", "data.folder=x"], "data.source=moving_digits has no folder; set data.folder and data.source=folder"),
-        (["small", "nothing_like_it=3"], "unknown key nothing_like_it: known here: data, name"),
+        (["small", "nothing_like_it=3"], "unknown key nothing_like_it: known here: data, evaluate, name"),
         (["runs/gone"], "runs/gone is neither a file nor a run folder"),
         (["small", "stages.first.task=nowhere.flow"], "Python finds no module nowhere: install it, or add the folder"),
         (["small", "stages.first.task=tests.flow"], "stages.first.task=tests.flow is not known"),
