@@ -517,12 +517,12 @@ def cache(
 
 @data_app.command("make")
 def data_make(
-    what: Annotated[str, typer.Argument(help="moving-digits, or crops of pictures of yours.")],
+    what: Annotated[str, typer.Argument(help="moving-digits; crops of pictures of yours; or emoji, with their names.")],
     out: Annotated[Path, typer.Option(help="A new or empty folder.")],
-    count: Annotated[int, typer.Option(min=1, help="How many items.")] = 100,
+    count: Annotated[int | None, typer.Option(min=1, help="How many items.", show_default="100; emoji: all")] = None,
     as_: Annotated[
         str | None,
-        typer.Option("--as", help="gif, mp4, png, memmap or webdataset.", show_default="gif; crops: png"),
+        typer.Option("--as", help="gif, mp4, png, memmap or webdataset.", show_default="gif; crops and emoji: png"),
     ] = None,
     setting: Annotated[
         list[str] | None,
@@ -533,7 +533,11 @@ def data_make(
     ] = None,
     from_: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="FOLDER", help="Crops: a folder of large pictures; may be repeated."),
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="Crops: a folder of large pictures; may be repeated. Emoji: the package (.tgz or folder), if npm cannot get it.",
+        ),
     ] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
     embeddings: Annotated[
@@ -542,7 +546,7 @@ def data_make(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Write a dataset: moving digits, or small crops of large pictures such as wallpapers."""
+    """Write a dataset: moving digits, small crops of large pictures such as wallpapers, or 3,700 emoji with their names."""
     from kineograph.run.dataset_writer import write_dataset
 
     print(write_dataset(what, out, count, as_, setting or [], split, embeddings, from_ or []))

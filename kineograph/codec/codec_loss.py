@@ -101,7 +101,7 @@ def bind_discriminator(
     discriminator: nn.Module | None, config: AdversarialConfig | None, shared: Reconstruction
 ) -> DiscriminatorFn | None:
     """The discriminator of a batch; None before the adversarial loss starts."""
-    if discriminator is None or not is_adversarial_step(config, shared.noise.step):
+    if discriminator is None or not is_adversarial_step(config, shared.noise.schedule_step):
         return None
     has_padding = shared.rows is not None
     return lambda images, frames, keep: discriminator(images, frames, keep if has_padding else None)
@@ -148,7 +148,7 @@ def generator_loss(
             return generator_error(adversarial.loss, logits)
 
         terms["adversarial"], gradient = gradient_at(fake, fool, selection.weights)
-        strength = torch.full_like(count, adversarial.weight * ramp_weight(adversarial, shared.noise.step))
+        strength = torch.full_like(count, adversarial.weight * ramp_weight(adversarial, shared.noise.schedule_step))
         if adversarial.adaptive:
             # λ of the VQGAN paper: its reconstruction loss includes the perceptual one.
             _, reference = gradient_at(fake, lambda images: reconstruction_error(config.loss, images, real), keep)

@@ -65,9 +65,18 @@ def numpy_rng(*parts: int | str) -> np.random.Generator:
 class Noise:
     """Draws for a batch of samples. `slots[b]` is the place of row b in the global batch; `row_seeds[b]` replaces `seed` for that row."""
 
-    def __init__(self, seed: int, step: int, slots: Tensor, row_seeds: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        slots: Tensor,
+        row_seeds: Sequence[int] | None = None,
+        schedule_step: int | None = None,
+    ) -> None:
+        """`schedule_step`: how far the stage's schedule is, in steps; None: at `step`."""
         self.seed = seed
         self.step = step
+        self.schedule_step = step if schedule_step is None else schedule_step
         self.slots = slots  # B, int64
         self.row_seeds = row_seeds
 
@@ -86,7 +95,8 @@ class Noise:
 
     def rows(self, start: int, stop: int) -> Noise:
         """The draws of rows start … stop − 1, for work done in chunks."""
-        return Noise(self.seed, self.step, self.slots[start:stop], self.row_seeds and self.row_seeds[start:stop])
+        seeds = self.row_seeds and self.row_seeds[start:stop]
+        return Noise(self.seed, self.step, self.slots[start:stop], seeds, self.schedule_step)
 
     def keyed_by(self, *parts: int | str) -> Noise:
         """Draws that are independent of these, for a stage that samples beside others."""

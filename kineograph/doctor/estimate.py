@@ -102,6 +102,8 @@ class Estimate:
 
     @property
     def seconds(self) -> float | None:
+        if self.stage.train.seconds is not None:
+            return self.stage.train.seconds
         return None if self.step_seconds is None else self.step_seconds * self.stage.train.steps
 
 
@@ -321,7 +323,7 @@ def _add_speed(estimate: Estimate, builder: PlanBuilder, data: StageData, flops:
                 f"one sample would take about {seconds:.0f} s on this CPU; run kineo doctor on the machine that trains"
             )
             return replace(estimate, not_timed=reason)
-        samples = max(1, min(samples, int(PROBE_SECONDS / 2 / seconds)))
+        samples = max(1, min(samples, int(PROBE_SECONDS / 2 / max(seconds, 1e-9))))
     speed, peak = time_steps(builder, estimate.stage, data, estimate.target.device, samples, estimate.micro)
     if peak is not None and samples == estimate.micro:
         state = estimate.memory.total - estimate.memory.activations - estimate.memory.text

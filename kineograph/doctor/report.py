@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData, count_cores, count_workers, find_missing_weights
 from kineograph.stage.spec import Plan
 from kineograph.train.config import TrainConfig
-from kineograph.train.phases import Cursor, is_finished, skip_removed_phases
+from kineograph.train.phases import Cursor, is_finished, schedule_position, skip_removed_phases
 from kineograph.train.precision import resolve_precision
 
 _LABEL_WIDTH = 14
@@ -65,6 +66,8 @@ def report_environment(out: Callable[[str], None]) -> None:
         line("optional", text)
 
 
+START = Cursor()
+
 # A plan ----------------------------------------------------------------------------------------------------------
 
 
@@ -83,15 +86,15 @@ def report_plan(
         if stage.name not in data:
             out(f"{stage.name}: skipped (stages.{stage.name}.skip=true)\n")
             continue
-        cursor = skip_removed_phases(stage.train, (saved or {}).get(stage.name, Cursor()))
+        cursor = skip_removed_phases(stage.train, (saved or {}).get(stage.name, START))
         if is_finished(stage.train, cursor):
             out(f"{stage.name}: finished at step {cursor.step:,}; it is not trained again\n")
             continue
         estimate = estimate_stage(builder, stage, data[stage.name], memory=memory, world=world)
-        for line in describe_estimate(estimate, data[stage.name], cursor.step):
+        for line in describe_estimate(estimate, data[stage.name], cursor):
             out(line)
         out("")
-        left = 1 - cursor.step / stage.train.steps
+        left = 1 - schedule_position(stage.train, cursor) / stage.train.steps
         seconds.append(None if estimate.seconds is None else estimate.seconds * left)
     known = [value for value in seconds if value is not None]
     if known and len(known) == len(seconds):
@@ -100,8 +103,9 @@ def report_plan(
         out(f"{plan.name}: about {format_time(sum(known))} for {what} on {where}, without validation and samples")
 
 
-def describe_estimate(estimate: Estimate, data: StageData, done: int = 0) -> list[str]:
-    """Describe one stage, in lines. `done`: the steps that are trained already."""
+def describe_estimate(estimate: Estimate, data: StageData, cursor: Cursor = START) -> list[str]:
+    """Describe one stage, in lines. `cursor`: where it is."""
+    done = cursor.step
     lines: list[str] = []
     line = _make_line_writer(lines.append)
     stage, memory = estimate.stage, estimate.memory
@@ -145,7 +149,7 @@ def describe_estimate(estimate: Estimate, data: StageData, done: int = 0) -> lis
         line("together", f"{' '.join(settings)}: {format_size(smaller.total)}, fits")
     batch_size = stage.train.batch_size
     line("arithmetic", f"{format_flops(estimate.flops)} per step of {_plural(batch_size, 'sample')}")
-    _describe_speed(estimate, line, done)
+    _describe_speed(estimate, line, cursor)
     return lines
 
 
@@ -214,7 +218,7 @@ def _fewest_micro_batches(estimate: Estimate, largest: int) -> int:
     return next(k for k in range(1, rows + 1) if rows % k == 0 and rows // k <= largest)
 
 
-def _describe_speed(estimate: Estimate, line: Callable[[str, str], None], done: int) -> None:
+def _describe_speed(estimate: Estimate, line: Callable[[str, str], None], cursor: Cursor) -> None:
     train, speed = estimate.stage.train, estimate.speed
     if speed is None or estimate.step_seconds is None or estimate.seconds is None:
         line("speed", f"not timed: {estimate.not_timed}")
@@ -234,6 +238,15 @@ def _describe_speed(estimate: Estimate, line: Callable[[str, str], None], done: 
         line("", f"{reason} ({milliseconds:.1f} ms a sample): raise train.workers from {workers} to {more}")
     if estimate.target.device.type == "cpu" and (load := os.getloadavg()[0] / count_cores()) > 0.5:
         line("", f"other processes slow this machine down ({load:.1f} per core over the last minute)")
+    done = cursor.step
+    if train.seconds is not None:
+        left_seconds = train.seconds * (1 - cursor.share.now)
+        steps = f"about {math.ceil(left_seconds / estimate.step_seconds):,} steps" + (" more" if done else "")
+        line(
+            "time",
+            f"{format_time(left_seconds)} (train.minutes), enough for {steps} without compilation, validation and samples",
+        )
+        return
     left = train.steps - done
     steps = f"the last {left:,} of {train.steps:,} steps" if done else f"{train.steps:,} steps"
     time = format_time(estimate.seconds * left / train.steps)

@@ -92,7 +92,7 @@ def summarize_run(path: str | Path, split: str = "validation") -> RunSummary:
     command = _train_command(run, tree)
     tasks = " + ".join(str(tree["stages"][name]["task"]).rpartition(".")[2] for name in stages)
     sizes = {name: _count_parameters(run, name) for name in stages}
-    done, planned = checkpoint.saved_steps(run.checkpoints(main)), planned_steps(tree, main)
+    done, planned = checkpoint.saved_steps(run.checkpoints(main)), planned_steps(tree, main, run.checkpoints(main))
     rates = [r[RATE] for r in training if _is_number(r.get(RATE))]
     elapsed = {r["stage"]: r["time/elapsed"] for r in records if _is_number(r.get("time/elapsed"))}
     cells = {
@@ -122,7 +122,8 @@ def _train_command(run: RunFolder, tree: dict[str, Any]) -> str | None:
         name
         for name, stage in tree["stages"].items()
         if not stage.get("skip")
-        and max(checkpoint.saved_steps(run.checkpoints(name)), default=0) < planned_steps(tree, name)
+        and max(checkpoint.saved_steps(run.checkpoints(name)), default=0)
+        < planned_steps(tree, name, run.checkpoints(name))
     ]
     return f"kineo train {run.config_file} --run {run.path}" if unfinished else None
 

@@ -1,4 +1,4 @@
-"""`kineo data make`: write moving digits as a dataset, in each format that can be read back. For crops see crop_writer.py.
+"""`kineo data make`: write moving digits as a dataset, in each format that can be read back. For the other sets see crop_writer.py and emoji_writer.py.
 
     gif, mp4, png   000017.gif beside 000017.txt (its caption); png is one picture an item
     memmap          videos.npy, uint8, N T C H W · labels.npy, int64, N × digits, in the order of the caption · captions.txt, one a line
@@ -30,8 +30,10 @@ from kineograph.data.shard_writer import LARGEST, ShardWriter, SupportsEmbedding
 from kineograph.media.clips import write_clip
 from kineograph.media.frames import to_images
 from kineograph.run.crop_writer import write_crops
+from kineograph.run.emoji_writer import write_emoji
 
-KINDS = ("moving-digits", "crops")
+KINDS = ("moving-digits", "crops", "emoji")
+COUNT = 100  # default of --count
 CLIP_FRAMES = 16  # default of `frames`; png has one
 # Keys of data.* that --count and --split replace, and `sketch`, which no file can hold (shows=sketch writes sketches).
 _NOT_HERE = ("source", "validation", "test", "max_unreadable", "count", "sketch")
@@ -57,7 +59,7 @@ class _Job:
 def write_dataset(
     what: str,
     out: str | Path,
-    count: int,
+    count: int | None = None,
     as_: str | None = None,
     settings: Sequence[str] = (),
     split: str = "train",
@@ -66,17 +68,24 @@ def write_dataset(
 ) -> Path:
     """Write `count` items into a new or empty folder. → the folder.
 
-    `embeddings` is a run whose CLIP stage embeds pictures and captions (`RUN` or `RUN/STAGE`), or an embedder; `sources` are the folders
-    that crops are cut out of.
+    `count` is 100 unless given; emoji are written all. `embeddings` is a run whose CLIP stage embeds pictures and captions
+    (`RUN` or `RUN/STAGE`), or an embedder; `sources` are the folders that crops are cut out of, or the emoji's package.
     """
     if what.replace("_", "-") not in KINDS:
         raise InputError(f"{what!r} cannot be made: use {', '.join(KINDS)}")
+    if what == "emoji":
+        if as_ not in (None, "png") or split != "train" or embeddings is not None or settings or count is not None:
+            raise InputError("emoji are PNG files, written all: remove --count, --as, --split, --embeddings and keys")
+        if len(sources) > 1:
+            raise InputError("emoji come from one package: give --from once")
+        return write_emoji(Path(out), sources[0] if sources else None)
+    count = COUNT if count is None else count
     if what == "crops":
         if as_ not in (None, "png") or split != "train" or embeddings is not None:
             raise InputError("crops are PNG files of all pictures: remove --as, --split and --embeddings")
         return write_crops(sources, Path(out), count, settings)
     if sources:
-        raise InputError("--from goes with crops: digits are drawn from nothing")
+        raise InputError("--from goes with crops and emoji: digits are drawn from nothing")
     as_ = as_ or "gif"
     if as_ not in FORMATS:
         raise InputError(f"--as {as_}: use {', '.join(FORMATS)}")

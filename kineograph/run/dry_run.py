@@ -23,8 +23,8 @@ from kineograph.run.plan import Resume, make_plan, resolve_run
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
-from kineograph.train.phases import Cursor
 from kineograph.train.trackers import check_trackers
+from kineograph.train.trainer import saved_cursor
 
 # The key of each source that names its files.
 _PATH_KEYS = {"folder": "folder", "memmap": "folder", "cache": "folder", "webdataset": "shards"}
@@ -77,7 +77,8 @@ def dry_run(
         out(f"run folder {folder.path} {state}; {format_size(machine.free_disk(folder.path))} of disk are free")
         world = planned_world(processes)
         found = {stage.name: checkpoint.latest(folder.checkpoints(stage.name), out) for stage in plan.stages}
-        saved = {name: Cursor(newest.step, newest.phase) for name, newest in found.items() if newest is not None}
+        trains = {stage.name: stage.train for stage in plan.stages}
+        saved = {name: saved_cursor(trains[name], newest) for name, newest in found.items() if newest is not None}
         plan, data = _open_data(plan, out, world, folder)
         report_plan(plan, data, out, world, saved=saved)
         out("dry run: nothing was trained and nothing was written")

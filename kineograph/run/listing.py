@@ -17,7 +17,7 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json
 from kineograph.evaluate import results_file
 from kineograph.train import checkpoint_folder
-from kineograph.train.checkpoint_folder import planned_steps
+from kineograph.train.checkpoint_folder import expect_steps, planned_steps
 
 State = Literal["running", "stopped", "finished", "failed", "interrupted", "new", "broken"]
 TAIL = 65_536  # bytes at the end of metrics.jsonl that are read for the newest step
@@ -67,7 +67,7 @@ def _describe_run(path: Path) -> Row:
     try:
         tree = load_file(run.config_file)  # only listed: code that it names is not run
         stages = [stage for stage, keys in tree["stages"].items() if not keys.get("skip")]
-        planned = {stage: planned_steps(tree, stage) for stage in stages}
+        planned = {stage: planned_steps(tree, stage, run.checkpoints(stage)) for stage in stages}
         saved = {stage: max(checkpoint_folder.saved_steps(run.checkpoints(stage)), default=0) for stage in stages}
         in_phase = [stage for stage in stages if saved[stage] and _is_in_phase(run.checkpoints(stage), saved[stage])]
         results = results_file.read_results(run)
@@ -78,10 +78,11 @@ def _describe_run(path: Path) -> Row:
         return Row(name, "broken", age=age, problem="config.yaml: it has no stages")
     unfinished = [stage for stage in stages if saved[stage] < planned[stage] or stage in in_phase]
     stage = unfinished[0] if unfinished else stages[-1]
-    logged = _logged_steps(run.metrics_file)
+    logged, shares = _read_newest(run.metrics_file)
     running = run.in_use()
     fatal, findings = _read_health(run)
     step = max(saved[stage], logged.get(stage, 0)) if running else saved[stage]
+    steps = expect_steps(step, shares[stage]) if running and step and stage in shares else planned[stage]
     started = any(saved.values()) or bool(logged)
     state: State = "interrupted" if started else "new"
     if running:
@@ -93,9 +94,7 @@ def _describe_run(path: Path) -> Row:
     elif run.stopped_marker.exists():
         state = "stopped"
     best = checkpoint_folder.read_best(run.checkpoints(stage))
-    return Row(
-        name, state, stage, step, planned[stage], best.get("loss"), _newest_accuracy(results), age, findings=findings
-    )
+    return Row(name, state, stage, step, steps, best.get("loss"), _newest_accuracy(results), age, findings=findings)
 
 
 def _read_health(run: RunFolder) -> tuple[set[str], tuple[str, ...]]:
@@ -127,22 +126,25 @@ def _last_written(path: Path) -> float:
     return max(times)
 
 
-def _logged_steps(path: Path) -> dict[str, int]:
-    """The newest step of each stage in the last lines of metrics.jsonl."""
+def _read_newest(path: Path) -> tuple[dict[str, int], dict[str, float]]:
+    """The newest step of each stage in the last lines of metrics.jsonl and, with train.minutes, the share of its time."""
     newest: dict[str, int] = {}
+    shares: dict[str, float] = {}
     if not path.is_file():  # a pipe would block
-        return newest
+        return newest, shares
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             lines = file.read().splitlines()
     except OSError:
-        return newest
+        return newest, shares
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             entry = parse_json(line)
             newest[entry["stage"]] = max(newest.get(entry["stage"], 0), int(entry["step"]))
-    return newest
+            if isinstance(share := entry.get("time/share"), int | float) and 0 < share <= 1:
+                shares[entry["stage"]] = share
+    return newest, shares
 
 
 def _newest_accuracy(results: results_file.Results) -> float | None:

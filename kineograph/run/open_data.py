@@ -141,6 +141,8 @@ def _resolve_validation(
     train = stage.train
     if train.validate_epochs is None or not train.validate_every or train.epoch_samples is not None or data is None:
         return stage
+    if train.minutes is not None:  # how many passes the clock allows is not known
+        return stage
     has_no_end = isinstance(data.source, (BlankSource, Stream)) or len(data.source) > ENDLESS_FROM
     if has_no_end or _have_same_items(data.source, data.validation):
         return stage

@@ -27,6 +27,8 @@ Resume = Literal["auto", "never", "must"]
 MAY_CHANGE = (
     "steps",
     "epochs",
+    "minutes",
+    "minutes_share",
     "validate_epochs",
     "keep_last",
     "workers",
@@ -206,7 +208,8 @@ def refuse_changes(saved: Tree, changed: Tree, run: Path | None = None) -> None:
         if parts[0] not in ("prompts", "sample", "evaluate") and not may_change:
             raise ConfigError(
                 f"{key} differs from the saved run ({_value_at(saved, parts)!r} there, {_value_at(changed, parts)!r} now): "
-                "a resumed run may change only train.steps, train.epochs, train.*_every, train.validate_epochs, train.keep_last, "
+                "a resumed run may change only train.steps, train.epochs, train.minutes, train.minutes_share, train.*_every, "
+                "train.validate_epochs, train.keep_last, "
                 "train.workers, train.keep_decoded, train.watchdog, train.parallel, train.health, prompts, sample.batch, "
                 "evaluate.batch and where the data lie (data.folder, data.shards); "
                 + _describe_new_run(parts, saved, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -40,13 +41,13 @@ from kineograph.stage.warm_start import build_for_training
 from kineograph.train import checkpoint
 from kineograph.train.determinism import deterministic_algorithms, set_deterministic_environment
 from kineograph.train.metrics_file import MetricsFile
-from kineograph.train.phases import Cursor, is_finished, skip_removed_phases
+from kineograph.train.phases import Cursor, is_finished
 from kineograph.train.precision import warn_of_bf16_weights
 from kineograph.train.rank_log import RankLog
 from kineograph.train.stepper import Stepper
 from kineograph.train.stop import StopRequest
 from kineograph.train.trackers import Tracker, check_trackers, open_trackers
-from kineograph.train.trainer import Trainer, TrainerHooks, describe_failure
+from kineograph.train.trainer import Trainer, TrainerHooks, describe_failure, saved_cursor
 
 
 @dataclass(frozen=True)
@@ -191,11 +192,12 @@ class _StageTraining:
 
     def train(self) -> None:
         run, stage, data = self.run, self.stage, self.data
+        started = time.monotonic()
         checkpoints = run.folder.checkpoints(stage.name)
         saved = checkpoint.latest_on_all_ranks(checkpoints)
         if saved is not None:
             self.stages.check_references(run.folder, stage.name, saved)
-            if is_finished(stage.train, skip_removed_phases(stage.train, Cursor(saved.step, saved.phase))):
+            if is_finished(stage.train, saved_cursor(stage.train, saved)):
                 self._refuse_unhealthy(saved.step)
                 run.note(f"{stage.name}: finished at step {saved.step}")
                 return
@@ -234,6 +236,7 @@ class _StageTraining:
             rank_log=run.rank_log,
             step_flops=count_step_flops(run.plan, stage, task, data, self.device, run.note),
             warm_started=stage.spec.config.init is not None,
+            started=started,
         )
         trainer = Trainer(stage.name, stepper, loader, hooks)
         start = trainer.resume()

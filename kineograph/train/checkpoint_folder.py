@@ -17,7 +17,7 @@ from kineograph.core.text_file import parse_json
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _PHASE_KEYS = ("phase", "samples", "best", "best_step", "elapsed")
 _STATE_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("assets", "config", "references", "data", "stepper"), (dict,)),
+    **dict.fromkeys(("assets", "config", "references", "data", "stepper", "clock"), (dict,)),
     "phase": (str,),
     "samples": (int,),
     "best": (int, float, NoneType),
@@ -75,11 +75,29 @@ def read_best(folder: Path) -> dict[str, Any]:
     return best if isinstance(best.get("step"), int) and isinstance(best.get("loss"), int | float) else {}
 
 
-def planned_steps(tree: Mapping[str, Any], stage: str) -> int:
-    """The steps that a stage is configured to train for."""
+def planned_steps(tree: Mapping[str, Any], stage: str, checkpoints: Path) -> int:
+    """The steps that a stage is configured to train for. With train.minutes: as many as its time allows, at the speed so far."""
     train = merge(tree.get("train") or {}, tree["stages"][stage].get("train") or {})
+    saved = max(saved_steps(checkpoints), default=0)
+    if train.get("minutes") is not None and saved:
+        return expect_steps(saved, _read_clock_share(step_folder(checkpoints, saved)))
     if "steps" not in train:
         from kineograph.train.config import TrainConfig  # with torch; a run's own config.yaml has every key
 
         return int(TrainConfig.model_fields["steps"].default)
     return int(train["steps"])
+
+
+def expect_steps(step: int, share: float) -> int:
+    """All steps of a stage that made `step` in this share of its time."""
+    if share >= 1:
+        return step
+    return max(step + 1, round(step / share)) if share > 0 else step + 1
+
+
+def _read_clock_share(path: Path) -> float:
+    try:
+        share = read_state(path)["clock"]["now"]
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, or saved before the stage had a time
+        return 0.0
+    return float(share) if isinstance(share, int | float) and 0 <= share <= 1 else 0.0

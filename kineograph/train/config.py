@@ -58,6 +58,10 @@ class TrainConfig(PlayerConfig):
     """Optimizer steps."""
     epochs: float | None = Field(None, gt=0)
     """Length in passes over the training items, instead of `steps`, which is computed from it when training starts."""
+    minutes: float | None = Field(None, gt=0, le=10**6)
+    """Length in minutes by the clock, compilation included. What the recipe counts in `steps` (warm-up, schedule, *_every) keeps its share."""
+    minutes_share: float = Field(1.0, gt=0, le=1)
+    """The part of `minutes` that a stage takes. Where the shares of all stages add up to 1, `minutes` is the time of the run."""
     batch_size: int = Field(32, ge=1)
     """Global: over all processes and micro-batches."""
     accumulate: int = Field(1, ge=1)
@@ -141,6 +145,20 @@ class TrainConfig(PlayerConfig):
     def micro_batch_size(self) -> int:
         """Samples of all processes in one forward pass, in training and in validation."""
         return max(1, self.batch_size // self.accumulate)
+
+    @property
+    def seconds(self) -> float | None:
+        """The time that the stage may take; None: as long as `steps` take."""
+        return None if self.minutes is None else 60 * self.minutes * self.minutes_share
+
+    @model_validator(mode="after")
+    def _check_minutes(self) -> TrainConfig:
+        if self.minutes is not None and self.deterministic:
+            raise ValueError(
+                f"minutes={self.minutes:g} ends by the clock, which differs from run to run, and deterministic=true promises the same "
+                "weights every time: set steps instead of minutes, or deterministic=false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_log_checkpoints(self) -> TrainConfig:

@@ -16,6 +16,9 @@ from kineograph.train.dtensors import shard_like, to_local
 class Ema:
     """θ̄ ← d θ̄ + (1 − d) θ with d = min(decay, (1 + n) / (10 + n)) at the n-th update.
 
+    Where a step counts as p steps of the schedule (train.minutes), n grows by p and d becomes dᵖ: the average spans the
+    same share of the stage, however many steps its time allows.
+
     The average is float32 at least: in 16 bits one update would be lost to rounding.
     """
 
@@ -27,15 +30,17 @@ class Ema:
             name: to_local(p.detach()) if isinstance(p, DTensor) else p for name, p in self.parameters.items()
         }
         self.average = {name: part.detach().to(_wide(part.dtype), copy=True) for name, part in self.parts.items()}
-        self.updates = 0
+        self.updates: float = 0
+        self._pace: float = 1
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Update the averages after the optimizer made step `step`."""
-        if step <= self.config.start:
+    def update(self, step: int, position: float | None = None, pace: float = 1) -> None:
+        """Update the averages after step `step`, which is `position` in the schedule and counts as `pace` steps of it."""
+        if (step if position is None else position) <= self.config.start:
             torch._foreach_copy_(list(self.average.values()), list(self.parts.values()))
         elif step % self.config.every == 0:
-            self.updates += 1
+            self.updates += pace
+            self._pace = pace
             same_dtype = [name for name, part in self.parts.items() if part.dtype == _wide(part.dtype)]
             if same_dtype:
                 averages, parts = [self.average[n] for n in same_dtype], [self.parts[n] for n in same_dtype]
@@ -51,7 +56,7 @@ class Ema:
     @property
     def decay(self) -> float:
         """d at the last update."""
-        return min(self.config.decay, (1 + self.updates) / (10 + self.updates))
+        return float(min(self.config.decay, (1 + self.updates) / (10 + self.updates)) ** self._pace)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -46,6 +46,7 @@ class StageHealth:
     limits: Sequence[Limit] = ()
     starts_random: bool = True  # False: from trained weights, whose loss need not fall
     batch_size: int = 32
+    schedule_steps: int | None = None  # with train.minutes: of the recipe; `steps` is then an estimate until the end
     scales_loss: bool = False  # fp16: the first updates are skipped until the loss scale fits
     _said: set[tuple[str, str]] = field(default_factory=set)
     _losses: list[tuple[int, float]] = field(default_factory=list)  # logged training losses, nan where not finite
@@ -78,7 +79,8 @@ class StageHealth:
     def check_start(self) -> list[Finding]:
         """Findings that the config alone gives: learning rates that cannot move a weight."""
         paths = {name: player.lr * self.steps for name, player in self.players.items()}
-        tiny = {name: path for name, path in paths.items() if path == 0 or (path < MIN_PATH and not self._is_trial())}
+        is_judged = not self._is_trial() and self.schedule_steps is None  # the clock may allow any number of steps
+        tiny = {name: path for name, path in paths.items() if path == 0 or (path < MIN_PATH and is_judged)}
         findings = []
         for name, path in tiny.items():
             lr, key = self.players[name].lr, "train.lr" if len(paths) == 1 else f"the lr of player {name}"
@@ -327,7 +329,8 @@ class StageHealth:
     def _is_young(self) -> bool:
         """Whether the stage may be healthy and still have learned nothing: short, slow, or mostly warm-up."""
         first = next(iter(self.players.values()))
-        return self._is_trial() or self.steps < 2 * first.warmup or first.lr * self.steps < YOUNG_PATH
+        schedule = self.schedule_steps or self.steps
+        return self._is_trial() or schedule < 2 * first.warmup or first.lr * self.steps < YOUNG_PATH
 
 
 def _nonfinite_loss(split: str, step: int, severity: Any) -> Finding:

@@ -15,10 +15,10 @@ from kineograph.train.dtensors import local_parameter, shard_like, to_local, tot
 from kineograph.train.low_memory_adamw import LowMemoryState, UpdateRule
 
 
-def learning_rate_at(config: PlayerConfig, step: int, steps: int) -> float:
-    """Learning rate of the update from `step` to `step` + 1: warm-up, then constant, cosine or linear to `final_lr`."""
+def learning_rate_at(config: PlayerConfig, step: float, steps: int) -> float:
+    """Learning rate of the update from `step` to `step` + 1 of the schedule: warm-up, then constant, cosine or linear to `final_lr`."""
     if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
+        return min(config.lr, config.lr * (step + 1) / config.warmup)
     if config.schedule == "constant":
         return config.lr
     done = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))

@@ -3,17 +3,20 @@
     train → … → train → save → validate → evaluate → sample → publish → train → … → publish → check
 
 After each step the phases that are due follow in this order. They are counted in steps (`train.validate_every` …) or,
-with `train.epoch_samples`, in samples: then each epoch ends with all of them. The checkpoint comes first and holds the
+with `train.epoch_samples`, in samples: then each epoch ends with all of them. With `train.minutes` the clock decides how
+far the stage is, and a phase that is due every tenth of `train.steps` comes after every tenth of the time. The checkpoint comes first and holds the
 cursor, so a run that is killed in a later phase comes back into that phase and trains nothing twice. The last phase of
 a stage checks its health, so a stage that fails the check is checked again before the next stage trains on it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from kineograph.train.clock import NO_SHARE, Share
 from kineograph.train.config import TrainConfig
 
 Phase = Literal["train", "save", "validate", "evaluate", "sample", "publish", "check"]
@@ -26,6 +29,8 @@ class Cursor:
 
     step: int = 0
     phase: Phase = "train"
+    share: Share = NO_SHARE
+    """How far the clock was before and after the last step; without train.minutes it is not used."""
 
     def covers(self, record: Mapping[str, Any]) -> bool:
         """Whether a line of metrics.jsonl was written before this cursor."""
@@ -43,31 +48,42 @@ def phase_of(record: Mapping[str, Any]) -> Phase:
     return "evaluate" if any(name.startswith("metric/") for name in record) else "validate"
 
 
-def advance(config: TrainConfig, cursor: Cursor) -> Cursor:
-    """The cursor after its phase is done."""
-    step = cursor.step + (cursor.phase == "train")
+def advance(config: TrainConfig, cursor: Cursor, share: float = 0.0) -> Cursor:
+    """The cursor after its phase is done. `share`: how far the clock is after a training step, with train.minutes."""
     later = ORDER[ORDER.index(cursor.phase) + 1 :]
-    return Cursor(step, next((phase for phase in due_phases(config, step) if phase in later), "train"))
+    if cursor.phase == "train":
+        cursor = Cursor(cursor.step + 1, "train", Share(cursor.share.now, share))
+    return replace(cursor, phase=next((phase for phase in due_phases(config, cursor) if phase in later), "train"))
 
 
 def skip_removed_phases(config: TrainConfig, cursor: Cursor) -> Cursor:
     """Advance a saved cursor whose phase is no longer due, because `train.*_every` changed since."""
-    return cursor if cursor.phase in ("train", *due_phases(config, cursor.step)) else advance(config, cursor)
+    return cursor if cursor.phase in ("train", *due_phases(config, cursor)) else advance(config, cursor)
 
 
 def is_finished(config: TrainConfig, cursor: Cursor) -> bool:
-    return cursor.phase == "train" and cursor.step >= config.steps
+    return cursor.phase == "train" and schedule_position(config, cursor) >= config.steps
 
 
-def due_phases(config: TrainConfig, step: int) -> tuple[Phase, ...]:
-    """The phases that follow step `step`, in order. After the last step, every phase that is ever due."""
+def schedule_position(config: TrainConfig, cursor: Cursor) -> float:
+    """How far the stage is, in the steps that its recipe is written in: the steps made or, with train.minutes, the clock's share of them."""
+    return cursor.step if config.minutes is None else cursor.share.now * config.steps
+
+
+def due_phases(config: TrainConfig, cursor: Cursor) -> tuple[Phase, ...]:
+    """The phases that follow the step just made, in order. After the last step, every phase that is ever due."""
+    step, position = cursor.step, schedule_position(config, cursor)
+    before = step - 1 if config.minutes is None else cursor.share.before * config.steps
+    is_last = position == config.steps
 
     def is_due(every: int) -> bool:
         if every == 0:
             return False
-        if step == config.steps:
+        if is_last:
             return True
-        return step % every == 0 if config.epoch_samples is None else _crosses(config, step, config.epoch_samples)
+        if config.epoch_samples is not None:
+            return _crosses(config, step, config.epoch_samples)
+        return math.floor(position / every) > math.floor(before / every)
 
     due: dict[Phase, bool] = {
         "save": is_due(config.save_every) or is_snapshot(config, step),
@@ -75,7 +91,7 @@ def due_phases(config: TrainConfig, step: int) -> tuple[Phase, ...]:
         "evaluate": bool(config.metrics) and is_due(config.evaluate_every),
         "sample": is_due(config.sample_every),
     }
-    due["check"] = config.health != "off" and step == config.steps
+    due["check"] = config.health != "off" and is_last
     due["publish"] = config.log_checkpoints and (due["save"] or due["validate"])  # validation saves a new best
     return tuple(phase for phase in ORDER if due.get(phase))
 

@@ -15,9 +15,13 @@ class Progress:
     """Loss, samples per second and time left of one stage."""
 
     def __init__(
-        self, stage: str, steps: int, quiet: bool = False, log_note: Callable[[str], None] | None = None
+        self,
+        stage: str,
+        steps: int | None,
+        quiet: bool = False,
+        log_note: Callable[[str], None] | None = None,
     ) -> None:
-        """`log_note` gets every note, whether the console shows it or not."""
+        """`steps` is None for a stage that ends by the clock. `log_note` gets every note, whether the console shows it or not."""
         self.stage = stage
         self.steps = steps
         self.quiet = quiet
@@ -41,29 +45,35 @@ class Progress:
         columns = (
             TextColumn("{task.description:>12}"),
             BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
+            TextColumn(
+                "{task.completed}/{task.total}" if self.steps is not None else "{task.percentage:.0f} % of the time"
+            ),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
         )
         with Bar(*columns, console=Console(stderr=True)) as bar:
-            self._bar, self._id = bar, bar.add_task(self.stage, total=self.steps, completed=step, numbers="")
+            total = 1.0 if self.steps is None else self.steps
+            self._bar, self._id = bar, bar.add_task(self.stage, total=total, completed=step, numbers="")
             yield
         self._bar = None
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, share: float | None = None) -> None:
+        """`share`: of the time that is used, for a stage that ends by the clock."""
         if self._bar is not None:
-            self._bar.update(self._id, completed=step)
+            self._bar.update(self._id, completed=step if share is None else share)
 
-    def numbers(self, step: int, loss: float, rate: float) -> None:
-        """Show the loss of `step` and the samples per second."""
+    def numbers(self, step: int, loss: float, rate: float, share: float | None = None, left: float = 0.0) -> None:
+        """Show the loss of `step` and the samples per second; by the clock also the share and the seconds left of its time."""
         text = f"loss {loss:.4g}  {rate:.0f} samples/s"
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._id, completed=step, numbers=text)
-        elif not self.quiet and (now - self._last_line > LINE_EVERY or step == self.steps):
+            self._bar.update(self._id, numbers=text)
+        elif not self.quiet and (now - self._last_line > LINE_EVERY or step == self.steps or share == 1):
             self._last_line = now
-            left = (now - self._started) / max(1, step - self._first_step) * (self.steps - step)
-            print(f"{self.stage}  {step}/{self.steps}  {text}  {_format(left)} left", file=sys.stderr, flush=True)
+            if self.steps is not None:
+                left = (now - self._started) / max(1, step - self._first_step) * (self.steps - step)
+            how_far = f"step {step}, {share:.0%} of the time" if share is not None else f"{step}/{self.steps}"
+            print(f"{self.stage}  {how_far}  {text}  {_format(max(0.0, left))} left", file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:
         """Print a line that stays."""

@@ -144,9 +144,15 @@ class Stepper:
                 split = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
                 self.gradient_averages[player].append(GradientAverage(split, *keys, self.layout.data_group))
 
-    def step(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
-        """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device."""
-        losses = self.accumulate_gradients(step, batches)
+    def step(
+        self, step: int, batches: Sequence[Batch], position: float | None = None, pace: float = 1
+    ) -> dict[str, Tensor]:
+        """Make the update from `step` to `step` + 1 completed steps. → named 0-d tensors, still on the device.
+
+        `position`: how far the schedule is, in steps of `config.steps`, if that is not `step` (train.minutes); `pace`: how far a step takes it.
+        """
+        position = step if position is None else position
+        losses = self.accumulate_gradients(step, batches, int(position))
         values: dict[str, Tensor] = {}
         overflow = torch.zeros((), device=self.device)
         for name, loss in losses.items():
@@ -155,12 +161,12 @@ class Stepper:
             divisor = count / self.config.batch_size * (self.scale.value if self.scale else 1.0)
             if self.layout:  # gradients are averaged over data ranks, not summed
                 divisor = divisor / self.layout.data_world
-            lr = learning_rate_at(self.players[name], step, self.config.steps)
+            lr = learning_rate_at(self.players[name], position, self.config.steps)
             with self.timer.part("optimizer"):
                 norm, skipped = self.optimizers[name].step(lr, divisor)
                 overflow = torch.maximum(overflow, skipped)
                 if name in self.emas:
-                    self.emas[name].update(step + 1)
+                    self.emas[name].update(step + 1, position + pace, pace)
             prefix = "" if name == self.task.players[0] else f"{name}/"
             values |= {prefix + term: value for term, value in terms.items()} | {f"{prefix}gradient_norm": norm}
         if self.scale:
@@ -169,18 +175,21 @@ class Stepper:
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * overflow
         return values
 
-    def accumulate_gradients(self, step: int, batches: Sequence[Batch]) -> dict[str, _LossSums]:
+    def accumulate_gradients(
+        self, step: int, batches: Sequence[Batch], schedule_step: int | None = None
+    ) -> dict[str, _LossSums]:
         """Add the gradients of these micro-batches to the parameters of every active player. → its losses by player."""
+        schedule_step = step if schedule_step is None else schedule_step
         # For dropout and revived codes: one seed per data rank; ranks that share a model have the same.
         rank_key = (distributed.data_rank(),) if distributed.data_rank() else ()
         torch.manual_seed(key_of(self.seed, step, "torch", *rank_key) >> 1)
         if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        active = [name for name in self.task.players if self.task.is_active(name, step)]
+        active = [name for name in self.task.players if self.task.is_active(name, schedule_step)]
         losses: dict[str, _LossSums] = {name: _LossSums() for name in active}
         for number, batch in enumerate(batches, 1):
             batch = batch.to(self.device)
-            noise = Noise(self.seed, step, batch.slots)
+            noise = Noise(self.seed, step, batch.slots, schedule_step=schedule_step)
             if self.wrapped is not None and active:
                 with self.wrapped.micro_batch(is_last=number == len(batches)):
                     with self.timer.part("forward"), autocast(self.precision, self.device):
@@ -230,11 +239,11 @@ class Stepper:
                 for p in parameters.values():
                     p.requires_grad_(requires_grad)
 
-    def learning_rates(self, step: int) -> dict[str, float]:
-        """Learning rates of the update from `step`, for the log."""
+    def learning_rates(self, position: float) -> dict[str, float]:
+        """Learning rates of the update at `position` of the schedule, for the log."""
         first = self.task.players[0]
         return {
-            "lr" if name == first else f"{name}/lr": learning_rate_at(config, step, self.config.steps)
+            "lr" if name == first else f"{name}/lr": learning_rate_at(config, position, self.config.steps)
             for name, config in self.players.items()
         }
 

@@ -24,9 +24,20 @@ from kineograph.core.health import Finding
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Mean, Task
 from kineograph.train import checkpoint
+from kineograph.train.clock import StageClock, read_share
+from kineograph.train.config import TrainConfig
 from kineograph.train.determinism import allow_all_algorithms
 from kineograph.train.health import DataProbe, StageHealth
-from kineograph.train.phases import Cursor, Phase, advance, is_finished, is_logged, is_snapshot, skip_removed_phases
+from kineograph.train.phases import (
+    Cursor,
+    Phase,
+    advance,
+    is_finished,
+    is_logged,
+    is_snapshot,
+    schedule_position,
+    skip_removed_phases,
+)
 from kineograph.train.progress_bar import Progress
 from kineograph.train.rank_log import RankLog
 from kineograph.train.saver import Saver
@@ -63,6 +74,17 @@ class TrainerHooks:
     step_flops: StepFlops | None = None
     warm_started: bool = False
     """Whether the stage starts from trained weights."""
+    started: float | None = None
+    """When this process began to work on the stage, by time.monotonic; None: when it begins to train. train.minutes counts from there."""
+
+
+ENDLESS = 2**40  # steps that no stage reaches before its time is over
+
+
+def saved_cursor(config: TrainConfig, saved: checkpoint.Checkpoint) -> Cursor:
+    """Where the stage of a checkpoint stands."""
+    share = read_share(saved.state(), config.seconds)
+    return skip_removed_phases(config, Cursor(saved.step, saved.phase, share))
 
 
 def describe_failure(stage: str, finding: Finding) -> str:
@@ -71,7 +93,7 @@ def describe_failure(stage: str, finding: Finding) -> str:
 
 
 class Trainer:
-    """Trains a stage from its last complete checkpoint, or from step 0, to `train.steps`."""
+    """Trains a stage from its last complete checkpoint, or from step 0, to `train.steps` or the end of `train.minutes`."""
 
     def __init__(self, stage: str, stepper: Stepper, data: BatchSource, hooks: TrainerHooks) -> None:
         self.stage = stage
@@ -81,7 +103,9 @@ class Trainer:
         self.data = data
         self.hooks = hooks
         log_note = hooks.rank_log.write if hooks.rank_log is not None else None
-        self.progress = Progress(stage, self.config.steps, hooks.quiet or not distributed.is_first(), log_note)
+        self.is_timed = self.config.minutes is not None
+        steps = None if self.is_timed else self.config.steps
+        self.progress = Progress(stage, steps, hooks.quiet or not distributed.is_first(), log_note)
         self.saver = Saver(hooks.checkpoints)
         task = stepper.task
         self.health = StageHealth(
@@ -90,14 +114,14 @@ class Trainer:
             task.health_limits() if isinstance(task, ChecksHealth) else (),
             starts_random=not hooks.warm_started,
             batch_size=self.config.batch_size,
+            schedule_steps=self.config.steps if self.is_timed else None,
             scales_loss=stepper.scale is not None,
         )
         self._probe = DataProbe("captions" in task.reads) if self.config.health != "off" else None
         self.saved_step: int | None = None  # of the checkpoint that this process last wrote or resumed from
         self.best_loss = math.inf
         self.best_step: int | None = None
-        self._elapsed_before = 0.0  # seconds of training in earlier processes
-        self._started = time.monotonic()
+        self.clock = StageClock(started=hooks.started)
 
     def resume(self) -> Cursor:
         """Load the newest complete checkpoint. → where the stage stands."""
@@ -117,31 +141,35 @@ class Trainer:
         self.best_loss = math.inf if state["best"] is None else state["best"]
         self.best_step = state["best_step"]
         self._write_best(self.best_step, self.best_loss)  # a kill may have come between a save and its best.json
-        self._elapsed_before = state["elapsed"]
-        return skip_removed_phases(self.config, Cursor(latest.step, latest.phase))
+        self.clock = StageClock(state["elapsed"], self.hooks.started)
+        cursor = saved_cursor(self.config, latest)
+        self._expect_steps(cursor.step, cursor.share.now)
+        return cursor
 
     def fit(self, cursor: Cursor) -> None:
         """Train from `cursor` to the end. However it ends, saves that have begun are completed first."""
         config = self.config
-        self._started = time.monotonic()
+        if self.hooks.started is None:
+            self.clock.start()
         with self.saver, self.progress.show(cursor.step):
             self.stepper.task.train()
             if config.save_first and cursor == Cursor():
                 self._save(cursor)
                 self.saver.wait()  # the data workers are forked next, and should not copy a thread in mid-write
-            if self.config.health != "off" and cursor.step < config.steps:
+            if self.config.health != "off" and schedule_position(config, cursor) < config.steps:
                 self._report(self.health.check_start(), cursor.step, "train")
             self.timer.reset()
-            batches = self.data.steps(cursor.step, config.steps)
+            batches = self.data.steps(cursor.step, cursor.step + ENDLESS if self.is_timed else config.steps)
+            share = cursor.share.now
             while not is_finished(config, cursor):
                 self.saver.check()
                 is_best = False
                 if cursor.phase == "train":
-                    self._train_step(cursor.step, batches)
+                    share = self._train_step(cursor, batches)
                 else:
                     with self.timer.outside("pause"):
                         is_best = self._run_phase(cursor.phase, cursor.step)
-                phase, cursor = cursor.phase, advance(config, cursor)
+                phase, cursor = cursor.phase, advance(config, cursor, share)
                 stopping = self.hooks.stop.agree()
                 with self.timer.outside("pause"):
                     if phase == "save" or is_best or stopping:
@@ -153,17 +181,29 @@ class Trainer:
 
     # Phases ----------------------------------------------------------------------------------------------------------
 
-    def _train_step(self, step: int, batches: Iterator[list[Batch]]) -> None:
-        """Make the update from `step` to `step` + 1."""
-        micro_batches = self._next_batches(batches, step)
+    def _train_step(self, cursor: Cursor, batches: Iterator[list[Batch]]) -> float:
+        """Make the update from `cursor.step`. → how far the clock is then, with train.minutes."""
+        step, config = cursor.step, self.config
+        self.clock.begin_step()
+        micro_batches = self._next_batches(batches, cursor)
         self._probe_data(micro_batches, step)
-        with self.timer.step(is_measured(self.config, step + 1)):
-            values = self.stepper.step(step, micro_batches)
+        position = schedule_position(config, cursor)
+        pace = config.steps * (cursor.share.now - cursor.share.before) if self.is_timed else 1
+        with self.timer.step(is_measured(config, step + 1)):
+            values = self.stepper.step(step, micro_batches, position, pace)
+        share = self.clock.end_step(cursor.share.now, config.seconds) if config.seconds is not None else 0.0
         self.timer.count(sum(map(len, micro_batches)) * distributed.data_world())
         heartbeat.beat()
-        self.progress.advance(step + 1)
-        if is_logged(self.config, step + 1):
-            self._log_step(step + 1, values)
+        self.progress.advance(step + 1, share if self.is_timed else None)
+        if is_logged(config, step + 1) or share == 1:
+            self._expect_steps(step + 1, share)
+            self._log_step(step + 1, values, position, share)
+        return share
+
+    def _expect_steps(self, step: int, share: float) -> None:
+        """Tell the health check how many steps the stage will have, at the speed of those that are made."""
+        if self.is_timed and share > 0:
+            self.health.steps = round(step / share)
 
     def _run_phase(self, phase: Phase, step: int) -> bool:
         """Run a phase other than training. → whether validation found the best weights so far."""
@@ -181,8 +221,8 @@ class Trainer:
             self._check_end(step)
         return False
 
-    def _next_batches(self, batches: Iterator[list[Batch]], step: int) -> list[Batch]:
-        """The micro-batches of the update from `step`.
+    def _next_batches(self, batches: Iterator[list[Batch]], cursor: Cursor) -> list[Batch]:
+        """The micro-batches of the update from `cursor.step`.
 
         A signal to the whole process group may end the data workers before this process handles it: then save and stop.
         """
@@ -192,14 +232,14 @@ class Trainer:
         except RunFailed:
             if not self.hooks.stop or distributed.is_active():  # other ranks have begun the step
                 raise
-            self._save(Cursor(step))
-            raise self._stopped(step) from None
+            self._save(cursor)
+            raise self._stopped(cursor.step) from None
 
     def _stopped(self, step: int) -> Stopped:
         signal = self.hooks.stop.signal_name
         return Stopped(f"stopped by {signal} at step {step} of {self.stage}, saved; run the same command to go on")
 
-    def _log_step(self, step: int, values: dict[str, Tensor]) -> None:
+    def _log_step(self, step: int, values: dict[str, Tensor], position: float, share: float) -> None:
         """Log a step. The only place that waits for the device: all numbers of the step come in one transfer."""
         stepper = self.stepper
         numbers = fetch_floats(values | {"skipped": stepper.skipped, "skipped_in_a_row": stepper.skipped_in_a_row})
@@ -210,14 +250,15 @@ class Trainer:
                 f"the weights of step {step - in_a_row} are unchanged. Lower train.lr, lengthen train.warmup, or look at the data around step {step}"
             )
         record: Record = {"stage": self.stage, "split": "train", "step": step, **numbers}
-        record |= stepper.learning_rates(step - 1)
+        record |= stepper.learning_rates(position)
         ema = stepper.emas.get(stepper.task.players[0])
         if ema is not None:
             record["ema_decay"] = ema.decay
         timings, slowest = self.timer.report(self.hooks.step_flops)
-        record |= timings | {"time/elapsed": self._count_seconds()}
+        record |= timings | {"time/elapsed": self.clock.seconds()} | ({"time/share": share} if self.is_timed else {})
         self.hooks.log(record)
-        self.progress.numbers(step, numbers.get("loss", math.nan), record["time/samples_per_second"])
+        used = (share, (self.config.seconds or 0.0) - self.clock.seconds()) if self.is_timed else ()
+        self.progress.numbers(step, numbers.get("loss", math.nan), record["time/samples_per_second"], *used)
         if self.hooks.rank_log is not None:
             self.hooks.rank_log.write_timings(self.stage, step, self.timer.own_ms, slowest)
         if slowest is not None and self.timer.should_warn(slowest):
@@ -328,10 +369,6 @@ class Trainer:
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
-    def _count_seconds(self) -> float:
-        """Seconds of training, over all processes that have trained this stage one after the other."""
-        return self._elapsed_before + time.monotonic() - self._started
-
     def _position(self, cursor: Cursor) -> dict[str, Any]:
         """The part of the state that changes from phase to phase of one step."""
         return {
@@ -339,7 +376,7 @@ class Trainer:
             "samples": cursor.step * self.config.batch_size,
             "best": None if math.isinf(self.best_loss) else self.best_loss,
             "best_step": self.best_step,
-            "elapsed": self._count_seconds(),
+            "elapsed": self.clock.seconds(),
         }
 
     def _save(self, cursor: Cursor) -> None:
@@ -350,6 +387,7 @@ class Trainer:
             state = {
                 "stage": self.stage,
                 "stepper": self.stepper.state(),
+                **({"clock": {**cursor.share._asdict(), "seconds": self.config.seconds}} if self.is_timed else {}),
                 **self._position(cursor),
                 **self.hooks.extra_state,
             }

@@ -16,6 +16,7 @@ from kineograph import cli
 from kineograph.core.config import merge, nest
 from kineograph.core.errors import InputError
 from kineograph.run.launch import LauncherEnv, first_slurm_host, read_launcher_env
+from kineograph.train.phases import Cursor
 from tests.parallel.worlds import output_of, run
 from tests.run.clip_tasks import BASE
 
@@ -42,14 +43,14 @@ def train(words: list[str], trouble: str = "") -> None:
     """The command line, in every process; `trouble` is what befalls rank 1."""
     from kineograph.train.trainer import Trainer
 
-    step: Callable[..., None] = Trainer._train_step
+    step: Callable[..., float] = Trainer._train_step
 
-    def troubled(self: Trainer, at: int, *rest: Any) -> None:
-        if os.environ["RANK"] == "1" and self.stage == "generator" and at == 1 and trouble == "stop":
+    def troubled(self: Trainer, at: Cursor, *rest: Any) -> float:
+        if os.environ["RANK"] == "1" and self.stage == "generator" and at.step == 1 and trouble == "stop":
             os.kill(os.getpid(), signal.SIGTERM)
-        if os.environ["RANK"] == "1" and at == 1 and trouble == "fail":
+        if os.environ["RANK"] == "1" and at.step == 1 and trouble == "fail":
             raise InputError("cannot go on")
-        step(self, at, *rest)
+        return step(self, at, *rest)
 
     Trainer._train_step = troubled  # type: ignore[method-assign]
     cli.main(["train", *words])

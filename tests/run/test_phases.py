@@ -167,7 +167,7 @@ def test_killed_in_a_phase(whole: dict, tmp_path: Path, place: str, nth: int, af
     with pytest.MonkeyPatch.context() as patch:
         step = Trainer._train_step
         patch.setattr(
-            Trainer, "_train_step", lambda self, step_, *rest: (trained.append(step_), step(self, step_, *rest))[1]
+            Trainer, "_train_step", lambda self, at, *rest: (trained.append(at.step), step(self, at, *rest))[1]
         )
         run = train(tmp_path)
     assert facts(run) == whole

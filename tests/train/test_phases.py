@@ -64,7 +64,7 @@ def test_every_sample_is_trained_once_and_phases_keep_their_order(config: TrainC
         else:
             assert ORDER.index(after.phase) > (0 if before.phase == "train" else ORDER.index(before.phase))
     for step in range(1, config.steps + 1):
-        assert tuple(c.phase for c in done if c.step == step and c.phase != "train") == due_phases(config, step)
+        assert tuple(c.phase for c in done if c.step == step and c.phase != "train") == due_phases(config, Cursor(step))
     assert steps(config, "save")[-1] == config.steps
 
 
@@ -111,10 +111,10 @@ def test_steps_as_ever() -> None:
 
 def test_an_epoch_goes_through_all_phases_and_0_leaves_one_out() -> None:
     config = TrainConfig(steps=6, batch_size=4, epoch_samples=12, metrics=("loss",), save_every=1, validate_every=2)
-    assert due_phases(config, 3) == ("save", "validate", "evaluate", "sample")
-    assert due_phases(config, 1) == due_phases(config, 2) == ()
-    assert due_phases(config.model_copy(update={"validate_every": 0}), 3) == ("save", "evaluate", "sample")
-    assert due_phases(config.model_copy(update={"metrics": ()}), 3) == ("save", "validate", "sample")
+    assert due_phases(config, Cursor(3)) == ("save", "validate", "evaluate", "sample")
+    assert due_phases(config, Cursor(1)) == due_phases(config, Cursor(2)) == ()
+    assert due_phases(config.model_copy(update={"validate_every": 0}), Cursor(3)) == ("save", "evaluate", "sample")
+    assert due_phases(config.model_copy(update={"metrics": ()}), Cursor(3)) == ("save", "validate", "sample")
 
 
 def test_snapshots_are_saved_and_known_again() -> None:
