@@ -608,10 +608,14 @@ def import_(
     what: Annotated[
         list[Path],
         typer.Argument(
-            metavar="DIR|FILE …", help="A folder of weights; or config files, later ones over earlier ones."
+            metavar="DIR|FILE …",
+            help="A folder of weights; or a config; sat-config: several, later ones over earlier ones.",
         ),
     ],
-    from_: Annotated[str, typer.Option("--from", help="diffusers, sat or sat-config.")],
+    from_: Annotated[
+        str,
+        typer.Option("--from", help="diffusers, sat; or of configs: sat-config, dalle2-config, phenaki, nuwa, muse."),
+    ],
     run: Annotated[Path | None, typer.Option(help="Run folder to create.", show_default="runs/<DIR>")] = None,
     link: Annotated[
         bool, typer.Option("--link", help="diffusers: refer to the folder instead of copying its weights.")
@@ -621,7 +625,10 @@ def import_(
         typer.Option(help="diffusers: a LoRA file or folder; the run refers to DIR and holds the adapters."),
     ] = None,
 ) -> None:
-    """Make a run from released weights, to sample from and to fine-tune; or print a SAT config as Kineograph YAML.
+    """Make a run from released weights, to sample from and to fine-tune; or print another project's config as Kineograph YAML.
+
+    Configs: SAT's, DALLE2-pytorch's JSON, and scripts that call the trainers of phenaki-pytorch, nuwa-pytorch or
+    muse-maskgit-pytorch; these are parsed, never run.
 
     Example: kineo import CogVideoX-2b --from diffusers --run runs/cogvideox-2b
     """

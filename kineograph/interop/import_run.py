@@ -28,15 +28,17 @@ from kineograph.family.cogvideox import tuning
 from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.family.cogvideox.diffusers_weights import check_state, diffusers_names, read_shape
 from kineograph.family.cogvideox.network import Transformer
+from kineograph.interop import dalle2_config, sat_config, trainer_config
+from kineograph.interop.foreign_codec import SUFFIXES, refuse_codec
 from kineograph.interop.lora_adapters import check_base, convert_lora, diffusers_modules, zero_adapters
 from kineograph.interop.lora_file import read_lora
 from kineograph.interop.released_model import ReleasedModel, read_diffusers, read_sat
-from kineograph.interop.sat_config import translate
 from kineograph.run.plan import make_plan
 from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
 
-SOURCES = ("diffusers", "sat", "sat-config")
+WEIGHTS = ("diffusers", "sat")
+SOURCES = (*WEIGHTS, "sat-config", "dalle2-config", *trainer_config.PACKAGES)
 CODEC, GENERATOR = "vae", "generator"
 Note = Callable[[str], None]
 STEP = 1  # imported stages are stages of one step, done
@@ -48,13 +50,22 @@ def import_weights(
     """→ the new run folder, or the YAML of a config"""
     if source not in SOURCES:
         raise InputError(f"--from {source}: use {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
+    if source not in WEIGHTS and (run is not None or link or lora is not None):
+        raise InputError(f"--from {source} prints a YAML and writes no run: omit --run, --link and --lora")
     if source == "sat-config":
-        if run is not None or link or lora is not None:
-            raise InputError("--from sat-config prints a YAML and writes no run: omit --run, --link and --lora")
-        return translate(paths)
+        return sat_config.translate(paths)
     if len(paths) != 1:
-        raise InputError(f"--from {source} takes one folder, not {len(paths)}")
+        raise InputError(f"--from {source} takes one {'folder' if source in WEIGHTS else 'file'}, not {len(paths)}")
+    if source not in WEIGHTS:
+        return translate_config(paths[0], source)
     return str(import_run(paths[0], source, run, link, lora, note))
+
+
+def translate_config(path: Path, source: str) -> str:
+    """→ the YAML of a file of dalle2-pytorch or of one of the packages of trainers"""
+    if path.suffix.lower() in SUFFIXES:
+        raise refuse_codec(path, source)
+    return dalle2_config.translate(path) if source == "dalle2-config" else trainer_config.translate(path, source)
 
 
 def import_run(

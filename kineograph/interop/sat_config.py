@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, dump_yaml, load_file, merge, nest, parse
+from kineograph.core.config import Tree, dump_yaml, load_file, merge, parse
 from kineograph.core.errors import InputError
 from kineograph.family.cogvideox.transformer_config import RELEASED, TransformerShape
+from kineograph.interop.key_translation import KeyTranslation, class_name, count, equal, flag, number
 from kineograph.interop.sat_keys import (
     CLASSES,
     DISCRETIZATIONS,
@@ -23,12 +23,6 @@ from kineograph.interop.sat_keys import (
     STAGE,
     TABLE,
     VAE,
-    Convert,
-    class_name,
-    count,
-    equal,
-    flag,
-    number,
     patch_size,
     path_under,
 )
@@ -50,50 +44,28 @@ def translate(files: Sequence[Path]) -> str:
     if ours.get("stages"):
         make_plan(ours)  # check that the result is valid
     heading = f"# Kineograph's form of {', '.join(path.name for path in files)}"
-    left = [f"# not translated: {key} = {json.dumps(value)}" for key, value in translator.left.items()]
-    return "\n".join([heading, *translator.remarks, dump_yaml(ours).rstrip(), *left])
+    return "\n".join([heading, *translator.keys.remarks, dump_yaml(ours).rstrip(), *translator.keys.list_left()])
 
 
 class _Translator:
-    """Takes keys from a SAT config one by one; those left at the end were not translated."""
-
     def __init__(self, tree: Tree) -> None:
-        self.left = _flatten(tree)
-        self.ours: Tree = {}
-        self.remarks: list[str] = []
+        self.keys = KeyTranslation(tree)
+        self.take, self.put, self.remark = self.keys.take, self.keys.put, self.keys.remark
 
-    def take(self, key: str, convert: Convert = lambda value: value) -> Any:
-        """Remove a key and return its value; None if it is missing or cannot be converted."""
-        if key not in self.left:
-            return None
-        try:
-            value = convert(self.left[key])
-        except (ValueError, TypeError, AttributeError):
-            return None
-        del self.left[key]
-        return value
+    @property
+    def left(self) -> Tree:
+        return self.keys.left
 
-    def put(self, key: str, value: Any) -> None:
-        self.ours = merge(self.ours, nest(key, value))
-
-    def remark(self, text: str) -> None:
-        self.remarks.append(f"# {text}")
+    @property
+    def ours(self) -> Tree:
+        return self.keys.ours
 
     def translate(self) -> Tree:
         has_model = any(key.startswith("model.") for key in self.left)
         if has_model:
             text = {"kind": "t5", "padding": "read"}
             self.put(STAGE, {"task": "cogvideox", "weights": RELEASED_FOLDER, "text": text})
-        translated: Tree = {}
-        for theirs, ours, convert in TABLE:
-            original = self.left.get(theirs)
-            value = self.take(theirs, convert)
-            if value is None or ours is None:
-                continue
-            if translated.setdefault(ours, value) != value:  # another key contradicts it: leave this one
-                self.left[theirs] = original
-                continue
-            self.put(ours, value)
+        self.keys.move_all(TABLE)
         for key, name in CLASSES.items():
             self.take(key, class_name(name))
         self._intervals()
@@ -302,16 +274,3 @@ class _Translator:
                 stage = {key: value for key, value in stage.items() if key not in keys}
                 self.ours["stages"]["generator"] = {"task": stage.pop("task"), "shape": name, **stage}
                 return
-
-
-def _flatten(tree: Any, prefix: str = "") -> Tree:
-    """Dotted keys; entries of a list of mappings by their index."""
-    flat: Tree = {}
-    for key, value in tree.items():
-        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            value = {str(number): entry for number, entry in enumerate(value)}
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

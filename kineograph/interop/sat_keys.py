@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 from kineograph.codec.causal_vae_weights import SCALES
+from kineograph.interop.key_translation import Convert, Row, class_name, count, flag, number, only
 
-Convert = Callable[[Any], Any]
 NET, MODULES = "model.network_config.params", "model.network_config.params.modules"
 LORA = f"{MODULES}.lora_config.params"
 DATA, ADAM = "data.params", "deepspeed.optimizer.params"
@@ -20,18 +18,6 @@ DENOISER = "model.denoiser_config.params"
 LOSS = "model.loss_fn_config.params.sigma_sampler_config.params"
 STAGE = "stages.generator"
 RELEASED_FOLDER = "released"
-
-
-def class_name(*known: str) -> Convert:
-    """The last part of a dotted target, if it is one of `known`."""
-
-    def convert(value: Any) -> Any:
-        last = str(value).rpartition(".")[2]
-        if last not in known:
-            raise ValueError
-        return last
-
-    return convert
 
 
 def folder_name(text: Any) -> str:
@@ -47,25 +33,6 @@ def single_entry(value: Any) -> Any:
     raise ValueError
 
 
-def number(value: Any) -> int | float:
-    """YAML reads 1e-4 as a string, and SAT's files have many of these."""
-    result = float(value)
-    return int(result) if result.is_integer() and not isinstance(value, float) and "e" not in str(value) else result
-
-
-def count(value: Any) -> int:
-    result = float(value)
-    if not result.is_integer():
-        raise ValueError
-    return int(result)
-
-
-def flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
 def patch_size(value: Any) -> tuple[int, int]:
     """2 or [2, 2, 2] → frames, pixels on a side"""
     sides = [count(side) for side in value] if isinstance(value, list) else [1, count(value), count(value)]
@@ -73,28 +40,6 @@ def patch_size(value: Any) -> tuple[int, int]:
     if height != width:
         raise ValueError
     return time, height
-
-
-def only(*allowed: Any) -> Convert:
-    """A value that needs no translation: it is always so here."""
-
-    def convert(value: Any) -> None:
-        if value not in allowed:
-            raise ValueError
-
-    return convert
-
-
-def equal(expected: Any) -> Convert:
-    """This value only; any other stays untranslated."""
-
-    def convert(value: Any) -> Any:
-        numbers = all(isinstance(part, (int, float)) for part in (value, expected))
-        if not (math.isclose(value, expected) if numbers else value == expected):
-            raise ValueError
-        return value
-
-    return convert
 
 
 def path_under(prefix: str) -> Convert:
@@ -107,8 +52,7 @@ def path_under(prefix: str) -> Convert:
     return convert
 
 
-# SAT's key, ours, and the converter. A ValueError leaves the key untranslated; ours=None: it is always so here.
-TABLE: list[tuple[str, str | None, Convert]] = [
+TABLE: list[Row] = [
     ("args.experiment_name", "name", folder_name),
     ("args.seed", "seed", count),
     ("args.train_iters", "train.steps", count),

@@ -12,12 +12,13 @@ import yaml
 from kineograph import cli
 from kineograph.core.config import Tree, flatten, load_file, read_yaml
 from kineograph.core.errors import InputError
-from kineograph.interop.sat_config import _flatten, _Translator, translate
+from kineograph.interop.key_translation import flatten_lists
+from kineograph.interop.sat_config import _Translator, translate
 from kineograph.run.plan import make_plan
 
 SAT = Path(__file__).parent / "sat"
 TRAIN, MODEL = SAT / "train.yaml", SAT / "model_5b_lora.yaml"
-KEYS = {path: _flatten(load_file(path)) for path in (TRAIN, MODEL)}
+KEYS = {path: flatten_lists(load_file(path)) for path in (TRAIN, MODEL)}
 LEFT = re.compile(r"^# not translated: (\S+) = (.*)$", re.MULTILINE)
 
 
@@ -135,10 +136,10 @@ def test_nothing_is_dropped_in_silence() -> None:
 def test_every_key_makes_a_difference(key: str) -> None:
     """A word that no key can mean shows in what is printed: in its place, or as not translated."""
     reading = _Translator({})
-    reading.left = KEYS[TRAIN] | KEYS[MODEL] | {key: "strange-word"}
+    reading.keys.left = KEYS[TRAIN] | KEYS[MODEL] | {key: "strange-word"}
     ours = flatten(reading.translate())
     assert "strange-word" in [*ours.values(), *reading.left.values()] or any(
-        "strange" in line for line in reading.remarks
+        "strange" in line for line in reading.keys.remarks
     )
 
 

@@ -1,0 +1,342 @@
+"""The JSON of DALLE2-pytorch's train_decoder or train_diffusion_prior → Kineograph's YAML, said key by key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kineograph.core.config import Tree, dump_yaml, load_file, merge
+from kineograph.core.errors import InputError
+from kineograph.interop.dalle2_keys import (
+    CLIP_FOLDER,
+    CLIPS,
+    DECODER_DEFAULTS,
+    DECODER_ROWS,
+    METRICS,
+    PER_UNET,
+    PRIOR_DEFAULTS,
+    PRIOR_ROWS,
+    SHARED_DECODER,
+    UNET,
+    UNET_DEFAULTS,
+)
+from kineograph.interop.key_translation import KeyTranslation, choose, count, equal, flag, number, numbers, only
+from kineograph.run.plan import make_plan
+
+
+def translate(path: Path) -> str:
+    """→ Kineograph's YAML, with a comment for every key of the JSON"""
+    tree = load_file(path)
+    kinds = [kind for kind in ("decoder", "prior") if isinstance(tree.get(kind), dict)]
+    if len(kinds) != 1 or not isinstance(tree.get("data"), dict):
+        raise InputError(
+            f"{path} is no config of DALLE2-pytorch: it needs the sections data, train and decoder (train_decoder) or prior "
+            "(train_diffusion_prior)"
+        )
+    keys = _translate_decoder(tree, path) if kinds[0] == "decoder" else _translate_prior(tree)
+    if keys.take("train.use_ema", flag) is False:
+        keys.put("train.ema.decay", 0.0)
+    keys.left = {key: value for key, value in keys.left.items() if value is not None}  # null is their default
+    keys.put("name", path.stem)
+    ours = {key: keys.ours[key] for key in ("name", "seed", "data", "train", "stages") if key in keys.ours}
+    make_plan(ours)  # check that the result is valid
+    heading = f"# Kineograph's form of {path.name}"
+    return "\n".join([heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_moved(), *keys.list_left()])
+
+
+# Decoder -----------------------------------------------------------------------------------------------------------
+
+
+def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
+    unets = tree["decoder"].get("unets")
+    if not isinstance(unets, list) or not unets or not all(isinstance(unet, dict) for unet in unets):
+        raise InputError(f"{path}: decoder.unets must list the U-Nets, smallest first")
+    filled = [merge(UNET_DEFAULTS, unet) for unet in unets]
+    keys = KeyTranslation(merge(DECODER_DEFAULTS, merge(tree, {"decoder": {"unets": filled}})))
+    sizes = _image_sizes(keys, len(unets), path)
+    names = ["decoder"] if len(sizes) == 1 else [f"decoder_{size}" for size in sizes]
+    if len(set(names)) < len(names):
+        raise InputError(f"{path}: decoder.image_sizes={sizes} repeats a size: give each U-Net its own")
+    keys.put("data", {"source": "webdataset"})
+    keys.put("data.size", max(sizes))
+    _metrics(keys)
+    _shard_numbers(keys)
+    keys.move_all(DECODER_ROWS)
+    _batch(keys)
+    _epochs(keys)
+    _crops(keys)
+    _tracker(keys)
+    clip = _clip(keys, "decoder.clip")
+    for index, (name, size) in enumerate(zip(names, sizes)):
+        stage, theirs = f"stages.{name}", f"decoder.unets.{index}"
+        keys.put(stage, {"task": "dalle2", "size": size})
+        if index:
+            keys.put(stage, {"low_res": names[index - 1], "low_res_size": sizes[index - 1]})
+        for key, ours, convert in UNET:
+            if ours is None:
+                keys.take(f"{theirs}.{key}", convert)
+            else:
+                keys.move(f"{theirs}.{key}", f"{stage}.{ours}", convert)
+        _conditions(keys, theirs, stage, clip)
+        _levels(keys, theirs, stage)
+    for key, ours, convert in SHARED_DECODER:  # one value for all U-Nets
+        value = keys.take(key, convert)
+        if value is not None:
+            for name in names:
+                keys.put(f"stages.{name}.{ours}", value)
+            keys.moved[key] = f"stages.*.{ours}"
+    for key, ours, convert in PER_UNET:
+        _spread(keys, key, ours, convert, names)
+    _schedules(keys, names)
+    _low_resolution(keys, names)
+    return keys
+
+
+def _image_sizes(keys: KeyTranslation, unets: int, path: Path) -> list[int]:
+    one, several = keys.take("decoder.image_size", count), keys.take("decoder.image_sizes", numbers)
+    sizes = [int(size) for size in several] if several else [one] if one is not None else []
+    if len(sizes) != unets:
+        raise InputError(f"{path}: decoder.image_sizes names {len(sizes)} sizes for {unets} U-Nets: give one each")
+    return sizes
+
+
+def _spread(keys: KeyTranslation, key: str, ours: str, convert: Any, names: list[str]) -> None:
+    """One value for all U-Nets, or a list of one each; a shorter list leaves the rest at our default."""
+
+    def each(value: Any) -> list[Any]:
+        values = value if isinstance(value, list) else [value] * len(names)
+        if len(values) > len(names):
+            raise ValueError
+        return [None if entry is None else convert(entry) for entry in values]
+
+    values = keys.take(key, each)
+    if values is None:
+        return
+    for name, value in zip(names, values):
+        if value is not None:
+            keys.put(f"stages.{name}.{ours}", value)
+    keys.moved[key] = f"stages.*.{ours}"
+
+
+def _clip(keys: KeyTranslation, section: str) -> Tree | None:
+    """The CLIP that embeds pictures and captions; None: the config names none."""
+    keys.take(section, only(None))
+    if not any(key.startswith(f"{section}.") for key in keys.left):
+        return None
+    keys.take(f"{section}.base_model_kwargs", only(None))
+    if keys.left.get(f"{section}.make", "openai") == "openai":
+        keys.take(f"{section}.make")
+        name = keys.take(f"{section}.model", choose(CLIPS))
+        if name is not None:
+            keys.moved[f"{section}.model"] = "stages.*.clip.name"
+            return {"kind": "transformers", "name": name}
+    keys.remark(f"this CLIP is not one of OpenAI's: put it, in transformers' format, into the folder {CLIP_FOLDER}")
+    return {"kind": "transformers", "name": CLIP_FOLDER}
+
+
+def _conditions(keys: KeyTranslation, theirs: str, stage: str, clip: Tree | None) -> None:
+    """How image embeddings and text enter a U-Net."""
+    width, text_width = keys.take(f"{theirs}.image_embed_dim", count), keys.take(f"{theirs}.text_embed_dim", count)
+    tokens, time = (
+        keys.take(f"{theirs}.cond_on_image_embeds", flag),
+        keys.take(f"{theirs}.add_image_embeds_to_time", flag),
+    )
+    length = keys.take(f"{theirs}.max_text_len", count)
+    reads_text = keys.take(f"{theirs}.cond_on_text_encodings", flag)
+    has_clip = clip is not None and clip["kind"] == "transformers"
+    is_blind = keys.left.get("decoder.unconditional") is True or (width is None and not has_clip)
+    kinds = {(True, True): "both", (True, False): "tokens", (False, True): "time"}
+    image = "none" if is_blind else kinds.get((bool(tokens), bool(time)), "none")
+    keys.put(f"{stage}.image_embeds", image)
+    reads_text = bool(reads_text) and not is_blind
+    if reads_text:
+        keys.put(f"{stage}.clip_text", True)
+    if image == "none" and not reads_text:
+        return
+    if has_clip:
+        keys.put(f"{stage}.clip", clip)
+        return
+    own: Tree = {"kind": "given", "width": width}
+    if reads_text:
+        own |= {"text_width": text_width or width, "length": length or 256}
+    keys.put(f"{stage}.clip", own)
+    keys.moved[f"{theirs}.image_embed_dim"] = f"{stage}.clip.width"
+
+
+def _levels(keys: KeyTranslation, theirs: str, stage: str) -> None:
+    """Cross-attention is at every level but the finest there; here it follows self-attention unless it is set."""
+    levels = len(keys.get(f"{stage}.multipliers") or [])
+    reads_tokens = keys.get(f"{stage}.image_embeds") in ("tokens", "both") or keys.get(f"{stage}.clip_text")
+    if levels and reads_tokens:
+        keys.put(f"{stage}.cross_attention", [level > 0 for level in range(levels)])
+
+
+def _schedules(keys: KeyTranslation, names: list[str]) -> None:
+    """Their defaults: cosine, and linear for the largest U-Net of a cascade. Fewer steps than trained are DDIM's."""
+    known = ("cosine", "linear", "quadratic", "sigmoid")
+    default = ["cosine"] * max(len(names) - 1, 1) + ["linear"] * (len(names) > 1)
+    if keys.left.get("decoder.beta_schedule") is None:
+        keys.take("decoder.beta_schedule")
+        for name, schedule in zip(names, default):
+            keys.put(f"stages.{name}.diffusion.schedule", schedule)
+    else:
+        _spread(keys, "decoder.beta_schedule", "diffusion.schedule", choose({name: name for name in known}), names)
+    _spread(keys, "decoder.sample_timesteps", "sample.steps", count, names)
+    eta = keys.take("decoder.ddim_sampling_eta", number)
+    for name in names:
+        steps = keys.get(f"stages.{name}.sample.steps")
+        trained = keys.get(f"stages.{name}.diffusion.steps") or 1000
+        if steps is None or steps >= trained:
+            keys.put(f"stages.{name}.sample", {"steps": trained, "solver": "ddpm"})
+        else:
+            keys.put(f"stages.{name}.sample", {"solver": "ddim", "eta": eta or 0.0})
+        gamma = keys.get(f"stages.{name}.diffusion.p2_gamma")
+        if gamma:
+            keys.put(f"stages.{name}.diffusion.weighting", "p2")
+    objectives = {"predict_x_start": "x0", "predict_v": "v"}
+    for key, objective in objectives.items():
+        wanted = keys.take(
+            f"decoder.{key}", lambda value: value if isinstance(value, list) else [flag(value)] * len(names)
+        )
+        for name, is_set in zip(names, wanted or []):
+            if is_set:
+                keys.put(f"stages.{name}.diffusion.objective", objective)
+                keys.moved[f"decoder.{key}"] = "stages.*.diffusion.objective"
+
+
+def _low_resolution(keys: KeyTranslation, names: list[str]) -> None:
+    blur, probability = keys.take("decoder.use_blur_for_lowres_cond", flag), keys.take("decoder.blur_prob", number)
+    sigma = keys.take("decoder.blur_sigma", number)
+    for name in names[1:]:
+        keys.put(f"stages.{name}.augment.blur", 0.0 if blur is False else 0.5 if probability is None else probability)
+        if sigma is not None:
+            keys.put(f"stages.{name}.augment.blur_sigma", sigma)
+    keys.take("decoder.use_noise_for_lowres_cond", only(False, [False] * max(len(names) - 1, 0)))
+
+
+def _shard_numbers(keys: KeyTranslation) -> None:
+    if keys.take("data.end_shard", equal(9999999)) is not None:
+        keys.remark("data.end_shard=9999999 stands for all shards there: set data.end_shard to the last number")
+
+
+# Both --------------------------------------------------------------------------------------------------------------
+
+
+def _batch(keys: KeyTranslation) -> None:
+    size = keys.move("data.batch_size", "train.batch_size", count)
+    if size is not None:
+        keys.remark(
+            f"train.batch_size={size} is that of one GPU there; it is global here: multiply it by the number of GPUs"
+        )
+
+
+def _epochs(keys: KeyTranslation) -> None:
+    """Their epochs have epoch_samples samples; without that, all of them."""
+    samples, epochs = keys.get("train.epoch_samples"), keys.take("train.epochs", count)
+    if epochs is None:
+        return
+    if samples:
+        steps = max(1, round(epochs * samples / (keys.get("train.batch_size") or 1)))
+        keys.put("train.steps", steps)
+        keys.moved["train.epochs"] = "train.steps"
+        keys.remark(f"train.steps={steps} is {epochs} epochs of {samples} samples")
+    else:
+        keys.put("train.epochs", epochs)
+        keys.moved["train.epochs"] = "train.epochs"
+        if str(keys.get("data.shards")).startswith("pipe:"):
+            keys.remark("streams have no epochs: replace train.epochs by train.steps, or set train.epoch_samples there")
+
+
+def _crops(keys: KeyTranslation) -> None:
+    """torchvision's transforms."""
+    start = "data.preprocessing"
+    crop = f"{start}.RandomResizedCrop"
+    if any(key == crop or key.startswith(f"{crop}.") for key in keys.left):
+        keys.take(crop, only(True, {}))
+        keys.put("data.crop", "resized")
+        if not keys.move(f"{crop}.scale", "data.crop_area", numbers):
+            keys.put("data.crop_area", [0.08, 1.0])  # torchvision's
+        if not keys.move(f"{crop}.ratio", "data.crop_aspect", numbers):
+            keys.put("data.crop_aspect", [0.75, 4 / 3])
+        size = keys.take(
+            f"{crop}.size", lambda value: value[0] if isinstance(value, list) and len({*value}) == 1 else count(value)
+        )
+        if size is not None:
+            keys.put("data.size", max(size, keys.get("data.size")))
+            keys.moved[f"{crop}.size"] = "data.size"
+    if keys.take(f"{start}.RandomHorizontalFlip", choose({True: True})):
+        keys.put("data.flip", 0.5)
+        keys.moved[f"{start}.RandomHorizontalFlip"] = "data.flip"
+    keys.take(f"{start}.ToTensor", only(True, {}))
+
+
+def _metrics(keys: KeyTranslation) -> None:
+    wanted = []
+    for theirs, ours in METRICS.items():
+        if any(key == f"evaluate.{theirs}" or key.startswith(f"evaluate.{theirs}.") for key in keys.left):
+            if keys.left.get(f"evaluate.{theirs}", {}) is None:
+                keys.take(f"evaluate.{theirs}")
+                continue
+            keys.take(f"evaluate.{theirs}", only({}))
+            wanted.append(ours)
+            keys.moved[f"evaluate.{theirs}"] = "train.metrics"
+    if wanted:
+        keys.put("train.metrics", wanted)
+
+
+def _tracker(keys: KeyTranslation) -> None:
+    """Logs, and where checkpoints go. Ours are always in the run folder, the newest and the best."""
+    log = keys.take("tracker.log.log_type", choose({"console": [], "wandb": ["wandb"]}))
+    if log is not None:
+        keys.put("train.trackers", ["tensorboard", *log])
+        keys.moved["tracker.log.log_type"] = "train.trackers"
+    for key in ("resume", "auto_resume"):
+        keys.take(f"tracker.log.{key}", only(True, False))  # the same command resumes
+    for place in sorted({key.rpartition(".")[0] for key in keys.left if key.startswith("tracker.save")}):
+        target = keys.left.get(f"{place}.save_to")
+        if target == "wandb":
+            keys.put("train", {"log_checkpoints": True, "trackers": ["tensorboard", "wandb"]})
+        if target in ("wandb", "local"):
+            keys.moved[f"{place}.save_to"] = "train.log_checkpoints" if target == "wandb" else "RUN/<stage>/checkpoints"
+            keys.take(f"{place}.save_to")
+            for flagged in ("save_latest", "save_best"):
+                keys.take(f"{place}.{flagged}", only(True))
+            keys.take(f"{place}.save_all", only(False))
+    if keys.left.get("tracker.load.load_from") is not None:
+        keys.remark(
+            "to continue from a checkpoint of ours elsewhere: kineo train … --resume-from SOURCE; theirs hold another network"
+        )
+
+
+# Prior -------------------------------------------------------------------------------------------------------------
+
+
+def _translate_prior(tree: Tree) -> KeyTranslation:
+    keys = KeyTranslation(merge(PRIOR_DEFAULTS, tree))
+    stage = "stages.prior"
+    keys.put(stage, {"task": "dalle2.prior"})
+    keys.put("data.source", "embeddings")
+    clip = _clip(keys, "prior.clip")
+    reads_text = keys.take("prior.condition_on_text_encodings", flag)
+    width = keys.take("prior.image_embed_dim", count) or keys.left.get("prior.net.dim")
+    keys.put(f"{stage}.text_encodings", bool(reads_text))
+    keys.moved["prior.condition_on_text_encodings"] = f"{stage}.text_encodings"
+    if clip is None:
+        keys.put(f"{stage}.clip", {"kind": "given", "width": width})
+        keys.moved["prior.image_embed_dim"] = f"{stage}.clip.width"
+    else:
+        keys.put(f"{stage}.clip", clip)
+    keys.move_all(PRIOR_ROWS)
+    objective = keys.take("prior.predict_x_start", flag)
+    keys.put(f"{stage}.diffusion.objective", "eps" if objective is False else "x0")
+    steps = keys.get(f"{stage}.diffusion.steps") or 1000
+    if keys.get(f"{stage}.sample.steps") is None:
+        keys.put(f"{stage}.sample", {"steps": steps, "solver": "ddpm"})
+    _batch(keys)
+    _tracker(keys)
+    points, epochs = keys.take("data.num_data_points", count), keys.take("train.epochs", count)
+    if points is not None:
+        steps = max(1, round(points * (epochs or 1) / (keys.get("train.batch_size") or 1)))
+        keys.put("train.steps", steps)
+        keys.remark(f"train.steps={steps} is {epochs or 1} × {points} samples: lower it if there are fewer")
+    return keys

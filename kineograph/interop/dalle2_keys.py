@@ -1,0 +1,156 @@
+"""Keys of DALLE2-pytorch's configs and ours. dalle2_config.py translates what depends on several keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kineograph.core.config import Tree
+from kineograph.interop.key_translation import Row, choose, count, counts, flag, number, only, text
+
+CLIP_FOLDER = "clip"
+CLIPS = {
+    "ViT-B/32": "openai/clip-vit-base-patch32",
+    "ViT-B/16": "openai/clip-vit-base-patch16",
+    "ViT-L/14": "openai/clip-vit-large-patch14",
+    "ViT-L/14@336px": "openai/clip-vit-large-patch14-336",
+}
+METRICS = {"FID": "fid", "IS": "is", "KID": "kid", "LPIPS": "lpips"}
+PRECISION = choose({True: "bf16", False: "fp32"})
+
+# Their defaults, where ours differ.
+UNET_DEFAULTS: Tree = {
+    "dim_mults": [1, 2, 4, 8],
+    "num_resnet_blocks": 2,
+    "self_attn": False,
+    "attn_dim_head": 32,
+    "cond_on_image_embeds": False,
+    "add_image_embeds_to_time": True,
+}
+DECODER_DEFAULTS: Tree = {
+    "decoder": {"learned_variance": True, "beta_schedule": None, "sample_timesteps": None, "timesteps": 1000},
+    "data": {"batch_size": 64, "splits": {"val": 0.15, "test": 0.1}},
+    "train": {"epochs": 20, "lr": 1e-4, "wd": 0.01, "max_grad_norm": 0.5, "ema_beta": 0.999, "amp": False, "cond_scale": 1.0},
+}  # fmt: skip
+PRIOR_DEFAULTS: Tree = {
+    "prior": {"condition_on_text_encodings": True, "predict_x_start": True, "cond_drop_prob": 0.0},
+    "data": {"splits": {"val": 0.15, "test": 0.1}},
+    "train": {"lr": 1.1e-4, "wd": 6.02e-2, "max_grad_norm": 0.5, "ema_beta": 0.99, "amp": False, "epochs": 1},
+}
+
+
+def _levels(value: Any) -> Any:
+    return flag(value) if isinstance(value, bool) else [flag(part) for part in value]
+
+
+def _blocks(value: Any) -> Any:
+    return [count(value)] if isinstance(value, (int, float)) else counts(value)
+
+
+TRACKER: list[Row] = [
+    ("tracker.log.wandb_project", "train.wandb.project", text),
+    ("tracker.log.wandb_entity", "train.wandb.entity", text),
+    ("tracker.log.wandb_run_id", "train.wandb.id", text),
+    ("tracker.log.wandb_resume", None, only(True, False)),
+    ("tracker.overwrite_data_path", None, only(False)),
+]
+DECODER_ROWS: list[Row] = [
+    ("seed", "seed", count),
+    ("data.webdataset_base_url", "data.shards", text),
+    ("data.img_embeddings_url", "data.img_embeddings_folder", text),
+    ("data.text_embeddings_url", "data.text_encodings_folder", text),
+    ("data.num_workers", "train.workers", count),
+    ("data.start_shard", "data.start_shard", count),
+    ("data.end_shard", "data.end_shard", count),
+    ("data.shard_width", "data.shard_width", count),
+    ("data.index_width", "data.index_width", count),
+    ("data.splits.val", "data.validation", number),
+    ("data.splits.test", "data.test", number),
+    ("data.splits.train", None, number),  # the rest
+    ("data.shuffle_train", "data.shuffle", flag),
+    ("data.resample_train", "data.resample", flag),
+    ("decoder.channels", "data.channels", count),
+    ("decoder.loss_type", None, only("l2")),
+    ("train.find_unused_parameters", "train.parallel.find_unused", flag),
+    ("train.save_every_n_samples", "train.save_every_samples", count),
+    ("train.n_sample_images", "train.samples", count),
+    ("train.device", "train.device", text),
+    ("train.epoch_samples", "train.epoch_samples", count),
+    ("train.validation_samples", "train.validation_samples", count),
+    ("train.save_immediately", "train.save_first", flag),
+    ("train.ema_beta", "train.ema.decay", number),
+    ("train.amp", "train.precision", PRECISION),
+    ("evaluate.n_evaluation_samples", "train.evaluation_samples", count),
+    ("evaluate.FID.feature", "train.metric_options.fid_features", count),
+    ("evaluate.KID.subset_size", "train.metric_options.kid_subset_size", count),
+    ("evaluate.KID.subsets", "train.metric_options.kid_subsets", count),
+    ("evaluate.IS.splits", "train.metric_options.is_splits", count),
+    ("evaluate.LPIPS.net_type", None, only("vgg")),
+    *TRACKER,
+]
+# Keys of one U-Net; ours are under its stage.
+UNET: list[Row] = [
+    ("dim", "width", count),
+    ("dim_mults", "multipliers", counts),
+    ("num_resnet_blocks", "blocks", _blocks),
+    ("self_attn", "self_attention", _levels),
+    ("attn_dim_head", "head_width", count),
+    ("attend_at_middle", "middle_attention", flag),
+    ("num_image_tokens", "image_tokens", count),
+    ("memory_efficient", "efficient", flag),
+    ("self_cond", "self_conditioning", flag),
+    ("checkpoint_during_training", "train.checkpointing", flag),
+    ("lowres_cond", None, only(True, False)),  # every U-Net but the first is
+    ("channels", None, only(3)),
+]
+# One value of the decoder for every U-Net.
+SHARED_DECODER: list[tuple[str, str, Any]] = [
+    ("decoder.timesteps", "diffusion.steps", count),
+    ("decoder.vb_loss_weight", "diffusion.vb_weight", number),
+    ("decoder.image_cond_drop_prob", "image_dropout", number),
+    ("decoder.text_cond_drop_prob", "text_dropout", number),
+    ("decoder.p2_loss_weight_k", "diffusion.p2_k", number),
+    ("decoder.use_dynamic_thres", "sample.clip", choose({True: "dynamic", False: "static"})),
+    ("decoder.dynamic_thres_percentile", "sample.clip_quantile", number),
+]
+# One value for all U-Nets, or a list of one each.
+PER_UNET: list[tuple[str, str, Any]] = [
+    ("decoder.learned_variance", "diffusion.learned_variance", flag),
+    ("decoder.p2_loss_weight_gamma", "diffusion.p2_gamma", number),
+    ("decoder.random_crop_sizes", "crop", count),
+    ("train.lr", "train.lr", number),
+    ("train.wd", "train.weight_decay", number),
+    ("train.warmup_steps", "train.warmup", count),
+    ("train.max_grad_norm", "train.clip", number),
+    ("train.cond_scale", "sample.guidance", number),
+    ("train.unet_training_mask", "skip", lambda value: not flag(value)),
+]
+PRIOR = "stages.prior"
+PRIOR_ROWS: list[Row] = [
+    ("prior.net.dim", f"{PRIOR}.width", count),
+    ("prior.net.depth", f"{PRIOR}.depth", count),
+    ("prior.net.heads", f"{PRIOR}.heads", count),
+    ("prior.net.ff_mult", f"{PRIOR}.mlp_ratio", number),
+    ("prior.net.attn_dropout", f"{PRIOR}.dropout", number),
+    ("prior.net.ff_dropout", f"{PRIOR}.dropout", number),
+    ("prior.net.num_timesteps", f"{PRIOR}.diffusion.steps", count),
+    ("prior.timesteps", f"{PRIOR}.diffusion.steps", count),
+    ("prior.sample_timesteps", f"{PRIOR}.sample.steps", count),
+    ("prior.cond_drop_prob", f"{PRIOR}.caption_dropout", number),
+    ("prior.beta_schedule", f"{PRIOR}.diffusion.schedule", choose({name: name for name in ("cosine", "linear", "quadratic", "sigmoid")})),
+    ("prior.loss_type", None, only("l2")),
+    ("prior.image_size", None, count),  # embeddings have no size
+    ("prior.image_channels", None, only(3)),
+    ("data.image_url", "data.image_embeddings", text),
+    ("data.meta_url", "data.metadata", text),
+    ("data.splits.val", "data.validation", number),
+    ("data.splits.test", "data.test", number),
+    ("data.splits.train", None, number),
+    ("train.lr", "train.lr", number),
+    ("train.wd", "train.weight_decay", number),
+    ("train.max_grad_norm", "train.clip", number),
+    ("train.ema_beta", "train.ema.decay", number),
+    ("train.amp", "train.precision", PRECISION),
+    ("train.warmup_steps", "train.warmup", count),
+    ("train.random_seed", "seed", count),
+    *TRACKER,
+]  # fmt: skip

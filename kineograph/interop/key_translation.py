@@ -1,0 +1,176 @@
+"""Config keys of another project → ours, one by one. A key that nobody takes is listed as not translated."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kineograph.core.config import Tree, merge, nest
+
+Convert = Callable[[Any], Any]
+Row = tuple[str, str | None, Convert]
+"""Their key, ours, and the converter. A ValueError leaves the key untranslated; ours=None: it is always so here."""
+
+
+class KeyTranslation:
+    """Keys are taken from a foreign tree; those left at the end were not translated."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.left = flatten_lists(tree)
+        self.ours: Tree = {}
+        self.remarks: list[str] = []
+        self.moved: dict[str, str] = {}
+        """Their key → ours, of the keys that `move` has translated."""
+
+    def take(self, key: str, convert: Convert = lambda value: value) -> Any:
+        """Remove a key and return its value; None if it is missing or cannot be converted."""
+        if key not in self.left:
+            return None
+        try:
+            value = convert(self.left[key])
+        except (ValueError, TypeError, AttributeError, IndexError, OverflowError):
+            return None
+        del self.left[key]
+        return value
+
+    def put(self, key: str, value: Any) -> None:
+        self.ours = merge(self.ours, nest(key, value))
+
+    def get(self, key: str) -> Any:
+        """The value that was put under one of our keys; None if there is none."""
+        place: Any = self.ours
+        for part in key.split("."):
+            place = place.get(part) if isinstance(place, dict) else None
+        return place
+
+    def move(self, theirs: str, ours: str, convert: Convert = lambda value: value) -> Any:
+        """Take a key and put it under ours, unless another key already put another value there. → the value"""
+        original = self.left.get(theirs)
+        value = self.take(theirs, convert)
+        if value is None:
+            return None
+        before = self.get(ours)
+        if before is not None and before != value:
+            self.left[theirs] = original
+            return None
+        self.put(ours, value)
+        self.moved[theirs] = ours
+        return value
+
+    def move_all(self, rows: Iterable[Row]) -> None:
+        for theirs, ours, convert in rows:
+            if ours is None:
+                self.take(theirs, convert)
+            else:
+                self.move(theirs, ours, convert)
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(f"# {text}")
+
+    def list_moved(self) -> list[str]:
+        return [f"# {theirs} → {ours}" for theirs, ours in self.moved.items()]
+
+    def list_left(self) -> list[str]:
+        return [f"# not translated: {key} = {json.dumps(value, default=str)}" for key, value in self.left.items()]
+
+
+def flatten_lists(tree: Any, prefix: str = "") -> Tree:
+    """Dotted keys; entries of a list of mappings by their index."""
+    flat: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
+        if isinstance(value, dict) and value:
+            flat |= flatten_lists(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# Converters --------------------------------------------------------------------------------------------------------
+
+
+def class_name(*known: str) -> Convert:
+    """The last part of a dotted target, if it is one of `known`."""
+
+    def convert(value: Any) -> Any:
+        last = str(value).rpartition(".")[2]
+        if last not in known:
+            raise ValueError
+        return last
+
+    return convert
+
+
+def number(value: Any) -> int | float:
+    """YAML reads 1e-4 as a string."""
+    if isinstance(value, bool):
+        raise ValueError
+    result = float(value)
+    return int(result) if result.is_integer() and not isinstance(value, float) and "e" not in str(value) else result
+
+
+def count(value: Any) -> int:
+    result = float(value)
+    if isinstance(value, bool) or not result.is_integer():
+        raise ValueError
+    return int(result)
+
+
+def counts(value: Any) -> list[int]:
+    if isinstance(value, str):
+        raise ValueError
+    return [count(part) for part in value]
+
+
+def numbers(value: Any) -> list[int | float]:
+    if isinstance(value, str):
+        raise ValueError
+    return [number(part) for part in value]
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def only(*allowed: Any) -> Convert:
+    """A value that needs no translation: it is always so here."""
+
+    def convert(value: Any) -> None:
+        if value not in allowed:
+            raise ValueError
+
+    return convert
+
+
+def equal(expected: Any) -> Convert:
+    """This value only; any other stays untranslated."""
+
+    def convert(value: Any) -> Any:
+        numeric = all(isinstance(part, (int, float)) for part in (value, expected))
+        if not (math.isclose(value, expected) if numeric else value == expected):
+            raise ValueError
+        return value
+
+    return convert
+
+
+def choose(known: dict[Any, Any]) -> Convert:
+    """Ours by theirs; any other value stays untranslated."""
+
+    def convert(value: Any) -> Any:
+        if value not in known:
+            raise ValueError
+        return known[value]
+
+    return convert

@@ -1,0 +1,217 @@
+"""Keywords of phenaki-pytorch, nuwa-pytorch and muse-maskgit-pytorch, and our keys. A dot in front: a key of the stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kineograph.interop.key_translation import Row, choose, count, flag, number, numbers, only, text
+
+T5 = "google/t5-v1_1-base"
+
+
+def _size(value: Any) -> Any:
+    return [count(side) for side in value] if isinstance(value, list) else count(value)
+
+
+L2 = choose({True: "l2", False: "l1"})
+CODEC_TRAINER: list[Row] = [
+    ("num_train_steps", ".train.steps", count),
+    ("folder", "data.folder", text),
+    ("image_size", "data.size", _size),
+    ("lr", ".train.lr", number),
+    ("wd", ".train.weight_decay", number),
+    ("max_grad_norm", ".players.generator.clip", number),
+    ("discr_max_grad_norm", ".players.discriminator.clip", number),
+    ("save_results_every", ".train.sample_every", count),
+    ("save_model_every", ".train.save_every", count),
+    ("valid_frac", "data.validation", number),
+    ("random_split_seed", "data.split_seed", count),
+    ("ema_update_after_step", ".train.ema.start", count),
+    ("ema_update_every", ".train.ema.every", count),
+    ("apply_grad_penalty_every", ".adversarial.penalty_every", count),
+    ("images_memmap_path", "data.folder", text),
+    ("images_memmap_shape", "data.array_shape", lambda value: [count(side) for side in value]),
+]
+CVIVIT: list[Row] = [
+    ("dim", ".width", count),
+    ("heads", ".heads", count),
+    ("image_size", "data.size", _size),
+    ("channels", "data.channels", count),
+    ("patch_size", ".patch", _size),
+    ("temporal_patch_size", ".temporal_patch", count),
+    ("spatial_depth", ".spatial_depth", count),
+    ("temporal_depth", ".temporal_depth", count),
+]
+MASKGIT: list[Row] = [("dim", ".width", count), ("depth", ".depth", count), ("heads", ".heads", count)]
+PHENAKI: list[Row] = [
+    ("steps", ".sample.steps", count),
+    ("sample_temperature", ".sample.temperature", number),
+    ("cond_drop_prob", ".caption_dropout", number),
+    ("max_text_len", ".text.length", count),
+]
+PHENAKI_TRAINER: list[Row] = [
+    ("train_num_steps", ".train.steps", count),
+    ("folder", "data.folder", text),
+    ("train_lr", ".train.lr", number),
+    ("wd", ".train.weight_decay", number),
+    ("adam_betas", ".train.betas", numbers),
+    ("max_grad_norm", ".train.clip", number),
+    ("save_and_sample_every", ".train.sample_every", count),
+    ("num_samples", ".train.samples", count),
+    ("sample_num_frames", ".train.sample_frames", count),
+    ("ema_decay", ".train.ema.decay", number),
+    ("ema_update_every", ".train.ema.every", count),
+    ("convert_image_to", "data.channels", choose({"RGB": 3, "L": 1, "RGBA": 4, "LA": 2})),
+    ("split_batches", None, only(True)),
+    ("amp", None, only(False)),
+]
+NUWA_VAE: list[Row] = [
+    ("dim", ".width", count),
+    ("image_size", "data.size", _size),
+    ("channels", "data.channels", count),
+    ("l2_recon_loss", ".loss", L2),
+    ("use_attn", ".attention", flag),
+    ("vq_use_cosine_sim", None, only(True)),
+    ("vq_kmeans_init", None, only(True)),
+]
+NUWA_QUANTIZER: list[Row] = [
+    ("vq_codebook_dim", ".quantizer.dim", count),
+    ("vq_decay", ".quantizer.decay", number),
+    ("vq_commitment_weight", ".quantizer.commitment", number),
+]
+NUWA: list[Row] = [
+    ("dim", ".width", count),
+    ("dec_depth", ".depth", count),
+    ("dec_heads", ".heads", count),
+    ("image_size", "data.size", _size),
+    ("max_video_frames", "data.frames", count),
+    ("embed_gradient_frac", ".embedding_gradient", number),
+    ("shift_video_tokens", ".token_shift", flag),
+    ("dec_reversible", ".train.checkpointing", flag),  # both recompute activations to save memory
+]
+NUWA_TRAINER: list[Row] = [
+    ("num_train_steps", ".train.steps", count),
+    ("lr", ".train.lr", number),
+    ("wd", ".train.weight_decay", number),
+    ("max_grad_norm", ".train.clip", number),
+    ("save_model_every", ".train.save_every", count),
+    ("save_results_every", ".train.sample_every", count),
+    ("num_sampled_frames", ".train.sample_frames", count),
+]
+MUSE_VAE: list[Row] = [
+    ("dim", ".width", count),
+    ("channels", "data.channels", count),
+    ("l2_recon_loss", ".loss", L2),
+    ("lfq_kwargs.diversity_gamma", ".quantizer.diversity", number),
+    ("vq_kwargs.codebook_dim", ".quantizer.dim", count),
+    ("vq_kwargs.decay", ".quantizer.decay", number),
+    ("vq_kwargs.commitment_weight", ".quantizer.commitment", number),
+]
+MUSE_TRANSFORMER: list[Row] = [
+    ("dim", ".width", count),
+    ("depth", ".depth", count),
+    ("heads", ".heads", count),
+    ("ff_mult", ".mlp_ratio", number),
+    ("self_cond", ".self_conditioning", flag),
+    ("seq_len", None, count),  # that of the token grid
+    ("flash", None, only(True, False)),
+]
+MUSE_MASKGIT: list[Row] = [
+    ("image_size", ".data.size", _size),
+    ("cond_drop_prob", ".caption_dropout", number),
+]
+# Parts of other calls, and what a trainer makes itself.
+_PARTS = ("vae", "cvivit", "maskgit", "critic", "phenaki", "nuwa", "transformer", "cond_vae", "base", "superres", "token_critic")  # fmt: skip
+_EMA = ("use_ema", "ema_beta", "results_folder", "batch_size", "grad_accum_every", "train_on_images", "num_frames", "accelerate_kwargs")  # fmt: skip
+_GAME = ("use_vgg_and_gan", "use_hinge_loss", "lookup_free_quantization", "codebook_size", "attn_dropout", "ff_dropout", "dim_head")  # fmt: skip
+
+
+def _keywords(rows: list[Row], *more: str) -> frozenset[str]:
+    return frozenset({theirs.partition(".")[0] for theirs, *_ in rows} | {*more, *_PARTS})
+
+
+CLASSES: dict[str, dict[str, frozenset[str]]] = {
+    "phenaki": {
+        "CViViT": _keywords(CVIVIT, *_GAME, "discr_base_dim"),
+        "CViViTTrainer": _keywords(CODEC_TRAINER, *_EMA),
+        "MaskGit": _keywords(MASKGIT, "num_tokens", "max_seq_len", "unconditional", "dim_head"),
+        "TokenCritic": frozenset({"has_cross_attn"}),
+        "Phenaki": _keywords(PHENAKI, "t5_name", "self_token_critic", "critic_loss_weight"),
+        "PhenakiTrainer": _keywords(PHENAKI_TRAINER, *_EMA, "sample_texts_file_path", "sample_texts", "fp16"),
+    },
+    "nuwa": {
+        "VQGanVAE": _keywords(NUWA_VAE, *_GAME, "num_layers", "vq_codebook_size", "vq_codebook_dim"),
+        "VQGanVAETrainer": _keywords(CODEC_TRAINER, *_EMA),
+        "NUWA": _keywords(NUWA, "sparse_3dna_kernel_size", "sparse_3dna_dilation", "text_enc_depth", "text_max_seq_len"),
+        "NUWATrainer": _keywords(NUWA_TRAINER, "dataset", "batch_size", "grad_accum_every", "results_folder"),
+    },
+    "muse": {
+        "VQGanVAE": _keywords(MUSE_VAE, *_GAME, "layers", "discr_layers"),
+        "VQGanVAETrainer": _keywords(CODEC_TRAINER, *_EMA),
+        "MaskGitTransformer": _keywords(MUSE_TRANSFORMER, "t5_name", "num_tokens", "dim_head"),
+        "MaskGit": _keywords(MUSE_MASKGIT, "cond_image_size", "self_token_critic", "critic_loss_weight"),
+    },
+}  # fmt: skip
+
+# Their defaults, where ours differ; by package and class.
+_CODEC_DEFAULTS: dict[str, Any] = {
+    "lr": 3e-4,
+    "ema_beta": 0.995,
+    "save_results_every": 100,
+    "save_model_every": 1000,
+    "valid_frac": 0.05,
+    "random_split_seed": 42,
+    "apply_grad_penalty_every": 4,
+}
+DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("phenaki", "CViViT"): {"heads": 8, "use_vgg_and_gan": True, "use_hinge_loss": True, "discr_base_dim": 16},
+    ("phenaki", "CViViTTrainer"): _CODEC_DEFAULTS | {"num_frames": 17, "max_grad_norm": 0.5, "wd": 0.0},
+    ("phenaki", "MaskGit"): {"heads": 8, "depth": 6},
+    ("phenaki", "Phenaki"): {"steps": 18, "cond_drop_prob": 0.25, "max_text_len": 128},
+    ("phenaki", "PhenakiTrainer"): {
+        "batch_size": 16,
+        "num_frames": 17,
+        "train_lr": 1e-4,
+        "train_num_steps": 100000,
+        "ema_update_every": 10,
+        "ema_decay": 0.995,
+        "adam_betas": [0.9, 0.99],
+        "wd": 0.0,
+        "save_and_sample_every": 1000,
+        "num_samples": 25,
+    },
+    ("nuwa", "VQGanVAE"): {
+        "use_vgg_and_gan": True,
+        "use_hinge_loss": True,
+        "num_layers": 4,
+        "vq_codebook_size": 512,
+        "vq_codebook_dim": 256,
+        "vq_decay": 0.8,
+        "vq_commitment_weight": 1.0,
+        "use_attn": True,
+    },
+    ("nuwa", "VQGanVAETrainer"): _CODEC_DEFAULTS | {"wd": 0.0, "ema_update_after_step": 2000, "ema_update_every": 10},
+    ("nuwa", "NUWA"): {
+        "dec_depth": 6,
+        "dec_heads": 8,
+        "text_enc_depth": 6,
+        "text_enc_heads": 8,
+        "max_video_frames": 5,
+        "embed_gradient_frac": 0.2,
+        "sparse_3dna_kernel_size": 3,
+        "sparse_3dna_dilation": 1,
+    },
+    ("nuwa", "NUWATrainer"): {
+        "lr": 3e-4,
+        "wd": 0.01,
+        "batch_size": 4,
+        "grad_accum_every": 8,
+        "max_grad_norm": 0.5,
+        "save_model_every": 2500,
+        "save_results_every": 1000,
+    },
+    ("muse", "VQGanVAE"): {"use_vgg_and_gan": True, "use_hinge_loss": True, "layers": 4, "codebook_size": 65536},
+    ("muse", "VQGanVAETrainer"): _CODEC_DEFAULTS,
+    ("muse", "MaskGitTransformer"): {"heads": 8},
+    ("muse", "MaskGit"): {"cond_drop_prob": 0.5},
+}

@@ -1,0 +1,249 @@
+"""`kineo import FILE --from dalle2-config|phenaki|nuwa|muse`: every key is translated or named; nothing of the file is run."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from kineograph import cli
+from kineograph.core.config import Tree, merge
+from kineograph.core.errors import InputError
+from kineograph.interop import dalle2_config, trainer_config
+from kineograph.interop.foreign_codec import refuse_codec
+from kineograph.interop.key_translation import flatten_lists
+
+DECODER: Tree = {
+    "decoder": {
+        "unets": [
+            {"dim": 32, "image_embed_dim": 768, "cond_dim": 16, "dim_mults": [1, 2, 4], "attn_dim_head": 16, "attn_heads": 4,
+             "self_attn": [False, True, True], "cond_on_image_embeds": True},
+            {"dim": 16, "dim_mults": [1, 2], "memory_efficient": True, "num_resnet_blocks": 3},
+        ],
+        "image_sizes": [64, 256], "timesteps": 500, "sample_timesteps": [250, None], "beta_schedule": ["linear", "cosine"],
+        "learned_variance": [True, False], "image_cond_drop_prob": 0.2, "p2_loss_weight_gamma": 1.0, "random_crop_sizes": [None, 64],
+        "use_dynamic_thres": True, "blur_sigma": 0.7,
+    },
+    "data": {
+        "webdataset_base_url": "shards/{}.tar", "img_embeddings_url": "embeddings", "num_workers": 3, "batch_size": 50,
+        "start_shard": 1, "end_shard": 9, "shard_width": 5, "index_width": 3, "splits": {"train": 0.8, "val": 0.15, "test": 0.05},
+        "resample_train": True,
+        "preprocessing": {"RandomResizedCrop": {"size": [224, 224], "scale": [0.5, 1.0]}, "RandomHorizontalFlip": True, "ToTensor": True},
+    },
+    "train": {
+        "epochs": 4, "epoch_samples": 1000, "lr": [1e-4, 3e-4], "wd": 0.02, "max_grad_norm": 0.3, "save_every_n_samples": 700,
+        "n_sample_images": 5, "ema_beta": 0.9, "amp": True, "unet_training_mask": [False, True], "cond_scale": 1.5,
+        "save_immediately": True, "find_unused_parameters": False,
+    },
+    "evaluate": {"n_evaluation_samples": 77, "FID": {"feature": 64}, "KID": {"subset_size": 10}, "IS": {}},
+    "tracker": {"log": {"log_type": "wandb", "wandb_project": "p", "wandb_entity": "e"}, "save": [{"save_to": "wandb"}]},
+    "seed": 5,
+}  # fmt: skip
+PHENAKI = """
+from phenaki_pytorch import *
+STEPS = 300
+cvivit = CViViT(dim = 64, codebook_size = 256, image_size = (32, 16), patch_size = 8, temporal_patch_size = 2, spatial_depth = 2,
+    temporal_depth = 1, dim_head = 32, heads = 2, use_hinge_loss = False, ff_dropout = 0.1)
+CViViTTrainer(cvivit, folder = 'clips', batch_size = 4, grad_accum_every = 3, num_train_steps = STEPS, num_frames = 9,
+    discr_max_grad_norm = 0.7, accelerate_kwargs = dict(mixed_precision = 'bf16')).train()
+phenaki = Phenaki(cvivit = cvivit, maskgit = MaskGit(dim = 64, depth = 3, heads = 4, num_tokens = 256, max_seq_len = 100),
+    self_token_critic = True, critic_noise_anneal_schedule = 'fixed', steps = 12).cuda()
+trainer = PhenakiTrainer(phenaki, folder = open('/etc/passwd').name, sample_texts = ['a', 'b'], train_num_steps = STEPS, num_frames = 9)
+raise SystemExit('this script must not run')
+"""
+
+
+def parse_printed(text: str) -> Any:
+    return yaml.safe_load(text)
+
+
+def write_json(folder: Path, tree: Tree) -> Path:
+    path = folder / "decoder.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_a_decoder_config_is_translated(tmp_path: Path) -> None:
+    ours = parse_printed(dalle2_config.translate(write_json(tmp_path, DECODER)))
+    assert list(ours["stages"]) == ["decoder_64", "decoder_256"] and ours["seed"] == 5
+    small, large = ours["stages"].values()
+    assert (small["width"], small["multipliers"], small["self_attention"]) == (32, [1, 2, 4], [False, True, True])
+    assert (
+        small["clip"] == {"kind": "given", "width": 768}
+        and small["image_embeds"] == "both"
+        and large["image_embeds"] == "none"
+    )
+    assert small["cross_attention"] == [False, True, True]
+    assert small["sample"] == {"steps": 250, "solver": "ddim", "eta": 0.0, "guidance": 1.5, "clip": "dynamic"}
+    assert large["sample"]["solver"] == "ddpm" and large["sample"]["steps"] == 500  # as many as were trained
+    assert small["diffusion"] == {
+        "steps": 500,
+        "learned_variance": True,
+        "p2_gamma": 1.0,
+        "schedule": "linear",
+        "weighting": "p2",
+    }
+    assert (large["low_res"], large["low_res_size"], large["crop"], large["augment"]) == ("decoder_64", 64, 64, {"blur": 0.5, "blur_sigma": 0.7})  # fmt: skip
+    assert small["skip"] and not large["skip"] and large["train"] == {"lr": 3e-4, "weight_decay": 0.02, "clip": 0.3}
+    data = ours["data"]
+    assert data["shards"] == "shards/{}.tar" and data["img_embeddings_folder"] == "embeddings" and data["resample"]
+    assert (data["start_shard"], data["end_shard"], data["shard_width"], data["index_width"]) == (1, 9, 5, 3)
+    assert (data["crop"], data["crop_area"], data["flip"], data["size"]) == ("resized", [0.5, 1.0], 0.5, 256)
+    train = ours["train"]
+    assert train["steps"] == 80 and train["epoch_samples"] == 1000 and train["batch_size"] == 50 and train["save_first"]
+    assert train["metrics"] == ["fid", "is", "kid"] and train["metric_options"] == {
+        "fid_features": 64,
+        "kid_subset_size": 10,
+    }
+    assert (
+        train["trackers"] == ["tensorboard", "wandb"]
+        and train["log_checkpoints"]
+        and train["parallel"] == {"find_unused": False}
+    )
+
+
+def test_every_key_of_a_decoder_config_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that no key can mean is printed: in its place, or as not translated."""
+    monkeypatch.setattr(dalle2_config, "make_plan", lambda tree: None)  # a strange word makes no valid config
+    for key in flatten_lists(DECODER):
+        tree: Tree = deepcopy(DECODER)
+        place: Any = tree
+        *path, last = key.split(".")
+        for part in path:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        place[last] = "strange-word"
+        if key == "decoder.image_sizes":  # without sizes there are no stages
+            with pytest.raises(InputError, match="image_sizes"):
+                dalle2_config.translate(write_json(tmp_path, tree))
+        else:
+            assert "strange-word" in dalle2_config.translate(write_json(tmp_path, tree)), key
+
+
+def test_a_clip_of_openai_is_that_of_transformers(tmp_path: Path) -> None:
+    tree = merge(
+        DECODER, {"decoder": {"clip": {"make": "openai", "model": "ViT-L/14"}}, "data": {"img_embeddings_url": None}}
+    )
+    ours = parse_printed(dalle2_config.translate(write_json(tmp_path, tree)))
+    expected = {"kind": "transformers", "name": "openai/clip-vit-large-patch14"}
+    assert all(stage["clip"] == expected for stage in ours["stages"].values())
+
+
+def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PHENAKI)
+    printed = trainer_config.translate(path, "phenaki")
+    ours = parse_printed(printed)
+    tokenizer, generator = ours["stages"]["tokenizer"], ours["stages"]["generator"]
+    assert ours["data"] == {
+        "size": [32, 16],
+        "folder": "clips",
+        "validation": 0.05,
+        "split_seed": 42,
+        "frames": 9,
+        "source": "folder",
+    }
+    assert tokenizer["adversarial"] == {"loss": "bce", "width": 16, "penalty_every": 4}
+    assert tokenizer["quantizer"] == {"kind": "lfq", "codes": 256} and tokenizer["patch"] == 8
+    assert (
+        tokenizer["train"]["batch_size"] == 12
+        and tokenizer["train"]["accumulate"] == 3
+        and tokenizer["train"]["steps"] == 300
+    )
+    assert tokenizer["train"]["precision"] == "bf16"
+    assert tokenizer["players"] == {"generator": {"clip": 0.5}, "discriminator": {"clip": 0.7}}
+    assert generator["critic"] == "self" and generator["sample"] == {"steps": 12, "critic_noise_schedule": "constant"}
+    assert generator["depth"] == 3 and ours["prompts"] == ["a", "b"]
+    assert """# not translated: PhenakiTrainer.folder = "open('/etc/passwd').name\"""" in printed
+    assert "# not translated: CViViT.ff_dropout = 0.1" in printed  # attention has none: one dropout here
+    assert "# CViViT.patch_size → stages.tokenizer.patch" in printed
+
+
+def test_muse_has_two_generators(tmp_path: Path) -> None:
+    path = tmp_path / "muse.py"
+    path.write_text(
+        "vae = VQGanVAE(dim=32, layers=2, codebook_size=256, use_vgg_and_gan=False)\n"
+        "big = MaskGit(vae=vae, transformer=MaskGitTransformer(dim=64, depth=1, heads=2, num_tokens=256), image_size=64, cond_image_size=32)\n"
+        "base = MaskGit(vae=vae, transformer=MaskGitTransformer(dim=64, depth=5, heads=2, num_tokens=256), image_size=32)\n"
+    )
+    stages = parse_printed(trainer_config.translate(path, "muse"))["stages"]
+    assert list(stages) == ["tokenizer", "generator", "superres"]
+    assert stages["tokenizer"]["multipliers"] == [1, 1, 2] and stages["tokenizer"]["blocks"] == [0, 0, 1]
+    assert (stages["generator"]["depth"], stages["superres"]["depth"]) == (5, 1)
+    assert stages["superres"]["low_res"] == "generator" and stages["superres"]["low_res_size"] == 32
+
+
+def test_keywords_alone_name_their_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "nuwa.yaml"
+    path.write_text(
+        "{num_train_steps: 50, batch_size: 2, grad_accum_every: 2, num_sampled_frames: 4, wd: 0.1, dataset: mine}"
+    )
+    printed = trainer_config.translate(path, "nuwa")
+    generator = parse_printed(printed)["stages"]["generator"]
+    assert generator["train"]["steps"] == 50 and generator["train"]["sample_frames"] == 4
+    assert "# not translated: NUWATrainer.dataset" in printed and "the tokenizer is not in the file" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "source", "message"),
+    [
+        ("x.py", "a = Trainer(lr = 1)", "phenaki", "calls none of CViViT"),
+        ("x.yaml", "{colour: red}", "muse", "calls none of VQGanVAE"),
+        ("x.json", '{"VQGanVAE": {"dim": 8}, "Unet": {"dim": 8}}', "muse", "unknown class Unet"),
+        ("x.py", "vae = (", "nuwa", "neither a Python script"),
+        ("x.json", '{"stages": {}}', "dalle2-config", "no config of DALLE2-pytorch"),
+        ("x.json", '{"decoder": {"unets": []}, "data": {}}', "dalle2-config", "decoder.unets must list"),
+        ("x.json", '{"decoder": {"unets": [{"dim": 8}], "image_sizes": [64, 128]}, "data": {}}', "dalle2-config", "2 sizes for 1"),
+    ],
+)  # fmt: skip
+def test_another_file_is_refused(
+    tmp_path: Path, name: str, text: str, source: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["import", str(tmp_path / name), "--from", source])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_package_that_nobody_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["import", "x.py", "--from", "imagen"])
+    assert stop.value.code == 2 and "dalle2-config, phenaki, nuwa or muse" in capsys.readouterr().err
+
+
+# Checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "message"),
+    [
+        ("cvivit", {"enc_spatial_transformer.layers.0.weight": 1}, "phenaki-pytorch's C-ViViT"),
+        ("ema", {"ema_model.enc_dec.encoders.0.weight": 1, "step": 1}, "a VQGanVAE of muse-maskgit-pytorch"),
+        ("trainer", {"model": {"encoders.0.weight": 1}}, "nuwa-pytorch's VQGanVAE"),
+        ("other", {"layer.weight": 1}, "holds no codec"),
+        ("empty", {}, "no named tensors"),
+    ],
+)
+def test_codecs_of_the_packages_are_named_with_the_reason(tmp_path: Path, name: str, tree: Tree, message: str) -> None:
+    def fill(part: Any) -> Any:
+        return {key: fill(value) for key, value in part.items()} if isinstance(part, dict) else torch.ones(2)
+
+    path = tmp_path / f"{name}.pt"
+    torch.save(fill(tree), path)
+    with pytest.raises(InputError, match=message):
+        raise refuse_codec(path, "muse")
+
+
+def test_a_checkpoint_with_code_is_not_unpickled(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "run",))
+
+    torch.save({"vae": Trap()}, tmp_path / "vae.pt")
+    with pytest.raises(InputError, match="nothing is unpickled"):
+        refuse_codec(tmp_path / "vae.pt", "muse")
+    assert not (tmp_path / "run").exists()
