@@ -22,6 +22,7 @@ from kineograph.codec.codec_loss import (
     Reconstruction,
     codec_limits,
     codec_loss,
+    frame_shares,
     is_adversarial_step,
     pixels_to_frames,
     repeat_last_real,
@@ -32,7 +33,7 @@ from kineograph.codec.tiling import Tiling, chunk_spans
 from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core import distributed
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsReconstruction
+from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsLossMasks, SupportsReconstruction
 from kineograph.core.config import Size, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
@@ -82,7 +83,7 @@ class CausalVAEConfig(StageConfig, CausalVAEShape):
         return self
 
 
-class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
+class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, ChecksHealth):
     """Codec and its training task: generator (encoder, decoder) and a discriminator of clips."""
 
     Config = CausalVAEConfig
@@ -263,6 +264,7 @@ class CausalVAE(PosteriorCodec, SupportsReconstruction, SupportsBuckets, ChecksH
             rows=None if times is None else times.flatten(),
             noise=noise,
             divergence=Divergence(nats, self.config.kl),
+            share=frame_shares(batch, frames),
         )
         return shared, mean, log_variance
 

@@ -26,6 +26,7 @@ from kineograph.codec.adversarial import (
 )
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.core import distributed
+from kineograph.core.batch import Batch, weigh_positions
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
 from kineograph.core.task import Loss, Mean
@@ -67,6 +68,16 @@ class Reconstruction:
     rows: Tensor | None  # bool for each row of tokens or latents: False for padding; None: no padding
     noise: Noise
     divergence: Divergence | None = None
+    share: Tensor | None = None  # F 1 H W in [0, 1]: what counts in the loss; None: everything
+
+    @property
+    def weight(self) -> Tensor | float:
+        """Of each pixel's error, with mean 1."""
+        return 1.0 if self.share is None else weigh_positions(self.share)
+
+    def fill_masked(self, images: Tensor) -> Tensor:
+        """Images with the real pixels where nothing counts, so that networks that compare the two find no difference there."""
+        return images if self.share is None else torch.lerp(self.real, images, self.share)
 
     @property
     def count(self) -> Tensor:
@@ -117,7 +128,7 @@ def generator_loss(
 ) -> Loss:
     """reconstruction + quantizer (or w_k KL) + w_p perceptual + w_a λ adversarial"""
     real, fake, keep, count = shared.real, shared.fake, shared.keep, shared.count
-    reconstruction = (reconstruction_error(config.loss, fake, real) * keep).sum()
+    reconstruction = (reconstruction_error(config.loss, fake, real, shared.weight) * keep).sum()
     total, terms = reconstruction, {"reconstruction": reconstruction}
     if shared.quantized is not None:
         terms["quantizer"] = shared.quantized.loss * count
@@ -131,7 +142,9 @@ def generator_loss(
         weight = config.perceptual.weight
         indices, weights = sample_perceptual_frames(keep, config.perceptual.frames, shared.noise)
         terms["perceptual"], gradient = gradient_at(
-            fake, lambda images: lpips(select_frames(images, indices), select_frames(real, indices)), weights
+            fake,
+            lambda images: lpips(select_frames(shared.fill_masked(images), indices), select_frames(real, indices)),
+            weights,
         )
         perceptual = weight * gradient
         total = total + straight_through(weight * terms["perceptual"], (fake * perceptual).sum())
@@ -143,7 +156,7 @@ def generator_loss(
 
         def fool(images: Tensor) -> Tensor:
             nonlocal on_fake
-            logits = selection.logits(discriminate, images)
+            logits = selection.logits(discriminate, shared.fill_masked(images))
             on_fake = logits.detach().mean((1, 2))
             return generator_error(adversarial.loss, logits)
 
@@ -151,7 +164,9 @@ def generator_loss(
         strength = torch.full_like(count, adversarial.weight * ramp_weight(adversarial, shared.noise.schedule_step))
         if adversarial.adaptive:
             # λ of the VQGAN paper: its reconstruction loss includes the perceptual one.
-            _, reference = gradient_at(fake, lambda images: reconstruction_error(config.loss, images, real), keep)
+            _, reference = gradient_at(
+                fake, lambda images: reconstruction_error(config.loss, images, real, shared.weight), keep
+            )
             if perceptual is not None:
                 reference = reference + perceptual
             strength = strength * adaptive_weight(fake, last, reference, gradient, adversarial.adaptive_max)
@@ -171,7 +186,7 @@ def discriminator_loss(
     assert config is not None
     assert discriminate is not None
     selection = DiscriminatorFrames.sample(shared, config)
-    images = [shared.real, shared.fake.detach()]
+    images = [shared.real, shared.fill_masked(shared.fake.detach())]
     if config.penalty and shared.noise.step % config.penalty_every == 0:
         images += perturb(shared.real, shared.noise)
     real, fake, *perturbed = selection.logits(discriminate, *images).chunk(
@@ -190,14 +205,14 @@ def validation_metrics(
     shared: Reconstruction, config: CodecLossConfig, codes: int | None, lpips: Lpips | None, spare: bool = False
 ) -> dict[str, Mean]:
     """`loss` is reconstruction and perceptual loss: the adversarial loss does not tell which checkpoint is best. `spare`: see `Batch`."""
-    error = (to_unit_range(shared.fake) - to_unit_range(shared.real)).square().flatten(1).mean(1)
+    error = reconstruction_error("l2", to_unit_range(shared.fake), to_unit_range(shared.real), shared.weight)
     each = {
-        "reconstruction": reconstruction_error(config.loss, shared.fake, shared.real),
+        "reconstruction": reconstruction_error(config.loss, shared.fake, shared.real, shared.weight),
         "psnr": -10 * torch.log10(error.clamp_min(1e-10)),
     }
     each["loss"] = each["reconstruction"]
     if lpips is not None:
-        pairs = zip(shared.fake.split(LPIPS_CHUNK), shared.real.split(LPIPS_CHUNK), strict=True)
+        pairs = zip(shared.fill_masked(shared.fake).split(LPIPS_CHUNK), shared.real.split(LPIPS_CHUNK), strict=True)
         each["lpips"] = torch.cat([lpips(fake, real) for fake, real in pairs])
         each["loss"] = each["loss"] + config.perceptual.weight * each["lpips"]
     if shared.divergence is not None:
@@ -223,8 +238,9 @@ def explained_variance(shared: Reconstruction, spare: bool = False) -> Mean:
     mean = total / clips.clamp_min(1)[:, None, None]
     mean = torch.where(clips[:, None, None] > 1, mean, mean.mean(-1, keepdim=True))
     share = torch.where(clips > 1, (clips - 1) / clips.clamp_min(1), 1.0)
-    variance = ((real - mean).square().mean((2, 3)) * keep).sum()
-    error = ((real - fake).square().mean((2, 3)) * keep * share).sum()
+    weight = 1.0 if shared.share is None else weigh_positions(shared.share).view(*keep.shape, 1, -1)
+    variance = (((real - mean).square() * weight).mean((2, 3)) * keep).sum()
+    error = (((real - fake).square() * weight).mean((2, 3)) * keep * share).sum()
     return Mean(variance - error, variance)
 
 
@@ -274,10 +290,16 @@ def codec_limits(
     return tuple(limits)
 
 
-def reconstruction_error(kind: Literal["l1", "l2"], fake: Tensor, real: Tensor) -> Tensor:
-    """F C H W, twice → F"""
+def reconstruction_error(kind: Literal["l1", "l2"], fake: Tensor, real: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    """F C H W, twice → F. `weight` of each pixel, F 1 H W."""
     error = (fake - real).abs() if kind == "l1" else (fake - real).square()
-    return error.flatten(1).mean(1)
+    return (error if isinstance(weight, float) else error * weight).flatten(1).mean(1)
+
+
+def frame_shares(batch: Batch, frames: int) -> Tensor | None:
+    """What counts in the loss, B·T 1 H W, of clips of `frames`; None: everything."""
+    share = None if batch.loss_mask is None else batch.loss_share(*batch.loss_mask.shape[-2:])
+    return None if share is None else share.repeat_interleave(frames, 0)
 
 
 def _codebook_metrics(

@@ -18,6 +18,7 @@ from kineograph.codec.codec_loss import (
     Reconstruction,
     codec_limits,
     codec_loss,
+    frame_shares,
     frames_to_pixels,
     is_adversarial_step,
     pixels_to_frames,
@@ -27,7 +28,7 @@ from kineograph.codec.codec_loss import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size, latent_frame_mask, latent_frames
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsReconstruction
+from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsLossMasks, SupportsReconstruction
 from kineograph.core.config import Size, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
@@ -188,7 +189,7 @@ def _to_channels_first(features: Tensor) -> Tensor:
     return features.flatten(0, 1).permute(0, 3, 1, 2)
 
 
-class CViViT(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
+class CViViT(Codec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, ChecksHealth):
     """Codec and its training task: generator (encoder, quantizer, decoder) and a discriminator of clips."""
 
     Config = CViViTConfig
@@ -273,7 +274,9 @@ class CViViT(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
         quantized = self._quantize(features, times)
         fake = self._decode_frames(quantized.z, clips)
         keep = real.new_ones(real.shape[0]) if mask is None else mask.flatten().to(real.dtype)
-        return Reconstruction(real, fake, keep, quantized, None if times is None else times.flatten(), noise)
+        rows = None if times is None else times.flatten()
+        share = frame_shares(batch, video.shape[1])
+        return Reconstruction(real, fake, keep, quantized, rows, noise, share=share)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
         last = self.to_pixels.weights(shared.real.shape[0] // shared.noise.batch)

@@ -17,6 +17,7 @@ from kineograph.codec.codec_loss import (
     Reconstruction,
     codec_limits,
     codec_loss,
+    frame_shares,
     frames_to_pixels,
     is_adversarial_step,
     pixels_to_frames,
@@ -25,7 +26,7 @@ from kineograph.codec.codec_loss import (
 from kineograph.codec.perceptual import Lpips, PerceptualConfig
 from kineograph.codec.token_grid import grid_size
 from kineograph.core.batch import Batch, Shape
-from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsReconstruction
+from kineograph.core.capabilities import ChecksHealth, SupportsBuckets, SupportsLossMasks, SupportsReconstruction
 from kineograph.core.config import BlockCount, Positive, StageConfig
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
@@ -140,7 +141,7 @@ class ToPixels(nn.Module):
         return images.contiguous(memory_format=torch.channels_last)
 
 
-class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
+class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, SupportsLossMasks, ChecksHealth):
     """Codec and its training task: generator (encoder, quantizer, decoder) and discriminator."""
 
     Config = VQGANConfig
@@ -221,7 +222,8 @@ class VQGAN(Codec, SupportsReconstruction, SupportsBuckets, ChecksHealth):
         quantized = self.quantizer(self.encoder(real), keep)
         fake = self.to_pixels(self.decoder(quantized.z))
         weights = real.new_ones(real.shape[0]) if keep is None else keep.to(real.dtype)
-        return Reconstruction(real, fake, weights, quantized, keep, noise)
+        share = frame_shares(batch, video.shape[1])
+        return Reconstruction(real, fake, weights, quantized, keep, noise, share=share)
 
     def loss(self, player: str, shared: Reconstruction) -> Loss:
         last = [self.to_pixels.conv.weight]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kineograph.core.noise import Noise
@@ -42,6 +43,7 @@ class Sample:
     latents: Tensor | None = None  # float: latents, or a posterior's mean and log-variance
     text_embeds: Tensor | None = None  # L D, float
     text_mask: Tensor | None = None  # L, bool
+    loss_mask: Tensor | None = None  # H W, uint8: 255 counts in the loss, 0 does not
     extra: dict[str, Tensor] = field(default_factory=dict)  # fields of some families: image embeddings, sketches
 
 
@@ -59,6 +61,7 @@ class Batch:
     latents: Tensor | None = None
     text_embeds: Tensor | None = None  # B L D
     text_mask: Tensor | None = None  # B L
+    loss_mask: Tensor | None = None  # B H W, uint8; None: everything counts
     extra: dict[str, Tensor] = field(default_factory=dict)
     spare: bool = False  # rows repeated from another rank to fill the batch; excluded from metrics
 
@@ -73,6 +76,13 @@ class Batch:
         if self.pixels.is_floating_point():  # in [0, 1] already
             return self.pixels.float()
         return self.pixels.to(torch.float32).div_(255.0)
+
+    def loss_share(self, height: int, width: int) -> Tensor | None:
+        """Which part of each position of a map counts in the loss, B 1 h w in [0, 1]."""
+        if self.loss_mask is None:
+            return None
+        mask = self.loss_mask[:, None].to(torch.float32) / 255
+        return mask if mask.shape[-2:] == (height, width) else F.interpolate(mask, (height, width), mode="area")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply `change` to every tensor."""
@@ -134,12 +144,29 @@ class Batch:
         for name in ("tokens", "latents", "text_embeds", "text_mask"):
             if getattr(first, name) is not None:
                 setattr(batch, name, torch.stack([getattr(sample, name) for sample in samples]))
+        batch.loss_mask = _stack_loss_masks([sample.loss_mask for sample in samples])
         for name in {name for sample in samples for name in sample.extra}:
             parts = [sample.extra[name] for sample in samples]
             if len({part.shape[:1] for part in parts}) > 1:  # of clips of different lengths
                 parts = [_pad_frames(part, max(map(len, parts))) for part in parts]
             batch.extra[name] = torch.stack(parts)
         return batch
+
+
+def _stack_loss_masks(masks: Sequence[Tensor | None]) -> Tensor | None:
+    """B H W; of a sample without a mask everything counts."""
+    first = next((mask for mask in masks if mask is not None), None)
+    if first is None:
+        return None
+    return torch.stack([torch.full_like(first, 255) if mask is None else mask for mask in masks])
+
+
+def weigh_positions(share: Tensor) -> Tensor:
+    """Weights of the positions of B … h w from `Batch.loss_share`, with mean 1: a mean of weighted errors is the mean over what counts.
+
+    A sample of which nothing counts has weights 0.
+    """
+    return share / share.flatten(1).mean(1).clamp_min(1e-6).view(-1, *[1] * (share.ndim - 1))
 
 
 def _pad_frames(frames: Tensor, length: int, value: bool | None = None) -> Tensor:

@@ -169,6 +169,14 @@ class SupportsBuckets(Protocol):
 
 
 @runtime_checkable
+class SupportsLossMasks(Protocol):
+    """Its losses compare pixels or latents position by position, so that they can leave out what data.masks masks."""
+
+    def can_mask_loss(self) -> bool:
+        return True
+
+
+@runtime_checkable
 class ChecksPrecision(Protocol):
     """Cannot be trained in every precision."""
 

@@ -89,6 +89,8 @@ class Source(ABC):
     """How samples get their captions from the texts of their items."""
     has_several_captions: bool = False
     """Some items have several captions, of which training draws one each time."""
+    has_loss_masks: bool = False
+    """Samples say which part of them counts in the loss."""
     caption_help: str = (
         "put a .txt beside each, or list them in metadata.jsonl (file_name, text), labels/ or prompts.txt + videos.txt; "
         "kineo data check shows what was found"

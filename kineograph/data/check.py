@@ -19,6 +19,7 @@ from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, find_captions, names_side, read_captions
 from kineograph.data.decode import has_damaged_profile, media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, build_items, cut_items, list_folder
+from kineograph.data.loss_masks import find_mask_problems
 from kineograph.data.shards import SUFFIXES, Shard
 from kineograph.data.split_folders import describe_split_folders
 from kineograph.data.unread_files import find_unread
@@ -96,7 +97,7 @@ def check_folder(path: Path | str, config: FolderConfig | None = None) -> Report
     listing = list_folder(root, "")
     report = Report(root, problems=list(listing.problems))
     if listing.media:
-        _check_media(report, listing.media, config)
+        _check_media(report, listing.media, config, listing.masks)
         _check_captions(report, listing.media, listing.others, config)
         splits = describe_split_folders(listing.media)
         report.notes += [splits] if splits else []
@@ -148,7 +149,7 @@ def bucket_lines(config: FolderConfig) -> list[str]:
     return buckets.lines()
 
 
-def _check_media(report: Report, names: list[str], config: FolderConfig) -> None:
+def _check_media(report: Report, names: list[str], config: FolderConfig, masks: dict[str, str]) -> None:
     unusable: list[str] = []
 
     def measure(name: str) -> MediaInfo | Problem:
@@ -164,6 +165,12 @@ def _check_media(report: Report, names: list[str], config: FolderConfig) -> None
     results = _map_threads(measure, names)
     report.media += [result for result in results if isinstance(result, MediaInfo)]
     report.problems += [result for result in results if isinstance(result, Problem)]
+    if masks:
+        known = {name: info for name, info in zip(names, results, strict=True) if isinstance(info, MediaInfo)}
+        report.problems += find_mask_problems(report.path, masks, known)
+        report.notes.append(
+            f"masks: {len(masks)} of {len(names)} items have one, such as {min(masks.values())}; data.masks=true uses them"
+        )
     if unusable:
         text = (
             f"colours: {len(unusable)} pictures have a colour profile (ICC) that cannot be used, and are read as sRGB"

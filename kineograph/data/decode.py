@@ -7,10 +7,11 @@ import math
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -156,6 +157,7 @@ class MediaConfig(DataConfig):
 class Clip(NamedTuple):
     pixels: np.ndarray  # T H W C, uint8; T ≤ frames
     fps: float | None  # None: a still image
+    geometry: Mapping[str, Any] = MappingProxyType({})  # the state of rng from which crop, rotation and flip were drawn
 
 
 def decode_media(file: Path | bytes, suffix: str, name: str, options: DecodeOptions, rng: np.random.Generator) -> Clip:
@@ -211,14 +213,14 @@ class LoadedMedia:
         )
 
     def draw(self, options: DecodeOptions, rng: np.random.Generator) -> Clip:
-        chosen = self.pick(options, rng)
+        chosen, geometry = self.pick(options, rng), rng.bit_generator.state
         transform = options.resize_crop.draw(*self.size, rng, self.turned, self.pixel_aspect)
         frames: dict[int, np.ndarray] = {}
         for index in chosen:
             if index not in frames:
                 frame = self.frames[index]
                 frames[index] = transform.orient(frame) if isinstance(frame, np.ndarray) else transform.apply(frame)
-        return Clip(np.stack([frames[index] for index in chosen]), self.fps)
+        return Clip(np.stack([frames[index] for index in chosen]), self.fps, geometry)
 
 
 def load_media(file: Path, suffix: str, name: str, options: DecodeOptions) -> LoadedMedia:
@@ -291,9 +293,9 @@ def decode_image(data: bytes, options: DecodeOptions, rng: np.random.Generator) 
     with _open_image(data, options.truncated, meter) as image:
         if _is_animation(image):
             return _decode_animation(image, data, options, rng, meter)
-        picture = _decode_picture(image, options)
+        picture, geometry = _decode_picture(image, options), rng.bit_generator.state
         transform = options.resize_crop.draw(picture.width, picture.height, rng)
-        return Clip(transform.apply(picture)[None], None)
+        return Clip(transform.apply(picture)[None], None, geometry)
 
 
 def _decode_picture(image: Image.Image, options: DecodeOptions) -> Image.Image:
@@ -342,7 +344,7 @@ def _is_animation(image: Any) -> bool:
 def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.random.Generator, meter: Meter) -> Clip:
     delays = _frame_delays(image, data, meter, options.truncated)
     tolerance = GIF_TOLERANCE if image.format == "GIF" else TOLERANCE
-    chosen = _pick_animation_frames(delays, tolerance, options, rng)
+    chosen, geometry = _pick_animation_frames(delays, tolerance, options, rng), rng.bit_generator.state
     transform = options.resize_crop.draw(image.width, image.height, rng)
     decoded: dict[int, np.ndarray] = {}
     needed = set(chosen.tolist())
@@ -351,9 +353,8 @@ def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.r
         meter.count_frame(*image.size)
         if index in needed:
             decoded[index] = transform.apply(to_channels(image, options.channels, options.background))
-    return Clip(
-        np.stack([decoded[index] for index in chosen.tolist()]), options.fps or len(delays) / float(delays.sum())
-    )
+    fps = options.fps or len(delays) / float(delays.sum())
+    return Clip(np.stack([decoded[index] for index in chosen.tolist()]), fps, geometry)
 
 
 def _pick_animation_frames(

@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kineograph.core.batch import Sample
 from kineograph.core.config import LocalPath
@@ -33,6 +35,7 @@ from kineograph.data.decode import (
 )
 from kineograph.data.decoded_cache import DecodedCache, DecodedSize, KeepsDecoded
 from kineograph.data.fit_summary import MeasuresItems, has_colour, measure_sample
+from kineograph.data.loss_masks import check_mask_size, describe_masks, mask_options, pair_masks
 from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.shards import SUFFIXES
@@ -53,6 +56,8 @@ class FolderConfig(MediaConfig):
     """Hold out single files, or whole subfolders: for crops of one picture or scenes of one film, which must not be in both splits."""
     cut: CutConfig | None = None
     """Cut every clip into shorter ones, each an item, such as {seconds: 4, overlap: 1}; all those of a file are in one split. null: not."""
+    masks: bool = False
+    """Pictures named NAME-mask beside an item NAME say which part of it counts in the loss: white does, black does not. false: not used."""
     sketches: LocalPath | None = None
     """Folder of sketches, each named as its image or clip (the suffix may differ) and cropped the same way; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
@@ -65,6 +70,8 @@ class Listing(NamedTuple):
     media: list[str]
     others: list[str]
     problems: list[Problem]
+    masks: dict[str, str]
+    """Of the media that have one; masks themselves are not among the media."""
 
 
 def list_folder(root: Path, key: str = "data.folder=") -> Listing:
@@ -103,7 +110,9 @@ def list_folder(root: Path, key: str = "data.folder=") -> Listing:
                 others.append(name)
 
     walk(root, "")
-    return Listing(sorted(media), sorted(others), problems)
+    masks = pair_masks(media)
+    unmasked = set(media) - set(masks.values())
+    return Listing(sorted(unmasked), sorted(others), problems, masks)
 
 
 def _refuse_empty(root: Path, listing: Listing, key: str = "data.folder=") -> None:
@@ -215,6 +224,7 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         problems: list[Problem],
         buckets: Buckets | None = None,
         skipped: dict[str, str] | None = None,
+        masks: dict[str, str] | None = None,
     ) -> None:
         self.config = config
         self.root = root
@@ -231,6 +241,8 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         )
         self.fields = frozenset({"pixels", "sketch"} if config.sketches is not None else {"pixels"})
         self._sketches = _find_sketches(config, [item.name for item in items]) if config.sketches is not None else {}
+        self._masks, self._checked_masks = masks or {}, set[str]()
+        self.has_loss_masks = bool(self._masks)
         self._options = config.decode_options(split)
         self._decoded: DecodedCache | None = None
 
@@ -266,7 +278,11 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
             buckets = assign_buckets(readable, config.buckets, config.base_shape, config.fps)  # of all splits
             buckets = buckets.subset([index for index, item in enumerate(items) if item.name in names])
         items = [item for item in items if item.name in names]
-        source = cls(config, root, items, captions, split, note, problems, buckets, skipped)
+        if split == "train":
+            mask_line = describe_masks(listing.masks, names, config.masks, f"{key}{root}")
+            note = "; ".join(filter(None, [note, mask_line])) or None
+        masks = listing.masks if config.masks else {}
+        source = cls(config, root, items, captions, split, note, problems, buckets, skipped, masks)
         if config.uncaptioned == "skip":
             source._skip_uncaptioned(captions)
         return source
@@ -310,6 +326,9 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
             caption=self.caption(index),
             texts=several_texts(self.captions(index)),
         )
+        if item.name in self._masks:
+            rng.bit_generator.state = clip.geometry
+            sample.loss_mask = self._read_mask(index, options, rng)
         if self._sketches:
             path = self._sketches[item.name]
             options = replace(options, channels=self.config.sketch_channels)
@@ -319,6 +338,15 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
                 raise Unreadable(item.name, reason)
             sample.extra["sketch"], _ = pad_frames(sketch, shape.frames)
         return sample
+
+    def _read_mask(self, index: int, options: DecodeOptions, rng: np.random.Generator) -> Tensor:
+        """H W, uint8, with the crop that `rng` gives. Raises Unreadable."""
+        name = self.items[index].name
+        path = self.root / self._masks[name]
+        if name not in self._checked_masks:
+            check_mask_size(path, _probe(self.root, self.items[index], self.config), self.identity(index))
+            self._checked_masks.add(name)
+        return torch.from_numpy(self._decode(path, path.name, mask_options(options), rng).pixels[0, :, :, 0].copy())
 
     def _decode(self, path: Path, name: str, options: DecodeOptions, rng: np.random.Generator) -> Clip:
         if self._decoded is not None:
@@ -330,7 +358,7 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
 
     def estimate_decoded(self, limit: int) -> DecodedSize | None:
         shapes = [self.buckets.shape(index) if self.buckets else self.config.base_shape for index in range(len(self))]
-        channels = self.config.channels + (self.config.sketch_channels if self._sketches else 0)
+        channels = self.config.channels + (self.config.sketch_channels if self._sketches else 0) + bool(self._masks)
         # With one frame each, as small as they get.
         if sum(shape.height * shape.width * channels for shape in shapes) > limit:
             return None
@@ -392,6 +420,7 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(self.config.model_dump_json().encode(), digest_size=16)
         stamps = [_file_stamp(self.root, item) for item in self.items]
+        stamps += [_file_stamp(self.root, Item(mask)) for mask in self._masks.values()]
         for text in (*stamps, *("\0".join(self.captions(index)) for index in range(len(self)))):
             digest.update(f"{text}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()

@@ -5,6 +5,7 @@ So any number of workers or processes sees the same batches, and a resumed run c
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import math
 import signal
@@ -12,9 +13,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -248,6 +251,7 @@ class Loader:
                 multiprocessing_context=_start_method(self.source),
             )
             results = iter(loader)
+            _running.update(results._workers)  # type: ignore[attr-defined]
         try:
             for _ in range(count):
                 yield self._accept(self._next(results))
@@ -384,6 +388,17 @@ def _init_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+_running: WeakSet[BaseProcess] = WeakSet()
+
+
+@atexit.register
+def _kill_workers() -> None:
+    """At exit Python waits for workers, which ignore SIGTERM. Some are left if an error, such as a closed pipe, holds their loader."""
+    for worker in _running:
+        with suppress(ValueError, AssertionError):  # closed already, or of another process
+            worker.kill()
 
 
 def _stop_workers(results: Any) -> None:

@@ -43,14 +43,14 @@ def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random
         if begin >= timing.end - TOLERANCE:
             raise Unreadable("", f"its clip begins at {begin:g} s, but it lasts {timing.end:.3g} s")
         start = begin + float(rng.random()) * max(timing.latest - begin, 0.0)
-        state = rng.bit_generator.state  # a second attempt must draw the same crop
+        state = rng.bit_generator.state  # a second attempt, and a mask, must get the same crop
         frames = _decode_frames(container, stream, start, timing, options, rng, meter)
         if not frames and start > begin:  # the packets there are damaged
             rng.bit_generator.state = state
             frames = _decode_frames(container, stream, begin, timing, options, rng, meter)
         if not frames:
             raise Unreadable("", _NO_FRAMES)
-        return Clip(np.stack(frames), options.fps or timing.rate)
+        return Clip(np.stack(frames), options.fps or timing.rate, state)
 
 
 def _resolve_trim(

@@ -237,9 +237,12 @@ class Diffusion(nn.Module):
             loss = loss + self.config.vb_weight * self.steps * self.variational_bound(output, x0, x_t, t)
         return loss
 
-    def squared_error(self, output: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Weighted mean squared error per sample, B."""
-        return self.weight[t] * _mean_per_sample((self.prediction(output) - self.target(x0, eps, t)) ** 2)
+    def squared_error(
+        self, output: Tensor, x0: Tensor, eps: Tensor, t: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        """Weighted mean squared error per sample, B. `positions`: a weight for each, broadcastable to x0."""
+        error = (self.prediction(output) - self.target(x0, eps, t)) ** 2
+        return self.weight[t] * _mean_per_sample(error if positions is None else error * positions)
 
     def log_variance(self, output: Tensor, t: Tensor) -> Tensor:
         """log Σ of the reverse step from t, from the output's second half."""
@@ -247,7 +250,9 @@ class Diffusion(nn.Module):
         low, high = _gather_table(self.log_posterior, t, share), _gather_table(self.log_beta, t, share)
         return low + share * (high - low)
 
-    def variational_bound(self, output: Tensor, x0: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+    def variational_bound(
+        self, output: Tensor, x0: Tensor, x_t: Tensor, t: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
         """L_t of the variational bound, bits per dimension, B. Its gradient reaches the variance half only."""
         x0, log_variance = x0.float(), self.log_variance(output, t)
         miss = x0 - self.to_x0(x_t, t, output).detach()
@@ -258,7 +263,7 @@ class Diffusion(nn.Module):
         # Zero elsewhere: the likelihood may overflow there, and 0 · ∞ would reach the gradient.
         safe = torch.where(first, miss, 0.0), torch.where(first, log_variance, 0.0)
         nats = torch.where(first, -discretized_log_likelihood(x0, *safe), divergence)
-        return _mean_per_sample(nats) / math.log(2)
+        return _mean_per_sample(nats if positions is None else nats * positions) / math.log(2)
 
 
 def discretized_log_likelihood(x0: Tensor, miss: Tensor, log_variance: Tensor) -> Tensor:

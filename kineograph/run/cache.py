@@ -52,6 +52,8 @@ def _cache_fault(stage: StagePlan, source: Source) -> str | None:
         return "data.shards is a stream: download the shards"
     if len(source) > MAX_ITEMS:
         return f"data.source={stage.spec.data.source} is endless; set data.count, such as data.count=100000"
+    if source.has_loss_masks:
+        return "a cache holds no loss masks (data.masks=true)"
     if source.is_user_dataset:
         return "a change of your own Dataset cannot be detected"
     if _keeps_text(stage) and (source.captioning.shuffles_tags or source.has_several_captions):
@@ -125,8 +127,9 @@ class StageCache:
         name, choice = self.stage.name, self.stage.spec.config.cache
         if choice is False or (choice == "auto" and not (self.folder.stage(name) / "cache").is_dir()):
             return None
-        if choice == "if_possible" and (fault := _cache_fault(self.stage, self.data.source)):
-            self.note(f"{name}: trains without a cache, which takes longer (stages.{name}.cache=if_possible): {fault}")
+        fallback = choice == "if_possible" or self.data.source.has_loss_masks
+        if fallback and (fault := _cache_fault(self.stage, self.data.source)):
+            self.note(f"{name}: trains without a cache, which takes longer (stages.{name}.cache={choice}): {fault}")
             return None
         content = self.content
         if choice in (True, "if_possible"):

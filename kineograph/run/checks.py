@@ -24,7 +24,14 @@ from kineograph.run.cache import check_cachable
 from kineograph.run.previews import read_prompt_rows
 from kineograph.sample.prompt_file import check_pictures
 from kineograph.stage.build import PlanBuilder, fake_tensors
-from kineograph.stage.data import StageData, check_buckets, check_codec, check_tokens, find_missing_weights
+from kineograph.stage.data import (
+    StageData,
+    check_buckets,
+    check_codec,
+    check_loss_masks,
+    check_tokens,
+    find_missing_weights,
+)
 from kineograph.stage.load import StageLoader, locate_stage
 from kineograph.stage.spec import Plan, StagePlan
 from kineograph.stage.warm_start import check_init_shapes
@@ -92,6 +99,7 @@ def check_stages(
                 check_layout(task, stage.train.parallel, stage.players)
             check_tokens(task, data[stage.name])
             check_buckets(task, data[stage.name])
+            check_loss_masks(task, data[stage.name])
             _check_show(stage, task)
             prompts.add(stage, task)
     prompts.finish()

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from kineograph.core.batch import Sample
 from kineograph.core.config import parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
@@ -52,7 +55,7 @@ def show_data(
             note(f"cannot be read: {error.path}: {error.reason}")
     if not samples:
         raise InputError(f"{path}: none of the items can be read; kineo data check {path} lists them all")
-    cells = [enlarge_for_caption(sample.pixels) for sample in samples if sample.pixels is not None]
+    cells = [enlarge_for_caption(_show_pixels(sample)) for sample in samples]
     out.parent.mkdir(parents=True, exist_ok=True)
     make_grid(cells, captions=[_describe(sample) for sample in samples]).save(out)
     note(
@@ -70,6 +73,15 @@ def _read(source: Source, index: int) -> Sample:
     if caption and len(texts) > 1:
         caption = f"[1 of {len(texts)} captions] {caption}"
     return replace(sample, caption=caption)
+
+
+def _show_pixels(sample: Sample) -> Tensor:
+    """T C H W, uint8. What does not count in the loss is faded to gray."""
+    assert sample.pixels is not None
+    if sample.loss_mask is None:
+        return sample.pixels
+    share = sample.loss_mask.float() / 255 * 0.85 + 0.15
+    return torch.lerp(torch.full_like(share, 128.0), sample.pixels.float(), share).round().to(torch.uint8)
 
 
 def read_data_config(path: Path, arguments: Sequence[str], stage: str | None = None) -> DataConfig:

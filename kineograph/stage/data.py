@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from kineograph.cache.source import Cache
 from kineograph.core import distributed
 from kineograph.core.batch import Batch
-from kineograph.core.capabilities import HasLatentShape, HasSampleSize, SupportsBuckets
+from kineograph.core.capabilities import HasLatentShape, HasSampleSize, SupportsBuckets, SupportsLossMasks
 from kineograph.core.distributed import World
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import key_of
@@ -243,6 +243,16 @@ def check_buckets(task: Task, data: StageData) -> None:
             network.shape_for(*shape)
         except ConfigError as error:
             raise ConfigError(f"data.buckets has clips of {shape}: {error}") from None
+
+
+def check_loss_masks(task: Task, data: StageData) -> None:
+    """Refuse masks for a stage whose loss has no positions in the picture, such as one that predicts tokens."""
+    can_mask = isinstance(task, SupportsLossMasks) and task.can_mask_loss()
+    if data.source.has_loss_masks and not can_mask:
+        raise ConfigError(
+            f"{data.stage.title} cannot use data.masks=true: its loss does not compare pixels or latents, position by position; "
+            f"set stages.{data.stage.name}.data.masks=false"
+        )
 
 
 def _find_codec(task: Task) -> Codec | None:

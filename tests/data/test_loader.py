@@ -476,3 +476,19 @@ print("all read" if rows == 9 * 16 else rows)
 def test_24_mb_of_real_shared_memory(tmp_path):
     result = on_small_disk("/dev/shm", "24m", _IN_24_MB)
     assert result.stdout.endswith("all read\n"), result.stderr
+
+
+def test_workers_do_not_outlive_an_error_that_holds_their_loader(tmp_path):
+    """`kineo train … 2>&1 | head`: the error of the closed pipe holds the loader's frame, and workers ignore SIGTERM."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from kineograph.data.loader import Loader\n"
+        "from kineograph.data.open_source import open_source, parse_data_config\n"
+        "config = parse_data_config({'source': 'moving_digits', 'size': 16, 'count': 64})\n"
+        "batches = Loader(open_source(config, 'train', 0), seed=0, batch_size=4, workers=1).steps(0, 100)\n"
+        "next(batches)\n"
+        "sys.keep = batches\n"
+        "sys.exit(7)\n"
+    )
+    assert subprocess.run([sys.executable, str(script)], timeout=60).returncode == 7

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kineograph.codec.codec_loss import repeat_last_real
-from kineograph.core.batch import Batch
+from kineograph.core.batch import Batch, weigh_positions
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import PosteriorCodec, Task
@@ -33,6 +33,7 @@ class LatentClips(NamedTuple):
     first: Tensor | None
     padding: int  # latent frames in front that repeat the first, up to whole tokens
     times: Tensor | None = None  # B t: real latent frames, where clips differ in length
+    positions: Tensor | None = None  # B 1 1 h w: the weight of each latent in the loss, where the data have masks
 
 
 class LatentSpace:
@@ -90,7 +91,9 @@ class LatentSpace:
         times = None
         if batch.frame_mask is not None:
             times = torch.nn.functional.pad(self.codec.mask_for(batch.frame_mask), (missing, 0), value=True)
-        return LatentClips(x0, first, missing, times)
+        share = batch.loss_share(*x0.shape[-2:])
+        positions = None if share is None else weigh_positions(share)[:, None]
+        return LatentClips(x0, first, missing, times, positions)
 
     def _check_cached(self, latents: Tensor) -> Tensor:
         if latents.ndim != 5 or latents.shape[2] not in (self.channels, 2 * self.channels):

@@ -21,6 +21,7 @@ from kineograph.core.capabilities import (
     SupportsCaching,
     SupportsContinuation,
     SupportsLatentSampling,
+    SupportsLossMasks,
     SupportsReconstruction,
     SupportsSampling,
 )
@@ -55,6 +56,7 @@ class CogVideoX(
     SupportsReconstruction,
     SupportsCaching,
     SupportsBuckets,
+    SupportsLossMasks,
     HasLatentShape,
     HasMemorySavers,
     RemapsInit,
@@ -146,10 +148,11 @@ class CogVideoX(
         x_t = self.diffusion.add_noise(clips.x0, eps, t)
         output = self.predict(x_t, t, text, self.space.build_condition(clips.first, clips.padding, x_t))
         if clips.times is None:
-            return self.diffusion.squared_error(output, clips.x0, eps, t)
+            return self.diffusion.squared_error(output, clips.x0, eps, t, clips.positions)
         real = clips.times[:, :, None, None, None]
         right = torch.where(real, output.float(), self.diffusion.target(clips.x0, eps, t))  # no error at padding
-        return self.diffusion.squared_error(right, clips.x0, eps, t) * (real.shape[1] / clips.times.sum(1))
+        error = self.diffusion.squared_error(right, clips.x0, eps, t, clips.positions)
+        return error * (real.shape[1] / clips.times.sum(1))
 
     def forward(self, batch: Batch, noise: Noise) -> SampleErrors:
         clips = self.space.encode_batch(batch, noise, self.training)

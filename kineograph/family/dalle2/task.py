@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kineograph.core.batch import Batch, Prompts, Shape
+from kineograph.core.batch import Batch, Prompts, Shape, weigh_positions
 from kineograph.core.capabilities import (
     ChecksHealth,
     ChecksPrecision,
@@ -17,6 +17,7 @@ from kineograph.core.capabilities import (
     RoutesCaptions,
     SupportsCaching,
     SupportsInpainting,
+    SupportsLossMasks,
     SupportsSampling,
     SupportsUpscaling,
 )
@@ -56,10 +57,13 @@ class ErrorTerms(nn.Module):
         super().__init__()
         self.diffusion = diffusion
 
-    def forward(self, output: Tensor, x0: Tensor, eps: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        error = self.diffusion.squared_error(output, x0, eps, t)
+    def forward(
+        self, output: Tensor, x0: Tensor, eps: Tensor, x_t: Tensor, t: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`positions`: the weight of each, B 1 h w; None: all count alike."""
+        error = self.diffusion.squared_error(output, x0, eps, t, positions)
         learned = self.diffusion.config.learned_variance
-        return error, self.diffusion.variational_bound(output, x0, x_t, t) if learned else None
+        return error, self.diffusion.variational_bound(output, x0, x_t, t, positions) if learned else None
 
 
 class Decoder(
@@ -68,6 +72,7 @@ class Decoder(
     SupportsUpscaling,
     SupportsInpainting,
     SupportsCaching,
+    SupportsLossMasks,
     HasSampleSize,
     DescribesStart,
     RoutesCaptions,
@@ -159,17 +164,17 @@ class Decoder(
             low_res, level = augment(low_res, self.config.augment, noise)
         return upsample(low_res, self.space.grid), level
 
-    def crop(self, x0: Tensor, low_res: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-        """Cut the same square of both; in validation the central one."""
+    def crop(self, maps: list[Tensor], noise: Noise) -> list[Tensor]:
+        """Cut the same square of all maps; in validation the central one."""
         size = self.config.crop
         if size is None:
-            return x0, low_res
+            return maps
         rows, columns = (side - size + 1 for side in self.space.grid)
         if self.training:
             top, left = noise.integers("crop top", rows), noise.integers("crop left", columns)
         else:
             top, left = (torch.full_like(noise.slots, count // 2) for count in (rows, columns))
-        return crop_squares(x0, size, top, left), crop_squares(low_res, size, top, left)
+        return [crop_squares(each, size, top, left) for each in maps]
 
     def predict(
         self,
@@ -197,12 +202,14 @@ class Decoder(
 
     def forward(self, batch: Batch, noise: Noise) -> SampleErrors:
         x0 = self.space.encode_batch(batch)
+        share = batch.loss_share(*self.space.grid)
         low_res = level = None
         if self.can_upscale():
             if batch.pixels is None:
                 raise InputError("super-resolution needs pixels to downsample: train from pixels, not from a cache")
             low_res, level = self.make_low_res(self.resize_reference(batch.video)[:, 0], noise)
-            x0, low_res = self.crop(x0, low_res, noise)
+            x0, low_res, *shares = self.crop([x0, low_res, *([] if share is None else [share])], noise)
+            share = shares[0] if shares else None
         condition = self.encode_batch(batch, noise)
         t, eps = self.draw_timesteps(noise), noise.normal("noise", *x0.shape[1:])
         x_t = self.diffusion.add_noise(x0, eps, t)
@@ -212,7 +219,8 @@ class Decoder(
                 output = self.predict(x_t, t, condition, low_res, level)
                 previous = self.clamp_x0(self.diffusion.to_x0(x_t, t, output)).clone()
         output = self.predict(x_t, t, condition, low_res, level, previous)
-        error, bound = self.error_terms(output, x0, eps, x_t, t)
+        positions = None if share is None else weigh_positions(share)
+        error, bound = self.error_terms(output, x0, eps, x_t, t, positions)
         return SampleErrors(error, bound, t)
 
     def loss(self, player: str, shared: SampleErrors) -> Loss:

@@ -183,6 +183,24 @@ def test_shorter_clips_stand_still_at_the_end_and_are_not_scored_there(make: Mak
     torch.testing.assert_close(task(cached, NOISE).error, error)
 
 
+def test_the_loss_is_the_mean_over_the_latents_that_the_mask_shows(make: Make) -> None:
+    task, whole = make(caption_dropout=0.0, sample={"guidance": 1.0}), clips()
+    mask = torch.zeros(4, 8, 8, dtype=torch.uint8)
+    mask[:, :, :4] = 255  # the left half
+    seen = []
+    predict = task.predict
+    task.predict = lambda x, t, *rest: seen.append((x, t, predict(x, t, *rest))) or seen[-1][2]
+    found = task(replace(whole, loss_mask=mask), NOISE).error
+    x_t, t, v = seen[0]
+    x0, eps = task.space.encode_batch(whole, NOISE, True).x0, NOISE.normal("noise", *x_t.shape[1:])
+    half = x_t.shape[-1] // 2
+    wanted = (v - task.diffusion.target(x0, eps, t)).square()[..., :half].flatten(1).mean(1)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(
+        task(replace(whole, loss_mask=torch.full_like(mask, 255)), NOISE).error, task(whole, NOISE).error
+    )
+
+
 def test_a_new_stage_starts_with_every_block_silent(make: Make) -> None:
     """Zero output: the loss is the variance of the target, and every weight of the last layer has a gradient."""
     task = make(lively=False)

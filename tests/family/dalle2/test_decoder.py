@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -237,13 +239,39 @@ def test_image_and_low_resolution_image_are_cropped_alike(make):
     task = make(low_res_size=8, crop=8).train()
     picture = torch.arange(256.0).view(1, 1, 16, 16).expand(3, 3, -1, -1)
     noise = Noise.for_rows(1, 1, 3)
-    a, b = task.crop(picture, picture * 2, noise)
+    a, b = task.crop([picture, picture * 2], noise)
     assert a.shape == (3, 3, 8, 8) and torch.equal(a * 2, b)
     assert len({int(row[0, 0, 0]) for row in a}) > 1
     assert torch.equal(
         crop_squares(picture, 8, torch.tensor([2, 0, 8]), torch.tensor([1, 0, 8]))[0], picture[0, :, 2:10, 1:9]
     )
     value(task, batch_of(3), noise).backward()
+
+
+# Loss masks -----------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_mean_error_of_what_the_mask_shows(make, batch, noise):
+    task = make().eval()
+    mask = torch.zeros(4, 16, 16, dtype=torch.uint8)
+    mask[:, :4] = 255  # the upper quarter
+    masked = replace(batch, loss_mask=mask)
+    x0 = batch.video[:, 0] * 2 - 1
+    t, eps = task.draw_timesteps(noise), noise.normal("noise", 3, 16, 16)
+    predicted = task.predict(task.diffusion.add_noise(x0, eps, t), t, task.encode_batch(batch, noise))
+    torch.testing.assert_close(value(task, masked, noise), F.mse_loss(predicted[:, :, :4], eps[:, :, :4]))
+    everything = replace(batch, loss_mask=torch.full_like(mask, 255))
+    torch.testing.assert_close(value(task, everything, noise), value(task, batch, noise))
+    assert value(task, replace(batch, loss_mask=torch.zeros_like(mask)), noise) == 0
+
+
+def test_masks_follow_the_crop_and_the_variance(make, batch, noise):
+    """A mask that shows nothing outside the crop in validation, the central 8 × 8."""
+    task = make(low_res_size=8, crop=8, diffusion={"steps": 100, "learned_variance": True}).eval()
+    mask = torch.zeros(4, 16, 16, dtype=torch.uint8)
+    mask[:, 4:12, 4:12] = 255
+    torch.testing.assert_close(value(task, replace(batch, loss_mask=mask), noise), value(task, batch, noise))
+    assert value(task, replace(batch, loss_mask=255 - mask), noise) == 0
 
 
 # Forms of the network --------------------------------------------------------------------------------------------
