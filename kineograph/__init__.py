@@ -34,7 +34,8 @@ def train(
 ) -> Path:
     """Train presets, YAML or JSON files, with dotted keys as settings. Call it again to resume. → the run folder.
 
-    `dataset` is your own torch Dataset, in place of `data.source`; `on_log` gets every record of metrics.jsonl; `resume_from`
+    `dataset` is your own torch Dataset, in place of `data.source`; `on_log` gets every record of metrics.jsonl, and the
+    samples of a step: `{"split": "samples", "samples": [{"caption", "pixels" (T C H W), "fps"}, …], …}`; `resume_from`
     names checkpoints elsewhere (URLs, `wandb:…`) to continue from; `trust` runs the code that runs and checkpoints from
     elsewhere name, until this process ends.
     """

@@ -49,7 +49,7 @@ from kineograph.stage.spec import BatchConfig, read_stage
 from kineograph.text import TextConfig
 from kineograph.text.clip import ClipConfig
 from kineograph.text.clip_embedding import ClipSource
-from kineograph.train.config import EmaConfig, PlayerConfig, TrainConfig, WandbConfig
+from kineograph.train.config import EmaConfig, HubConfig, PlayerConfig, TrainConfig, WandbConfig
 from kineograph.train.parallel import ParallelConfig
 from tests.run.calling import kineo
 
@@ -82,6 +82,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "train.*", PlayerConfig, "train.", None),
     (CONFIG, "train.*", EmaConfig, "train.ema.", None),
     (CONFIG, "train.*", WandbConfig, "train.wandb.", None),
+    (CONFIG, "train.*", HubConfig, "train.hub.", None),
     (CONFIG, "train.*", MetricOptions, "train.metric_options.", None),
     (CONFIG, "train.*", ParallelConfig, "train.parallel.", None),
     (CONFIG, "task: vqgan", VQGANConfig, "", StageConfig),

@@ -29,7 +29,7 @@ from kineograph.data.open_source import Split
 HEADER = "cache.json"
 KINDS = ("tokens", "latents", "image_embed")
 """Fields that stand in for pixels; a pack has one of them."""
-SIDE_FIELDS = ("text_embed", "text_embeds", "text_mask", "first_frame")
+SIDE_FIELDS = ("text_embed", "text_embeds", "text_mask", "first_frame", "low_res_tokens")
 """Fields that `Task.precompute` may give beside it."""
 KEY_BYTES = 16
 _KEYS, _SUMS = "keys.npy", "sums.npy"
@@ -138,7 +138,7 @@ class Pack:
             elif self.header.arrays[name] == _BF16:
                 fields[name] = torch.from_numpy(value.view(np.int16)).view(torch.bfloat16).float()
                 continue
-            elif name != "first_frame" and value.dtype != bool:
+            elif np.issubdtype(value.dtype, np.floating):
                 value = value.astype(np.float32)
             fields[name] = torch.from_numpy(value)
         return fields

@@ -22,7 +22,7 @@ from kineograph.data.captions import several_texts
 from kineograph.data.open_source import DataConfig, Split, SplitItems, select_split
 
 _OPEN_PACKS = 64  # packs whose arrays stay mapped
-_EXTRA = ("image_embed", "text_embed", "first_frame")  # fields that go into Sample.extra
+_EXTRA = ("image_embed", "text_embed", "first_frame", "low_res_tokens")  # fields that go into Sample.extra
 
 
 class CacheConfig(DataConfig):

@@ -71,6 +71,7 @@ DECODER_ROWS: list[Row] = [
     ("decoder.channels", "data.channels", count),
     ("decoder.loss_type", None, only("l2")),
     ("train.find_unused_parameters", "train.parallel.find_unused", flag),
+    ("train.static_graph", "train.parallel.static_graph", flag),
     ("train.save_every_n_samples", "train.save_every_samples", count),
     ("train.n_sample_images", "train.samples", count),
     ("train.device", "train.device", text),

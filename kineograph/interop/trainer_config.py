@@ -84,6 +84,7 @@ def _train(keys: KeyTranslation, call: str, stage: str, rows: list[Row]) -> None
                 f"{stage}.train.batch_size={size * parts} is {size} × {parts}; it is global: multiply it by the number of GPUs"
             )
     keys.move_all(_rows(rows, call, stage))
+    keys.put(f"{stage}.train.sample_first", True)  # they draw at step 0 too
     if keys.take(f"{call}.use_ema", flag) is False:
         keys.put(f"{stage}.train.ema.decay", 0.0)
         keys.take(f"{call}.ema_beta")

@@ -19,6 +19,7 @@ from kineograph.core.task import Loss, Mean
 from kineograph.process.guidance import Schedule, guidance_scale_at, make_guided
 from kineograph.process.token_sampling import draw_tokens
 
+CriticNoise = Literal["falling", "constant", "rising"]
 Critic = Callable[[Tensor, int], Tensor]  # tokens B N, step → scores B N, high = looks wrong
 
 # Training --------------------------------------------------------------------------------------------------------
@@ -154,16 +155,19 @@ class MaskedSample(Config):
     """Gumbel noise on the confidence by which tokens are kept, annealed to 0 by the last step. Not used with a critic."""
     critic_noise: float = Field(1.0, ge=0)
     """Uniform noise on the critic's scores, the counterpart of `noise`."""
-    critic_noise_schedule: Literal["falling", "constant"] = "falling"
-    """falling: annealed to 0 by the last step. constant: the same at every step."""
+    critic_noise_schedule: CriticNoise = "falling"
+    """falling: annealed to 0 by the last step. constant: the same at every step. rising: from little at the first step to all at the last."""
+    critic: bool = True
+    """Let the critic, if there is one, select the tokens to mask again; false: the generator's confidence does."""
 
     def check_without_critic(self) -> None:
         """Refuse critic options in the config of a stage without a critic."""
-        for name in ("critic_noise", "critic_noise_schedule"):
+        for name in ("critic_noise", "critic_noise_schedule", "critic"):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
+                shown = str(value).lower() if isinstance(value, bool) else value
                 raise ValueError(
-                    f"sample.{name}={value} has no effect without a critic: remove it (sample.noise applies instead), "
+                    f"sample.{name}={shown} has no effect without a critic: remove it (sample.noise applies instead), "
                     "or train a critic with critic=self"
                 )
 
@@ -191,7 +195,7 @@ def sample_tokens(
     fixed: Tensor | None = None,
     critic: Critic | None = None,
     critic_noise: float = 1.0,
-    anneal_critic_noise: bool = True,
+    critic_noise_schedule: CriticNoise = "falling",
 ) -> Tensor:
     """Fill in masked tokens over `steps`: each step keeps the most confident ones and masks the rest again.
 
@@ -223,7 +227,9 @@ def sample_tokens(
         else:
             positions = all_positions
             uncertainty = critic(tokens, step).float().gather(1, positions)
-            strength = critic_noise * (annealed if anneal_critic_noise else 1.0)
+            strength = (
+                critic_noise * {"falling": annealed, "constant": 1.0, "rising": 1 - annealed}[critic_noise_schedule]
+            )
             uncertainty = uncertainty + strength * (ranking[:, step].gather(1, positions) - 0.5)
         positions = positions.gather(1, uncertainty.topk(counts[step + 1], dim=1).indices)
         tokens = tokens.scatter(1, positions, mask_id)
@@ -269,5 +275,5 @@ def sample_tokens_guided(
         fixed=fixed,
         critic=critic,
         critic_noise=options.critic_noise,
-        anneal_critic_noise=options.critic_noise_schedule == "falling",
+        critic_noise_schedule=options.critic_noise_schedule,
     )

@@ -87,8 +87,11 @@ class StageCache:
         spec, config = self.stage.spec, self.stage.spec.config
         tree = config.model_dump(mode="json")
         references = [key for key in config.references if isinstance(getattr(config, key), str)]
+        encoders = {key: self.stages.digest(getattr(config, key)) for key in references}
+        if "low_res" in references and (codec_of_it := self.stages.find_codec_of(tree["low_res"])) is not None:
+            encoders["low_res"] = codec_of_it  # a generator encodes nothing: its codec does
         facts: dict[str, Any] = {
-            "encoders": {key: self.stages.digest(getattr(config, key)) for key in references},
+            "encoders": encoders,
             **{name: tree[name] for name in ("text", "clip", "text_encodings") if name in tree},
             "own": spec.task.cache_facts(config) if issubclass(spec.task, SupportsCaching) else {},
             "precision": config.cache_precision,

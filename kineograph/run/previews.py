@@ -87,7 +87,9 @@ class Previews:
         trackers: list[Tracker],
         device: torch.device,
         note: Callable[[str], None] = lambda line: None,
+        on_samples: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
+        self.on_samples = on_samples
         self.plan, self.stage, self.folder, self.data = plan, stage, folder, data
         self.trackers, self.device, self.note = trackers, device, note
         self.shape = stage.spec.data.shape
@@ -149,19 +151,26 @@ class Previews:
                 self.shape.fps if subjects.from_config else self._fps(subjects.real, row) for row in range(len(pixels))
             ]
             self._writes.append(partial(self._write_samples, step, subjects, pixels, online, fps))
+            if self.on_samples is not None:
+                clips = [
+                    {"caption": caption, "pixels": clip, "fps": rate}
+                    for caption, clip, rate in zip(subjects.captions, pixels, fps, strict=True)
+                ]
+                self.on_samples({"stage": self.stage.name, "split": "samples", "step": step, "samples": clips})
 
     def _write_samples(
         self, step: int, subjects: _Subjects, pixels: list[Tensor], online: list[Tensor] | None, fps: list[float]
     ) -> None:
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # of a step that is repeated after a resume
-        listed = []
+        listed, files = [], []
         captions = subjects.captions
         for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
             suffix = _suffix(clip) if self.stage.train.format == "auto" else self.stage.train.format
             path = write_clip(reserve_path(out, slugify(caption), number, f".{suffix}"), clip, fps[number])
             write_atomic(path.with_suffix(".txt"), f"{caption}\n")
             listed.append({"file": path.name, **_describe_row(subjects.rows[number], caption)})
+            files.append(path)
             if clip.shape[0] > 1:
                 make_film_strip(clip).save(path.with_suffix(".strip.png"))
         write_json(out / "prompts.json", listed)
@@ -178,6 +187,8 @@ class Previews:
         if len(longest) > 1:
             sheet = write_clip(out / "grid.gif", make_animated_grid(pixels, captions=captions), self.shape.fps)
         self._track(step, "samples", sheet, "; ".join(captions))
+        for tracker in self.trackers:
+            tracker.log_clips(step, f"{self.stage.name}/sample", list(zip(files, captions, strict=True)))
 
     def _save_latents(self, step: int, stepper: Stepper) -> None:
         """Save undecoded samples: decoding with a large codec may take more memory than the model."""

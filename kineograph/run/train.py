@@ -91,7 +91,7 @@ def train(
             set_deterministic_environment()
         set_group_timeout(max(stage.train.timeout for stage in plan.stages))
         tracker_names: list[str] = list(dict.fromkeys(name for stage in plan.stages for name in stage.train.trackers))
-        check_trackers(tracker_names)
+        check_trackers(tracker_names, plan.stages[0].train.hub)
         data: dict[str, StageData] = {}
         for stage in plan.stages:
             if not stage.spec.config.skip:
@@ -100,7 +100,9 @@ def train(
         begun = any(checkpoint.saved_steps(folder.checkpoints(stage.name)) for stage in plan.stages)
         check_stages(plan, data, folder, building=not distributed.broadcast_object(begun))
         with _lock(folder), closing(RankLog(folder.path)) as rank_log, rank_log.capture_warnings():
-            opened = open_trackers(tracker_names, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb)
+            opened = open_trackers(
+                tracker_names, folder.path, plan.name, plan.tree(), plan.stages[0].train.wandb, plan.stages[0].train.hub
+            )
             trackers = dict(zip(tracker_names, opened, strict=False))
             note = rank_log.with_note(note)
             try:
@@ -217,7 +219,7 @@ class _StageTraining:
             run.note(warning)
         if saved is not None:
             loader.load_position(saved.state().get("data", {}))
-        previews = Previews(run.plan, stage, run.folder, data, self.trackers, self.device, run.note)
+        previews = Previews(run.plan, stage, run.folder, data, self.trackers, self.device, run.note, run.on_log)
         hooks = TrainerHooks(
             checkpoints=checkpoints,
             log=self._log,

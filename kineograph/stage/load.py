@@ -95,6 +95,12 @@ class StageLoader:
                 return codec_of_other
         return None
 
+    def find_codec_of(self, reference: str) -> str | None:
+        """The digest of the codec behind another stage; None: it has none, as it is one itself."""
+        run, name = locate_stage(reference, self.run)
+        found = self.find_codec(read_stage(run.config(), name), run)
+        return found[1] if found is not None else None
+
     def reference_digests(self, run: RunFolder, name: str) -> dict[str, str]:
         """The stages that a stage refers to → digests of their newest weights."""
         references = read_stage(run.config(), name).referenced_stages().values()

@@ -53,6 +53,15 @@ class WandbConfig(Config):
     """Null: random. A resumed run keeps the id in its folder, `wandb/kineograph.json`."""
 
 
+class HubConfig(Config):
+    """Where the tracker `hub` uploads checkpoints to."""
+
+    repo: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+    """A model repository of the Hugging Face hub, `owner/name`, created if it does not exist; null: only the folder RUN/hub is written."""
+    private: bool = True
+    """Create the repository as a private one."""
+
+
 class TrainConfig(PlayerConfig):
     steps: int = Field(1000, ge=1)
     """Optimizer steps."""
@@ -92,6 +101,8 @@ class TrainConfig(PlayerConfig):
     """Checkpoints to keep, besides the best one and the snapshots."""
     sample_every: int = Field(1000, ge=0)
     """Steps between drawing samples; 0: never."""
+    sample_first: bool = False
+    """Also draw samples at step 0, before training."""
     samples: int = Field(8, ge=1)
     """Number of `prompts` to draw."""
     sample_frames: int | None = Field(None, ge=1)
@@ -136,10 +147,11 @@ class TrainConfig(PlayerConfig):
     """Peak of one device in 10¹² floating-point operations per second, for `time/mfu`; null: the value known for the GPU."""
     parallel: ParallelConfig = ParallelConfig()
     """How processes share the model: replicate, shard, hybrid, or a mapping."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    trackers: tuple[Literal["tensorboard", "wandb", "hub"], ...] = ("tensorboard",)
     wandb: WandbConfig = WandbConfig()
+    hub: HubConfig = HubConfig()
     log_checkpoints: bool = False
-    """Upload checkpoints to wandb as artifacts, with the aliases latest and best."""
+    """Give checkpoints to wandb, as artifacts with the aliases latest and best, and to hub."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -161,9 +173,19 @@ class TrainConfig(PlayerConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_log_checkpoints(self) -> TrainConfig:
-        if self.log_checkpoints and "wandb" not in self.trackers:
+    def _check_static_graph(self) -> TrainConfig:
+        if self.parallel.static_graph and self.accumulate > 1:
             raise ValueError(
-                f"log_checkpoints=true needs the tracker wandb, and trackers={list(self.trackers)}: add wandb, or set log_checkpoints=false"
+                f"parallel.static_graph=true does not work with accumulate={self.accumulate}, which torch's DDP refuses: use one of the two"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_log_checkpoints(self) -> TrainConfig:
+        if self.log_checkpoints and not {"wandb", "hub"} & set(self.trackers):
+            raise ValueError(
+                f"log_checkpoints=true needs the tracker wandb or hub, and trackers={list(self.trackers)}: add one, or set log_checkpoints=false"
+            )
+        if "hub" in self.trackers and not self.log_checkpoints:
+            raise ValueError("the tracker hub takes checkpoints: set log_checkpoints=true, or leave it out of trackers")
         return self

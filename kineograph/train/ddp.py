@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from kineograph.core.batch import Batch
 from kineograph.core.device_copy import copy_to_device
 from kineograph.core.errors import ConfigError
 from kineograph.core.noise import Noise
-from kineograph.core.task import Loss, Task
+from kineograph.core.task import Loss, Mean, Task
 from kineograph.train.dtensors import to_local
 
 
@@ -32,34 +32,55 @@ class LossModule(nn.Module):
         return self.task.loss(self.player, self.task(batch, noise))
 
 
+class _ExposedTotal(nn.Module):
+    """→ the total as a plain tensor beside the loss: DDP's static graph hooks into the tensors of a tuple, and sees none in a Loss."""
+
+    def __init__(self, inner: LossModule) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch: Batch, noise: Noise) -> tuple[Tensor, Loss]:
+        loss = self.inner(batch, noise)
+        return loss.total.sum, loss
+
+
 class ReplicatedTask:
     """A task with one player in DDP: gradients are reduced while the backward pass runs."""
 
-    def __init__(self, task: Task, bucket_mb: float, find_unused: bool) -> None:
+    def __init__(self, task: Task, bucket_mb: float, find_unused: bool, static_graph: bool = False) -> None:
+        self.static_graph = static_graph
         with warnings.catch_warnings():
             # torch 2.11 does not have its successor yet
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
             self.module = DistributedDataParallel(
-                LossModule(task, task.players[0]),
+                _ExposedTotal(LossModule(task, task.players[0])),
                 broadcast_buffers=False,  # code that updates buffers reduces them itself
                 bucket_cap_mb=bucket_mb,
-                find_unused_parameters=find_unused,
+                find_unused_parameters=find_unused and not static_graph,
+                static_graph=static_graph,
                 gradient_as_bucket_view=True,
             )
 
     def loss(self, batch: Batch, noise: Noise) -> Loss:
-        try:
-            return self.module(batch, noise)
-        except RuntimeError as error:
-            if "finished reduction in the prior iteration" not in str(error):
-                raise
-            raise ConfigError(
-                "train.parallel.find_unused=false: some parameters got no gradient in the last step; set it to true"
-            ) from None
+        total, loss = self.module(batch, noise)
+        return replace(loss, total=Mean(total, loss.total.count))
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
         """Around each micro-batch: only the last of a step reduces."""
-        return nullcontext() if is_last else self.module.no_sync()
+        try:
+            with nullcontext() if is_last else self.module.no_sync():
+                yield
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" in str(error) and not self.static_graph:
+                raise ConfigError(
+                    "train.parallel.find_unused=false: some parameters got no gradient in the last step; set it to true"
+                ) from None
+            if "finished reduction" in str(error) or "training graph has changed" in str(error):
+                raise ConfigError(
+                    "train.parallel.static_graph=true: this step used other parameters than the first; set it to false"
+                ) from None
+            raise
 
 
 class GradientAverage:

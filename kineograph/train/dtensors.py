@@ -59,14 +59,17 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """√Σ |g|² of plain tensors and DTensors together, each element counted once."""
+    gradients = list(gradients)
     by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for gradient in gradients:
         by_groups.setdefault(_shard_groups(gradient), []).append(to_local(gradient))
     if by_groups.keys() <= {()}:
         return torch.nn.utils.get_total_norm(by_groups.get((), []))
+    # Offloaded shards are in main memory; their norm is reduced, and added to the others, on the mesh's device.
+    device = next((g.device for g in gradients if g.device.type != "cpu"), torch.device("cpu"))
     squares = []
     for groups, shards in by_groups.items():
-        square = torch.nn.utils.get_total_norm(shards).square()
+        square = torch.nn.utils.get_total_norm(shards).square().to(device)
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from kineograph.core.batch import Batch
 from kineograph.core.errors import ConfigError
@@ -43,9 +43,11 @@ class ShardedTask:
             cast_forward_inputs=False,
         )
         mesh = layout.sharding_mesh()
+        pin = mesh.device_type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=pin) if layout.config.offload else OffloadPolicy()
         blocks = task.blocks()
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard, offload_policy=offload)
         self.blocks: Sequence[FSDPModule] = cast(Any, blocks)
         # A common root lets FSDP2 prefetch blocks. It shards no weights of its own: sampling and encoding run parts of the task without it.
         in_blocks = {p for block in blocks for p in block.parameters()}

@@ -51,6 +51,13 @@ class ParallelConfig(Config):
     """Look in each step for parameters without a gradient, such as a null caption in a step that dropped no caption. false: faster, and
     such a parameter is an error."""
 
+    static_graph: bool = False
+    """Of replicate: DDP learns in the first step which parameters get a gradient and does not look again. Faster than find_unused; a step
+    that uses other parameters is an error. Not with train.accumulate."""
+    offload: bool = False
+    """Of shard and hybrid: weights, gradients and moments of the blocks stay in main memory, and a block's weights are copied to the GPU
+    when it runs. Far less GPU memory, slower steps."""
+
     @model_validator(mode="before")
     @classmethod
     def _parse_layout_name(cls, value: Any) -> Any:
@@ -64,6 +71,13 @@ class ParallelConfig(Config):
             )
         if not self.reshard and self.layout == "replicate":
             raise ValueError("reshard=false: layout=replicate shards nothing; use shard or hybrid")
+        if self.offload and self.layout == "replicate":
+            raise ValueError("offload=true: layout=replicate keeps whole models on the GPUs; use shard or hybrid")
+        if self.static_graph and (self.layout != "replicate" or self.tensor > 1):
+            raise ValueError(
+                f"static_graph=true is an option of DDP, and layout={self.layout}, tensor={self.tensor}: use layout=replicate and tensor=1, "
+                "or leave it out"
+            )
         if self.tensor > 1 and self.layout != "replicate":
             raise ValueError(
                 f"tensor={self.tensor} does not work with layout={self.layout}: use layout=replicate, or sequence in place of tensor"

@@ -46,6 +46,11 @@ def check_layout(task: Task, parallel: ParallelConfig, players: Mapping[str, Pla
             )
     if parallel.layout != "replicate":
         check_sharding(task)
+    if parallel.static_graph and len(task.players) > 1:
+        raise ConfigError(
+            f"train.parallel.static_graph=true is an option of DDP, which {type(task).__name__} with its players {', '.join(task.players)} "
+            "does not use: set it to false for this stage"
+        )
     if parallel.tensor > 1:
         check_tensor_parallel(task, parallel.tensor)
     if parallel.sequence > 1:
@@ -134,7 +139,7 @@ class Stepper:
             return
         parallel = self.config.parallel
         if len(self.task.players) == 1 and not self.sharded and parallel.tensor == 1:
-            self.wrapped = ReplicatedTask(self.task, parallel.bucket_mb, parallel.find_unused)
+            self.wrapped = ReplicatedTask(self.task, parallel.bucket_mb, parallel.find_unused, parallel.static_graph)
             return
         keys = parallel.bucket_mb, parallel.find_unused
         for player, parameters in self.parameters.items():
@@ -272,7 +277,9 @@ class Stepper:
         }
         floats = {name: to_local(value) for name, value in tensors.items() if value.is_floating_point()}
         bad = (
-            torch.stack([(~value.isfinite()).any() for value in floats.values()]).float() if floats else torch.zeros(0)
+            torch.stack([(~value.isfinite()).any().to(self.device) for value in floats.values()]).float()
+            if floats
+            else torch.zeros(0)
         )
         # Shards differ between processes, and model-parallel ones are no data ranks.
         parts = distributed.all_gather_floats(bad.tolist())

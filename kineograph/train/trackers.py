@@ -7,8 +7,9 @@ import json
 import os
 import re
 import secrets
+import textwrap
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +17,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kineograph.core import distributed
+from kineograph.core.config import dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.core.health import Finding
 from kineograph.core.run_folder import read_json
-from kineograph.train.config import WandbConfig
+from kineograph.train.config import HubConfig, WandbConfig
+from kineograph.train.hub_folder import HubFolder, import_hub
 from kineograph.train.metrics_file import Record
 from kineograph.train.phases import phase_of
 
@@ -36,6 +39,9 @@ class Tracker(Protocol):
     def log_media(self, step: int, name: str, path: Path, caption: str = "") -> None:
         """Log a PNG or a GIF; `name` is `<stage>/<what>`."""
 
+    def log_clips(self, step: int, name: str, clips: list[tuple[Path, str]]) -> None:
+        """Log samples one by one with their captions: PNG, GIF or MP4, which has a film strip (.strip.png) beside it."""
+
     def log_checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
         """Upload a complete checkpoint, if the tracker stores files."""
 
@@ -43,24 +49,31 @@ class Tracker(Protocol):
 
 
 def open_trackers(
-    names: Sequence[str], folder: Path, name: str, config: Mapping[str, Any], wandb: WandbConfig | None = None
+    names: Sequence[str],
+    folder: Path,
+    name: str,
+    config: Mapping[str, Any],
+    wandb: WandbConfig | None = None,
+    hub: HubConfig | None = None,
 ) -> list[Tracker]:
     """Open the trackers of run `name` in `folder`, on rank 0 only."""
     check_trackers(names)
     if not distributed.is_first():
         return []
-    return [
-        TensorBoard(folder / "tensorboard")
-        if tracker == "tensorboard"
-        else WeightsAndBiases(folder, name, config, wandb)
-        for tracker in dict.fromkeys(names)
-    ]
+    opened: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(folder / "tensorboard", config),
+        "wandb": lambda: WeightsAndBiases(folder, name, config, wandb),
+        "hub": lambda: HubFolder(folder, name, config, hub),
+    }
+    return [opened[tracker]() for tracker in dict.fromkeys(names)]
 
 
-def check_trackers(names: Collection[str]) -> None:
+def check_trackers(names: Collection[str], hub: HubConfig | None = None) -> None:
     """Check that optional packages of trackers can be imported, before anything is written."""
     if "wandb" in names:
         _import_wandb()
+    if "hub" in names and hub is not None and hub.repo is not None:
+        import_hub()
 
 
 def _numbers(record: Record) -> Iterator[tuple[str, float]]:
@@ -79,8 +92,8 @@ class TensorBoard:
     Each stage has its own folder, because TensorBoard purges by step: stages in one folder would purge each other.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, config: Mapping[str, Any] | None = None) -> None:
+        self.folder, self.config = folder, config
         self._writers: dict[str, Any] = {}
 
     def begin(self, stage: str, step: int) -> None:
@@ -90,6 +103,9 @@ class TensorBoard:
             self._writers.pop(stage).close()
         is_resumed = any((self.folder / stage).glob("events.*"))
         self._writers[stage] = SummaryWriter(str(self.folder / stage), purge_step=step + 1 if is_resumed else None)
+        if self.config and not is_resumed:
+            # Four spaces make it a block of code in the tab Text.
+            self._writers[stage].add_text("config", textwrap.indent(dump_yaml(self.config), "    "), 0)
 
     def log(self, record: Record) -> None:
         writer = self._writer(record["stage"], record["step"])
@@ -110,6 +126,11 @@ class TensorBoard:
         writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
         if caption:
             writer.add_text(f"{name}/caption", caption, step)
+
+    def log_clips(self, step: int, name: str, clips: list[tuple[Path, str]]) -> None:
+        for number, (path, caption) in enumerate(clips):
+            shown = path.with_suffix(".strip.png") if path.suffix == ".mp4" else path  # it plays GIFs, not MP4
+            self.log_media(step, f"{name}/{number:02d}", shown, caption)
 
     def log_checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
         """TensorBoard stores no files."""
@@ -158,6 +179,7 @@ class WeightsAndBiases:
         memory = read_json(self._memory_file)
         self._id: str = memory.get("id") or target.id or secrets.token_hex(4)
         self._last_steps: dict[str, int] = memory.get("reached", {})
+        self._logged: int = memory.get("logged", 0)
         self._begun: set[str] = set()
         self._lock = threading.RLock()
         self._memory_file.parent.mkdir(parents=True, exist_ok=True)
@@ -176,6 +198,8 @@ class WeightsAndBiases:
             raise InputError(
                 f"train.trackers names wandb, which refused to start ({error}): log in with `wandb login`, or set WANDB_MODE=offline"
             ) from None
+        # An offline run counts from 0 again, and its points would replace earlier ones when both are synced.
+        self._logged = max(self._logged, int(getattr(self._run, "step", 0)))
         self._write_memory()  # now, so that a run that dies early resumes under the same id
 
     def begin(self, stage: str, step: int) -> None:
@@ -190,9 +214,15 @@ class WeightsAndBiases:
         self._log_once(f"{stage}/{split}/{kind}", stage, step, numbers)
 
     def log_media(self, step: int, name: str, path: Path, caption: str = "") -> None:
-        kind = self._module.Video if path.suffix == ".gif" else self._module.Image
-        media = kind(str(path), caption=caption or None)
-        self._log_once(name, name.partition("/")[0], step, {name: media})
+        self._log_once(name, name.partition("/")[0], step, {name: self._media(path, caption)})
+
+    def log_clips(self, step: int, name: str, clips: list[tuple[Path, str]]) -> None:
+        items = {f"{name}/{number:02d}": self._media(*clip) for number, clip in enumerate(clips)}
+        self._log_once(f"{name}/clips", name.partition("/")[0], step, items)
+
+    def _media(self, path: Path, caption: str) -> Any:
+        kind = self._module.Video if path.suffix in (".gif", ".mp4") else self._module.Image
+        return kind(str(path), caption=caption or None)
 
     def log_checkpoint(self, stage: str, step: int, path: Path, best: bool) -> None:
         """Upload an artifact `<run>-<stage>`; `init` and `--resume-from` take it as wandb:ENTITY/PROJECT/NAME:latest."""
@@ -213,7 +243,8 @@ class WeightsAndBiases:
                 return
             if stage not in self._begun:
                 self.begin(stage, step - 1)
-            self._run.log({**values, f"{stage}/step": step})
+            self._run.log({**values, f"{stage}/step": step}, step=self._logged)
+            self._logged += 1
 
     def _is_new(self, series: str, step: int) -> bool:
         if step <= self._last_steps.get(series, -1):
@@ -224,5 +255,7 @@ class WeightsAndBiases:
 
     def _write_memory(self) -> None:
         temporary = self._memory_file.with_suffix(".part")  # not flushed: a power cut costs a point logged twice
-        temporary.write_text(json.dumps({"id": self._id, "reached": self._last_steps}), encoding="utf-8")
+        temporary.write_text(
+            json.dumps({"id": self._id, "reached": self._last_steps, "logged": self._logged + 1}), encoding="utf-8"
+        )
         os.replace(temporary, self._memory_file)

@@ -156,6 +156,9 @@ class Trainer:
             if config.save_first and cursor == Cursor():
                 self._save(cursor)
                 self.saver.wait()  # the data workers are forked next, and should not copy a thread in mid-write
+            if config.sample_first and config.sample_every and cursor == Cursor():
+                self._run_phase("sample", cursor.step)
+                self.saver.wait()
             if self.config.health != "off" and schedule_position(config, cursor) < config.steps:
                 self._report(self.health.check_start(), cursor.step, "train")
             self.timer.reset()

@@ -16,9 +16,11 @@ def read(task: str, sample: dict[str, Any], **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize("task", ["muse", "phenaki"])
-@pytest.mark.parametrize(("key", "value"), [("critic_noise", 2.0), ("critic_noise_schedule", "constant")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("critic_noise", 2.0), ("critic_noise_schedule", "rising"), ("critic", False)]
+)
 def test_noise_on_a_critics_scores_needs_a_critic(task: str, key: str, value: Any) -> None:
-    told = rf"stages\.x: sample\.{key}={value} has no effect without a critic: remove it.*critic=self"
+    told = rf"stages\.x: sample\.{key}={str(value).lower()} has no effect without a critic: remove it.*critic=self"
     with pytest.raises(ConfigError, match=told):
         read(task, {key: value})
     assert getattr(read(task, {key: value}, critic="self").sample, key) == value
@@ -35,4 +37,5 @@ def test_a_critic_that_nothing_gives_is_none() -> None:
 def test_noise_on_the_generators_confidence_needs_it_to_decide() -> None:
     with pytest.raises(ConfigError, match=r"sample\.noise=2 .*critic=self decides in its place.*sample\.critic_noise"):
         read("muse", {"noise": 2.0}, critic="self")
+    read("muse", {"noise": 2.0, "critic": False}, critic="self")
     read("phenaki", {"noise": 2.0}, critic="self")  # sample.critic=false lets it

@@ -113,6 +113,35 @@ def test_find_unused_applies_to_tasks_with_two_players(find_unused: bool) -> Non
     assert first == "" if find_unused else "the first is generator.spare" in first
 
 
+def test_a_static_graph_looks_once_for_parameters_without_a_gradient() -> None:
+    """One that begins to be used in a later step is an error; without static_graph it is none."""
+
+    def work(rank: int) -> list[str]:
+        answers = []
+        for static in (True, False):
+            task = toy()
+            task.spare = nn.Parameter(torch.zeros(()))
+            forward = task.forward
+
+            def add_spare(batch: Any, noise: Any, task: Any = task, forward: Any = forward) -> Any:
+                found, *others = forward(batch, noise)
+                return found + task.spare if noise.step > 1 else found, *others
+
+            task.forward = add_spare  # type: ignore[method-assign]
+            config = TrainConfig.model_validate({"batch_size": 8, "warmup": 0, "parallel": {"static_graph": static}})
+            stepper = Stepper(task, config)
+            try:
+                for step in range(4):
+                    stepper.step(step, [batch(step, range(4 * rank, 4 * rank + 4))])
+                answers.append("")
+            except ConfigError as error:
+                answers.append(str(error))
+        return answers
+
+    for static, searching in run_ranks(2, work):
+        assert "static_graph=true: this step used other parameters" in static and searching == ""
+
+
 def test_ddp_reduces_once_a_step() -> None:
     """Not after each micro-batch."""
     config = TrainConfig.model_validate({"batch_size": 8, "accumulate": 2, "warmup": 0})

@@ -20,6 +20,8 @@ from tests.parallel.worlds import run
 STEPS, LATER = 4, 6
 SHARD: dict[str, Any] = {"parallel": "shard"}
 KEEP: dict[str, Any] = {"parallel": {"layout": "shard", "reshard": False}}
+STATIC: dict[str, Any] = {"parallel": {"static_graph": True}}
+OFFLOAD: dict[str, Any] = {"parallel": {"layout": "shard", "offload": True}}
 HYBRID: dict[str, Any] = {"parallel": {"layout": "hybrid", "shard": 2}}
 TENSOR: dict[str, Any] = {"parallel": {"tensor": 2}}
 SEQUENCE: dict[str, Any] = {"parallel": {"sequence": 2}}
@@ -37,6 +39,7 @@ BOTH: Cases = {
     "toy-poison": ({"task": "toy", "poison": 2}, {}),
     "toy-shard": ({"task": "toy"}, SHARD),
     "toy-shard-micro": ({"task": "toy", "train": MICRO}, SHARD),
+    "toy-static": ({"task": "toy"}, STATIC),
     "duel": ({"task": "duel"}, {}),
     "duel-micro": ({"task": "duel", "train": MICRO, "rows": 11}, {}),
     "gan": ({"task": "gan", "train": STEADY}, {}),
@@ -44,6 +47,7 @@ BOTH: Cases = {
     "cogvideox-shard": ({"task": "cogvideox"}, SHARD),
     "cogvideox-shard-uneven": ({"task": "cogvideox", "rows": 7}, SHARD),
     "cogvideox-keep": ({"task": "cogvideox"}, KEEP),
+    "cogvideox-offload": ({"task": "cogvideox"}, OFFLOAD),
     "cogvideox-poison": ({"task": "cogvideox", "poison": 1}, SHARD),
     "cogvideox-tensor": ({"task": "cogvideox"}, TENSOR),
     "cogvideox-tensor-recompute": ({"task": "cogvideox", "train": RECOMPUTE}, TENSOR),

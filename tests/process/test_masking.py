@@ -330,7 +330,7 @@ def test_judging_counts_scored_places_alone():
 def test_critic_noise_may_stay():
     critic = lambda tokens, step: torch.zeros(tokens.shape)  # noqa: E731 (noise alone decides)
 
-    def orders(**keys):
+    def orders(critic_noise=1.2e3, **keys):
         oracle = Oracle(truth(), 11)
         sample_tokens(
             oracle,
@@ -339,16 +339,19 @@ def test_critic_noise_may_stay():
             steps=6,
             noise=noise(3),
             critic=lambda t, s: critic(t, s) + 1e3 * (torch.arange(20) < 4),
-            critic_noise=1.2e3,
+            critic_noise=critic_noise,
             **keys,
         )
         return oracle.seen
 
-    falling, constant = orders(), orders(anneal_critic_noise=False)
+    falling, constant = orders(), orders(critic_noise_schedule="constant")
     assert not torch.equal(falling[-1], constant[-1])
     left = masked_counts(20, 6)[5]
     assert ((falling[-1] == 11).sum(1) == left).all()
     assert (falling[-1] == 11)[:, 4:].sum() < (constant[-1] == 11)[:, 4:].sum()  # late noise still moves what is hidden
+    # At a strength of 6,000 the last of five draws has 1,000 if it falls, which moves no token past a score of 1,000, and 5,000 if it rises.
+    falling, rising = (orders(6e3, critic_noise_schedule=kind) for kind in ("falling", "rising"))
+    assert (falling[-1] == 11)[:, 4:].sum() < (rising[-1] == 11)[:, 4:].sum()
 
 
 def test_guided_hidden_states_are_guided_logits():

@@ -49,6 +49,7 @@ def train(
     lines: list[str] | None = None,
     dataset: Any = None,
     stages: dict[str, Any] | None = None,
+    on_log: Any = None,
     **changes: Any,
 ) -> Path:
     """Train BASE with some keys changed (`data__count=4`), or other stages, in `folder/name`; what the log says goes to `lines`."""
@@ -61,7 +62,9 @@ def train(
     config.write_text(yaml.safe_dump(tree, sort_keys=False))
     SEEN.clear()
     told = lines if lines is not None else []
-    return run_train([str(config)], run=folder / name, dataset=dataset, note=told.append, quiet=lines is None)
+    return run_train(
+        [str(config)], run=folder / name, dataset=dataset, on_log=on_log, note=told.append, quiet=lines is None
+    )
 
 
 class ClipCodecConfig(StageConfig):

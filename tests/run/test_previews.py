@@ -54,6 +54,28 @@ def test_samples_inputs_and_reconstructions_are_files_with_their_text(tmp_path: 
     assert (stage / "validation" / "step-00000003.gif").exists()
 
 
+def test_step_0_is_drawn_on_request_and_callbacks_get_the_clips(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    keys = {"train__sample_first": True, "train__trackers": ["hub"], "train__log_checkpoints": True}
+    stage = shown(tmp_path, on_log=seen.append, **keys)
+    assert sorted(path.name for path in (stage / "samples").iterdir()) == ["step-00000000", "step-00000003"]
+    drawn = [record for record in seen if record["split"] == "samples" and record["stage"] == "generator"]
+    assert [record["step"] for record in drawn] == [0, 3]
+    listed = json.loads((stage / "samples" / "step-00000003" / "prompts.json").read_text())
+    assert [clip["caption"] for clip in drawn[1]["samples"]] == [row["prompt"] for row in listed]
+    for clip, row in zip(drawn[1]["samples"], listed, strict=True):
+        written, fps = read_clip(stage / "samples" / "step-00000003" / row["file"])
+        assert clip["pixels"].shape == written.shape and clip["fps"] == fps == 6
+    assert not [record for record in seen if record["split"] == "train" and "samples" in record]
+    hub = stage.parent / "hub"
+    newest = hub / "generator" / "latest"
+    assert {path.name for path in newest.iterdir()} == {
+        path.name for path in (stage / "checkpoints" / "step-00000003").iterdir()
+    }
+    again = shown(tmp_path, "again", stages__generator__init=f"file://{newest}")  # a hub folder is a start
+    assert (again / "checkpoints").is_dir()
+
+
 def test_each_clip_keeps_its_own_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kineograph.stage.data import StageData
 

@@ -17,7 +17,7 @@ from PIL import Image
 from kineograph.core.errors import InputError
 from kineograph.core.health import Finding
 from kineograph.train import trackers
-from kineograph.train.config import WandbConfig
+from kineograph.train.config import HubConfig, TrainConfig, WandbConfig
 from kineograph.train.metrics_file import MetricsFile
 from kineograph.train.trackers import TensorBoard, WeightsAndBiases, check_trackers, open_trackers
 
@@ -199,6 +199,25 @@ def test_tensorboard_media(tmp_path):
     assert "tokenizer/samples/caption/text_summary" in events.Tags()["tensors"]
 
 
+def test_the_config_and_each_clip_are_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    still, moving = picture(tmp_path / "a.png"), picture(tmp_path / "b.gif", moving=True)
+    picture(tmp_path / "c.strip.png")
+    (board,) = open_trackers(["tensorboard"], tmp_path, "x", {"train": {"steps": 5}})
+    board.log_clips(2, "tokenizer/sample", [(still, "a 3"), (moving, "a 7"), (tmp_path / "c.mp4", "a 9")])
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "tokenizer"), size_guidance={"images": 0, "tensors": 0})
+    events.Reload()
+    (text,) = events.Tensors("config/text_summary")
+    assert b"steps: 5" in text.tensor_proto.string_val[0]
+    shown = {tag: events.Images(tag)[0].encoded_image_string for tag in events.Tags()["images"]}
+    assert shown["tokenizer/sample/01"] == moving.read_bytes()
+    assert shown["tokenizer/sample/02"] == (tmp_path / "c.strip.png").read_bytes()
+    (caption,) = events.Tensors("tokenizer/sample/01/caption/text_summary")
+    assert caption.tensor_proto.string_val[0] == b"a 7"
+
+
 # Weights & Biases ------------------------------------------------------------------------------------------------
 
 
@@ -228,13 +247,14 @@ def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
 
 class FakeRun:
     def __init__(self, told: list) -> None:
-        self.told, self.metrics = told, {}
+        self.told, self.metrics, self.steps = told, {}, []
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.metrics[name] = step_metric
 
-    def log(self, values: dict) -> None:
+    def log(self, values: dict, step: int) -> None:
         self.told.append(values)
+        self.steps.append(step)
 
     def log_artifact(self, artifact, aliases: list[str]) -> None:
         self.told.append((artifact.name, artifact.files, aliases))
@@ -278,6 +298,7 @@ def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    counted: list[int] = []
     for start, stop in ((0, 4), (2, 6)):
         tracker = WeightsAndBiases(tmp_path, "demo", {"seed": 3})
         for step in range(start + 1, stop + 1):
@@ -289,6 +310,7 @@ def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
         tracker.log_media(stop, "tokenizer/samples", picture(tmp_path / "a.png"), "a 3")
         tracker.log_media(stop, "tokenizer/clips", picture(tmp_path / "b.gif", moving=True))
         tracker.close()
+        counted += tracker._run.steps
     first, second = fake.started
     assert first["id"] == second["id"]
     assert (first["project"], first["name"], first["config"], first["dir"]) == (
@@ -297,6 +319,7 @@ def test_wandb_continues_one_run_and_repeats_nothing(tmp_path, monkeypatch):
         {"seed": 3},
         str(tmp_path),
     )
+    assert counted == list(range(len(counted)))  # an offline run continues where the last one ended
     steps = [told["tokenizer/step"] for told in fake.told if "tokenizer/train/loss" in told]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert [told["tokenizer/samples"] for told in fake.told if "tokenizer/samples" in told] == [
@@ -332,6 +355,63 @@ def test_wandb_keeps_checkpoints(tmp_path, monkeypatch):
     for _ in range(2):  # a resumed run does not send it again
         WeightsAndBiases(tmp_path, "my run", {}).log_checkpoint("decoder", 4, folder, best=True)
     assert fake.told == [("my-run-decoder", ["model.safetensors"], ["latest", "step-4", "best"])]
+
+
+def test_each_clip_is_an_item_of_wandb(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setattr(trackers, "_import_wandb", lambda: fake)
+    tracker = WeightsAndBiases(tmp_path, "demo", {})
+    for _ in range(2):  # once a step
+        tracker.log_clips(3, "generator/sample", [(tmp_path / "a.png", "a 3"), (tmp_path / "b.mp4", "a 7")])
+    assert fake.told == [
+        {
+            "generator/sample/00": ("image", "a.png", "a 3"),
+            "generator/sample/01": ("video", "b.mp4", "a 7"),
+            "generator/step": 3,
+        }
+    ]
+
+
+# A model hub -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_go_to_a_folder_of_the_hub(tmp_path, monkeypatch):
+    from kineograph.train import hub_folder
+
+    calls: list = []
+
+    class Api:
+        def create_repo(self, repo, private, exist_ok):
+            calls.append((repo, private))
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            if len(calls) > 3:
+                raise OSError("no network")
+            calls.append((repo_id, Path(folder_path).name, commit_message))
+
+    monkeypatch.setattr(hub_folder, "import_hub", lambda: type("module", (), {"HfApi": Api}))
+    (tracker,) = open_trackers(["hub"], tmp_path, "demo", {"stages": {"tokenizer": {}}}, hub=HubConfig(repo="me/demo"))
+    for step, best in ((4, True), (8, False)):
+        saved = tmp_path / f"step-{step}"
+        saved.mkdir()
+        (saved / "model.safetensors").write_text(f"step {step}")
+        tracker.log_checkpoint("tokenizer", step, saved, best)
+    hub = tmp_path / "hub"
+    assert (hub / "tokenizer" / "latest" / "model.safetensors").read_text() == "step 8"
+    assert (hub / "tokenizer" / "best" / "model.safetensors").read_text() == "step 4"
+    assert sorted(path.name for path in hub.iterdir()) == ["README.md", "config.yaml", "tokenizer"]
+    uploads = [("me/demo", "hub", f"demo: tokenizer, step {step}") for step in (4, 8)]
+    assert calls == [("me/demo", True), uploads[0], ("me/demo", True), uploads[1]]
+    with pytest.warns(
+        UserWarning, match=r"train\.hub\.repo=me/demo.*step 9, was not uploaded \(no network\); it is in"
+    ):
+        tracker.log_checkpoint("tokenizer", 9, saved, best=False)
+
+
+def test_a_hub_that_takes_nothing_is_refused():
+    with pytest.raises(ValueError, match="set log_checkpoints=true"):
+        TrainConfig(trackers=("hub",))
+    assert TrainConfig(trackers=("hub",), log_checkpoints=True).hub.repo is None
 
 
 def test_wandb_that_refuses_names_the_remedy(tmp_path, monkeypatch):

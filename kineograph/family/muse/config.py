@@ -51,10 +51,10 @@ class MuseConfig(StageConfig, TransformerConfig):
     def _check_sample(self) -> MuseConfig:
         if self.critic == "none":
             self.sample.check_without_critic()
-        elif self.sample.noise != MuseSample().noise:
+        elif self.sample.critic and self.sample.noise != MuseSample().noise:
             raise ValueError(
                 f"sample.noise={self.sample.noise:g} is noise on the generator's confidence, and critic={self.critic} decides in its place: "
-                "remove it, or set sample.critic_noise"
+                "remove it, or set sample.critic_noise or sample.critic=false"
             )
         if self.text.kind != "none":
             check_guidance_dropout(

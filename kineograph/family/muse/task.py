@@ -40,6 +40,7 @@ from kineograph.process.token_loss import TokenLoss
 from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text, encode_batch, encode_prompts
 
+LOW_RES = "low_res_tokens"  # in Batch.extra: B M, of a cache
 MakeCritic = Callable[[Condition], Critic]
 
 
@@ -109,8 +110,12 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         """Tokens of the smaller images, B M; None without super-resolution."""
         if not self.can_upscale():
             return None
+        if LOW_RES in batch.extra:
+            return batch.extra[LOW_RES].long()
         if batch.pixels is None:
-            raise InputError("super-resolution needs pixels to resize: train from pixels, not from cached tokens")
+            raise InputError(
+                "super-resolution needs pixels to resize, or a cache with the tokens of the smaller image: train from pixels, or run kineo cache"
+            )
         return self.encode_low_res(batch.video)
 
     @torch.no_grad()
@@ -246,7 +251,7 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
             mask_id=self.mask_id,
             # Super-resolution is independent of its base, which draws for the same prompts.
             noise=prompts.noise.keyed_by(self.name) if self.can_upscale() else prompts.noise,
-            critic=make_critic(positive) if make_critic is not None else None,
+            critic=make_critic(positive) if make_critic is not None and options.critic else None,
         )
         return rearrange(tokens, "b (h w) -> b 1 h w", h=self.grid[0])
 
@@ -262,13 +267,15 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
     # caching, compilation, checkpoints -----------------------------------------------------------------------------
 
     @classmethod
-    def can_cache(cls, config: MuseConfig) -> bool:
-        return config.low_res is None  # super-resolution needs pixels to resize
+    def cache_facts(cls, config: MuseConfig) -> dict[str, Any]:
+        return {} if config.low_res is None else {"low_res_size": config.low_res_size}
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
         tokens = self.get_tokens(batch).view(len(batch), 1, *self.grid)
-        return {"tokens": tokens, **compute_cached_text(self.text, batch)}
+        low_res = self.get_low_res_tokens(batch)
+        smaller = {} if low_res is None else {LOW_RES: low_res.to(torch.int32)}
+        return {"tokens": tokens, **smaller, **compute_cached_text(self.text, batch)}
 
     def compile_targets(self) -> list[nn.Module]:
         return [self.network, self.head.softmax, *(self.text.compile_targets() if self.text is not None else [])]

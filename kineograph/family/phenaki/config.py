@@ -14,8 +14,6 @@ from kineograph.text import TextConfig
 
 
 class PhenakiSample(MaskedSample):
-    critic: bool = True
-    """Let the critic, if there is one, select the tokens to mask again; false: the generator's confidence does."""
     overlap: int | None = Field(None, ge=1)
     """Frames shared by successive windows of a clip longer than trained; null: as many as fit in half of `data.frames`."""
 

@@ -148,3 +148,15 @@ def test_guidance_needs_the_dropout_of_the_generator(make):
     # The initial weights may have been trained with dropout.
     make_critic(freeze(make(caption_dropout=0.0, init="runs/x/generator")))
     make_critic(freeze(make(caption_dropout=0.0, text={"kind": "none"})))
+
+
+def test_a_self_critic_is_switched_off_when_drawing(make):
+    task, prompts = make(critic="self").eval(), Prompts(Noise.for_rows(0, 0, 2), CAPTIONS[:2])
+    plain = make().eval()
+    plain.load_state_dict({name: value for name, value in task.state_dict().items() if not name.startswith("critic.")})
+    with torch.no_grad():
+        for model in (task, plain):
+            model.head.weight.mul_(3)
+    with_critic, without = (task.sample_tokens(prompts, MuseSample(steps=4, critic=on)) for on in (True, False))
+    assert not torch.equal(with_critic, without)
+    assert torch.equal(without, plain.sample_tokens(prompts, MuseSample(steps=4)))

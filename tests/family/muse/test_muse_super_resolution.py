@@ -122,9 +122,26 @@ def test_size_other_than_the_base_size_is_refused(large):
         large(low_res_size=8)
 
 
+def test_cached_tokens_of_both_pictures_train_as_pixels_do(large):
+    task, batch = large(), batch_of(2, size=32)
+    rows = task.precompute(batch)
+    assert rows["low_res_tokens"].shape == (2, 16)
+    cached = Batch(
+        slots=batch.slots,
+        tokens=rows["tokens"],
+        captions=batch.captions,
+        extra={"low_res_tokens": rows["low_res_tokens"]},
+    )
+    noise = Noise(0, 0, batch.slots)
+    expected, found = (task.eval()(given, noise).loss(1.0).total.value() for given in (batch, cached))
+    assert torch.equal(expected, found)
+    cached.extra["low_res_tokens"] = (cached.extra["low_res_tokens"] + 3) % 16
+    assert not torch.equal(expected, task(cached, noise).loss(1.0).total.value())
+
+
 def test_cached_tokens_without_pixels_are_refused(large):
     batch = Batch(slots=torch.arange(2), tokens=torch.zeros(2, 1, 8, 8, dtype=torch.int64), captions=CAPTIONS[:2])
-    with pytest.raises(InputError, match="train from pixels"):
+    with pytest.raises(InputError, match="train from pixels, or run kineo cache"):
         large()(batch, Noise(0, 0, batch.slots))
 
 
