@@ -70,7 +70,10 @@ def find_captions(root: Path, media: Sequence[str], others: Sequence[str]) -> Ca
     problems: list[Problem] = []
     used: set[str] = set()
     for name in others:
-        folder, base = PurePosixPath(name).parent, PurePosixPath(name).name
+        base = name.rpartition("/")[2]
+        if base not in METADATA and base != "videos.txt" and not base.endswith(".jsonl"):
+            continue
+        folder = PurePosixPath(name).parent
         prompts = next((path for other in PROMPTS if (path := str(folder / other)) in other_names), None)
         if base in METADATA or (base.endswith(".jsonl") and names_files(root / name)):
             rows = _read_metadata(root / name, name, problems)
@@ -126,12 +129,12 @@ def several_texts(texts: Sequence[str]) -> tuple[str, ...]:
 
 def _sidecar_names(name: str) -> list[str]:
     """a/videos/b/c.mp4 → a/videos/b/c.txt, a/labels/b/c.txt, and both with .caption."""
-    path = PurePosixPath(name)
-    stems = [path]
-    for depth, part in enumerate(path.parts[:-1]):
+    stem = name.rpartition(".")[0]
+    stems, parts = [stem], stem.split("/")
+    for depth, part in enumerate(parts[:-1]):
         if part in ("videos", "images"):
-            stems.append(PurePosixPath(*path.parts[:depth], "labels", *path.parts[depth + 1 :]))
-    return [str(stem.with_suffix(suffix)) for suffix in SIDECARS for stem in stems]
+            stems.append("/".join([*parts[:depth], "labels", *parts[depth + 1 :]]))
+    return [stem + suffix for suffix in SIDECARS for stem in stems]
 
 
 def _read_paired_lines(root: Path, videos: str, prompts: str) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import threading
 import warnings
 import zlib
@@ -39,7 +40,7 @@ _ORIENTATION = 0x0112  # EXIF tag; 5 and above swap width and height
 
 def media_kind(name: str) -> Literal["image", "clip"] | None:
     """By the file's suffix."""
-    suffix = Path(name).suffix.lower()
+    suffix = os.path.splitext(name)[1].lower()  # far faster than Path, for listings of a million files
     return "image" if suffix in IMAGES else "clip" if suffix in CLIPS else None
 
 

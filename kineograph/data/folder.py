@@ -429,7 +429,7 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
 def _file_stamp(root: Path, item: Item) -> str:
     """The item and the state of its file."""
     try:
-        stat = (root / item.name).stat()
+        stat = os.stat(os.path.join(root, item.name))
         return f"{item.local_identity}\0{stat.st_size}\0{stat.st_mtime_ns}"
     except OSError:
         return f"{item.local_identity}\0gone"

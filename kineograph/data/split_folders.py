@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 
 from kineograph.data.open_source import Split
 
@@ -47,6 +46,6 @@ def describe_split_folders(names: Sequence[str]) -> str | None:
 
 
 def _split_of(name: str) -> Split | None:
-    parts = PurePosixPath(name).parts[:-1]
+    parts = name.split("/")[:-1]
     top = parts[1:2] if parts and parts[0] in ("images", "videos") else parts[:1]
     return _NAMES.get(top[0].lower()) if top else None
