@@ -726,15 +726,19 @@ def studio(
         typer.Option(min=1, max=65_535, help="Port to listen on.", show_default="8765, or the next free one"),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; others can reach any but 127.0.0.1.")] = "127.0.0.1",
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="A folder of pictures or clips to show and check; may be repeated."),
+    ] = None,
     trust: Trust = False,
 ) -> None:
-    """Show runs in a browser: curves, samples over steps, evaluations, comparisons; and draw with them.
+    """Show runs in a browser: curves, samples over steps, evaluations, comparisons; draw with them; look at data; plan a run.
 
     Prints the address to open. Needs the extra `studio`.
     """
     from kineograph.studio.server import serve
 
-    serve(folders or [], host, port, _print_to_stderr, trust)
+    serve(folders or [], host, port, _print_to_stderr, trust, data or [])
 
 
 @app.command()

@@ -9,25 +9,35 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.captions import Problem, find_captions, names_side, read_captions
+from kineograph.data.captions import Problem, Span, find_captions, names_side, read_captions
 from kineograph.data.decode import has_damaged_profile, media_kind, probe_media
-from kineograph.data.folder import Folder, FolderConfig, build_items, cut_items, list_folder
+from kineograph.data.folder import Folder, FolderConfig, Listing, build_items, cut_items, list_folder
 from kineograph.data.loss_masks import find_mask_problems
 from kineograph.data.shards import SUFFIXES, Shard
 from kineograph.data.split_folders import describe_split_folders
+from kineograph.data.trim import UNTRIMMED
 from kineograph.data.unread_files import find_unread
 
 _DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
 _CHECKED = {"buckets", "flip", "caption_lines", "uncaptioned", "start", "end", "skip_frames", "cut"}
 """Keys of data.* that change what is checked."""
 T = TypeVar("T")
+
+
+class CheckedItem(NamedTuple):
+    """An image, a clip or a captioned span of one."""
+
+    name: str  # of its file, below the folder
+    info: MediaInfo | None  # None: it cannot be read
+    captions: tuple[str, ...]
+    span: Span | None  # the part of a clip
 
 
 @dataclass
@@ -37,8 +47,8 @@ class Report:
     path: Path
     kinds: Counter[str] = field(default_factory=Counter)
     media: list[MediaInfo] = field(default_factory=list)
-    items: int = 0
-    """Images and clips; captioned spans count instead of their clip."""
+    items: list[CheckedItem] = field(default_factory=list)
+    """Images and clips; captioned spans stand instead of their clip."""
     captions: list[str] = field(default_factory=list)
     sided: int = 0
     """Captions, also of shards, that say left or right."""
@@ -81,7 +91,7 @@ class Report:
         words = [len(text.split()) for text in texts]
         repeated = len(texts) - len(set(texts))
         return (
-            f"captions: {len(texts)} of {self.items} ({self.items - len(texts)} missing), {repeated} repeated, "
+            f"captions: {len(texts)} of {len(self.items)} ({len(self.items) - len(texts)} missing), {repeated} repeated, "
             f"words {min(words)} to {max(words)} (median {statistics.median(words):g})"
         )
 
@@ -90,15 +100,20 @@ def _format_range(name: str, values: list[float] | list[int], form: str = "g") -
     return f"{name}: {min(values):{form}} to {max(values):{form}}, median {statistics.median(values):{form}}"
 
 
-def check_folder(path: Path | str, config: FolderConfig | None = None) -> Report:
-    """Decode everything, to the last frame, and find what is wrong with it under a config. With data.flip, captions that name a side are."""
+def check_folder(path: Path | str, config: FolderConfig | None = None, follow_links: bool = True) -> Report:
+    """Decode everything, to the last frame, and find what is wrong with it under a config. With data.flip, captions that name a side are.
+
+    Without `follow_links`, files that a link brings in from outside the folder are problems instead of items.
+    """
     root = Path(path).expanduser()
     config = config or FolderConfig(folder=str(root))
     listing = list_folder(root, "")
+    if not follow_links:
+        listing = _leave_out_links(root, listing)
     report = Report(root, problems=list(listing.problems))
     if listing.media:
-        _check_media(report, listing.media, config, listing.masks)
-        _check_captions(report, listing.media, listing.others, config)
+        measured = _check_media(report, listing.media, config, listing.masks)
+        _check_captions(report, listing.media, listing.others, config, measured)
         splits = describe_split_folders(listing.media)
         report.notes += [splits] if splits else []
     arrays = [name for name in listing.others if name.endswith((".npy", ".npz"))]
@@ -119,6 +134,18 @@ def check_folder(path: Path | str, config: FolderConfig | None = None) -> Report
         found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(5)) or "no files at all"
         report.problems.append(Problem(".", f"no images, clips, arrays or tar shards; {found}"))
     return report
+
+
+def _leave_out_links(root: Path, listing: Listing) -> Listing:
+    inside = root.resolve()
+    names = (*listing.media, *listing.others, *listing.masks.values())
+    outside = {name for name in names if not (root / name).resolve().is_relative_to(inside)}
+    problems = [
+        Problem(name, "a link to a file outside this folder, which is not read here") for name in sorted(outside)
+    ]
+    media, others = ([name for name in names if name not in outside] for names in listing[:2])
+    masks = {name: mask for name, mask in listing.masks.items() if not {name, mask} & outside}
+    return Listing(media, others, listing.problems + problems, masks)
 
 
 def _map_threads(function: Callable[[str], T], names: Sequence[str]) -> list[T]:
@@ -149,7 +176,8 @@ def bucket_lines(config: FolderConfig) -> list[str]:
     return buckets.lines()
 
 
-def _check_media(report: Report, names: list[str], config: FolderConfig, masks: dict[str, str]) -> None:
+def _check_media(report: Report, names: list[str], config: FolderConfig, masks: dict[str, str]) -> dict[str, MediaInfo]:
+    """→ sizes and lengths of the files that can be read"""
     unusable: list[str] = []
 
     def measure(name: str) -> MediaInfo | Problem:
@@ -177,13 +205,17 @@ def _check_media(report: Report, names: list[str], config: FolderConfig, masks: 
         )
         report.notes.append(f"{text}, such as {min(unusable)}")
     report.kinds.update(f"{media_kind(name)}s ({PurePosixPath(name).suffix.lower()[1:]})" for name in names)
+    return {name: result for name, result in zip(names, results, strict=True) if isinstance(result, MediaInfo)}
 
 
-def _check_captions(report: Report, names: list[str], others: list[str], config: FolderConfig) -> None:
+def _check_captions(
+    report: Report, names: list[str], others: list[str], config: FolderConfig, measured: dict[str, MediaInfo]
+) -> None:
     try:
         captions = find_captions(report.path, names, others)
     except InputError as error:
         report.problems.append(Problem("captions", str(error)))
+        report.items = [CheckedItem(name, measured.get(name), (), None) for name in names]
         return
     report.problems += captions.problems
     if captions.spans:
@@ -224,7 +256,11 @@ def _check_captions(report: Report, names: list[str], others: list[str], config:
     own = {item: item.span.texts if item.span else None for item in items}
     found = {item: texts.get(item.name) if own[item] is None else own[item] for item in items}
     captioned = {item: several for item, several in found.items() if several}
-    report.items, report.captions = len(items), [several[0] for several in captioned.values()]
+    report.captions = [several[0] for several in captioned.values()]
+    report.items = [
+        CheckedItem(item.name, _measure_part(measured.get(item.name), item.span), tuple(found[item] or ()), item.span)
+        for item in items
+    ]
     report.sided += sum(any(map(names_side, several)) for several in captioned.values())
     most = max(map(len, captioned.values()), default=1)
     if most > 1:
@@ -238,6 +274,15 @@ def _check_captions(report: Report, names: list[str], others: list[str], config:
         )
     elif captioned or unreadable:  # a folder without any captions is fine: a tokenizer trains on it
         report.problems += [Problem(item.identity, "no caption") for item in missing]
+
+
+def _measure_part(info: MediaInfo | None, span: Span | None) -> MediaInfo | None:
+    if info is None or span is None:
+        return info
+    try:
+        return UNTRIMMED.measure(info, span[:2])
+    except Unreadable:  # it begins after the end of its clip
+        return None
 
 
 def _check_arrays(report: Report, names: list[str]) -> None:

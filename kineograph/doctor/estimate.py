@@ -6,7 +6,7 @@ Memory and FLOPs come from step_trace.py, the speed from speed.py. A GPU that is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,6 +78,7 @@ class Estimate:
     sample_bytes: float = 0.0  # activations per additional sample
     savings: dict[str, Memory] = field(default_factory=dict)  # setting → memory with it, smallest first
     combined: tuple[tuple[str, ...], Memory] | None = None  # settings that fit together, if none does alone
+    combinations: tuple[tuple[tuple[str, ...], Memory], ...] = ()  # more and more settings together, if asked for
     world: World = ONE  # the planned processes; memory is that of one of them
     all_blocks: int = 0  # additional bytes during validation, when sharded blocks are gathered
 
@@ -130,8 +131,12 @@ def estimate_stage(
     timed: bool = True,
     memory: int | None = None,
     world: World = ONE,
+    combine_all: bool = False,
 ) -> Estimate:
-    """Estimate one stage of the builder's plan, for this device or a GPU of `memory` bytes, as one process of `world`."""
+    """Estimate one stage of the builder's plan, for this device or a GPU of `memory` bytes, as one process of `world`.
+
+    `combine_all` fills `combinations`, from which a fit for any size of memory can be read.
+    """
     train, target = stage.train, Target.of(stage.train, memory, world)
     micro = micro_batch(train, data, world)
     (sample, _), _ = read_two_batches(data, READ)
@@ -189,6 +194,8 @@ def estimate_stage(
         savings["a GPU, in bf16"] = trace_with({"train.precision": "bf16"}).memory
     less = {setting: memory for setting, memory in savings.items() if memory.total < trace.memory.total}
     result = replace(result, savings=dict(sorted(less.items(), key=lambda pair: pair[1].total)))
+    if combine_all:
+        result = replace(result, combinations=tuple(_iterate_combinations(result, settings, trace_with)))
     return replace(result, combined=_combine_settings(result, settings, trace_with))
 
 
@@ -279,21 +286,28 @@ def _combine_settings(
     room = MAX_MEMORY_SHARE * estimate.target.free
     if estimate.fits or any(memory.total <= room for memory in estimate.savings.values()):
         return None
+    together = estimate.combinations or _iterate_combinations(estimate, settings, trace_with)
+    return next(((chosen, memory) for chosen, memory in together if memory.total <= room), None)
+
+
+def _iterate_combinations(
+    estimate: Estimate, settings: dict[str, dict[str, Any]], trace_with: Callable[..., StepTrace]
+) -> Iterator[tuple[tuple[str, ...], Memory]]:
+    """One more setting each time, largest saving first; at last with micro-batches of one."""
     chosen: list[str] = []
     changes: dict[str, Any] = {}
+    traced = estimate.memory
     for setting in estimate.savings:
         if setting not in settings or any(key in changes for key in settings[setting]):
             continue
         chosen.append(setting)
-        changes |= settings[setting]
-        memory = _remove_parts(trace_with(changes).memory, chosen)
-        if memory.total <= room:
-            return tuple(chosen), memory
+        if settings[setting]:
+            changes |= settings[setting]
+            traced = estimate.savings[setting] if len(chosen) == 1 else trace_with(changes).memory
+        yield tuple(chosen), _remove_parts(traced, chosen)
     if estimate.micro > 1:
-        memory = _remove_parts(trace_with(changes, 1).memory, chosen)
-        if memory.total <= room:
-            return (*chosen, f"train.accumulate={estimate.stage.train.accumulate * estimate.micro}"), memory
-    return None
+        accumulate = f"train.accumulate={estimate.stage.train.accumulate * estimate.micro}"
+        yield (*chosen, accumulate), _remove_parts(trace_with(changes, 1).memory, chosen)
 
 
 def _remove_parts(memory: Memory, settings: list[str]) -> Memory:

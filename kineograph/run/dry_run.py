@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,12 +14,14 @@ from kineograph.core.errors import InputError, NoData
 from kineograph.core.run_folder import RunFolder
 from kineograph.data.open_source import BlankSource, source_name
 from kineograph.doctor import machine
+from kineograph.doctor.estimate import Estimate, estimate_stage
 from kineograph.doctor.report import format_size, report_environment, report_plan
 from kineograph.run.checks import check_stages
 from kineograph.run.launch import read_launcher_env
 from kineograph.run.layers import read_config
 from kineograph.run.open_data import open_data, resolve_epochs
 from kineograph.run.plan import Resume, make_plan, resolve_run
+from kineograph.stage.build import PlanBuilder
 from kineograph.stage.data import StageData
 from kineograph.stage.spec import Plan
 from kineograph.train import checkpoint
@@ -46,6 +48,17 @@ def examine(arguments: Sequence[str], memory: float | None = None, processes: in
             print()
             plan, data = _open_data(plan, print, world, blank_if_missing=True, elsewhere=memory is not None)
             report_plan(plan, data, print, world, None if memory is None else int(memory * 2**30))
+
+
+def estimate_plan(arguments: Sequence[str], memory: int, note: Callable[[str], None]) -> Iterator[Estimate]:
+    """Each stage that trains, on one GPU of `memory` bytes, with more and more settings together. Nothing is timed."""
+    with distributed.single_process():
+        plan = make_plan(_fill_paths(read_config(arguments)))
+        plan, data = _open_data(plan, note, World(), blank_if_missing=True, elsewhere=True)
+        builder = PlanBuilder(plan, data, note)
+        for stage in plan.stages:
+            if stage.name in data:
+                yield estimate_stage(builder, stage, data[stage.name], timed=False, memory=memory, combine_all=True)
 
 
 def _fill_paths(tree: Tree) -> Tree:

@@ -66,6 +66,8 @@ def _describe_run(path: Path) -> Row:
     age = max(0.0, time.time() - _last_written(path))
     try:
         tree = load_file(run.config_file)  # only listed: code that it names is not run
+        if not isinstance(tree.get("stages"), dict):
+            return Row(name, "broken", age=age, problem="config.yaml: `stages` is no mapping of names to stages")
         stages = [stage for stage, keys in tree["stages"].items() if not keys.get("skip")]
         planned = {stage: planned_steps(tree, stage, run.checkpoints(stage)) for stage in stages}
         saved = {stage: max(checkpoint_folder.saved_steps(run.checkpoints(stage)), default=0) for stage in stages}

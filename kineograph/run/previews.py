@@ -171,6 +171,8 @@ class Previews:
             write_atomic(path.with_suffix(".txt"), f"{caption}\n")
             listed.append({"file": path.name, **_describe_row(subjects.rows[number], caption)})
             files.append(path)
+            if online is not None:  # the same prompt and noise, with the weights of this step
+                write_clip(out / "online" / path.name, online[number], fps[number])
             if clip.shape[0] > 1:
                 make_film_strip(clip).save(path.with_suffix(".strip.png"))
         write_json(out / "prompts.json", listed)

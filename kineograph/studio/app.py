@@ -14,16 +14,17 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from kineograph.core.config import parse
-from kineograph.core.errors import InputError, KineoError, Unreadable
+from kineograph.core.errors import InputError, KineoError
 from kineograph.core.text_file import parse_json
 from kineograph.studio import live, pages
-from kineograph.studio.clips import make_sheet, make_thumbnail
+from kineograph.studio.clips import make_thumbnail
 from kineograph.studio.comparison import COMPARED, compare_runs
 from kineograph.studio.curves import read_curves, to_json
+from kineograph.studio.data_pages import DataPages
 from kineograph.studio.drawing import (
     BODY_BYTES,
     UPLOAD_LIMITS,
@@ -36,7 +37,9 @@ from kineograph.studio.drawing import (
     worker_command,
 )
 from kineograph.studio.guard import Guard
+from kineograph.studio.plan_pages import PlanPages
 from kineograph.studio.preset_config import resolve_preset
+from kineograph.studio.requests import read_body, send_sheet, stream_events
 from kineograph.studio.run_details import (
     list_settings,
     read_config,
@@ -55,9 +58,14 @@ KEEP = "private, max-age=31536000, immutable"
 
 
 def create_app(
-    roots: Sequence[Path], token: str, hosts: Collection[str], cookie: str = "kineo-studio", trust: bool = False
+    roots: Sequence[Path],
+    token: str,
+    hosts: Collection[str],
+    cookie: str = "kineo-studio",
+    trust: bool = False,
+    data: Sequence[Path] = (),
 ) -> Starlette:
-    """The page over the runs below some folders."""
+    """The page over the runs below some folders, and over some folders of data."""
     studio = Studio(RunIndex(roots), Drawer(worker_command(trust)))
     routes = [
         Route("/", studio.show_runs),
@@ -78,6 +86,8 @@ def create_app(
         Route("/draw/live", studio.watch_drawing),
         Route("/draw/cancel", studio.cancel_drawing, methods=["POST"]),
         Route("/draw/free", studio.free_model, methods=["POST"]),
+        *DataPages(data, studio.index, studio.drawer).routes(),
+        *PlanPages().routes(),
     ]
 
     @asynccontextmanager
@@ -113,7 +123,7 @@ class Studio:
         return HTMLResponse(pages.render("runs.html", runs=runs, roots=self.index.roots))
 
     async def watch_runs(self, request: Request) -> Response:
-        return _stream(live.watch_runs(self.index, pages.render_row))
+        return stream_events(live.watch_runs(self.index, pages.render_row))
 
     def send_thumbnail(self, request: Request) -> Response:
         run = self._find(request)
@@ -133,10 +143,11 @@ class Studio:
         values: dict[str, Any] = {"run": run, "tab": tab, "tree": tree, "stages": stages, "stage": stage}
         values["tasks"] = {name: stage_task(tree, name) for name in stages}
         if tab == "wall":
-            walls = {name: read_wall(run.path, name) for name in stages}
+            online = request.query_params.get("weights") == "online"
+            walls = {name: read_wall(run.path, name, online=online) for name in stages}
             drawn = [name for name in stages if walls[name].rows]
             values["stage"] = stage if stage in drawn or asked or not drawn else drawn[-1]
-            values["wall"] = walls.get(values["stage"])
+            values["wall"], values["online"] = walls.get(values["stage"]), online
         elif tab == "evaluation":
             values["results"] = read_evaluation(run.path)
             values["skipped"], values["more_skipped"] = read_skipped(run.path)
@@ -153,7 +164,7 @@ class Studio:
         return HTMLResponse(pages.render(f"{tab}.html", **values))
 
     async def watch_run(self, request: Request) -> Response:
-        return _stream(live.watch_run(self.index, request.path_params["run_id"], pages.render_head))
+        return stream_events(live.watch_run(self.index, request.path_params["run_id"], pages.render_head))
 
     def show_differences(self, request: Request) -> Response:
         """The keys in which a run differs from its preset: a part of the config's page that takes seconds the first time."""
@@ -201,7 +212,7 @@ class Studio:
         """Draw what the form asks for, in the process that draws."""
         run = await run_in_threadpool(self._find, request)
         try:
-            tree = parse_json(await _read_body(request, BODY_BYTES))
+            tree = parse_json(await read_body(request, BODY_BYTES))
             if not isinstance(tree, dict):
                 raise ValueError("it is no object")
             await run_in_threadpool(self.drawer.draw, run, parse(DrawForm, tree))
@@ -214,7 +225,7 @@ class Studio:
     async def take_upload(self, request: Request) -> Response:
         """Keep a picture to start from."""
         run = await run_in_threadpool(self._find, request)
-        data = await _read_body(request, UPLOAD_LIMITS.bytes)
+        data = await read_body(request, UPLOAD_LIMITS.bytes)
         try:
             return JSONResponse(await run_in_threadpool(save_upload, run.path, data))
         except InputError as error:
@@ -225,7 +236,7 @@ class Studio:
         return HTMLResponse(pages.render("_drawings.html", run=run, drawings=list_drawings(run.path)))
 
     async def watch_drawing(self, request: Request) -> Response:
-        return _stream(self.drawer.watch())
+        return stream_events(self.drawer.watch())
 
     def cancel_drawing(self, request: Request) -> Response:
         self.drawer.cancel()
@@ -245,15 +256,7 @@ class Studio:
     def send_sheet(self, request: Request) -> Response:
         """A picture or clip of a run as a sheet of frames; the answer's headers say how to play it."""
         run, path = self._find(request), self._find_media(request)
-        try:
-            sheet = make_sheet(run.path, path.relative_to(run.path.resolve()).as_posix())
-        except OutsideRun:
-            raise HTTPException(404) from None
-        except Unreadable as error:
-            raise HTTPException(422, error.reason) from None
-        numbers = {"frames": sheet.frames, "columns": sheet.columns, "width": sheet.width, "height": sheet.height}
-        headers = {f"x-{name}": str(value) for name, value in numbers.items()} | {"x-fps": f"{sheet.fps:.3f}"}
-        return Response(sheet.data, media_type="image/webp", headers=headers)
+        return send_sheet(run.path, path.relative_to(run.path.resolve()).as_posix())
 
     def send_static(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -280,24 +283,6 @@ class Studio:
         if path.suffix not in MEDIA:
             raise HTTPException(404)
         return path
-
-
-async def _read_body(request: Request, most: int) -> bytes:
-    """The body of a request; a larger one is refused before it is read."""
-    told = request.headers.get("content-length", "")
-    data = bytearray()
-    if not told.isdecimal() or int(told) <= most:
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > most:
-                break
-        else:
-            return bytes(data)
-    raise HTTPException(413, f"This is larger than {most // 2**20 or 1} MiB, which is the limit.")
-
-
-def _stream(events: Any) -> Response:
-    return StreamingResponse(live.stream(events), media_type="text/event-stream")
 
 
 def _stat(path: Path) -> tuple[int, int] | None:

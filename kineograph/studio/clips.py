@@ -37,13 +37,20 @@ def make_thumbnail(run: Path, files: Sequence[str], side: int = 56) -> bytes:
     found = []
     for file in files:
         with suppress(OutsideRun, Unreadable, OSError), open_file(run, file) as opened:
-            frames, _ = decode_frames(opened.read(LIMITS.bytes), file, side, 16)
-            found.append(_enlarge(frames[len(frames) // 2], side))
+            frames, _ = decode_frames(opened.read(LIMITS.bytes), file, 4 * side if len(files) == 1 else side, 16)
+            frame = frames[len(frames) // 2]
+            if len(files) == 1 and frame.width > frame.height:  # a sheet of its own
+                return _encode(frame.resize((round(frame.width * side / frame.height), side)))
+            found.append(_enlarge(_fit(frame, side), side))
     strip = Image.new("RGBA", (max(1, len(found)) * (side + 4) - 4, side))
     for number, frame in enumerate(found):
         strip.paste(frame, (number * (side + 4) + (side - frame.width) // 2, (side - frame.height) // 2))
+    return _encode(strip)
+
+
+def _encode(image: Image.Image) -> bytes:
     out = io.BytesIO()
-    strip.save(out, "WEBP", quality=85, method=2)
+    image.save(out, "WEBP", quality=85, method=2)
     return out.getvalue()
 
 

@@ -201,11 +201,15 @@ def _place(name: str) -> tuple[str, str, str]:
     last = name.rpartition("/")[2]
     if parts := _PARTS.fullmatch(name):
         return "Milliseconds by part", "Speed and memory", parts[1]
-    if name.startswith("loss/"):  # by noise range, mask share …
+    if by_time := re.fullmatch(r"loss/t0*(\d+)-0*(\d+)", name):
+        return "Loss by noise range", "Loss", f"timesteps {by_time[1]}–{by_time[2]}"
+    if by_share := re.fullmatch(r"loss/masked0*(\d+)-0*(\d+)", name):
+        return "Loss by mask share", "Loss", f"{by_share[1]}–{by_share[2]} % masked"
+    if name.startswith("loss/"):
         return "Loss by range", "Loss", last
     if numbered := re.fullmatch(r"(.*?)[_-]?\d+", name):
-        return f"{_TITLES.get(numbered[1], numbered[1])}, each", "Terms and scores", last
-    title = _TITLES.get(name, name)
+        return f"{_make_title(numbered[1])}, each", "Terms and scores", last
+    title = _make_title(name)
     if last == "loss":
         return title, "Loss", ""
     if name.startswith("time/"):
@@ -217,6 +221,10 @@ def _place(name: str) -> tuple[str, str, str]:
     if name.startswith(("codes/", "tokens/")):
         return title, "Codebook", ""
     return title, "Terms and scores", ""
+
+
+def _make_title(name: str) -> str:
+    return _TITLES.get(name) or name[:1].upper() + name[1:].replace("_", " ")
 
 
 # Marks -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,9 +42,12 @@ class Worker:
         """Draw a job and say how it ended. The model stays loaded, also when the drawing failed or was cancelled."""
         from kineograph.core.errors import KineoError
 
-        begin = time.monotonic()
+        begin, text = time.monotonic(), ""
         try:
-            files = self._draw(job)
+            if job.get("do") == "reconstruct":
+                files, text = self._reconstruct(job)
+            else:
+                files = self._draw(job)
         except Cancelled:
             self.say("cancelled")
         except KineoError as error:
@@ -54,7 +58,8 @@ class Worker:
             is_memory = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
             self.say("failed", error=_OUT_OF_MEMORY if is_memory else f"unexpected {type(error).__name__}: {error}")
         else:
-            self.say("done", files=files, passes=self._passes, seconds=time.monotonic() - begin, **self._describe())
+            seconds = time.monotonic() - begin
+            self.say("done", files=files, text=text, passes=self._passes, seconds=seconds, **self._describe())
 
     def _draw(self, job: dict[str, Any]) -> list[str]:
         from kineograph.sample.request import SampleRequest
@@ -87,18 +92,43 @@ class Worker:
         stage = choose_sampling_stage(folder, request.stage)
         step = checkpoint.select(folder.checkpoints(stage), request.checkpoint).step
         key = (request.run, stage, step, request.ema)
+        return self._load(key, lambda: Sampler.open(folder, step, stage, ema=request.ema))
+
+    def _load(self, key: tuple[Any, str, int, bool | None], load: Callable[[], Any]) -> Any:
+        """What `load` returns, kept until another key is asked for."""
         if key != self._key:
-            self.say("loading", model=f"{stage}, step {step:,}")
+            self.say("loading", model=f"{key[1]}, step {key[2]:,}")
             self._sampler = self._key = None  # free it before the next one is loaded
             _release_memory()
-            self._sampler, self._key = Sampler.open(folder, step, stage, ema=request.ema), key
+            self._sampler, self._key = load(), key
         return self._sampler
+
+    def _reconstruct(self, job: dict[str, Any]) -> tuple[list[str], str]:
+        """A picture or clip as the codec reads it, beside what its decoder makes of it. → the file below RUN/studio, and a sentence"""
+        from kineograph.core import distributed
+        from kineograph.core.run_folder import RunFolder
+        from kineograph.stage.load import StageLoader
+        from kineograph.studio.reconstruction import reconstruct_file
+        from kineograph.train import checkpoint
+
+        self._passes = 0
+        folder, stage = RunFolder.existing(job["run"]), job["stage"]
+        step = checkpoint.select(folder.checkpoints(stage)).step
+
+        def load() -> Any:
+            return StageLoader(folder, distributed.resolve_device("auto")).load(stage, step)
+
+        task = self._load((job["run"], stage, step, None), load)
+        self.say("drawing", **self._describe())
+        with self._watch(task):
+            path, text = reconstruct_file(task, folder, stage, step, Path(job["file"]), Path(job["out"]))
+        return [path.relative_to(Path(job["out"]).parent).as_posix()], text
 
     def _describe(self) -> dict[str, Any]:
         """What is loaded, and how much memory the process holds."""
         _, stage, step, ema = self._key
-        device = self._sampler.device
-        weights = "" if ema else ", online weights"
+        device = self._sampler.device if hasattr(self._sampler, "device") else next(self._sampler.parameters()).device
+        weights = "" if ema or ema is None else ", online weights"
         return {"model": f"{stage}, step {step:,}{weights}", "device": str(device), "memory": _held_memory(device)}
 
     def _watch(self, task: Any) -> Any:

@@ -29,6 +29,7 @@ from kineograph.studio.runs import Run
 
 FOLDER = "studio"  # below a run: the only place that the page writes to
 UPLOADS = "uploads"
+RECONSTRUCTIONS = "reconstructions"
 UPLOAD_LIMITS = MediaLimits(bytes=32 * 2**20, pixels=2**26, frames=1, seconds=20)
 BODY_BYTES = 2**18  # of a form
 DRAWINGS = 24  # shown
@@ -72,6 +73,7 @@ class Status:
     device: str = ""
     memory: int = 0  # bytes that it holds
     number: int = 0  # of the job
+    files: tuple[str, ...] = ()  # that it made, below RUN/studio
 
     @property
     def is_busy(self) -> bool:
@@ -115,17 +117,28 @@ class Drawer:
                 raise InputError("a story needs scenes: write one a line")
         if any(len(prompt) > 2_000 for prompt in form.prompts):
             raise InputError("a prompt has more than 2,000 characters: shorten it")
+        shown = {key: value for key, value in tree.items() if key not in ("seed", "prompts", "negative", "prime")}
+        settings = json.dumps([run.id, len(tree["prompts"]), shown])
+        self._begin(run, {"do": "draw", "run": str(run.path), "out": str(out), "form": tree}, settings)
+
+    def reconstruct(self, run: Run, stage: str, file: Path) -> int:
+        """Show what a codec makes of a picture or clip. → the number of the job. Raises as `draw` does."""
+        out = prepare_folder(run.path) / RECONSTRUCTIONS
+        job = {"do": "reconstruct", "run": str(run.path), "out": str(out), "stage": stage, "file": str(file)}
+        return self._begin(run, job, json.dumps([run.id, stage, "reconstruct"]))
+
+    def _begin(self, run: Run, job: dict[str, Any], settings: str) -> int:
         with self._lock:
             if self.status.is_busy:
                 raise Busy
             process = self._start()
-            shown = {key: value for key, value in tree.items() if key not in ("seed", "prompts", "negative", "prime")}
-            self._settings = json.dumps([run.id, len(tree["prompts"]), shown])
+            self._settings = settings
             self._set(
                 state="loading", run=run.id, label=run.label, text="", passes=0, began=time.time(), seconds=None,
-                expected=self._passes.get(self._settings), number=self.status.number + 1,
+                expected=self._passes.get(settings), number=self.status.number + 1, files=(),
             )  # fmt: skip
-            self._send(process, {"do": "draw", "run": str(run.path), "out": str(out), "form": tree})
+            self._send(process, job)
+            return self.status.number
 
     def cancel(self) -> None:
         """End the drawing at the next pass through the network; while a model is loaded, end the process."""
@@ -205,7 +218,10 @@ class Drawer:
             self._set(text=values["text"])
         elif event == "done":
             self._passes[self._settings] = values["passes"]
-            self._set(state="done", text="", passes=values["passes"], seconds=values["seconds"], **loaded)
+            files, text = tuple(values.get("files", ())), values.get("text", "")
+            self._set(
+                state="done", text=text, passes=values["passes"], seconds=values["seconds"], files=files, **loaded
+            )
         elif event == "failed":
             self._set(state="failed", text=values["error"])
         elif event == "cancelled":

@@ -42,6 +42,14 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
+def format_count(number: int) -> str:
+    """Parameters: 512, 3.1 k, 24.6 M, 1.7 billion."""
+    for limit, unit in ((1e9, "billion"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g} {unit}"
+    return str(number)
+
+
 def draw_spark(values: Sequence[float], width: int = 96, height: int = 24) -> str:
     """Points of an SVG polyline; empty without two values."""
     if len(values) < 2:

@@ -18,7 +18,7 @@ from kineograph.studio import formats
 from kineograph.studio.runs import Run
 
 HERE = Path(__file__).parent
-STATIC_TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8"}
+STATIC_TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".webp": "image/webp"}
 
 
 @lru_cache(maxsize=1)
@@ -57,6 +57,7 @@ def make_environment() -> Environment:
         "duration": formats.format_duration,
         "date": formats.format_date,
         "bytes": formats.format_bytes,
+        "count": formats.format_count,
         "spark": formats.draw_spark,
         "script_json": to_script_json,
     }

@@ -28,11 +28,19 @@ def require_packages(command: str) -> None:
 
 
 def serve(
-    folders: Sequence[Path], host: str, port: int | None, note: Callable[[str], None], trust: bool = False
+    folders: Sequence[Path],
+    host: str,
+    port: int | None,
+    note: Callable[[str], None],
+    trust: bool = False,
+    data: Sequence[Path] = (),
 ) -> None:
     """Serve the page until it is interrupted. The address, with its token, is printed."""
     require_packages("studio")
     roots = check_roots(folders)
+    for folder in data:
+        if not folder.is_dir():
+            raise InputError(f"--data {folder} is not a folder: give one with pictures or clips")
     import uvicorn
 
     from kineograph.studio.app import create_app
@@ -45,7 +53,7 @@ def serve(
                 f"warning: --host {host} lets every machine that reaches this one talk to the page, unencrypted. Whoever has the "
                 "token can read these runs and draw with them. ssh -L 8765:localhost:8765 is safer."
             )
-        app = create_app(roots, token, allowed_hosts(host), cookie=f"kineo-studio-{port}", trust=trust)
+        app = create_app(roots, token, allowed_hosts(host), cookie=f"kineo-studio-{port}", trust=trust, data=data)
         shown = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{port}/?token={token}", flush=True)
         note(f"showing the runs in {', '.join(map(str, roots))}; Ctrl+C ends it")

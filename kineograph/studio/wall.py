@@ -37,10 +37,11 @@ class Wall:
     steps: list[int] = field(default_factory=list)  # ascending
     rows: list[WallRow] = field(default_factory=list)
     total: int = 0  # steps with pictures, shown or not
+    has_online: bool = False  # samples of the online weights were kept beside those of the EMA
 
 
-def read_wall(run: Path, stage: str, most: int = STEPS) -> Wall:
-    """The pictures of a stage. Of many steps the first, the last and an even choice between are shown."""
+def read_wall(run: Path, stage: str, most: int = STEPS, online: bool = False) -> Wall:
+    """The pictures of a stage, of its EMA or its online weights. Of many steps the first, the last and an even choice are shown."""
     samples = {step: run / stage / "samples" / name for step, name in _list_steps(run / stage / "samples")}
     rebuilt = dict(_list_steps(run / stage / "validation"))
     every = sorted({*samples, *rebuilt})
@@ -52,7 +53,8 @@ def read_wall(run: Path, stage: str, most: int = STEPS) -> Wall:
     sheets: dict[str, WallRow] = {}
     for column, step in enumerate(chosen):
         if step in samples:
-            _add_samples(run, samples[step], column, len(chosen), prompts, sheets)
+            _add_samples(run, samples[step], column, len(chosen), prompts, sheets, online)
+            wall.has_online = wall.has_online or (samples[step] / "online").is_dir()
         if step in rebuilt:
             found = _as_media(run, run / stage / "validation" / rebuilt[step])
             _set(sheets, RECONSTRUCTIONS, column, len(chosen), found)
@@ -80,12 +82,13 @@ def _add_samples(
     columns: int,
     prompts: dict[tuple[str, int], WallRow],
     sheets: dict[str, WallRow],
+    online: bool,
 ) -> None:
     seen: dict[str, int] = {}
     for file, prompt in read_prompts(run, folder):
         number = seen[prompt] = seen.get(prompt, 0) + 1  # a prompt may be drawn several times
         row = prompts.setdefault((prompt, number), WallRow(prompt, [None] * columns))
-        row.files[column] = _as_media(run, folder / file)
+        row.files[column] = _as_media(run, folder / "online" / file if online else folder / file)
     for name, title in _SHEETS.items():
         for suffix in (".gif", ".mp4", ".png"):
             if found := _as_media(run, folder / f"{name}{suffix}"):

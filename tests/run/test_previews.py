@@ -206,6 +206,8 @@ def test_prompts_with_pictures_of_their_own_are_drawn_as_kineo_sample_draws_them
     (path,) = Sampler.open(run, device="cpu").sample("a blue 7", seed=3, prime=picture).save(tmp_path / "alone")
     assert torch.equal(clips[1], read_clip(path)[0])
     assert (samples / "grid.gif").exists() and (samples / "online-beside-ema.gif").exists()
+    names = [row["file"] for row in json.loads((samples / "prompts.json").read_text())]
+    assert sorted(path.name for path in (samples / "online").iterdir()) == sorted(names)
 
 
 @pytest.mark.parametrize(

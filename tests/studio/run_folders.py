@@ -63,7 +63,7 @@ def write_checkpoint(path: Path, stage: str, step: int) -> None:
 def write_samples(path: Path, stage: str, step: int, prompts: list[str]) -> None:
     folder = path / stage / "samples" / f"step-{step:08d}"
     names = [f"clip-{number:04d}.gif" for number in range(len(prompts))]
-    for name in [*names, "grid.gif", "online-beside-ema.gif"]:
+    for name in [*names, *(f"online/{name}" for name in names), "grid.gif", "online-beside-ema.gif"]:
         write_gif(folder / name)
     listed = [{"file": name, "prompt": prompt} for name, prompt in zip(names, prompts, strict=True)]
     (folder / "prompts.json").write_text(json.dumps(listed))
@@ -85,3 +85,21 @@ def write_evaluation(path: Path, **values: float) -> None:
     }
     results = {"validation": {"generator/step-00000100": {"caption_accuracy": record}}}
     (path / "evaluation.json").write_text(json.dumps({"format": 1, "results": results}))
+
+
+def write_dataset(path: Path) -> Path:
+    """Two captioned pictures, a clip, a broken file, and a link to a secret outside."""
+    path.mkdir(parents=True)
+    for name, size, caption in (
+        ("wide.png", (64, 32), "a red wide one"),
+        ("square.png", (32, 32), "<b>bold</b> digit"),
+    ):
+        Image.new("RGB", size, (200, 20, 20)).save(path / name)
+        (path / name).with_suffix(".txt").write_text(caption)
+    write_gif(path / "clip.gif")
+    (path / "clip.txt").write_text("it moves")
+    (path / "torn.png").write_bytes((path / "wide.png").read_bytes()[:50])
+    (path / "torn.txt").write_text("a torn one")
+    Image.new("RGB", (8, 8)).save(path.parent / "secret.png")
+    (path / "link.png").symlink_to(path.parent / "secret.png")
+    return path

@@ -3,68 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
-import socket
+import subprocess
+import sys
 import tarfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
-from kineograph.studio.app import create_app
 from kineograph.studio.report import write_report
 from kineograph.studio.runs import make_id
-from kineograph.studio.server import allowed_hosts
-from tests.studio.conftest import TOKEN
+from tests.studio.conftest import watch_page
 from tests.studio.run_folders import make_record, write_evaluation, write_run
 
 pytestmark = pytest.mark.browser
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
-EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 STORED = Path(__file__).parents[1] / "fixtures" / "runs"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as engine:
-        try:
-            opened = engine.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox"])
-        except playwright.Error:
-            pytest.skip("no Chromium: make test-browser installs one")
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser: Any, runs: Path) -> Iterator[Any]:
-    """A page at the list of runs; fails at errors of scripts and requests to other hosts."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    base = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    app = create_app([runs], TOKEN, allowed_hosts("127.0.0.1"))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    context = browser.new_context(base_url=base, viewport={"width": 1200, "height": 800})
-    context.set_default_timeout(20_000)
-    page = context.new_page()
-    problems = watch(page, base)
-    page.goto(f"/?token={TOKEN}")
-    yield page
-    context.close()
-    server.should_exit = True
-    thread.join(10)
-    assert problems == []
-
-
-def watch(page: Any, base: str) -> list[str]:
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
-    page.on("request", lambda r: problems.append(r.url) if not r.url.startswith((base, "data:", "blob:")) else None)
-    return problems
 
 
 def address(runs: Path, name: str = "demo") -> str:
@@ -135,20 +88,51 @@ def test_other_parts_of_a_run_show(page: Any, runs: Path) -> None:
         assert page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0, tab
 
 
-@pytest.mark.slow
-def test_a_drawing_is_made_with_a_stored_run(page: Any, runs: Path) -> None:
+def test_a_whole_path_ends_with_a_drawing_that_repeats(page: Any, runs: Path) -> None:
     with tarfile.open(STORED / "phenaki.tar.xz") as archive:
         archive.extractall(runs, filter="data")
-    page.locator("tr[data-name=phenaki]").wait_for()
-    page.goto(address(runs, "phenaki") + "/draw")
+    page.get_by_role("link", name="phenaki").click()
+    page.locator(".chart canvas").first.wait_for()
+    page.get_by_role("link", name="Draw").click()
     page.locator("textarea").fill("a 3 moves left")
-    page.locator("#go").click()
+    page.get_by_label("Steps").fill("2")
+    page.get_by_role("button", name="Draw").click()
     page.locator(".drawing .clip").wait_for(timeout=120_000)
-    page.get_by_text("stays loaded for the next drawing").wait_for()
+    page.get_by_text("stays loaded for the next drawing and holds").wait_for()
     page.get_by_text("Repeat it").click()
     assert page.locator(".drawing code").inner_text().startswith("kineo sample ")
-    page.locator("#free").click()
+    page.get_by_role("button", name="Draw").click()
+    page.locator(".drawing").nth(1).wait_for()
+    first, second = sorted((runs / "phenaki" / "studio").glob("*.gif"))
+    assert first.read_bytes() == second.read_bytes()
+    page.get_by_role("button", name="Free it").click()
     page.locator("#model").wait_for(state="hidden")
+
+
+@pytest.mark.slow
+def test_pages_follow_a_run_while_it_trains(page: Any, runs: Path) -> None:
+    keys = ["train.steps=5000", "train.log_every=1", "train.sample_every=5", "train.batch_size=4", "train.save_first=1"]
+    command = [sys.executable, "-m", "kineograph", "train", "vqgan-tiny", *keys, "--run", str(runs / "live")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        page.locator("tr[data-name=live] .badge.running").wait_for(timeout=120_000)
+        page.locator("tr[data-name=live] img").wait_for(timeout=120_000)
+        page.get_by_role("link", name="live").click()
+        step = page.locator("#head b + *, #head").first
+        before = step.inner_text()
+        page.locator(".chart canvas").first.wait_for(timeout=60_000)
+        label = page.locator(".chart").first.get_attribute("aria-label")
+        page.wait_for_function(
+            "text => document.querySelector('.chart').getAttribute('aria-label') !== text", arg=label
+        )
+        assert step.inner_text() != before
+        process.terminate()  # it saves, and says that it was stopped
+        assert process.wait(120) == 75
+        page.locator("#head .badge.stopped").wait_for(timeout=60_000)
+        page.get_by_text("Resume it").wait_for()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_report_opens_from_a_file_without_a_network(
@@ -160,7 +144,7 @@ def test_a_report_opens_from_a_file_without_a_network(
     path = write_report([write_run(tmp_path / "demo")], tmp_path / "out.html")
     context = browser.new_context(offline=True)
     page = context.new_page()
-    problems = watch(page, "file://")
+    problems = watch_page(page, "file://")
     page.goto(path.as_uri())
     page.locator(".chart canvas").first.wait_for()
     page.locator(".wall:not(.sheets) .clip").first.click()

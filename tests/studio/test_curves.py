@@ -37,12 +37,15 @@ def test_training_and_validation_share_a_panel(tmp_path: Path) -> None:
 
 def test_families_of_numbers_share_a_panel(tmp_path: Path) -> None:
     values = {"loss/t0000-0249": 0.1, "loss/t0250-0499": 0.2, "latents/std_00": 1.0, "latents/std_01": 2.0}
+    values |= {"loss/masked000-025": 0.1, "loss/masked075-100": 0.1, "cross_entropy": 0.3}
     stage = only(
         tmp_path / "run", [make_record("vae", 1, 0.3, **{"time/forward_ms": 1.0, "time/data_ms": 2.0}, **values)]
     )
     panels = {panel.title: [curve.label for curve in panel.curves] for panel in stage.panels}
-    assert panels["Loss by range"] == ["t0000-0249", "t0250-0499"]
-    assert panels["latents/std, each"] == ["std_00", "std_01"]
+    assert panels["Loss by noise range"] == ["timesteps 0–249", "timesteps 250–499"]
+    assert panels["Loss by mask share"] == ["0–25 % masked", "75–100 % masked"]
+    assert "Cross entropy" in panels
+    assert panels["Latents/std, each"] == ["std_00", "std_01"]
     assert panels["Milliseconds by part"] == ["forward", "data"]
 
 

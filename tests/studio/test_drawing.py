@@ -21,9 +21,9 @@ from starlette.requests import Request
 from kineograph import cli
 from kineograph.core.errors import InputError
 from kineograph.studio import drawing
-from kineograph.studio.app import _read_body
 from kineograph.studio.draw_worker import Worker
 from kineograph.studio.drawing import Drawer, DrawForm, Status, list_drawings, save_upload
+from kineograph.studio.requests import read_body
 from kineograph.studio.runs import describe_run, make_id
 from tests.studio.conftest import ORIGIN, TOKEN
 from tests.studio.run_folders import write_run
@@ -274,7 +274,7 @@ def test_a_body_without_a_length_is_read_up_to_the_limit() -> None:
 
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
     with pytest.raises(HTTPException) as error:
-        asyncio.run(_read_body(request, 10_000))
+        asyncio.run(read_body(request, 10_000))
     assert error.value.status_code == 413 and read == 11
 
 

@@ -46,7 +46,10 @@
     }
   }, { rootMargin: "300px" });
 
-  const adopt = (root) => { for (const button of root.querySelectorAll(".clip")) seen.observe(button); };
+  function adopt(root) {
+    for (const known of clips.keys()) if (!known.isConnected) clips.delete(known);
+    for (const button of root.querySelectorAll(".clip")) if (!clips.has(button)) seen.observe(button);
+  }
   document.addEventListener("clips-added", () => adopt(document));
   adopt(document);
 

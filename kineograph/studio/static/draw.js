@@ -92,8 +92,6 @@
     document.dispatchEvent(new Event("clips-added"));
   }
 
-  const bytes = (size) => (size >= 2 ** 30 ? `${(size / 2 ** 30).toFixed(1)} GiB` : `${Math.round(size / 2 ** 20)} MiB`);
-
   function show() {
     const busy = status.state === "loading" || status.state === "drawing", own = status.run === run;
     part("go").disabled = busy;
@@ -105,7 +103,7 @@
     part("progress-said").textContent = words.filter(Boolean).join(" · ");
     if (status.state === "drawing" && status.expected) { bar.max = status.expected; bar.value = Math.min(status.passes, status.expected); } else bar.removeAttribute("value");
     part("model").hidden = !status.model;
-    part("model-said").textContent = `${own ? "" : `${status.label}: `}${status.model} stays loaded for the next drawing and holds ${bytes(status.memory)} on ${status.device}.`;
+    part("model-said").textContent = `${own ? "" : `${status.label}: `}${status.model} stays loaded for the next drawing and holds ${Page.bytes(status.memory)} on ${status.device}.`;
     if (own && status.state === "failed") explain(status.text);
   }
 

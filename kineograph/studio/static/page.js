@@ -10,6 +10,8 @@ const Page = {
     return s >= 60 ? `${Math.floor(s / 60)} min ${pad(s % 60)} s` : `${s} s`;
   },
 
+  bytes: (size) => (size >= 2 ** 30 ? `${(size / 2 ** 30).toFixed(1)} GiB` : `${Math.round(size / 2 ** 20)} MiB`),
+
   showAges() {
     for (const time of document.querySelectorAll("time[data-written]")) {
       const text = `${Page.duration(Date.now() / 1000 - Number(time.dataset.written))} ago`;
@@ -54,4 +56,16 @@ document.addEventListener("keydown", (event) => {
   const search = document.querySelector("input[type=search]");
   if (event.key === "/" && search && !event.target.closest("input, textarea, select")) { event.preventDefault(); search.focus(); }
   if (event.key === "Escape" && event.target === search) { search.value = ""; search.dispatchEvent(new Event("input")); search.blur(); }
+});
+document.addEventListener("click", async (event) => {
+  const button = event.target.closest(".copy");
+  if (!button) return;
+  const code = button.parentElement.querySelector("code");
+  try {
+    await navigator.clipboard.writeText(code.textContent);
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  } catch {  // no permission, or an address that is neither local nor https
+    getSelection().selectAllChildren(code);
+  }
 });

@@ -1,0 +1,60 @@
+"""Checks a folder of data for the page, as `kineo data check` does, and prints what it found as JSON. It imports torch, so it runs
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def describe_folder(folder: Path, settings: list[str]) -> dict[str, Any]:
+    """Lines, items, buckets and problems of a folder. Links out of it are not followed."""
+    from kineograph.data.buckets import assign_buckets
+    from kineograph.data.check import check_folder, parse_settings
+
+    config = parse_settings(folder, settings) if settings else None
+    report = check_folder(folder, config, follow_links=False)
+    readable = [item.info for item in report.items if item.info is not None]
+    buckets = None
+    if config is not None and config.buckets is not None and readable:
+        buckets = assign_buckets(readable, config.buckets, config.base_shape, config.fps)
+    reasons: dict[str, list[str]] = {}
+    for path, reason in report.problems:
+        reasons.setdefault(path, []).append(reason)
+    names = {item.name for item in report.items}
+    items, number = [], 0
+    for item in report.items:
+        tree: dict[str, Any] = {"name": item.name, "captions": item.captions, "problems": reasons.get(item.name, [])}
+        if item.span is not None:
+            end = item.span.end if math.isfinite(item.span.end) else None
+            tree |= {"start": item.span.start, "end": end}
+        if item.info is not None:
+            tree |= item.info._asdict()
+            if buckets is not None:
+                tree["bucket"] = str(buckets.shape(number))
+            number += 1
+        items.append(tree)
+    return {
+        "lines": [line for line in report.lines() if not line.startswith("  ")],
+        "items": items,
+        "buckets": buckets.table() if buckets is not None else [],
+        "problems": [problem for problem in report.problems if problem[0] not in names],
+    }
+
+
+def main() -> None:
+    from kineograph.core.errors import KineoError
+
+    try:
+        found = describe_folder(Path(sys.argv[1]), sys.argv[2:])
+    except KineoError as error:
+        found = {"error": str(error)}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

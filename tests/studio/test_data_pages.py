@@ -1,0 +1,180 @@
+"""Data: what `kineo data check` finds, shown item by item; nothing outside the given folders is read."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from kineograph.core.errors import InputError
+from kineograph.studio import dataset as dataset_module
+from kineograph.studio.dataset import Check, CheckForm, DatasetItem, find_codecs, open_datasets, select_items
+from kineograph.studio.dataset_worker import describe_folder
+from kineograph.studio.runs import describe_run, make_id
+from kineograph.studio.server import serve
+from tests.studio.conftest import TOKEN, open_client
+from tests.studio.run_folders import write_dataset, write_run
+from tests.studio.test_drawing import STORED, Ear
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "photos")
+
+
+@pytest.fixture
+def visitor(runs: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A browser that has opened a page over a folder of data, which this process checks."""
+
+    def run_here(folder: Path, settings: Any, begun: Check) -> Check:
+        tree = describe_folder(folder, list(settings))
+        items = tuple(dataset_module._make_item(item) for item in tree["items"])
+        found = {key: tuple(tree[key]) for key in ("lines", "buckets", "problems")}
+        return Check(begun.began, 0.0, items=items, **found)
+
+    monkeypatch.setattr(dataset_module, "run_check", run_here)
+    client = open_client(runs, data=[photos])
+    client.get("/", params={"token": TOKEN})
+    return client
+
+
+def read_items(client: Any, photos: Path, **query: str) -> str:
+    """The part with the items, once they are read."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        answer = client.get(f"/data/{make_id(photos)}/items", params=query)
+        if answer.status_code == 200:
+            return answer.text
+        assert answer.status_code == 202 and "Every file is read" in answer.text
+        time.sleep(0.02)
+    raise AssertionError("the check has not ended")
+
+
+def test_items_show_with_captions_sizes_and_what_is_wrong(visitor: Any, photos: Path) -> None:
+    assert f"kineo data check {photos}" in visitor.get("/data").text
+    page = read_items(visitor, photos)
+    assert "64 × 32" in page and "32 × 32 · 5 frames · 0.6" in page
+    assert "a red wide one" in page and "it moves" in page
+    assert "&lt;b&gt;bold&lt;/b&gt; digit" in page and "<b>bold" not in page
+    assert page.count('class="unreadable"') == 1 and "cannot be read" in page
+    assert "a link to a file outside this folder" in page
+    assert "3 images (png), 1 clips (gif), 2 problems" in page
+
+
+def test_a_search_reads_captions_and_a_filter_keeps_the_bad_ones(visitor: Any, photos: Path) -> None:
+    found = read_items(visitor, photos, q="RED wide")
+    assert "wide.png" in found and "square.png" not in found and "1 of 4 items" in found
+    assert "No item matches" in read_items(visitor, photos, q="nothing like it")
+    bad = read_items(visitor, photos, show="problems")
+    assert "torn.png" in bad and "wide.png" not in bad
+
+
+def test_buckets_are_those_of_the_command(visitor: Any, photos: Path) -> None:
+    page = visitor.get(f"/data/{make_id(photos)}", params={"buckets": "1", "size": "32", "frames": "1"}).text
+    assert "size=32 frames=1 &#39;buckets={}&#39;" in page
+    items = read_items(visitor, photos, buckets="1", size="32", frames="1")
+    assert "bucket 1 × 32 × 32" in items and 'data-show="1 × 32 × 32"' in items
+    (shape,) = {
+        item["bucket"]
+        for item in describe_folder(photos, CheckForm(buckets=True, size="32").settings())["items"]
+        if item["name"] == "wide.png"
+    }
+    assert f"bucket {shape}" in items
+    assert "wide.png" in read_items(visitor, photos, buckets="1", size="32", frames="1", show=shape)
+    assert visitor.get(f"/data/{make_id(photos)}", params={"buckets": "1", "size": "1e9"}).status_code == 422
+
+
+def test_only_listed_items_inside_the_folder_are_sent(visitor: Any, photos: Path) -> None:
+    base = f"/data/{make_id(photos)}"
+    assert visitor.get(f"{base}/sheet/wide.png").status_code == 404  # nothing has been listed yet
+    read_items(visitor, photos)
+    answer = visitor.get(f"{base}/sheet/wide.png")
+    assert answer.status_code == 200 and answer.headers["x-width"] == "64"
+    assert visitor.get(f"{base}/file/clip.gif").headers["content-type"] == "image/gif"
+    for name in ("link.png", "../secret.png", "%2e%2e/secret.png", "..%2fsecret.png", "wide.txt", "/etc/passwd", "%00"):
+        for kind in ("sheet", "file"):
+            assert visitor.get(f"{base}/{kind}/{name}").status_code == 404, name
+    assert visitor.get("/data/nothing").status_code == 404
+    visitor.cookies.clear()
+    assert visitor.get("/data").status_code == 401
+
+
+def test_without_folders_the_page_says_what_to_type_and_names_those_of_runs(client: Any, runs: Path) -> None:
+    config = runs / "demo" / "config.yaml"
+    config.write_text(config.read_text() + "data: {source: folder, folder: /somewhere/else}\n")
+    page = client.get("/data").text
+    assert "kineo studio --data" in page and "/somewhere/else" in page
+    with pytest.raises(InputError, match=r"--data .* is not a folder"):
+        serve([runs], "127.0.0.1", None, print, data=[runs / "nothing"])
+
+
+def test_a_check_runs_in_a_process_of_its_own_and_its_failure_is_told(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (dataset,) = open_datasets([photos]).values()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    dataset.check(CheckForm())
+    end = time.monotonic() + 20
+    while not dataset.check(CheckForm()).is_done and time.monotonic() < end:
+        time.sleep(0.02)
+    assert "has failed" in dataset.check(CheckForm()).error
+
+
+def test_many_items_come_in_pages() -> None:
+    check = Check(0.0, 1.0, items=tuple(DatasetItem(f"{n}.png", (f"item {n}",)) for n in range(100)))
+    last = select_items(check, page=99)
+    assert (last.page, last.pages, last.total, len(last.items)) == (3, 3, 100, 4)
+    assert select_items(check, search="item 42").items[0].name == "42.png"
+
+
+# Reconstructions --------------------------------------------------------------------------------------------------
+
+
+def test_a_codec_rebuilds_an_item_beside_it(photos: Path, tmp_path: Path) -> None:
+    with tarfile.open(STORED / "phenaki.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    run = tmp_path / "phenaki"
+    assert [codec.stage for codec in find_codecs([describe_run(run, "phenaki")])] == ["tokenizer"]
+    (run / "studio").mkdir()
+    worker = Ear()
+    job = {"do": "reconstruct", "run": str(run), "out": str(run / "studio" / "reconstructions")}
+    worker.run({**job, "stage": "tokenizer", "file": str(photos / "clip.gif")})
+    name, done = worker.heard[-1]
+    assert name == "done", done
+    assert done["text"].startswith("PSNR ") and done["model"].startswith("tokenizer, step ")
+    with Image.open(run / "studio" / done["files"][0]) as picture:
+        assert picture.width == 2 * picture.height and picture.n_frames > 1  # both halves are the stage's size
+    worker.run({**job, "stage": "generator", "file": str(photos / "clip.gif")})
+    assert worker.heard[-1][0] == "failed" and "does not rebuild pictures" in worker.heard[-1][1]["error"]
+    worker.run({**job, "stage": "tokenizer", "file": str(photos / "torn.png")})
+    assert worker.heard[-1][0] == "failed"
+
+
+def test_a_reconstruction_is_asked_for_by_id_item_and_codec(visitor: Any, photos: Path, runs: Path) -> None:
+    base = f"/data/{make_id(photos)}"
+    read_items(visitor, photos)
+    run_id = make_id((runs / "demo").resolve())
+    wanted = {"item": "wide.png", "run": run_id, "stage": "tokenizer"}
+    for change, code in (
+        ({"item": "link.png"}, 404),
+        ({"item": "../secret.png"}, 404),
+        ({"run": "x"}, 404),
+        ({"stage": "generator"}, 404),
+        ({"more": 1}, 422),
+    ):
+        visitor.get("/")
+        assert visitor.post(f"{base}/reconstruct", json=wanted | change).status_code == code, change
+    answer = visitor.post(f"{base}/reconstruct", json=wanted, headers={"origin": "http://evil.example"})
+    assert answer.status_code == 403 and not (runs / "demo" / "studio").exists()
+
+
+def test_a_run_without_checkpoints_has_no_codec(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "demo")
+    assert [codec.stage for codec in find_codecs([describe_run(path, "demo")])] == ["tokenizer"]
+    (path / "tokenizer" / "checkpoints").rename(path / "elsewhere")
+    assert find_codecs([describe_run(path, "demo")]) == []
