@@ -82,7 +82,7 @@ FvdMode = Annotated[
     typer.Option(help="How fvd resizes: tensorflow (the original), pytorch (cd-fvd).", show_default="tensorflow"),
 ]
 FvdFrames = Annotated[
-    int | None, typer.Option(min=10, help="fvd of the first so many frames of each clip.", show_default="all")
+    int | None, typer.Option(min=10, help="Compute fvd on the first N frames of each clip.", show_default="all")
 ]
 KidSubsets = Annotated[int, typer.Option(min=1, help="Random subsets of kid.")]
 KidSubsetSize = Annotated[
@@ -434,7 +434,7 @@ def metrics_(
         typer.Option(metavar="N|HxW", help="Scale and crop files to this size first.", show_default="their own size"),
     ] = None,
     frames: Annotated[
-        int | None, typer.Option(min=1, help="The first so many frames of each clip.", show_default="all")
+        int | None, typer.Option(min=1, help="Read the first N frames of each clip.", show_default="all")
     ] = None,
     fps: Annotated[
         float | None, typer.Option(min=0.01, help="Read clips at this rate.", show_default="their own")
@@ -444,7 +444,7 @@ def metrics_(
         typer.Option(help="Which items of B.", show_default="train of a run, all of a folder"),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="At most so many items of each.", show_default="all")
+        int | None, typer.Option(min=1, help="Read at most N items of each set.", show_default="all")
     ] = None,
     extractor: Extractor = None,
     fid_mode: FidMode = None,

@@ -19,7 +19,7 @@ from kineograph.core.text_file import parse_json
 from kineograph.data.arrays import find_array, load_npy, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
 from kineograph.data.captions import several_texts
-from kineograph.data.open_source import DataConfig, Split, SplitItems, select_split
+from kineograph.data.open_source import DataConfig, Split, SplitItems, select_captioned
 
 _OPEN_PACKS = 64  # packs whose arrays stay mapped
 _EXTRA = ("image_embed", "text_embed", "first_frame", "low_res_tokens")  # fields that go into Sample.extra
@@ -77,7 +77,8 @@ class Cache(BucketedSource):
         captions = [lines[pack][row] for pack, row in cache_set.rows.tolist()]
         header = cache_set.header
         if header.split is None:
-            part = select_split([identity for identity, _ in captions], split, config)
+            identities, texts = [identity for identity, _ in captions], [texts for _, texts in captions]
+            part = select_captioned(identities, texts, split, config)
         elif header.split == split:
             part = SplitItems(np.arange(len(captions)))
         elif split == "validation" and header.split == "train":
@@ -130,7 +131,7 @@ class Cache(BucketedSource):
         names = [f"{array.path.name}:{number}" for number in range(count)]
         captions = list(zip(names, lines or [()] * count, strict=True))
         pack = Pack(array.path.parent, header, {"tokens": array})
-        part = select_split(names, split, config)
+        part = select_captioned(names, lines or (), split, config)
         return cls(config, [pack], _rows_of(0, count), captions, part, SetHeader(packs=("",), split=None))
 
     def _skip_uncaptioned(self, part: SplitItems) -> SplitItems:

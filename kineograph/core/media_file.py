@@ -42,9 +42,9 @@ class MediaLimits(Config):
 
 
 class Stopwatch:
-    """Seconds that work has taken: wall time or this process's CPU time, whichever is less.
+    """Seconds that work has taken: wall time or this process's CPU time in all its threads, whichever is less.
 
-    Waiting for a core of a busy machine, or for a slow disk, is no fault of a file.
+    So waiting for a core of a busy machine, or for a slow disk, hardly counts: it is no fault of the file.
     """
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ class Source(ABC):
     shuffle: bool = True
     """Train on the items in a new random order in every epoch; False: in their own order."""
     parts: Mapping[str, Source] = MappingProxyType({})
-    """The sources of a mix by name, whose items follow each other; empty: it is none."""
+    """The sources of a mix by name, whose items follow each other; empty: not a mix."""
     shares: tuple[MixShare, ...] = ()
     """How often a mix draws from each of its parts; empty: every item comes once per epoch."""
     pad_to_frames: int = 0

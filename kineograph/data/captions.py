@@ -177,10 +177,9 @@ def find_values(row: Any, keys: Sequence[str]) -> list[str]:
     """The text or list of texts under the first of these keys that has any."""
     for key in keys:
         value = row.get(key) if isinstance(row, dict) else None
-        if isinstance(value, str):
-            return [value]
-        if isinstance(value, list):
-            return [text for text in value if isinstance(text, str)]
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        if any(map(str.strip, texts)):
+            return texts
     return []
 
 

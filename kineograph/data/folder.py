@@ -167,10 +167,10 @@ def _exclude_validation_folder(names: list[str], root: Path, config: FolderConfi
         raise InputError(
             f"data.validation_folder={config.validation_folder} contains data.folder={config.folder}: give a folder with other items"
         )
-    if not held_out.is_relative_to(main):
-        return names
-    prefix = held_out.relative_to(main).as_posix() + "/"
-    return [name for name in names if not name.startswith(prefix)]
+    folders = {name: name.rpartition("/")[0] for name in names}
+    # Resolved, since a link inside data.folder may lead there.
+    excluded = {folder for folder in set(folders.values()) if (main / folder).resolve().is_relative_to(held_out)}
+    return [name for name in names if folders[name] not in excluded]
 
 
 def _select_names(names: list[str], split: Split, config: FolderConfig) -> tuple[set[str], str | None]:
@@ -210,6 +210,21 @@ def _select_by_share(names: list[str], split: Split, config: FolderConfig) -> tu
     return {name for name, parent in zip(names, parents, strict=True) if parent in chosen}, selected.note
 
 
+def _read_item_captions(item: Item, captions: Captions, root: Path, config: FolderConfig) -> Sequence[str]:
+    """Those of its span or file. A .txt file is read once."""
+    if item.span is not None and item.span.texts is not None:
+        return item.span.texts
+    texts = captions.listed.get(item.name)
+    if texts is None:
+        texts = ()
+        if item.name in captions.sidecars:
+            # `kineo data check` gives the reason.
+            with suppress(OSError, UnicodeDecodeError):
+                texts = read_captions(root / captions.sidecars[item.name], config.caption_lines)
+        captions.listed[item.name] = texts
+    return texts
+
+
 class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
     Config = FolderConfig
 
@@ -234,8 +249,7 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         self.note = note
         self.problems = problems
         """Not fatal: metadata rows without a file, text that is not UTF-8."""
-        self._captions = captions.listed
-        self._sidecars = captions.sidecars
+        self._captions = captions
         self.has_several_captions = config.caption_lines == "several" or any(
             len(texts) > 1 for texts in captions.listed.values()
         )
@@ -256,19 +270,34 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         listing = listing._replace(media=media)
         _refuse_empty(root, listing, key)
         captions = find_captions(root, media, listing.others)
-        names, note = (set(media), None) if apart else _select_names(media, split, config)
-        items = build_items(media, captions, f"{root.name}/" if apart else "")  # all spans of a file are in one split
+        items = build_items(media, captions, f"{root.name}/" if apart else "")
+        skipped: dict[str, str] = {}
+        if config.uncaptioned == "skip" and (captions.listed or captions.sidecars or captions.spans):
+            uncaptioned = [item for item in items if not _read_item_captions(item, captions, root, config)]
+            if len(uncaptioned) == len(items):
+                raise InputError(f"data.uncaptioned=skip leaves none of {len(items)} items: {cls.caption_help}")
+            # Before the split, which would otherwise hold out items that nothing can use.
+            skipped = {item.identity: "no caption" for item in uncaptioned}
+            items = [item for item in items if item.identity not in skipped]
+            captioned = {item.name for item in items}
+            media = [name for name in media if name in captioned]
+        names, note = (set(media), None) if apart else _select_names(media, split, config)  # all spans of a file in one
+        if split != "train" and not apart:
+            skipped = {}  # reported with the training items
+        if skipped:
+            line = f"data.uncaptioned=skip: {len(skipped)} of {len(items) + len(skipped)} items have no caption and are left out, such as {min(skipped)}"
+            note = "; ".join(filter(None, [note, line]))
         problems = listing.problems + captions.problems
         if config.cut is not None:
             items, line = cut_items(items, root, config, config.cut, f"{key}{root}")
             note = "; ".join(filter(None, [note, line])) if split == "train" else note
-        buckets, skipped = None, {}
+        buckets = None
         if config.buckets is not None:
             trim = f"\0{config.trim}" if config.trim else ""
             stamps = [_file_stamp(root, item) + trim for item in items]
             infos = probe_all(stamps, lambda index: _measure(root, items[index], config), str(root), f"{key}{root}")
             unreadable = list_unreadable([item.identity for item in items], infos, config.max_unreadable)
-            skipped = {
+            skipped |= {
                 item.identity: unreadable[item.identity]
                 for item in items
                 if item.name in names and item.identity in unreadable
@@ -282,26 +311,7 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
             mask_line = describe_masks(listing.masks, names, config.masks, f"{key}{root}")
             note = "; ".join(filter(None, [note, mask_line])) or None
         masks = listing.masks if config.masks else {}
-        source = cls(config, root, items, captions, split, note, problems, buckets, skipped, masks)
-        if config.uncaptioned == "skip":
-            source._skip_uncaptioned(captions)
-        return source
-
-    def _skip_uncaptioned(self, captions: Captions) -> None:
-        """Leave out items without a caption, if the folder has captions at all."""
-        if not (captions.listed or captions.sidecars or captions.spans):
-            return
-        kept = [index for index in range(len(self)) if self.captions(index)]
-        if len(kept) == len(self):
-            return
-        missing = sorted({item.identity for item in self.items} - {self.identity(index) for index in kept})
-        if not kept:
-            raise InputError(f"data.uncaptioned=skip leaves none of {len(self)} items: {self.caption_help}")
-        line = f"data.uncaptioned=skip: {len(missing)} of {len(self)} items have no caption and are left out, such as {missing[0]}"
-        self.note = "; ".join(filter(None, [self.note, line]))
-        self.skipped = {**self.skipped, **dict.fromkeys(missing, "no caption")}
-        self.items = [self.items[index] for index in kept]
-        self.buckets = self.buckets and self.buckets.subset(kept)
+        return cls(config, root, items, captions, split, note, problems, buckets, skipped, masks)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -386,18 +396,7 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         return next(iter(self.captions(index)), None)
 
     def captions(self, index: int) -> Sequence[str]:
-        item = self.items[index]
-        if item.span is not None and item.span.texts is not None:
-            return item.span.texts
-        texts = self._captions.get(item.name)
-        if texts is None:
-            texts = ()
-            if item.name in self._sidecars:
-                # `kineo data check` gives the reason.
-                with suppress(OSError, UnicodeDecodeError):
-                    texts = read_captions(self.root / self._sidecars[item.name], self.config.caption_lines)
-            self._captions[item.name] = texts
-        return texts
+        return _read_item_captions(self.items[index], self._captions, self.root, self.config)
 
     def identity(self, index: int) -> str:
         return self.items[index].identity

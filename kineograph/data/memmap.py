@@ -20,7 +20,7 @@ from kineograph.data.arrays import Array, choose_member, find_array, list_npz, p
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import several_texts, strip_captions
 from kineograph.data.fit_summary import MeasuresItems, has_colour
-from kineograph.data.open_source import DataConfig, Split, select_split
+from kineograph.data.open_source import DataConfig, Split, select_captioned
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
 _FPS = 8.0  # an array does not state its frame rate
@@ -177,12 +177,8 @@ class Memmap(Source, MeasuresItems):
             raise InputError(
                 f"{array.path} has {count} {'clips' if 'T' in layout else 'pictures'} in layout {layout}, and there are {len(captions)} labels or captions"
             )
-        indices, note = select_split([f"{array.path.name}:{number}" for number in range(count)], split, config)
-        if config.uncaptioned == "skip" and captions is not None and any(captions):
-            kept = np.array([index for index in indices.tolist() if captions[index]], np.int64)
-            if len(kept) < len(indices):
-                line = f"data.uncaptioned=skip: {len(indices) - len(kept)} of {len(indices)} items have no caption and are left out"
-                indices, note = kept, "; ".join(filter(None, [note, line]))
+        names = [f"{array.path.name}:{number}" for number in range(count)]
+        indices, note = select_captioned(names, captions or (), split, config)
         if config.layout == "auto" and split == "train":
             note = "; ".join(filter(None, [f"{array.path}: {describe_layout(array.shape, layout)}", note]))
         return cls(config, array, layout, captions, indices, note, config.rotate and split == "train")

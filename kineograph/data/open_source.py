@@ -27,7 +27,7 @@ class DataConfig(Config):
     caption_places: ClassVar[tuple[str, ...]] = ("text",)
     """Names in braces that `caption` may hold."""
     source: str = "moving_digits"
-    """moving_digits, folder, memmap, webdataset, cache, or the dotted path of your own Dataset or Source."""
+    """moving_digits, folder, memmap, webdataset, mix, cache, or the dotted path of your own Dataset or Source."""
     size: Size = (32, 32)
     """Height and width in pixels; one number means a square."""
     frames: int = Field(1, ge=1, le=65536)
@@ -124,7 +124,7 @@ def drop_other_source_keys(
 
 def drop_digit_channels(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     """Remove `channels` if the source changes from moving_digits to files: gray digits say nothing about these."""
-    if source_name(data) != _DEFAULT_SOURCE or source_name(override) not in ("folder", "webdataset"):
+    if source_name(data) != _DEFAULT_SOURCE or source_name(override) not in ("folder", "webdataset", "mix"):
         return data
     return {key: value for key, value in data.items() if key != "channels"}
 
@@ -220,6 +220,20 @@ def assign_splits(identities: Sequence[str], validation: float, test: float, see
         moved = candidates[-1] if name == "train" else candidates[0]
         masks[largest][moved], masks[name][moved] = False, True
     return {name: np.flatnonzero(mask) for name, mask in masks.items()}
+
+
+def select_captioned(
+    identities: Sequence[str], captions: Sequence[Any], split: Split, config: DataConfig
+) -> SplitItems:
+    """As `select_split`; with data.uncaptioned=skip, of the items that have a caption, unless none has."""
+    kept = [index for index, texts in enumerate(captions) if texts]
+    if config.uncaptioned != "skip" or not kept or len(kept) == len(identities):
+        return select_split(identities, split, config)
+    part = select_split([identities[index] for index in kept], split, config)
+    missing = len(identities) - len(kept)
+    line = f"data.uncaptioned=skip: {missing} of {len(identities)} items have no caption and are left out"
+    notes = [part.note, line if split == "train" else None]
+    return SplitItems(np.array(kept, np.int64)[part.indices], "; ".join(filter(None, notes)) or None)
 
 
 def select_split(identities: Sequence[str], split: Split, config: DataConfig) -> SplitItems:

@@ -15,6 +15,9 @@ from kineograph.data.transforms import TOLERANCE
 Span = tuple[float, float]  # seconds
 
 
+MIN_STRIDE = 0.02  # seconds: a frame of 50 per second
+
+
 class CutConfig(Config):
     """Cut every video into clips of equal length, each an item of its own."""
 
@@ -27,6 +30,11 @@ class CutConfig(Config):
     def _check_overlap(self) -> CutConfig:
         if self.overlap >= self.seconds:
             raise ValueError(f"overlap={self.overlap:g} must be less than seconds={self.seconds:g}")
+        if self.seconds - self.overlap < MIN_STRIDE:
+            raise ValueError(
+                f"seconds={self.seconds:g} with overlap={self.overlap:g} begins a clip every {self.seconds - self.overlap:.2g} s: "
+                f"leave at least {MIN_STRIDE:g} s between the beginnings of two clips"
+            )
         return self
 
     def spans(self, begin: float, end: float) -> list[Span]:

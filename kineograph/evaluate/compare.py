@@ -10,7 +10,7 @@ from typing import Any
 from kineograph.core.console import open_console
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_json
-from kineograph.data.open_source import LOCATION_KEYS
+from kineograph.data.open_source import is_location
 from kineograph.evaluate.run_summary import Cell, RunSummary, summarize_run
 
 MISSING = object()  # a key that a run's config does not have
@@ -52,9 +52,9 @@ class Comparison:
         summaries = self.runs
         digests = {run.items for run in summaries}
         # The same items may lie in several places, and other items in the same one.
-        keys = [key for key in summaries[0].data if key not in ("max_unreadable", *LOCATION_KEYS)]
-        if None in digests:
-            keys += [key for key in LOCATION_KEYS if key in summaries[0].data]
+        keys = [
+            key for key in summaries[0].data if key != "max_unreadable" and (None in digests or not is_location(key))
+        ]
         lines = []
         for key in keys:
             values = [run.data.get(key, MISSING) for run in summaries]  # earlier versions wrote fewer keys

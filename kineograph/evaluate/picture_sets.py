@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,10 @@ from kineograph.core.run_folder import RunFolder
 from kineograph.data.decode import CLIPS, IMAGES, DecodeOptions, decode_media, media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, list_folder
 from kineograph.data.loader import Loader
+from kineograph.data.mix import MixConfig
 from kineograph.data.open_source import DataConfig, Split, open_source
 from kineograph.data.transforms import ResizeCrop
+from kineograph.media.grids import select_evenly
 
 MAX_FRAMES = 512  # of a clip that is read whole
 MAX_UNREADABLE = 0.2  # share of the files
@@ -72,7 +75,8 @@ class MediaFolder:
     """
 
     root: Path
-    files: list[str]
+    files: list[str]  # those that are read
+    listed: list[str]  # all, in which pairs are looked up
     size: tuple[int, int] | None = None
     frames: int | None = None
     fps: float | None = None
@@ -194,13 +198,33 @@ def open_folder(
         found = Counter(PurePosixPath(name).suffix or "(no suffix)" for name in listing.others).most_common(4)
         text = ", ".join(f"{count} {suffix}" for suffix, count in found) or "no files"
         raise InputError(f"{path} holds no pictures or clips: looked for {known}, also in subfolders, and found {text}")
-    files = listing.media
+    files = _leave_out_sheets(listing.media, listing.others)
+    if len(files) < len(listing.media):
+        note(f"{path}: {len(listing.media) - len(files)} contact sheets of drawn files are left out")
     if split is not None:
-        chosen = {item.name for item in Folder.open(FolderConfig(folder=str(path)), split, 0).items}
-        files = [name for name in files if name in chosen]
+        own = {item.name for item in Folder.open(FolderConfig(folder=str(path)), split, 0).items}
+        files = [name for name in files if name in own]
     for problem in listing.problems:
         note(f"{problem.path}: {problem.reason}")
-    return MediaFolder(path, files[:limit], size, frames, fps, note)
+    # Evenly spaced: the first files of a folder may be of one class.
+    chosen = [files[index] for index in select_evenly(len(files), limit)] if limit is not None else files
+    return MediaFolder(path, chosen, files, size, frames, fps, note)
+
+
+def _leave_out_sheets(media: list[str], others: list[str]) -> list[str]:
+    """Without the sheets that `kineo sample` and `kineo story` write beside what they draw: sheet-0001.png, and NAME.png of NAME.gif."""
+    sidecars = {name.removesuffix(".json") for name in others if name.endswith(".json")}
+    folders = {PurePosixPath(stem).parent for stem in sidecars}
+    clips = {str(PurePosixPath(name).with_suffix("")) for name in media if media_kind(name) == "clip"} & sidecars
+
+    def is_sheet(name: str) -> bool:
+        path = PurePosixPath(name)
+        if path.suffix != ".png" or path.parent not in folders:
+            return False
+        stem = str(path.with_suffix(""))
+        return stem in clips or (bool(re.fullmatch(r"sheet-\d{4,}", path.stem)) and stem not in sidecars)
+
+    return [name for name in media if not is_sheet(name)]
 
 
 def open_split(
@@ -215,7 +239,11 @@ def open_split(
 ) -> SplitItems:
     """A split of a stage's data, with what training varies at random switched off."""
     still = {"flip": 0.0, "crop": "center", "rotate": False}
-    present = {key: value for key, value in still.items() if key in type(data).model_fields}
+    present: dict[str, Any] = {key: value for key, value in still.items() if key in type(data).model_fields}
+    if isinstance(data, MixConfig):  # its parts may have their own
+        present["mix"] = {
+            name: {key: value for key, value in part.items() if key not in still} for name, part in data.mix.items()
+        }
     source = open_source(data.model_copy(update=present), split, seed, dataset)
     count = min(len(source), limit or MAX_ITEMS)
     if count < len(source):
@@ -236,7 +264,7 @@ def open_run_split(run: Path, split: Split, limit: int | None, note: Callable[[s
 
 def pair_files(drawn: MediaFolder, real: MediaFolder) -> Iterator[tuple[Tensor, Tensor]]:
     """Items of two folders with the same name (the suffix may differ), one at a time: drawn, real, T 3 H W each."""
-    stems = {str(PurePosixPath(name).with_suffix("")): name for name in real.files}
+    stems = {str(PurePosixPath(name).with_suffix("")): name for name in real.listed}
     missing = [name for name in drawn.files if str(PurePosixPath(name).with_suffix("")) not in stems]
     if missing:
         raise InputError(

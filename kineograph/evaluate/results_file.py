@@ -19,20 +19,26 @@ Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # split → checkpoin
 
 
 def read_results(run: RunFolder) -> Results:
-    """All recorded results; {} where the file is missing or damaged."""
-    results = read_json(run.path / "evaluation.json").get("results")
-    return results if isinstance(results, dict) and _are_results(results) else {}
+    """All recorded results. What is damaged or not of our form is left out."""
+    results = _as_dict(read_json(run.path / "evaluation.json").get("results"))
+    return {
+        split: {
+            checkpoint: {metric: record for metric, record in _as_dict(records).items() if _is_record(record)}
+            for checkpoint, records in _as_dict(checkpoints).items()
+        }
+        for split, checkpoints in results.items()
+    }
 
 
-def _are_results(results: dict[Any, Any]) -> bool:
-    """Whether the dicts are nested as ours are."""
-    levels = [results]
-    for _ in range(3):
-        if not all(isinstance(value, dict) for level in levels for value in level.values()):
-            return False
-        levels = [value for level in levels for value in level.values()]
-    return all(
-        isinstance(record.get("values"), dict) and isinstance(record.get("labels", {}), dict) for record in levels
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_record(record: Any) -> bool:
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("values"), dict)
+        and isinstance(record.get("labels", {}), dict)
     )
 
 
@@ -44,7 +50,8 @@ def add_results(run: RunFolder, split: str, stage: str, step: int, results: dict
     path = run.path / "evaluation.json"
     everything = read_results(run)
     if not everything and path.exists():  # keep a damaged file
-        os.replace(path, path.with_name("evaluation.damaged.json"))
+        taken = sum(1 for _ in run.path.glob("evaluation.damaged*.json"))
+        os.replace(path, path.with_name(f"evaluation.damaged{taken or ''}.json"))
     records = everything.setdefault(split, {}).setdefault(f"{stage}/step-{step:08d}", {})
     date = datetime.now(UTC).isoformat(timespec="seconds")
     for name, result in results.items():

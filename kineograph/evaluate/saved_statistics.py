@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import write_atomic
+from kineograph.core.text_file import parse_json
 from kineograph.evaluate.metric_api import MetricSkipped
 from kineograph.evaluate.statistics import Gaussian
 
@@ -125,7 +126,7 @@ def read_statistics(path: Path) -> SavedStatistics:
 
 def _parse_protocol(array: np.ndarray) -> dict[str, dict[str, Any]]:
     try:
-        tree = json.loads(str(array))
+        tree = parse_json(str(array))
     except ValueError:
         return {}
     return {key: value for key, value in tree.items() if isinstance(value, dict)} if isinstance(tree, dict) else {}

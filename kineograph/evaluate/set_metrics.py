@@ -41,6 +41,7 @@ from kineograph.evaluate.saved_statistics import (
     read_statistics,
     write_statistics,
 )
+from kineograph.media.filenames import check_writable
 
 TWO_SETS = ("fid", "kid", "fvd")
 PAIRS = ("paired", "paired_lpips")
@@ -125,6 +126,8 @@ def compare_sets(
     names = _check_names(metrics, reference, save_stats)
     if save_stats is not None:
         check_new_file(save_stats)
+    if out is not None:
+        check_writable(out.parent)
     reading = {"size": size, "frames": frames, "fps": fps, "limit": samples, "note": note}
     left = _open_side(drawn, "A", None if reference is not None else split, reading)
     right = _open_side(reference, "B", split, reading) if reference is not None else None
@@ -209,9 +212,11 @@ def _open_metrics(
     target = distributed.resolve_device(device)
     sets = [items for items in (left, right) if items is not None and not isinstance(items, SavedStatistics)]
     if not sets:
-        if names := [name for name in names if name != "fid"]:
-            comparison.skipped |= dict.fromkeys(names, "both sets are statistics") if comparison.named else {}
-        return {"fid": _FidOfStatistics(left, right)}  # type: ignore[dict-item, arg-type]
+        if right is None:
+            raise InputError(f"{comparison.drawn} holds statistics: name a second set to compare them with")
+        others = [name for name in names if name != "fid"] if comparison.named else []
+        comparison.skipped |= dict.fromkeys(others, "both sets are statistics: only fid compares these")
+        return {"fid": _FidOfStatistics(left, right)} if "fid" in names else {}  # type: ignore[dict-item, arg-type]
     shape = sets[0].shape()
     context = EvalContext("", None, None, shape, target, None, Extractors(target, options), reference=True)
     opened: dict[str, Metric] = {}

@@ -115,6 +115,9 @@ def lay_over(tree: Tree, over: Tree) -> Tree:
     )  # with torch: `kineo presets` needs neither
 
     _check_sections(over)
+    over = _choose_length(over) | {
+        "stages": {name: _choose_length(stage or {}) for name, stage in (over.get("stages") or {}).items()}
+    }
     tree = dict(tree)
     tree["stages"] = {name: dict(stage or {}) for name, stage in (tree.get("stages") or {}).items()}
     old_source = source_name(tree.get("data") or {})
@@ -139,6 +142,12 @@ def lay_over(tree: Tree, over: Tree) -> Tree:
                 players = {key: _remove_keys(player or {}, reaching) for key, player in stage["players"].items()}
                 stage["players"] = players
     return merge(tree, over)
+
+
+def _choose_length(section: Tree) -> Tree:
+    """A layer, or a stage of it, whose train.steps replaces the train.epochs of earlier layers."""
+    train = section.get("train") or {}
+    return section | {"train": {**train, "epochs": None}} if "steps" in train and "epochs" not in train else section
 
 
 def _remove_keys(tree: Tree, over: Tree) -> Tree:

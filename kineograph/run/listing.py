@@ -159,22 +159,21 @@ def _newest_accuracy(results: results_file.Results) -> float | None:
 
 
 def _make_table(rows: list[Row]) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table("run", "state", "stage", "step", "best loss", "caption accuracy", "health", "last written")
     for row in rows:
         if row.state == "broken":
-            table.add_row(escape(row.name), "broken", escape(row.problem), "", "", "", "", format_age(row.age))
+            table.add_row(row.name, "broken", row.problem, "", "", "", "", format_age(row.age))
             continue
         table.add_row(
-            escape(row.name),
+            row.name,
             row.state,
-            escape(row.stage),
+            row.stage,
             f"{row.step:,} of {row.steps:,}",
             "–" if row.best is None else f"{row.best:.4g}",
             "–" if row.accuracy is None else f"{row.accuracy:.3f}",
-            escape("\n".join(row.findings)) or "–",
+            "\n".join(row.findings) or "–",
             format_age(row.age),
         )
     return table

@@ -31,6 +31,8 @@ def explain_misplaced_key(key: str, tree: Tree) -> str | None:
 
 
 def _find_in_stage(stage: Tree, last: str) -> Iterator[str]:
+    if not isinstance(stage, dict) or not isinstance(stage.get("task"), str):  # named when the stage is read
+        return
     config = find_task(stage["task"]).Config
     if last in config.model_fields:
         yield last

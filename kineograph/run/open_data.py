@@ -137,7 +137,7 @@ def _resolve_epochs(
 def _resolve_validation(
     stage: StagePlan, data: StageData | None, note: Callable[[str], None], planned: World | None
 ) -> StagePlan:
-    """Validate a small set before it is learned by heart: after train.validate_epochs, where that is sooner than train.validate_every."""
+    """Validate a small set before it is memorised: after train.validate_epochs, where that is sooner than train.validate_every."""
     train = stage.train
     if train.validate_epochs is None or not train.validate_every or train.epoch_samples is not None or data is None:
         return stage

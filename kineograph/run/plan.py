@@ -140,10 +140,9 @@ def _make_plan(tree: Tree) -> Plan:
 def _plan_stage(tree: Tree, name: str) -> StagePlan:
     if not name.isidentifier():
         raise ConfigError(f"stages.{name}: a stage's name is also the name of a folder; use letters, digits and _")
-    stage = tree["stages"][name]
+    stage, spec = tree["stages"][name], read_stage(tree, name)
     where = f"stages.{name}.train" if stage.get("train") else "train"
     train = parse(TrainConfig, merge(tree.get("train") or {}, stage.get("train") or {}), where)
-    spec = read_stage(tree, name)
     # A Task may build fewer players than it names (a codec without a discriminator).
     names, settings = spec.config.player_names(), stage.get("players") or {}
     for player in settings:

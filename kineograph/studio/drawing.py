@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from PIL import Image, UnidentifiedImageError
 from pydantic import Field
 
 from kineograph.core.config import Config
@@ -82,7 +81,8 @@ class Status:
 
 def worker_command(trust: bool = False) -> list[str]:
     """The process that draws (draw_worker.py); with `trust` it may run code that a run from elsewhere names."""
-    return [sys.executable, "-m", "kineograph.studio.draw_worker", *(["--trust"] if trust else [])]
+    # -P: no module of the current folder, which may be a stranger's, is imported.
+    return [sys.executable, "-P", "-m", "kineograph.studio.draw_worker", *(["--trust"] if trust else [])]
 
 
 class Busy(Exception):
@@ -267,7 +267,7 @@ def save_upload(run: Path, data: bytes) -> dict[str, Any]:
             kind, size = image.format or "", image.size
     except Unreadable as error:
         raise InputError(f"the picture cannot be used: {error.reason}") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError):
+    except Exception:  # decoders raise almost anything on damaged files
         raise InputError("the picture cannot be read: give a PNG, JPEG, WebP or GIF") from None
     folder = prepare_folder(run) / UPLOADS
     folder.mkdir(exist_ok=True)
@@ -317,12 +317,17 @@ def list_drawings(run: Path, most: int = DRAWINGS) -> list[Drawing]:
         sidecar = _read_sidecar(run, relative)
         if sidecar.get("file") == path.name and len(drawings) < most:  # sheets have none of their own
             scenes = sidecar.get("scenes")
-            captions = [str(scene.get("caption")) for scene in scenes] if isinstance(scenes, list) else None
+            captions = [str(scene.get("caption", "")) for scene in _dicts(scenes)] if isinstance(scenes, list) else None
             caption = " / ".join(captions) if captions is not None else str(sidecar.get("caption") or "")
             step, seed = (sidecar.get(key) if isinstance(sidecar.get(key), int) else 0 for key in ("step", "seed"))
             command = str(sidecar.get("command", ""))
             drawings.append(Drawing(relative, caption, command, step or 0, seed or 0, captions is not None))
     return drawings
+
+
+def _dicts(values: list[Any]) -> list[dict[str, Any]]:
+    """Those of some values that are dicts: a stranger's file may hold anything."""
+    return [value for value in values if isinstance(value, dict)]
 
 
 def _read_sidecar(run: Path, relative: str) -> dict[str, Any]:
@@ -354,7 +359,9 @@ def describe_form(tree: dict[str, Any], drawn: Sequence[str]) -> FormFacts:
     drawing = [name for name, keys in stages.items() if isinstance(keys.get("sample"), dict)]
     keys = stages.get(drawing[-1], {}) if drawing else {}
     sample = keys.get("sample") or {}
-    data = {**(tree.get("data") or {}), **(keys.get("data") or {})}
+    data: dict[str, Any] = {}
+    for part in _dicts([tree.get("data"), keys.get("data")]):
+        data |= part
     size = data.get("size")
     frames = data.get("frames")
     return FormFacts(

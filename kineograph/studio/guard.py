@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Collection
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -72,11 +72,8 @@ class Guard:
         return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), self.token.encode())
 
     def _read_cookie(self, headers: Headers) -> str:
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            return ""
-        return cookies[self.cookie].value if self.cookie in cookies else ""
+        # Not http.cookies: it drops all cookies if another program on this machine has set one with braces or spaces.
+        return cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
 
     def _log_in(self, scope: Scope, query: list[tuple[str, str]]) -> Response:
         """Move the token from the address, which others may see, into a cookie."""

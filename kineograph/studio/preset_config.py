@@ -20,7 +20,8 @@ def resolve_preset(name: str) -> Tree | None:
     """The complete config of a preset; None if there is none of this name, or it cannot be resolved."""
     if name not in preset_names():
         return None
-    command = [sys.executable, "-m", "kineograph.studio.preset_config", name]
+    # -P: no module of the current folder, which may be a stranger's, is imported.
+    command = [sys.executable, "-P", "-m", "kineograph.studio.preset_config", name]
     try:
         done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=True)
         tree = parse_json(done.stdout)

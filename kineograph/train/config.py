@@ -118,7 +118,8 @@ class TrainConfig(PlayerConfig):
     validate_every: int = Field(500, ge=0)
     """Steps between validations; 0: never."""
     validate_epochs: float | None = Field(10.0, gt=0)
-    """Validate after so many passes over the training items, if that is sooner than `validate_every`, but every 50 steps at most; null: never."""
+    """Validate after so many passes over the training items where that is sooner than `validate_every`, at least 50 steps apart; null: only
+    `validate_every` counts."""
     validation_samples: int = Field(256, ge=1)
     """Held-out items per validation."""
     metrics: tuple[str, ...] = ()

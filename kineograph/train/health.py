@@ -174,7 +174,7 @@ class StageHealth:
                     "zero_loss",
                     "warning",
                     f"the loss was exactly 0 in the last {self._zeros['loss']} logged steps",
-                    "There is nothing to learn: the targets are all the same, or learned by heart.",
+                    "There is nothing to learn: the targets are all the same, or memorised.",
                     "Look at the data; if a codec encodes them, look at its reconstructions.",
                     0.0,
                 )
@@ -292,7 +292,7 @@ class StageHealth:
                 "warning",
                 f"the validation loss rose from {best:.4g} at step {best_step:,} to {last[-1]:.4g}, while the training loss fell "
                 f"from {at_best:.4g} to {now:.4g}",
-                "The stage learns its data by heart.",
+                "The stage memorises its data.",
                 "Add data or augmentation, raise dropout or train.weight_decay, make the network smaller or train for fewer steps; "
                 "`--checkpoint best` uses the weights with the lowest validation loss.",
                 last[-1] / best,
@@ -411,7 +411,7 @@ class DataProbe:
                     )
                 )
             else:
-                meaning = "The stage learns one item by heart."
+                meaning = "The stage memorises one item."
                 found.append(Finding("identical_data", "warning", same, meaning, "Look at the data and its splits."))
         if one_caption:
             caption = next(iter(captions))

@@ -181,6 +181,17 @@ def test_what_is_skipped_is_counted(tmp_path: Path) -> None:
     assert source.skipped == {"3.png": "no caption"}
 
 
+@pytest.mark.parametrize("make", [_folder, _memmap])
+def test_items_without_a_caption_are_skipped_before_the_split(
+    tmp_path: Path, make: Callable[[Path], dict[str, object]]
+) -> None:
+    keys = {**make(tmp_path / "data"), "validation": 0.34, "uncaptioned": "skip"}
+    for seed in range(8):  # whichever items a seed holds out
+        parts = [opened(split, **keys, split_seed=seed) for split in ("train", "validation")]
+        assert all(len(part) for part in parts) and sum(map(len, parts)) == COUNT - 1
+        assert all(part.caption(index) for part in parts for index in range(len(part)))
+
+
 def test_without_any_caption_nothing_is_skipped_and_a_fixed_caption_serves(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path, {"a": "", "b": ""})
     for choice in ("refuse", "skip", "empty"):

@@ -1,5 +1,6 @@
 import json
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -314,3 +315,9 @@ def test_hostile_npz(tmp_path, monkeypatch):
     (tmp_path / "d.npz").write_bytes(whole.replace(b"(6, 4, 8, 8)", b"(9, 4, 8, 8)"))
     with pytest.raises(InputError, match="no readable array"):
         opened(tmp_path / "d.npz")
+    with zipfile.ZipFile(tmp_path / "e.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        with zipfile.ZipFile(tmp_path / "a.npz") as good:
+            array = good.read("arr_0.npy")
+        file.writestr("arr_0.npy", array.replace(b"(6, 4, 8, 8)", b"(-6, 4, 8,8)"))
+    with pytest.raises(InputError, match=r"not a readable|no readable array"):  # not unpacked without a limit
+        opened(tmp_path / "e.npz")

@@ -110,9 +110,9 @@ def test_a_mix_is_a_mapping_of_names(tmp_path: Path) -> None:
 
 def test_what_differs_in_kind_is_refused(parts: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     shards = write(tmp_path / "0.tar", item(0))
-    with pytest.raises(InputError, match=r"data.mix.tars has no end"):
+    with pytest.raises(InputError, match=r"data.mix.tars is endless"):
         opened(parts | {"tars": {"shards": f"pipe:cat {shards}"}})
-    with pytest.raises(InputError, match=r"data.mix.digits has no end"):
+    with pytest.raises(InputError, match=r"data.mix.digits is endless"):
         opened(parts | {"digits": {"source": "moving_digits"}})
     with pytest.raises(InputError, match=r"data.mix.gone: .*does not exist"):
         opened(parts | {"gone": {"folder": str(tmp_path / "gone")}})

@@ -200,7 +200,13 @@ def test_results_of_other_splits_checkpoints_and_metrics_stay(tmp_path):
     (run.path / "evaluation.json").write_text('{"results": {"valid')
     evaluate(run.path, ["loss"], samples=4, device="cpu")
     assert (run.path / "evaluation.damaged.json").read_text().startswith('{"results"')
-    assert json.loads((run.path / "evaluation.json").read_text())["results"]["validation"]
+    results = json.loads((run.path / "evaluation.json").read_text())
+    assert results["results"]["validation"]
+    results["results"]["notes"] = "by hand"
+    (run.path / "evaluation.json").write_text(json.dumps(results))
+    evaluate(run.path, ["codebook"], samples=4, device="cpu")
+    kept = json.loads((run.path / "evaluation.json").read_text())["results"]["validation"]
+    assert {name for records in kept.values() for name in records} == {"loss", "codebook"}
 
 
 def test_what_is_left_out_says_why(tmp_path):

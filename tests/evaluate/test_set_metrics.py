@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from kineograph.cli import app
 from kineograph.core.errors import InputError
 from kineograph.core.metric_options import MetricOptions
+from kineograph.evaluate.picture_sets import open_folder
 from kineograph.evaluate.runner import evaluate
 from kineograph.evaluate.saved_statistics import read_statistics
 from kineograph.evaluate.set_metrics import compare_sets, parse_size
@@ -318,3 +319,14 @@ def test_pairs_apply_by_themselves_only_where_samples_start_from_real_items(tmp_
     assert found.values == named.values
     monkeypatch.setattr(TinyGenerator, "describe_start", lambda self, prompts: "captions, through prior=x")
     assert "paired" not in evaluate(run.path, samples=4, device="cpu").stages[-1].results
+
+
+def test_sheets_of_drawn_files_are_not_counted(tmp_path):
+    for name in ("a-0001.png", "b-0001.gif", "b-0001.png", "sheet-0001.png", "photos/sheet-0001.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for name in ("a-0001.json", "b-0001.json"):
+        (tmp_path / name).write_text("{}")
+    notes = []
+    assert open_folder(tmp_path, note=notes.append).files == ["a-0001.png", "b-0001.gif", "photos/sheet-0001.png"]
+    assert notes == [f"{tmp_path}: 2 contact sheets of drawn files are left out"]

@@ -75,7 +75,7 @@ def pip_that(action):
 
     def run(command, **options):
         words = dict(itertools.pairwise(command))
-        assert command[1:4] == ["-m", "pip", "download"]
+        assert command[1:5] == ["-P", "-m", "pip", "download"]
         assert {"--no-deps", "--require-hashes"} <= set(command)
         with open(words["--requirement"]) as file:
             return action(words["--dest"], file.read())

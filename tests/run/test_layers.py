@@ -55,6 +55,19 @@ def test_within_a_layer_the_specific_wins() -> None:
     assert lrs(planned("small")) == {"first": 2e-3, "second": 1e-3, "critic": 5e-3}
 
 
+@pytest.mark.parametrize("source", ["folder", "webdataset", "mix"])
+def test_gray_digits_say_nothing_about_files(source: str) -> None:
+    tree = lay_over({"data": {"source": "moving_digits", "channels": 1}}, {"data": {"source": source}})
+    assert "channels" not in tree["data"]
+
+
+def test_a_number_of_steps_replaces_the_epochs_of_an_earlier_layer() -> None:
+    longer = file("longer.yaml", preset="small", train={"epochs": 3}, stages={"first": {"train": {"epochs": 5}}})
+    trained = planned(longer, "train.steps=7")["stages"]
+    assert [(stage["train"]["steps"], stage["train"]["epochs"]) for stage in trained.values()] == [(7, None)] * 2
+    assert planned(longer)["stages"]["first"]["train"]["epochs"] == 5
+
+
 def test_a_general_value_of_the_command_line_reaches_everyone() -> None:
     assert lrs(planned("small", "train.lr=7e-3")) == {"first": 7e-3, "second": 7e-3, "critic": 7e-3}
 
@@ -202,6 +215,7 @@ def test_a_resolved_config_takes_a_key_of_its_own_source(shelf: Path) -> None:
         (["small", "stages.first.lr=3"], "unknown key stages.first.lr: did you mean stages.first.train.lr?"),
         (["small", "size=3"], "unknown key size: did you mean data.size?"),
         (["small", "data.folder=x"], "data.source=moving_digits has no folder; set data.folder and data.source=folder"),
+        (["small", "stages.third.train.nothing=3"], "stages.third.task is required"),
         (["small", "nothing_like_it=3"], "unknown key nothing_like_it: known here: data, evaluate, name"),
         (["runs/gone"], "runs/gone is neither a file nor a run folder"),
         (["small", "stages.first.task=nowhere.flow"], "Python finds no module nowhere: install it, or add the folder"),

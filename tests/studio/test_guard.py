@@ -42,6 +42,15 @@ def test_the_token_moves_from_the_address_into_a_cookie(runs: Path) -> None:
     assert client.get("/").status_code == 200
 
 
+@pytest.mark.parametrize("other", ['a={"x":1}', "x[y]=1", "a=b c"])
+def test_cookies_of_other_programs_on_this_machine_do_not_lock_out(runs: Path, other: str) -> None:
+    client = open_client(runs)
+    client.get("/", params={"token": TOKEN})
+    (own,) = (f"{cookie.name}={cookie.value}" for cookie in client.cookies.jar)
+    client.cookies.clear()
+    assert client.get("/", headers={"cookie": f"{other}; {own}"}).status_code == 200
+
+
 def test_the_token_never_redirects_to_another_host(runs: Path) -> None:
     answer = open_client(runs).get(
         "http://127.0.0.1:8765//evil.example/", params={"token": TOKEN}, follow_redirects=False
