@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -493,6 +494,54 @@ def compare(
     if out is not None:
         for path in comparison.write(out):
             print(path)
+
+
+@app.command()
+def race(
+    data: Annotated[str, typer.Argument(metavar="DATA", help="digits, a folder, or a YAML with a data section.")],
+    setting: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value …]", help="How a folder is read: keys of data.*, such as split_by=folder."),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of the race.", show_default="runs/race-<data>")] = None,
+    families: Annotated[
+        str | None, typer.Option(help="Comma-separated families.", show_default="all that have presets")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.001, help="Training time of each family, compilation included.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each family.")] = 1,
+    metrics: MetricNames = None,
+    samples: Annotated[int, typer.Option(min=1, help="Held-out prompts that each family is judged on.")] = 256,
+    extractor: Extractor = None,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="Frames of a clip; 1 races on pictures.", show_default="as the data have")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(min=8, help="Height and width in pixels.", show_default="64; on a CPU 32")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Families that run side by side.")] = 1,
+    board: Annotated[
+        Path | None, typer.Option(metavar="FILE.md", help="Write the table to this board, or replace it there.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Write the plans and stop, to look at them or edit them.")
+    ] = False,
+    trust: Trust = False,
+) -> None:
+    """Race families on the same data, in the same minutes, before the same judge: one table, one sheet.
+
+    Run the same command again to go on. Exit code 1: a family failed; the others are in the table.
+
+    Example: kineo race digits --families muse,dalle2 --frames 1 --minutes 5
+    """
+    from kineograph.race.command import race as run_race
+
+    print(
+        run_race(
+            data, setting or [], run=run, families=_split_names(families), minutes=minutes, seeds=seeds, metrics=metrics,
+            samples=samples, extractors=extractor or [], frames=frames, size=size, jobs=jobs, board=board, plan_only=plan,
+            command=f"kineo {shlex.join(sys.argv[1:])}", note=_print_to_stderr,
+        )
+    )  # fmt: skip
 
 
 @app.command()

@@ -225,8 +225,10 @@ def evaluate(
         if results:
             weights = stages.loaded_digests[f"{folder.path}/{name}"]
             if distributed.is_first():
+                rate = evaluator.count_drawn_per_second()
+                speed = {"drawn_per_second": rate} if rate is not None else {}
                 results_file.add_results(
-                    folder, split, name, step, results, samples=evaluator.count, seed=seed, weights=weights
+                    folder, split, name, step, results, samples=evaluator.count, seed=seed, weights=weights, **speed
                 )
             evaluation.stages.append(StageResult(name, spec.config.task, step, results))
         if evaluator.statistics is not None and save_stats is not None:

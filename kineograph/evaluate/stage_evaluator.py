@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -103,6 +104,7 @@ class StageEvaluator:
         self.statistics = SavedStatistics("") if save_statistics else None
         self.progress = ProgressBar()
         self.start: str | None = None  # what samples start from, beside their captions
+        self.drawing: list[tuple[int, float]] = []  # samples and seconds of each batch that was drawn
 
     def run(self, chosen: dict[str, Any], reasons: Reasons) -> tuple[dict[str, Result], SampleSheets]:
         """Compute the chosen metrics that apply; append to `reasons` why others do not."""
@@ -306,7 +308,15 @@ class StageEvaluator:
 
     def _draw(self, prompts: Prompts) -> torch.Tensor:
         whole = RowBatches(len(prompts), self.device, retry=False)  # the caller takes fewer rows
-        return draw(self.task, prompts, self.spec.config.sample_options, self.device, whole).to(self.device)
+        started = time.perf_counter()
+        drawn = draw(self.task, prompts, self.spec.config.sample_options, self.device, whole)
+        self.drawing.append((len(prompts), time.perf_counter() - started))
+        return drawn.to(self.device)
+
+    def count_drawn_per_second(self) -> float | None:
+        """Samples that this process drew a second, without its first batch if there are more; None: it drew none."""
+        timed = self.drawing[1:] or self.drawing
+        return sum(rows for rows, _ in timed) / sum(seconds for _, seconds in timed) if timed else None
 
     def _prompt_batches(self) -> Iterator[tuple[int, EvalBatch]]:
         """The prompts, shared by the processes; those of one shape together."""

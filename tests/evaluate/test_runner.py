@@ -87,7 +87,7 @@ def test_all_that_applies_is_judged(run):
     found = evaluate(run.path, samples=20, batch=8, device="cpu")
     assert [(stage.stage, stage.step) for stage in found.stages] == [("tokenizer", 20), ("generator", 20)]
     tokenizer, generator = (stage.results for stage in found.stages)
-    assert set(tokenizer) == {"reconstruction", "codebook", "loss"}
+    assert set(tokenizer) == {"reconstruction", "reconstructed_captions", "codebook", "loss"}
     assert set(generator) == {"caption_accuracy", "loss"}
     assert generator["caption_accuracy"].labels["count"] == 20
     assert found["psnr"] == tokenizer["reconstruction"].values["psnr"]

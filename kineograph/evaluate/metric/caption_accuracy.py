@@ -1,6 +1,7 @@
 """Caption accuracy: the share of generated clips in which a reader finds everything that the prompt names, and nothing else.
 
-The ceiling in its labels is the reader's accuracy on real clips of the same captions, where there are any.
+The ceiling in its labels is the reader's accuracy on real clips of the same captions, where there are any; chance is
+its accuracy on real clips of other captions, which is what a model that does not read its prompt can reach.
 """
 
 from __future__ import annotations
@@ -28,19 +29,24 @@ class CaptionAccuracy:
 
     def __init__(self, reader: Reader, device: torch.device | str = "cpu") -> None:
         self.reader, self.device = reader, device
-        self.generated, self.real = Tally(), Tally()
+        self.generated, self.real, self.other = Tally(), Tally(), Tally()
+        self._last: list[Facts] = []  # what the last caption asked for
 
     @classmethod
     def open(cls, context: EvalContext) -> CaptionAccuracy:
-        _parse_prompts(context.captions or [])
+        parse_prompts(context.captions or [])
         return cls(Reader.load(WEIGHTS, context.device), context.device)
 
     def update(self, batch: EvalBatch) -> list[str]:
-        expected = _parse_prompts(batch.captions or [])
+        expected = parse_prompts(batch.captions or [])
         found = self.reader.read(batch.clips("generated"))
         correct = self.generated.add(expected, found)
         if batch.real is not None:  # prompts of a file have no real clips
-            self.real.add(expected, self.reader.read(batch.real))
+            read = self.reader.read(batch.real)
+            self.real.add(expected, read)
+            shifted = [*self._last, *expected[:-1]]  # each clip with the caption before its own
+            self.other.add(shifted, read[len(read) - len(shifted) :])
+            self._last = expected[-1:]
         return ["✓" if ok else f"✗ {_abbreviate(facts)}" for ok, facts in zip(correct, found, strict=True)]
 
     def compute(self) -> Result:
@@ -48,10 +54,12 @@ class CaptionAccuracy:
         digest = hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
         values = {"caption_accuracy": tally.accuracy, "number": tally.number, **tally.rates}
         labels = {"count": tally.count, "extractor": f"reader {digest[:12]}"}
-        return Result(values, ({"ceiling": ceiling.accuracy} if ceiling.count else {}) | labels)
+        bounds = {"ceiling": ceiling.accuracy} if ceiling.count else {}
+        other = self.other.all_reduce(self.device)
+        return Result(values, bounds | ({"chance": other.accuracy} if other.count else {}) | labels)
 
 
-def _parse_prompts(captions: list[str]) -> list[Facts]:
+def parse_prompts(captions: list[str]) -> list[Facts]:
     try:
         return [parse_prompt(caption) for caption in captions]
     except InputError as error:

@@ -1,0 +1,161 @@
+"""`kineo race DATA`: plan, train, judge and compare; the same command goes on where it was interrupted.
+
+RACE/plans/FAMILY.yaml    the recipe of a family, which may be edited before its first run
+RACE/runs/FAMILY-SEED     ordinary run folders
+RACE/logs, RACE/samples   what the commands printed; the sheet's samples
+RACE/prompts.txt          the sheet's prompts, captions of held-out items
+RACE/race.json            every figure, with the request and the machine
+RACE/sheet.png            the same prompts down, families across
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kineograph import __version__
+from kineograph.core import distributed
+from kineograph.core.errors import InputError, RunFailed
+from kineograph.core.registry import find_metric
+from kineograph.core.run_folder import read_json, write_atomic, write_json
+from kineograph.doctor.machine import list_gpus
+from kineograph.race.board import check_board, show_board, update_board
+from kineograph.race.plan import RacePlan, choose_families, choose_prompts, plan_race, read_data, write_plans
+from kineograph.race.results import collect_figures
+from kineograph.race.runner import Entry, Judge, Runner
+from kineograph.race.sheet import write_sheet
+
+FORMAT = 1
+SETTLED = ("data", "minutes")  # of a request: another value is another race
+
+
+def race(
+    data: str,
+    settings: Sequence[str] = (),
+    *,
+    run: Path | None = None,
+    families: Sequence[str] | None = None,
+    minutes: float = 5.0,
+    seeds: int = 1,
+    metrics: str | None = None,
+    samples: int = 256,
+    extractors: Sequence[str] = (),
+    frames: int | None = None,
+    size: int | None = None,
+    jobs: int = 1,
+    board: Path | None = None,
+    plan_only: bool = False,
+    command: str = "",
+    note: Callable[[str], None] = print,
+) -> Path:
+    """Race families on data. → the race folder. Raises RunFailed at the end if an entry failed; the others are judged."""
+    device = distributed.resolve_device().type
+    chosen = choose_families(families)
+    for name in metrics.split(",") if metrics else ():
+        find_metric(name.strip())
+    if board is not None:
+        check_board(board)
+    planned = read_data(data, settings, frames, size, device)
+    folder = run or Path("runs") / f"race-{planned.name}"
+    judge = Judge(samples, metrics, tuple(extractors))
+    record = _open_record(folder, planned, minutes, seeds, judge, command)
+    if jobs > 1:
+        note(
+            f"--jobs {jobs}: entries that share a device slow one another down; compare only those that ran in the same way"
+        )
+    note(f"planning {', '.join(chosen)} for {planned.name}: {planned.shape}")
+    plan_race(planned, chosen, minutes, folder, device)
+    for family, reason in planned.unable.items():
+        note(f"{family} cannot race here: {reason}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_plans(planned, folder)
+    record["unable"] = planned.unable
+    if plan_only:
+        note(f"plans of {', '.join(planned.plans)} in {folder / 'plans'}; run the same command without --plan to race")
+        return folder
+    prompts, real = choose_prompts(planned.config)
+    write_atomic(folder / "prompts.txt", "".join(f"{' '.join(prompt.split())}\n" for prompt in prompts))
+    entries = [Entry(family, seed, folder) for seed in range(seeds) for family in planned.plans]
+    _run_entries(record, entries, Runner(judge, note), jobs, folder, note)
+    drawn = {entry.family: entry.samples for entry in entries if entry.seed == 0}
+    sheet = write_sheet(folder / "sheet.png", [" ".join(prompt.split()) for prompt in prompts], real, drawn)
+    show_board(record)
+    for path in filter(None, (folder / "race.json", sheet)):
+        note(f"wrote {path}")
+    if board is not None:
+        update_board(board, record)
+        note(f"wrote {board}")
+    failed = [name for name, entry in record["entries"].items() if entry.get("failure")]
+    if failed:
+        raise RunFailed(f"{', '.join(failed)} failed; the same command tries again (logs are in {folder / 'logs'})")
+    return folder
+
+
+def _open_record(
+    folder: Path, planned: RacePlan, minutes: float, seeds: int, judge: Judge, command: str
+) -> dict[str, Any]:
+    """The record of a new race, or of one that goes on."""
+    request = {"data": planned.data, "minutes": minutes, "seeds": seeds, "judge": asdict(judge)}
+    saved = read_json(folder / "race.json")
+    if folder.exists() and not saved and any(folder.iterdir()) and not (folder / "plans").is_dir():
+        raise InputError(f"{folder} holds something else than a race: give --run another folder")
+    for key in SETTLED if saved else ():
+        if saved.get("request", {}).get(key) != request[key]:
+            raise InputError(
+                f"{folder} holds a race with {key} {saved.get('request', {}).get(key)}, and this one has {request[key]}: "
+                "give --run another folder"
+            )
+    gpus = [gpu.name for gpu in list_gpus()] if torch.cuda.is_available() else []
+    machine = {"device": gpus[0] if gpus else "CPU", "torch": torch.__version__, "kineograph": __version__}
+    return {
+        "format": FORMAT,
+        "name": planned.name,
+        "shape": str(planned.shape),
+        "request": request,
+        "machine": machine,
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "unable": {},
+        "entries": saved.get("entries", {}),
+    }
+
+
+def _run_entries(
+    record: dict[str, Any],
+    entries: Sequence[Entry],
+    runner: Runner,
+    jobs: int,
+    folder: Path,
+    note: Callable[[str], None],
+) -> None:
+    """Run the entries that have no figures by this judge yet. race.json is written after each."""
+    judge, lock = asdict(runner.judge), threading.Lock()
+    judge["extractors"] = list(judge["extractors"])  # as JSON has it
+    record["request"]["judge"] = judge
+    record["entries"] = {entry.name: record["entries"].get(entry.name, {"family": entry.family}) for entry in entries}
+
+    def is_judged(entry: Entry) -> bool:
+        known = record["entries"][entry.name]
+        return "figures" in known and known.get("judge") == judge and entry.run.exists()
+
+    def finish(entry: Entry, failure: str | None) -> None:
+        result: dict[str, Any] = {"family": entry.family, "seed": entry.seed, "run": str(entry.run), "judge": judge}
+        if failure is None:
+            result["figures"], extra = collect_figures(entry.run)
+            result |= extra
+        else:
+            result["failure"] = failure
+            note(f"{entry.name} failed: {failure}")
+        with lock:
+            record["entries"][entry.name] = result
+            write_json(folder / "race.json", record)
+
+    write_json(folder / "race.json", record)
+    runner.run([entry for entry in entries if not is_judged(entry)], jobs, finish)
+    write_json(folder / "race.json", record)

@@ -1,0 +1,120 @@
+"""What an entry reached, from the files of its run; and the figures of a family over its seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kineograph.core.run_folder import RunFolder
+from kineograph.evaluate import results_file
+from kineograph.evaluate.run_summary import summarize_run
+from kineograph.train.metrics_file import MetricsFile
+
+Figures = dict[str, float]  # column → value
+
+
+class Column(NamedTuple):
+    title: str
+    metric: str  # of kineo evaluate, or "" for a figure of the run
+    key: str
+    form: str  # of a number
+    more_is_better: bool | None  # None: neither
+
+
+# The first column that all entries have decides the order.
+COLUMNS = (
+    Column("caption accuracy", "caption_accuracy", "caption_accuracy", ".3f", True),
+    Column("FVD", "fvd", "fvd", ".1f", False),
+    Column("FID", "fid", "fid", ".2f", False),
+    Column("KID", "kid", "kid", ".4f", False),
+    Column("CLIP score", "clip_score", "clip_score", ".3f", True),
+    Column("codec PSNR", "reconstruction", "psnr", ".1f", True),
+    Column("codec LPIPS", "lpips", "lpips", ".4f", False),
+    Column("samples/s", "", "drawn_per_second", ".3g", True),
+    Column("M parameters", "", "parameters", ".2f", None),
+    Column("GiB", "", "memory", ".2f", None),
+    Column("steps", "", "steps", ",.0f", None),
+    Column("minutes", "", "minutes", ".2f", None),
+)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure of a family over its seeds."""
+
+    median: float
+    worst: float
+    count: int
+
+
+def collect_figures(run: Path) -> tuple[Figures, dict[str, Any]]:
+    """The figures of an entry by column title, and its bounds and labels."""
+    folder = RunFolder.existing(run)
+    results = results_file.read_results(folder)
+    stages = list(folder.config()["stages"])
+    figures: Figures = {}
+    extra: dict[str, Any] = {"labels": {}}
+    for column in COLUMNS:
+        found = _newest(results, stages, column.metric) if column.metric else None
+        value = found["values"].get(column.key) if found else None
+        if isinstance(value, int | float) and math.isfinite(value):
+            figures[column.title] = value
+            extra["labels"][column.title] = found["labels"] if found else {}
+    for record in (_newest(results, stages, name) for name in _metric_names(results)):
+        if record and isinstance(rate := record.get("drawn_per_second"), int | float):
+            figures["samples/s"] = rate
+    accuracy = extra["labels"].get("caption accuracy", {})
+    extra["bounds"] = {name: accuracy[name] for name in ("ceiling", "chance") if name in accuracy}
+    reconstructed = _newest(results, stages, "reconstructed_captions")
+    if reconstructed:
+        extra["bounds"]["codec"] = reconstructed["values"]["reconstructed_captions"]
+    return figures | _summarize(run, folder, stages), extra
+
+
+def _metric_names(results: results_file.Results) -> list[str]:
+    return [name for split in results.values() for metrics in split.values() for name in metrics]
+
+
+def _newest(results: results_file.Results, stages: Sequence[str], metric: str) -> dict[str, Any] | None:
+    """The newest record of the last stage that has one."""
+    found = (results_file.newest_result(results, "validation", stage, metric) for stage in reversed(stages))
+    return next((record for _, record in filter(None, found)), None)
+
+
+def _summarize(run: Path, folder: RunFolder, stages: Sequence[str]) -> Figures:
+    cells = summarize_run(run).cells
+    records = MetricsFile(folder.metrics_file).read()
+    elapsed = {r["stage"]: r["time/elapsed"] for r in records if isinstance(r.get("time/elapsed"), int | float)}
+    memory = [r[key] for r in records for key in ("time/memory_gib", "time/host_memory_gib") if key in r]
+    on_gpu = [r["time/memory_gib"] for r in records if "time/memory_gib" in r]
+    figures: Figures = {"minutes": sum(elapsed.values()) / 60}
+    if memory:
+        figures["GiB"] = max(on_gpu or memory)
+    if isinstance(parameters := cells["parameters, all stages"].value, int | float):
+        figures["M parameters"] = parameters / 1e6
+    steps = [max((r["step"] for r in records if r["stage"] == stage), default=0) for stage in stages]
+    return figures | {"steps": sum(steps)}
+
+
+def join_seeds(figures: Sequence[Figures]) -> dict[str, Score]:
+    """Median and worst of each column over the seeds that have it."""
+    scores = {}
+    for column in COLUMNS:
+        values = [each[column.title] for each in figures if column.title in each]
+        if values:
+            worst = max(values) if column.more_is_better is False else min(values)
+            scores[column.title] = Score(statistics.median(values), worst, len(values))
+    return scores
+
+
+def rank_families(scores: dict[str, dict[str, Score]]) -> list[str]:
+    """The families, best first, by the first column that all of them have and that is better one way."""
+    for column in COLUMNS:
+        if column.more_is_better is not None and all(column.title in each for each in scores.values()):
+            sign = -1 if column.more_is_better else 1
+            return sorted(scores, key=lambda family: sign * scores[family][column.title].median)
+    return list(scores)

@@ -1,0 +1,72 @@
+"""The processes of a race: failing, stopped, killed and taken up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kineograph.core.errors import Stopped
+from kineograph.race.runner import CommandFailed, Entry, Judge, Runner
+
+
+def test_a_command_that_fails_gives_its_code_and_last_line(tmp_path: Path) -> None:
+    entry = Entry("muse", 0, tmp_path)
+    entry.log.parent.mkdir()
+    with pytest.raises(CommandFailed, match=r"kineo presets ended with code 2: .*nothing-like-it"):
+        Runner(Judge(1), print)._call(entry, dict(os.environ), ["presets", "nothing-like-it"], (0,))
+    assert entry.log.read_text().startswith("$ kineo presets nothing-like-it\n")
+
+
+def test_a_signal_stops_all_entries_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def train(self: Runner, entry: Entry, environment: dict[str, str]) -> None:
+        started.append(entry.name)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Runner, "_train", train)
+    finished: list[str] = []
+    entries = [Entry("muse", seed, tmp_path) for seed in range(3)]
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM.*the same command"):
+        Runner(Judge(1), print).run(entries, 1, lambda entry, failure: finished.append(entry.name))
+    assert (started, finished) == (["muse-0"], [])
+
+
+@pytest.mark.slow
+def test_a_race_that_is_killed_is_taken_up(tmp_path: Path) -> None:
+    """With real processes: the killed one leaves a trainer behind, which the next race waits for."""
+    words = [
+        sys.executable,
+        "-m",
+        "kineograph",
+        "race",
+        "digits",
+        "--frames",
+        "1",
+        "--families",
+        "muse,phenaki",
+        "--minutes",
+        "0.1",
+    ]
+    words += ["--samples", "2", "--metrics", "caption_accuracy", "--jobs", "2", "--run", str(tmp_path / "race")]
+    first = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "race" / "runs" / "muse-0" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    first.kill()
+    first.wait()
+    second = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert second.returncode == 0, second.stderr
+    record = json.loads((tmp_path / "race" / "race.json").read_text())
+    assert record["entries"].keys() == {"muse-0", "phenaki-0"}
+    assert all("figures" in entry for entry in record["entries"].values())
+    assert (tmp_path / "race" / "sheet.png").exists()
