@@ -40,7 +40,6 @@ test-slow: .venv/.dev ## the tests that take minutes or want a GPU
 	$(BIN)/python -m pytest -q -m gpu --timeout 1800 $(ARGS)
 
 test-browser: .venv/.dev ## the studio's pages in a headless Chromium, which is installed if it is missing
-	@$(PIP) playwright
 	@command -v chromium chromium-browser google-chrome > /dev/null || $(BIN)/python -m playwright install --with-deps chromium
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m browser $(ARGS)
 

@@ -143,7 +143,7 @@ class Estimator:
 
 def read_stage_memory(tree: Mapping[str, Any]) -> StageMemory:
     """A line of estimate_worker.py."""
-    fits = {key: tuple(_read_fit(*pair) for pair in tree[key]) for key in ("savings", "combinations")}
+    fits: dict[str, Any] = {key: tuple(_read_fit(*pair) for pair in tree[key]) for key in ("savings", "combinations")}
     same = {key: tree[key] for key in StageMemory.__dataclass_fields__ if key in tree and key not in fits}
     return StageMemory(**{**same, "clip": tuple(tree["clip"])}, base=_read_fit([], tree["memory"]), **fits)
 

@@ -61,7 +61,7 @@ def make_environment() -> Environment:
         "spark": formats.draw_spark,
         "script_json": to_script_json,
     }
-    environment.globals |= {"static": static_url, "version": __version__}
+    environment.globals |= {"static": static_url, "version": __version__, "render_row": render_row}
     return environment
 
 
@@ -70,9 +70,10 @@ def render(template: str, **values: Any) -> str:
     return replace_surrogates(make_environment().get_template(template).render(**values))
 
 
-def render_row(run: Run) -> str:
-    """The row of a run in the list of runs."""
-    return render("_run_row.html", run=run)
+@lru_cache(maxsize=4_096)
+def render_row(run: Run) -> Markup:
+    """The row of a run in the list of runs; rendered again when the run has changed."""
+    return Markup(render("_run_row.html", run=run))
 
 
 def render_head(run: Run) -> str:

@@ -102,7 +102,7 @@ def test_a_whole_path_ends_with_a_drawing_that_repeats(page: Any, runs: Path) ->
     page.get_by_text("Repeat it").click()
     assert page.locator(".drawing code").inner_text().startswith("kineo sample ")
     page.get_by_role("button", name="Draw").click()
-    page.locator(".drawing").nth(1).wait_for()
+    page.locator(".drawing").nth(1).wait_for(timeout=60_000)
     first, second = sorted((runs / "phenaki" / "studio").glob("*.gif"))
     assert first.read_bytes() == second.read_bytes()
     page.get_by_role("button", name="Free it").click()

@@ -4,7 +4,7 @@
   const items = document.getElementById("items"), find = document.getElementById("find"), check = document.getElementById("check");
   const part = (id) => document.getElementById(id);
   const source = items.dataset.source;
-  let show = null, page = 1, asked = 0;
+  let show = null, page = 1, asked = 0, latest = null;
   const waiting = new Map();  // number of the job → the item's figure and its run
   const post = (address, body) => fetch(address, { method: "POST", body, headers: body ? { "content-type": "application/json" } : {} });
 
@@ -61,6 +61,7 @@
     try { told = await answer.json(); } catch { /* an error page */ }
     if (!answer.ok) return explain(told.error || "This item or tokenizer is gone: reload the page.");
     waiting.set(told.number, { figure, run: wanted.run, name: codec.selectedOptions[0].textContent });
+    if (latest) follow(latest);  // its news may have come before the answer
   }
 
   function showRebuilt({ figure, run, name }, file, text) {
@@ -82,20 +83,21 @@
     document.dispatchEvent(new Event("clips-added"));
   }
 
-  Page.listen("/draw/live", {
-    drawing(status) {
-      const busy = status.state === "loading" || status.state === "drawing", said = part("said");
-      said.hidden = !busy;
-      said.textContent = busy ? `${status.label}: ${status.text || (status.state === "loading" ? "starting" : "working")} …` : "";
-      part("model").hidden = !status.model;
-      part("model-said").textContent = `${status.label}: ${status.model} stays loaded and holds ${Page.bytes(status.memory)} on ${status.device}.`;
-      const job = waiting.get(status.number);
-      if (!job || busy) return;
-      waiting.delete(status.number);
-      if (status.state === "done" && status.files.length) showRebuilt(job, status.files[0], status.text);
-      if (status.state === "failed") explain(status.text);
-    },
-  });
+  function follow(status) {
+    latest = status;
+    const busy = status.state === "loading" || status.state === "drawing", said = part("said");
+    said.hidden = !busy;
+    said.textContent = busy ? `${status.label}: ${status.text || (status.state === "loading" ? "starting" : "working")} …` : "";
+    part("model").hidden = !status.model;
+    part("model-said").textContent = `${status.label}: ${status.model} stays loaded and holds ${Page.bytes(status.memory)} on ${status.device}.`;
+    const job = waiting.get(status.number);
+    if (!job || busy) return;
+    waiting.delete(status.number);
+    if (status.state === "done" && status.files.length) showRebuilt(job, status.files[0], status.text);
+    if (status.state === "failed") explain(status.text);
+  }
+
+  Page.listen("/draw/live", { drawing: follow });
   part("free").addEventListener("click", () => post("/draw/free"));
   load().catch(() => explain("The page is not reached: is kineo studio still running?"));
 })();

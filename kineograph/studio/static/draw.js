@@ -109,7 +109,8 @@
 
   Page.listen("/draw/live", {
     drawing(fresh) {
-      const finished = status && status.number === fresh.number && status.state !== "done" && fresh.state === "done";
+      // A short drawing may be done before any other news of it.
+      const finished = status && fresh.state === "done" && (status.number !== fresh.number || status.state !== "done");
       status = fresh;
       show();
       if (finished && fresh.run === run) { explain(""); showDrawings(); }

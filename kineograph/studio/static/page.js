@@ -10,11 +10,19 @@ const Page = {
     return s >= 60 ? `${Math.floor(s / 60)} min ${pad(s % 60)} s` : `${s} s`;
   },
 
+  // One unit: more would change under the reader's eyes.
+  age(seconds) {
+    const s = Math.max(0, Math.round(seconds));
+    if (s < 60) return `${s} s`;
+    if (s < 3600) return `${Math.floor(s / 60)} min`;
+    return s < 2 * 86400 ? `${Math.floor(s / 3600)} h` : `${Math.floor(s / 86400)} d`;
+  },
+
   bytes: (size) => (size >= 2 ** 30 ? `${(size / 2 ** 30).toFixed(1)} GiB` : `${Math.round(size / 2 ** 20)} MiB`),
 
   showAges() {
     for (const time of document.querySelectorAll("time[data-written]")) {
-      const text = `${Page.duration(Date.now() / 1000 - Number(time.dataset.written))} ago`;
+      const text = `${Page.age(Date.now() / 1000 - Number(time.dataset.written))} ago`;
       if (time.textContent !== text) time.textContent = text;
     }
   },
