@@ -24,6 +24,7 @@ from kineograph.core.media_file import MediaLimits
 from kineograph.core.metric_options import MetricOptions
 from kineograph.core.registry import find_source, find_task, source_names
 from kineograph.data.buckets import BucketsConfig
+from kineograph.data.clip_retrieval import ClipRetrievalConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.decode import MediaConfig
 from kineograph.data.folder import FolderConfig
@@ -71,6 +72,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "memmap", MemmapConfig, "data.", DataConfig),
     (DATA, "webdataset", WebDatasetConfig, "data.", DataConfig),
     (DATA, "cache", CacheConfig, "data.", DataConfig),
+    (DATA, "clip_retrieval", ClipRetrievalConfig, "data.", DataConfig),
     (DATA, "mix", MixConfig, "data.", MediaConfig),
     (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
     (DATA, "Crops", CropConfig, "", None),
