@@ -24,6 +24,7 @@ from kineograph.core.media_file import MediaLimits
 from kineograph.core.metric_options import MetricOptions
 from kineograph.core.registry import find_source, find_task, source_names
 from kineograph.data.buckets import BucketsConfig
+from kineograph.data.clip_retrieval import ClipRetrievalConfig
 from kineograph.data.dataset import DatasetConfig, DatasetSource
 from kineograph.data.decode import MediaConfig
 from kineograph.data.folder import FolderConfig
@@ -71,6 +72,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (DATA, "memmap", MemmapConfig, "data.", DataConfig),
     (DATA, "webdataset", WebDatasetConfig, "data.", DataConfig),
     (DATA, "cache", CacheConfig, "data.", DataConfig),
+    (DATA, "clip_retrieval", ClipRetrievalConfig, "data.", DataConfig),
     (DATA, "mix", MixConfig, "data.", MediaConfig),
     (DATA, "Your own Dataset", DatasetConfig, "data.", DataConfig),
     (DATA, "Crops", CropConfig, "", None),
@@ -301,6 +303,51 @@ def test_the_stages_of_a_family_page_are_plans(page: str) -> None:
     for block in blocks:
         tree = read_yaml(block, page)
         assert len(make_plan(tree).stages) == len(tree["stages"])
+
+
+ORIGINALS = {  # heading → the task of each stage that its table names
+    "nuwa-pytorch": {"tokenizer": "vqgan", "generator": "nuwa"},
+    "phenaki-pytorch": {"tokenizer": "cvivit", "generator": "phenaki", "critic": "phenaki.critic"},
+    "muse-maskgit-pytorch": {"tokenizer": "vqgan", "generator": "muse", "superres": "muse"},
+    "DALLE2-pytorch": {"decoder": "dalle2", "prior": "dalle2.prior"},
+    "CogVideoX, SAT": {"generator": "cogvideox"},
+}
+
+
+def has_key(model: type[BaseModel], key: str) -> bool:
+    """Whether a dotted key exists in a config class, or in a class inside it."""
+    first, _, rest = key.partition(".")
+    if first not in model.model_fields:
+        return False
+    inner = (
+        nested(type("holder", (BaseModel,), {"__annotations__": {"x": model.model_fields[first].annotation}}))
+        if rest
+        else set()
+    )
+    return not rest or any(has_key(other, rest) for other in inner)
+
+
+@pytest.mark.parametrize("heading", ORIGINALS)
+def test_the_keys_beside_those_of_the_originals_exist(heading: str) -> None:
+    text = section(ROOT / "docs" / "from-the-originals.md", heading)
+    rows = [row.rpartition(" | ")[2] for row in re.findall(r"^\| (?!there)(.+ \| .+) \|$", text, re.MULTILINE)]
+    keys = [key for row in rows for key in re.findall(r"`((?:data|train|stages)\.[\w.]+)`", row)]
+    sources = [find_source(name).Config for name in source_names()]
+    assert len(rows) > 10 and len(keys) > 10
+    for key in keys:
+        root, _, rest = key.partition(".")
+        if root == "data":
+            assert any(has_key(source, rest) for source in sources), key
+        elif root == "train":
+            assert has_key(TrainConfig, rest), key
+        else:
+            stage, _, rest = rest.partition(".")
+            config = find_task(ORIGINALS[heading][stage]).Config
+            player = re.fullmatch(r"players\.(\w+)\.(\w+)", rest)
+            if player is not None:
+                assert player[2] in PlayerConfig.model_fields, key
+            else:
+                assert has_key(config, rest), key
 
 
 def test_every_finding_is_explained() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -13,12 +14,14 @@ from pydantic import Field
 from kineograph.cache.pack import HEADER, Header, Pack, read_header
 from kineograph.cache.store import SET, SHARDS, CacheSet, SetHeader, lock_cache
 from kineograph.core.batch import Sample
+from kineograph.core.caption_format import CaptionFormat
 from kineograph.core.config import Axis, LocalPath
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.text_file import parse_json
-from kineograph.data.arrays import find_array, load_npy, read_captions_beside
+from kineograph.data.arrays import Array, find_array, load_npy, read_captions_beside
 from kineograph.data.buckets import Bucket, BucketedSource, BucketFit, Buckets
-from kineograph.data.captions import several_texts
+from kineograph.data.captions import several_texts, strip_captions
+from kineograph.data.memmap import format_label, read_labels
 from kineograph.data.open_source import DataConfig, Split, SplitItems, select_captioned
 
 _OPEN_PACKS = 64  # packs whose arrays stay mapped
@@ -26,6 +29,7 @@ _EXTRA = ("image_embed", "text_embed", "first_frame", "low_res_tokens")  # field
 
 
 class CacheConfig(DataConfig):
+    caption_places: ClassVar[tuple[str, ...]] = ("text", "label")
     source: str = "cache"
     folder: LocalPath
     """A cache's folder; or someone else's array of codebook ids (.npy or raw) with `vocabulary` and `tokens_shape`."""
@@ -37,6 +41,18 @@ class CacheConfig(DataConfig):
     """Of a raw foreign file: items first."""
     array_dtype: str = "int64"
     """Of a raw foreign file."""
+    labels: str | None = None
+    """Foreign array: file of labels, N or N × K integers, from which `caption` makes captions; null: labels.npy beside it, if it exists."""
+    labels_dtype: str = "uint8"
+    """Of a raw labels file."""
+
+    @property
+    def label_template(self) -> str | None:
+        return self.caption if self.caption is not None and "{label" in self.caption else None
+
+    def caption_format(self, split: Split) -> CaptionFormat:
+        form = super().caption_format(split)
+        return form if self.label_template is None else replace(form, template=None)
 
 
 class Cache(BucketedSource):
@@ -71,6 +87,10 @@ class Cache(BucketedSource):
             folder = by_split
         if not _is_cache(folder):
             return cls._open_foreign(config, split)
+        if config.label_template is not None:
+            raise InputError(
+                f"data.caption={config.caption!r} makes captions from labels, and the cache {folder} has none: use {{text}}"
+            )
         cache_set = _open_set(folder)
         packs = cache_set.open_packs()
         lines = [pack.captions() for pack in packs]
@@ -118,6 +138,8 @@ class Cache(BucketedSource):
                     f"{array.path} holds ids from {low} to {high}, and data.vocabulary={config.vocabulary} allows 0 to {config.vocabulary - 1}"
                 )
         lines = read_captions_beside(array.path)
+        if config.label_template is not None:
+            lines = _caption_labels(config, array, count, lines)
         if lines is not None and len(lines) != count:
             raise InputError(f"{array.path} has {count} items and there are {len(lines)} captions beside it")
         header = Header(
@@ -283,6 +305,29 @@ def _build_buckets(header: SetHeader, packs: np.ndarray) -> Buckets | None:
         return None
     fits = [BucketFit(header.bucket_of[pack], 1.0, False, False) for pack in packs.tolist()]
     return Buckets([Bucket(*shape) for shape in header.shapes], fits, header.buckets, Bucket(*header.usual))
+
+
+def _caption_labels(
+    config: CacheConfig, array: Array, count: int, lines: list[tuple[str, ...]] | None
+) -> list[tuple[str, ...]]:
+    """Captions that data.caption makes from the labels of a foreign array."""
+    labels = read_labels(config.labels, config.labels_dtype, array)
+    if labels is None:
+        raise InputError(
+            f"data.caption makes captions from labels, and there are none beside {array.path}: set data.labels"
+        )
+    if len(labels) > count and len(labels) % count == 0:  # a raw file of several labels an item comes flat
+        labels = labels.reshape(count, -1)
+    if len(labels) != count:
+        raise InputError(
+            f"{array.path} has {count} items and there are {len(labels)} labels: set data.labels and data.labels_dtype"
+        )
+    assert config.label_template is not None
+    own = lines or [()] * count
+    return [
+        strip_captions(format_label(config.label_template, label, text) for text in texts or ("",))
+        for label, texts in zip(labels, own)
+    ]
 
 
 SOURCE = Cache

@@ -52,7 +52,7 @@ def load_npz(path: Path, name: str) -> np.ndarray:
             file.seek(entry.header_offset)
             header = file.read(30)  # the local header, then the name and extra fields, whose lengths it gives
             file.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), os.SEEK_CUR)
-            shape, order, dtype = _read_npy_header(file)
+            shape, order, dtype = read_npy_header(file)
             return np.memmap(path, dtype, mode="r", offset=file.tell(), shape=shape, order=order)
     except (OSError, ValueError):
         raise
@@ -61,7 +61,7 @@ def load_npz(path: Path, name: str) -> np.ndarray:
 
 
 def _unpack_npy(stream: IO[bytes]) -> np.ndarray:
-    shape, order, dtype = _read_npy_header(stream)
+    shape, order, dtype = read_npy_header(stream)
     size = math.prod(shape) * dtype.itemsize
     if size > _MAX_UNPACKED:
         raise ValueError(
@@ -73,7 +73,7 @@ def _unpack_npy(stream: IO[bytes]) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape, order=order)
 
 
-def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], Any, np.dtype]:
+def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], Any, np.dtype]:
     """→ shape, order (C or F), dtype. Raises a ValueError."""
     try:
         version = np.lib.format.read_magic(file)

@@ -257,6 +257,25 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise InputError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())[:200]}") from None
 
 
+def read_parquet_column(path: Path, names: Sequence[str], key: str) -> list[str]:
+    """The texts of the first of these columns that a .parquet file has; a row without one gives an empty text."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise InputError(f"reading {path} needs pyarrow: pip install 'kineograph[parquet]'") from None
+    try:
+        with ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            name = next((name for name in names if name in columns), None)
+            if name is None:
+                raise InputError(f"{path} has the columns {', '.join(columns[:12])}: set {key} to that of the captions")
+            rows = [row for batch in file.iter_batches(columns=[name]) for row in batch.column(0).to_pylist()]
+    except (ArrowException, OSError, ValueError) as error:
+        raise InputError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())[:200]}") from None
+    return [" ".join(str(row).split()) if row is not None else "" for row in rows]
+
+
 def names_side(caption: str) -> bool:
     """Whether a caption says left, right or clockwise."""
     return _SIDES.search(caption) is not None

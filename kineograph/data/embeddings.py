@@ -12,6 +12,7 @@ import numpy as np
 
 from kineograph.core.errors import InputError, NoData, Unreadable
 from kineograph.data.arrays import Array
+from kineograph.data.remote_arrays import RemoteArray, RemoteFolder, is_url
 from kineograph.data.shards import Shard, last_number
 
 
@@ -27,17 +28,7 @@ class AlignedEmbeddings:
     at the end of a sample's key are its row. A row of zeros means no embedding."""
 
     def __init__(self, folder: str, key: str, shards: Sequence[Shard], index_width: int) -> None:
-        root = Path(folder).expanduser()
-        if not root.is_dir():
-            raise (InputError if root.exists() else NoData)(f"{key}={folder} is not a folder")
-        files: dict[int, Path] = {}
-        for path in sorted(root.glob("*.npy")):
-            number = last_number(path.stem)
-            if number is None:
-                continue
-            if number in files:
-                raise InputError(f"{key}={folder} has two files of number {number}: {files[number].name}, {path.name}")
-            files[number] = path
+        files = _list_numbered(folder, key)
         numbers = [shard.number for shard in shards]
         if None in numbers:
             unnumbered = shards[numbers.index(None)].name
@@ -45,7 +36,7 @@ class AlignedEmbeddings:
         if len(set(numbers)) < len(numbers):
             raise InputError(f"{key}: several shards have the same number; put their embeddings inside the tars")
         self.index_width = index_width
-        self._arrays = [Array.npy(files[number]) if number in files else None for number in numbers]  # type: ignore[index]
+        self._arrays = _open_arrays([files.get(number) if number is not None else None for number in numbers])
         self._shards = [shard.name for shard in shards]
         shapes = {array.shape[1:] for array in self._arrays if array is not None}
         if not shapes:
@@ -74,8 +65,7 @@ class AlignedEmbeddings:
     def stamp(self, shard: int | None = None) -> str:
         """Sizes and times of the files, or of the file of one shard."""
         arrays = self._arrays if shard is None else [self._arrays[shard]]
-        stats = [(array.path, array.path.stat()) for array in arrays if array is not None]
-        return "\n".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats)
+        return "\n".join(_stamp(array) for array in arrays if array is not None)
 
     def read(self, shard: int, number: int, name: str) -> np.ndarray:
         array = self._arrays[shard]
@@ -84,6 +74,50 @@ class AlignedEmbeddings:
         if not values.any():
             raise Unreadable(name, f"no embedding: row {number} of {array.path.name} is zero")
         return values
+
+
+def find_numbered_arrays(folder: str, key: str) -> dict[int, Array | RemoteArray]:
+    """The numbered .npy files of a folder, here or at a URL."""
+    files = _list_numbered(folder, key)
+    return {number: array for number, array in zip(files, _open_arrays(list(files.values()))) if array is not None}
+
+
+def _list_numbered(folder: str, key: str) -> dict[int, Path | tuple[RemoteFolder, str]]:
+    """The .npy files of a folder, here or at a URL, by the last number in their names."""
+    found: list[tuple[str, Path | tuple[RemoteFolder, str]]]
+    if is_url(folder):
+        remote = RemoteFolder(folder, key)
+        found = [(name, (remote, name)) for name in sorted(remote.files)]
+    else:
+        root = Path(folder).expanduser()
+        if not root.is_dir():
+            raise (InputError if root.exists() else NoData)(f"{key}={folder} is not a folder")
+        found = [(path.name, path) for path in sorted(root.glob("*.npy"))]
+    files: dict[int, Path | tuple[RemoteFolder, str]] = {}
+    names: dict[int, str] = {}
+    for name, file in found:
+        number = last_number(name.removesuffix(".npy"))
+        if number is None:
+            continue
+        if number in files:
+            raise InputError(f"{key}={folder} has two files of number {number}: {names[number]}, {name}")
+        files[number], names[number] = file, name
+    return files
+
+
+def _open_arrays(files: Sequence[Path | tuple[RemoteFolder, str] | None]) -> list[Array | RemoteArray | None]:
+    remote = [file for file in files if isinstance(file, tuple)]
+    if remote:
+        opened = iter(remote[0][0].open_arrays([name for _, name in remote]))
+        return [next(opened) if file is not None else None for file in files]
+    return [Array.npy(file) if isinstance(file, Path) else None for file in files]
+
+
+def _stamp(array: Array | RemoteArray) -> str:
+    if isinstance(array, RemoteArray):
+        return array.stamp()
+    stat = array.path.stat()
+    return f"{array.path}\0{stat.st_size}\0{stat.st_mtime_ns}"
 
 
 def read_npy(data: bytes, name: str) -> np.ndarray:

@@ -151,7 +151,7 @@ class Memmap(Source, MeasuresItems):
     @classmethod
     def open(cls, config: MemmapConfig, split: Split, seed: int) -> Memmap:
         array = find_array(config.folder, NAMES, config.array_shape, config.array_dtype, config.array_name)
-        labels = _read_labels(config, array)
+        labels = read_labels(config.labels, config.labels_dtype, array)
         captions = read_captions_beside(array.path)
         counts = {len(known) for known in (labels, captions) if known is not None}
         layout = infer_layout(array.shape, counts) if config.layout == "auto" else config.layout
@@ -170,7 +170,7 @@ class Memmap(Source, MeasuresItems):
                 labels = labels.reshape(count, -1)
             own = captions or [()] * len(labels)
             captions = [
-                strip_captions(_format_caption(template, label, text) for text in texts or ("",))
+                strip_captions(format_label(template, label, text) for text in texts or ("",))
                 for label, texts in zip(labels, own, strict=False)
             ]
         if captions is not None and len(captions) != count:
@@ -266,25 +266,26 @@ class Memmap(Source, MeasuresItems):
         return digest.hexdigest()
 
 
-def _read_labels(config: MemmapConfig, array: Array) -> np.ndarray | None:
+def read_labels(file: str | None, dtype: str, array: Array) -> np.ndarray | None:
+    """The labels of an array's items: in `file`, or beside the array; None if there are none."""
     beside = array.path.parent
-    if array.member is not None and not config.labels and "labels" in list_npz(array.path):
+    if array.member is not None and not file and "labels" in list_npz(array.path):
         return Array.npz(array.path, "labels").values
-    path = Path(config.labels).expanduser() if config.labels else beside / "labels.npy"
-    if config.labels and not path.is_absolute() and not path.exists():
+    path = Path(file).expanduser() if file else beside / "labels.npy"
+    if file and not path.is_absolute() and not path.exists():
         path = beside / path
     if not path.exists():
-        if config.labels:
-            raise NoData(f"data.labels={config.labels} does not exist, neither here nor beside {array.path}")
+        if file:
+            raise NoData(f"data.labels={file} does not exist, neither here nor beside {array.path}")
         return None
     if path.suffix == ".npy":
         return Array.npy(path).values
     if path.suffix == ".npz":
         return Array.npz(path, choose_member(path, ("labels",))).values
-    return np.fromfile(path, dtype=parse_dtype(config.labels_dtype, "data.labels_dtype"))
+    return np.fromfile(path, dtype=parse_dtype(dtype, "data.labels_dtype"))
 
 
-def _format_caption(template: str, label: np.ndarray, text: str) -> str:
+def format_label(template: str, label: np.ndarray, text: str) -> str:
     try:
         return template.format(label=label.tolist(), text=text)
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:

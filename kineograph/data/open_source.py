@@ -90,6 +90,9 @@ LOCATION_KEYS = (
     "img_embeddings_folder",
     "text_embeddings_folder",
     "text_encodings_folder",
+    "image_embeddings",
+    "text_embeddings",
+    "metadata",
 )
 """Keys of data.* that say where the items lie: a run's data may be moved."""
 

@@ -55,7 +55,7 @@ class WebDatasetConfig(MediaConfig):
     text_encoding: str | None = None
     """Suffix of the text encodings in the tar, such as txt_enc.npy: tokens × width, rows of zeros are padding."""
     img_embeddings_folder: LocalPath | None = None
-    """Folder of image embeddings, `*_NNNN.npy`, one file per shard."""
+    """Folder, or URL of one, of image embeddings, `*_NNNN.npy`, one file per shard."""
     text_embeddings_folder: LocalPath | None = None
     """Folder of text embeddings."""
     text_encodings_folder: LocalPath | None = None
@@ -71,7 +71,7 @@ class WebDatasetConfig(MediaConfig):
     shuffle_buffer: int = Field(1000, ge=1)
     """Streams only: size of the shuffle buffer, in samples."""
     kept: int = Field(256, ge=1)
-    """Streams only: validation (and test) samples, taken from the first shards and held in memory."""
+    """Streams only: validation (and test) samples, taken from the first shards and kept in a temporary file."""
     pipe_timeout: float = Field(300.0, gt=0)
     """Streams only: give up a pipe after this many seconds without a byte."""
 

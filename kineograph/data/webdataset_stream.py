@@ -7,11 +7,13 @@ fewer shards than readers. Readers of short shards advance further than others; 
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +33,7 @@ _MIN_SHARDS = 4  # shards read before the share of failures is judged
 
 
 def open_stream(config: WebDatasetConfig, shards: Sequence[Shard], split: Split) -> Source:
-    """Training is streamed; validation and test are a few samples in memory."""
+    """Training is streamed; validation and test are the first samples, in temporary files."""
     head = _read_head(config.model_dump_json(), tuple(shards))  # cached for the other splits
     if split == "train":
         return WebDatasetStream(config, shards, head)
@@ -49,10 +51,48 @@ def open_stream(config: WebDatasetConfig, shards: Sequence[Shard], split: Split)
     return StreamHead(config, shards, split, records, head.has_captions, note)
 
 
+class RecordFile(Sequence[Record]):
+    """Encoded samples in a temporary file, which is deleted when this process ends: held-out samples take no memory."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kineograph-stream-")
+        self._path = os.path.join(self._folder.name, "samples")
+        self._rows: list[tuple[str, int, dict[str, int], dict[str, tuple[int, int, str]]]] = []
+        self._size = 0
+
+    def append(self, record: Record) -> None:
+        places: dict[str, tuple[int, int, str]] = {}
+        with open(self._path, "ab") as file:
+            for field, member in record.members.items():
+                file.write(member.data)
+                places[field] = (self._size, len(member.data), member.suffix)
+                self._size += len(member.data)
+        self._rows.append((record.name, record.shard, record.rows, places))
+
+    def keep(self, fields: Collection[str]) -> None:
+        """Drop the samples without these fields."""
+        self._rows = [row for row in self._rows if set(fields) <= row[3].keys()]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        name, shard, rows, places = self._rows[index]
+        members = {}
+        with open(self._path, "rb") as file:
+            for field, (start, size, suffix) in places.items():
+                file.seek(start)
+                members[field] = Member(file.read(size), suffix)
+        return Record(name, shard, rows, members)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_folder": None}  # workers read the file of the process that they read for
+
+
 class _Head(NamedTuple):
     """The first samples of a stream."""
 
-    kept: dict[Split, list[Record]]
+    kept: dict[Split, RecordFile]
     captions: list[str]  # of the training split
     missing: list[str]  # training samples without one
     several: bool  # some samples have several captions
@@ -66,16 +106,19 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
     config = WebDatasetConfig.model_validate_json(config_json)
     decoder = SampleDecoder(config, "train", shards)
     decoder.has_captions = False  # not known yet
-    kept: dict[Split, list[Record]] = {"train": [], "validation": [], "test": []}
+    kept: dict[Split, RecordFile] = {"train": RecordFile(), "validation": RecordFile(), "test": RecordFile()}
     captions: list[str] = []
     missing: list[str] = []
     several = False
     skipped: dict[str, str] = {}
 
+    shares = {"train": 1.0, "validation": config.validation, "test": config.test}
+    # Twice as many samples as hold so many of the smallest split on average.
+    limit = max(_MAX_HEAD, round(2 * config.kept / min(share for share in shares.values() if share)))
+
     def is_enough(count: int) -> bool:
         full = {name for name, records in kept.items() if len(records) >= config.kept}
-        shares = {"train": 1.0, "validation": config.validation, "test": config.test}
-        return count >= _MAX_HEAD or (
+        return count >= limit or (
             count >= _MIN_HEAD and all(not share or name in full for name, share in shares.items())
         )
 
@@ -100,7 +143,8 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
         )
     has_captions = any("caption" in record.members for records in kept.values() for record in records)
     if has_captions and config.uncaptioned == "skip":
-        kept = {name: [record for record in records if "caption" in record.members] for name, records in kept.items()}
+        for records in kept.values():
+            records.keep({"caption"})
         missing = []
     return _Head(kept, captions, missing, several, has_captions, count, skipped)
 
@@ -250,7 +294,7 @@ class WebDatasetStream(Stream):
 
 
 class StreamHead(Source):
-    """A few encoded samples of a stream, in memory."""
+    """A few encoded samples of a stream, in a temporary file."""
 
     Config = WebDatasetConfig
 
@@ -259,7 +303,7 @@ class StreamHead(Source):
         config: WebDatasetConfig,
         shards: Sequence[Shard],
         split: Split,
-        records: list[Record],
+        records: Sequence[Record],
         has_captions: bool,
         note: str | None,
     ) -> None:
@@ -291,7 +335,7 @@ class StreamHead(Source):
 
 
 def _build_decoder(
-    config: WebDatasetConfig, split: Split, shards: Sequence[Shard], has_captions: bool, records: list[Record]
+    config: WebDatasetConfig, split: Split, shards: Sequence[Shard], has_captions: bool, records: Sequence[Record]
 ) -> SampleDecoder:
     decoder = SampleDecoder(config, split, shards)
     decoder.has_captions, decoder.is_stream = has_captions, True

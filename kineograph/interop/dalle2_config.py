@@ -38,7 +38,7 @@ def translate(path: Path) -> str:
         keys.put("train.ema.decay", 0.0)
     keys.left = {key: value for key, value in keys.left.items() if value is not None}  # null is their default
     keys.put("name", path.stem)
-    ours = {key: keys.ours[key] for key in ("name", "seed", "data", "train", "stages") if key in keys.ours}
+    ours: Tree = {key: keys.ours[key] for key in ("name", "seed", "data", "train", "stages") if key in keys.ours}
     make_plan(ours)  # check that the result is valid
     heading = f"# Kineograph's form of {path.name}"
     return "\n".join([heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_moved(), *keys.list_left()])
@@ -315,7 +315,7 @@ def _translate_prior(tree: Tree) -> KeyTranslation:
     keys = KeyTranslation(merge(PRIOR_DEFAULTS, tree))
     stage = "stages.prior"
     keys.put(stage, {"task": "dalle2.prior"})
-    keys.put("data.source", "embeddings")
+    keys.put("data.source", "clip_retrieval")
     clip = _clip(keys, "prior.clip")
     reads_text = keys.take("prior.condition_on_text_encodings", flag)
     width = keys.take("prior.image_embed_dim", count) or keys.left.get("prior.net.dim")

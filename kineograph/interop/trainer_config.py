@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import dump_yaml
+from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.interop.key_translation import KeyTranslation, Row, choose, count, counts, equal, flag, number, only
 from kineograph.interop.trainer_calls import Call, read_calls
@@ -45,7 +45,7 @@ def translate(path: Path, package: str) -> str:
     if not keys.get("stages"):
         raise InputError(f"{path} holds no model: add the call of one of {', '.join(CLASSES[package])}")
     keys.put("name", path.stem)
-    ours = {key: keys.ours[key] for key in ("name", "prompts", "data", "train", "stages") if key in keys.ours}
+    ours: Tree = {key: keys.ours[key] for key in ("name", "prompts", "data", "train", "stages") if key in keys.ours}
     make_plan(ours)  # check that the result is valid
     heading = f"# Kineograph's form of {path.name}"
     return "\n".join([heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_moved(), *keys.list_left()])
@@ -323,11 +323,11 @@ def _muse(keys: KeyTranslation, named: dict[str, str], calls: dict[str, Call]) -
     gits = [(name, call) for name, call in calls.items() if call.name == "MaskGit"]
     gits.sort(key=lambda pair: f"{pair[0]}.cond_image_size" in keys.left)  # the base before super-resolution
     by_variable = {call.variable: name for name, call in calls.items()}
-    for name, call in gits:
+    for name, git in gits:
         is_large = f"{name}.cond_image_size" in keys.left
         stage = "stages.superres" if is_large else "stages.generator"
         keys.put(stage, {"task": "muse", "codec": "tokenizer", "text": {"kind": "t5", "name": T5}})
-        inner = by_variable.get(call.parts.get("transformer", call.parts.get("1", "")), named.get("MaskGitTransformer"))
+        inner = by_variable.get(git.parts.get("transformer", git.parts.get("1", "")), named.get("MaskGitTransformer"))
         if inner is not None:
             keys.move_all(_rows(MUSE_TRANSFORMER, inner, stage))
             keys.take(f"{inner}.t5_name", lambda value, stage=stage: keys.put(f"{stage}.text.name", value))  # type: ignore[misc]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kineograph.cache.pack import Pack, PackWriter, smallest_integer
-from kineograph.cache.source import Cache
+from kineograph.cache.source import Cache, CacheConfig
 from kineograph.cache.store import CacheSet, PackIndex, SetHeader, is_complete, lock_cache
 from kineograph.core.caption_format import CaptionFormat, Captioning
 from kineograph.core.config import parse
@@ -281,6 +281,29 @@ def test_foreign_memmap(tmp_path, flat):
     assert torch.equal(source.read(3, np.random.default_rng(0)).tokens, IDS[3])
     assert source.caption(3) == "text 3"
     source.check_vocabulary(500)
+
+
+def test_foreign_memmap_with_its_label_memmap(tmp_path):
+    """As nuwa-pytorch's VideoIndicesDataset reads them: raw ids, and raw uint8 labels."""
+    ids = np.arange(12, dtype=np.int64).reshape(3, 4)
+    ids.tofile(tmp_path / "video.memmap")
+    np.array([[1, 2], [3, 4], [5, 6]], np.uint8).tofile(tmp_path / "text.memmap")
+    keys = {
+        "folder": str(tmp_path / "video.memmap"),
+        "array_shape": (3, 4),
+        "vocabulary": 12,
+        "tokens_shape": (1, 2, 2),
+        "caption": "{label[0]} and {label[1]}",
+        "validation": 0,
+    }
+    source = Cache.open(CacheConfig(**keys, labels="text.memmap"), "train", 0)
+    assert [source.caption(index) for index in range(3)] == ["1 and 2", "3 and 4", "5 and 6"]
+    assert source.read(1, np.random.default_rng(0)).tokens.flatten().tolist() == [4, 5, 6, 7]
+    with pytest.raises(InputError, match=r"there are none beside .*: set data\.labels"):
+        Cache.open(CacheConfig(**keys), "train", 0)
+    np.arange(5, dtype=np.uint8).tofile(tmp_path / "text.memmap")
+    with pytest.raises(InputError, match="3 items and there are 5 labels"):
+        Cache.open(CacheConfig(**keys, labels="text.memmap"), "train", 0)
 
 
 def test_foreign_npy_that_does_not_fit(tmp_path):

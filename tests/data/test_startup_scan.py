@@ -8,6 +8,7 @@ from kineograph.core.protocols import Source
 from kineograph.data import startup_scan as scan_module
 from kineograph.data.folder import Folder
 from kineograph.data.startup_scan import Skipped, scan, write_skipped
+from tests.train.ranks import run_ranks
 
 
 @pytest.fixture
@@ -55,11 +56,40 @@ def test_unchanged_folder_is_not_decoded_again(source, tmp_path, monkeypatch):
     assert len(scan(source, 0.3, result_file=memory)) == 3
 
 
-def test_large_sets_are_checked_as_they_are_met(monkeypatch, source):
+def test_a_sample_of_a_large_set_is_checked(monkeypatch, source):
+    """The first of 14 items is broken.png: every third item, from the first on, is five, of which one is broken."""
     monkeypatch.setattr(scan_module, "LIMIT", 13)
-    assert scan(source, 0.0) == []
-    monkeypatch.setattr(scan_module, "LIMIT", 14)
-    assert scan(source, 0.2) == EXPECTED
+    monkeypatch.setattr(scan_module, "SAMPLE", 5)
+    reads, read = [], Folder.read
+    monkeypatch.setattr(Folder, "read", lambda self, index, rng: reads.append(index) or read(self, index, rng))
+    notes = []
+    assert scan(source, 0.2, notes.append) == EXPECTED[:1]
+    assert sorted(reads) == [0, 3, 6, 9, 12]
+    assert notes == [
+        f"1 of 5 checked of 14 items cannot be read and are left out, the first is broken.png: {EXPECTED[0].reason}"
+    ]
+    with pytest.raises(InputError, match="1 of 5 items"):
+        scan(source, 0.1)
+
+
+def test_processes_divide_the_items_and_agree(source, tmp_path):
+    def work(rank):
+        reads, read = [], Folder.read
+        Folder.read = lambda self, index, rng: reads.append(index) or read(self, index, rng)
+        found = scan(source, 0.2, result_file=tmp_path / f"scan-{rank}.json")
+        return found, sorted(reads)
+
+    (first, one), (second, two) = run_ranks(2, work)
+    assert first == second == [list(row) for row in EXPECTED]
+    assert (one, two) == (list(range(0, 14, 2)), list(range(1, 14, 2)))
+    assert [path.name for path in tmp_path.glob("scan-*")] == ["scan-0.json"]
+
+
+def test_progress_is_told(monkeypatch, source):
+    monkeypatch.setattr(scan_module, "PROGRESS_EVERY", 0.0)
+    notes = []
+    scan(source, 0.2, notes.append)
+    assert notes[:2] == ["checking items: 1 of 14", "checking items: 2 of 14"]
 
 
 def test_what_has_no_files_is_checked_as_it_is_met(tmp_path):

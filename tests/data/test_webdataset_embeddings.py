@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import io
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -38,6 +43,62 @@ def test_aligned_embeddings_by_shard_number_and_key(tmp_path: Path) -> None:
         assert torch.equal(sample.extra["image_embed"], sample.extra["text_embed"])
     batch = next(iter(Loader(source, 0, 4).steps(0, 1)))[0]
     assert batch.extra["image_embed"].shape == (4, 3)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
+    """A server on this machine that lists `tmp_path`, and the files that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path.rpartition("/")[2])
+            super().do_GET()
+
+        def log_message(self, *_: object) -> None: ...
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    served = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path)))
+    thread = Thread(target=served.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{served.server_port}", asked
+    served.shutdown()
+    served.server_close()
+
+
+def test_aligned_embeddings_at_a_url(tmp_path: Path, server: tuple[str, list[str]]) -> None:
+    pytest.importorskip("aiohttp")
+    url, asked = server
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    three_shards(shards)
+    aligned(tmp_path)
+    source = opened(shards, img_embeddings_folder=f"{url}/img_emb/")
+    assert len(source) == 10
+    before = {name for name in asked if name.endswith(".npy")}
+    for index in range(10):
+        shard, row = int(source.identity(index)[:5]), int(source.identity(index)[-4:])
+        assert read(source, index).extra["image_embed"].tolist() == [row + 1 + 10 * shard] * 3
+    assert before == {f"img_emb_{shard:04}.npy" for shard in range(3)}  # their headers
+    asked.clear()
+    again = pickle.loads(pickle.dumps(source))  # as a worker gets it
+    assert read(again, 0).extra["image_embed"].tolist() == read(source, 0).extra["image_embed"].tolist()
+    assert asked == []  # downloaded once, for later processes too
+
+
+def test_a_url_that_does_not_answer_is_refused(tmp_path: Path, server: tuple[str, list[str]]) -> None:
+    pytest.importorskip("aiohttp")
+    url, _ = server
+    three_shards(tmp_path)
+    with pytest.raises(
+        InputError, match=r"data\.img_embeddings_folder: .*/gone/ does not answer .*or download the folder"
+    ):
+        opened(tmp_path, img_embeddings_folder=f"{url}/gone/")
+    with pytest.raises(InputError, match=r"nowhere://x.*(does not answer|needs a package)"):
+        opened(tmp_path, img_embeddings_folder="nowhere://x")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InputError, match=r"holds no \.npy files"):
+        opened(tmp_path, img_embeddings_folder=f"{url}/none/")
 
 
 def test_states_follow_the_embeddings_of_their_shard(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import pickle
 import tarfile
 import time
 from itertools import islice
@@ -17,6 +18,7 @@ from PIL import Image
 
 from kineograph.core.errors import InputError, RunFailed, Unreadable
 from kineograph.core.media_file import MediaLimits
+from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Stream
 from kineograph.data.loader import Loader
 from kineograph.data.shards import Shard, find_shards
@@ -104,7 +106,7 @@ def test_resampling_draws_shards_again(tmp_path: Path) -> None:
     assert len(set(numbers_of(texts(Loader(source, 1, 6), 0, 1)))) < 6
 
 
-def test_splits_agree_with_files_and_lie_in_memory(tmp_path: Path) -> None:
+def test_splits_agree_with_files_and_lie_in_a_temporary_file(tmp_path: Path) -> None:
     given = pipes(tmp_path, (40, 3, 30))
     for split in ("validation", "test"):
         stream, files = (opened(where, split, validation=0.2, test=0.2) for where in (given, tmp_path))
@@ -118,6 +120,10 @@ def test_splits_agree_with_files_and_lie_in_memory(tmp_path: Path) -> None:
     seen = numbers_of(texts(Loader(opened(given, validation=0.2, test=0.2), 1, len(train)), 0, 1))
     assert sorted(f"gray {n}" for n in seen) == sorted(train.caption(i) for i in range(len(train)))
     assert len(opened(given, "validation", validation=0.2, kept=3)) == 3
+    held_out = opened(given, "validation", validation=0.2)
+    assert not [value for value in vars(held_out._records).values() if isinstance(value, bytes)]
+    again = pickle.loads(pickle.dumps(held_out))  # as a worker gets it
+    assert torch.equal(again.read(0, numpy_rng(0)).pixels, held_out.read(0, numpy_rng(0)).pixels)
     assert "validating on training data" in opened(given, "validation").note
     assert opened(given).caption(0).startswith("gray") and opened(given).list_missing_captions() == []
 

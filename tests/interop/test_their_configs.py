@@ -133,6 +133,26 @@ def test_a_clip_of_openai_is_that_of_transformers(tmp_path: Path) -> None:
     assert all(stage["clip"] == expected for stage in ours["stages"].values())
 
 
+def test_a_prior_config_is_translated(tmp_path: Path) -> None:
+    tree = {
+        "prior": {"image_embed_dim": 768, "image_size": 224, "net": {"dim": 768, "depth": 12, "heads": 12, "rotary_emb": True}, "timesteps": 100,
+                  "sample_timesteps": 64, "cond_drop_prob": 0.1, "condition_on_text_encodings": False,
+                  "clip": {"make": "openai", "model": "ViT-L/14"}},
+        "data": {"image_url": "img_emb", "meta_url": "metadata", "splits": {"train": 0.8, "val": 0.1, "test": 0.1}, "batch_size": 100,
+                 "num_data_points": 5000},
+        "train": {"epochs": 2, "lr": 2e-4, "use_ema": False, "warmup_steps": 7},
+    }  # fmt: skip
+    printed = dalle2_config.translate(write_json(tmp_path, tree))
+    ours = parse_printed(printed)
+    prior = ours["stages"]["prior"]
+    assert prior["clip"] == {"kind": "transformers", "name": "openai/clip-vit-large-patch14"} and prior["heads"] == 12
+    assert prior["diffusion"] == {"steps": 100, "objective": "x0"} and prior["sample"] == {"steps": 64}
+    assert ours["data"]["source"] == "clip_retrieval" and ours["data"]["image_embeddings"].endswith("img_emb")
+    assert ours["data"]["metadata"].endswith("metadata") and ours["data"]["validation"] == 0.1
+    assert ours["train"]["steps"] == 100 and ours["train"]["ema"] == {"decay": 0.0} and ours["train"]["warmup"] == 7
+    assert "# not translated: prior.net.rotary_emb = true" in printed
+
+
 def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(PHENAKI)
