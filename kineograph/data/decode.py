@@ -156,6 +156,8 @@ class MediaConfig(DataConfig):
 class Clip(NamedTuple):
     pixels: np.ndarray  # T H W C, uint8; T ≤ frames
     fps: float | None  # None: a still image
+    start: float = 0.0  # of the first frame, in seconds after the file's first picture
+    origin: float = 0.0  # the time of that picture in the file's clock
 
 
 def decode_media(file: Path | bytes, suffix: str, name: str, options: DecodeOptions, rng: np.random.Generator) -> Clip:
@@ -351,9 +353,8 @@ def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.r
         meter.count_frame(*image.size)
         if index in needed:
             decoded[index] = transform.apply(to_channels(image, options.channels, options.background))
-    return Clip(
-        np.stack([decoded[index] for index in chosen.tolist()]), options.fps or len(delays) / float(delays.sum())
-    )
+    fps = options.fps or len(delays) / float(delays.sum())
+    return Clip(np.stack([decoded[index] for index in chosen.tolist()]), fps, float(delays[: chosen[0]].sum()))
 
 
 def _pick_animation_frames(

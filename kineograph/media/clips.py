@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 
+from kineograph.core.batch import Sound
 from kineograph.core.errors import InputError, Unreadable, explain_oversized_image
 from kineograph.core.media_file import MediaLimits, Meter, open_image, open_video, read_media
 from kineograph.media.frames import replace_atomically, to_images
@@ -24,10 +27,10 @@ _LIMITS = MediaLimits()
 _REMEDY = "give a picture (png, jpg, webp) or a clip (gif, mp4, webm, mov)"
 
 
-def write_clip(path: str | Path, pixels: Tensor, fps: float) -> Path:
+def write_clip(path: str | Path, pixels: Tensor, fps: float, sound: Sound | None = None) -> Path:
     """Write T C H W, uint8 or float in [0, 1], as .gif, .mp4 or .png (one frame, or a film strip of several).
 
-    The file appears complete or not at all.
+    The sound is written as .wav beside it; an .mp4 holds it too. Each file appears complete or not at all.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -37,10 +40,25 @@ def write_clip(path: str | Path, pixels: Tensor, fps: float) -> Path:
         if suffix == ".png":
             image = to_images(pixels)[0] if len(pixels) == 1 else make_film_strip(pixels)
             image.save(temporary, format="PNG")
+        elif suffix == ".mp4":
+            with Mp4Writer(temporary, fps, sound.rate if sound is not None else None) as video:
+                video.write(pixels, sound.samples if sound is not None else None)
         else:
             with open_clip_writer(temporary, fps) as clip:
                 clip.write(pixels)
+    if sound is not None:
+        write_wav(path.with_suffix(".wav"), sound)
     return path
+
+
+def write_wav(path: Path, sound: Sound) -> None:
+    """16-bit mono."""
+    samples = (sound.samples.detach().float().cpu().clamp(-1, 1) * 32767).round().to(torch.int16)
+    with replace_atomically(path) as temporary, wave.open(str(temporary), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(sound.rate)
+        file.writeframes(samples.numpy().astype("<i2").tobytes())
 
 
 def open_clip_writer(path: Path, fps: float) -> GifWriter | Mp4Writer:
