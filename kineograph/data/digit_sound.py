@@ -9,11 +9,11 @@ import numpy as np
 # Hz, by digit: the white keys from C4 to E5, moved to multiples of 8 Hz (at most 1 % off). So every frame of a clip of 1, 2, 4
 # or 8 fps holds whole periods, and frames without a click sound alike.
 PITCHES = (264, 296, 328, 352, 392, 440, 496, 528, 592, 656)
-TONE = 0.35  # amplitude
+TONE = 0.2  # amplitude
 # A click is a damped oscillation far above all tones.
-CLICK = 0.6
+CLICK = 0.8
 CLICK_HZ = 1600
-CLICK_DECAY = 0.01  # seconds until it is down to 1/e
+CLICK_DECAY = 0.03  # seconds until it is down to 1/e
 
 
 def make_sound(digit: int, bounces: Sequence[float], frames: int, samples: int, rate: int) -> np.ndarray:

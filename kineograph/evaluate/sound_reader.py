@@ -23,21 +23,30 @@ TURNED = 0.25  # share of its speed that a digit must lose between two frames to
 
 def read_pitch(sound: Tensor, rate: int) -> float | None:
     """Hz of the tone in samples n: the shortest lag at which the sound repeats; None: silence or noise."""
-    sound = sound.float().flatten()
-    sound = sound - sound.mean()
+    sound = _split_bands(sound, rate)[0]
     if sound.square().mean().sqrt() < SILENCE:
         return None
     spectrum = torch.fft.rfft(sound, n=2 * len(sound))
     lags = torch.fft.irfft(spectrum.abs().square())[: len(sound)]
     lags = lags / torch.arange(len(sound), 0, -1)  # the mean over the samples that overlap
-    first, last = max(2, int(rate / HIGHEST)), math.ceil(rate / LOWEST) + 1
-    lags = lags[: last + 2] / lags[0]
+    first, last = max(2, int(rate / HIGHEST)), min(math.ceil(2 * rate / LOWEST), len(lags) - 2)
+    lags = lags / lags[0]
     peaks = [lag for lag in range(first, last) if lags[lag - 1] < lags[lag] >= lags[lag + 1]]
     highest = max((float(lags[lag]) for lag in peaks), default=0.0)
     if highest < PERIODIC:
         return None
-    lag = next(lag for lag in peaks if lags[lag] >= 0.9 * highest)
-    return rate / _refine_peak(lags, lag)
+    period = _refine_peak(lags, next(lag for lag in peaks if lags[lag] >= 0.9 * highest))
+    # A later repetition gives the period more finely.
+    later = [lag for lag in peaks if lags[lag] >= 0.9 * highest and abs(lag / period - round(lag / period)) < 0.2]
+    return rate * round(later[-1] / period) / _refine_peak(lags, later[-1])
+
+
+def _split_bands(sound: Tensor, rate: int) -> tuple[Tensor, Tensor]:
+    """The tones without their mean, and the part above them, n each."""
+    sound = sound.float().flatten()
+    spectrum, frequencies = torch.fft.rfft(sound), torch.fft.rfftfreq(len(sound), 1 / rate)
+    tones = torch.fft.irfft(spectrum * ((frequencies > 0) & (frequencies < CLICK_BAND)), n=len(sound))
+    return tones, torch.fft.irfft(spectrum * (frequencies >= CLICK_BAND), n=len(sound))
 
 
 def _refine_peak(values: Tensor, index: int) -> float:
@@ -49,10 +58,7 @@ def _refine_peak(values: Tensor, index: int) -> float:
 
 def find_clicks(sound: Tensor, rate: int) -> list[float]:
     """Seconds at which clicks begin in samples n: where the part above the tones rises out of quiet."""
-    sound = sound.float().flatten()
-    spectrum = torch.fft.rfft(sound)
-    spectrum[torch.fft.rfftfreq(len(sound), 1 / rate) < CLICK_BAND] = 0
-    high = torch.fft.irfft(spectrum, n=len(sound))
+    high = _split_bands(sound, rate)[1]
     window = max(1, round(CLICK_WINDOW * rate))
     power = F.avg_pool1d(F.pad(high.square(), (0, window - 1))[None], window, 1)[0]  # from each sample on
     loud = (power.sqrt() > CLICK_RMS).tolist()
