@@ -84,8 +84,8 @@ class Nuwa(Task, SupportsSampling, MakesSound, SupportsContinuation, SupportsCac
     # conditions ----------------------------------------------------------------------------------------------------
 
     def get_tokens(self, batch: Batch) -> Tensor:
-        """B t h w, from the cache or the codec; with sound, its rows follow those of each frame."""
-        if self.sound is None or batch.tokens is not None:
+        """B t h w, from the cache or the codec; with sound, its rows follow those of the picture in each frame."""
+        if self.sound is None:
             return encode_tokens(self.codec, batch, self.grid, "nuwa")
         picture = encode_tokens(self.codec, batch, self.sound.picture, "nuwa")
         return self.sound.encode(picture, batch.extra["audio"])
@@ -175,7 +175,7 @@ class Nuwa(Task, SupportsSampling, MakesSound, SupportsContinuation, SupportsCac
 
     @classmethod
     def can_cache(cls, config: NuwaConfig) -> bool:
-        return config.sketch is None  # sketches are encoded from pixels
+        return config.sketch is None and config.sound is None  # these are encoded in every step
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
