@@ -57,7 +57,7 @@ def build_sampling(task: Task, texts: Batch, options: Any, device: torch.device)
 
     def call() -> Tensor:
         noise = sampling_noise(next(seeds), torch.arange(len(texts)))
-        return draw(task, Prompts(noise, batch=texts), options, device, len(texts))
+        return draw(task, Prompts(noise, batch=texts), options, device, len(texts)).pixels
 
     flops = count_flops(call)
     if device.type == "cuda":

@@ -232,7 +232,10 @@ def sample(
     checkpoint: Checkpoint = "last",
     format: Annotated[
         str | None,
-        typer.Option(help="gif, mp4, or png (a film strip of a clip).", show_default="gif for clips, png for pictures"),
+        typer.Option(
+            help="gif, mp4, or png (a film strip of a clip).",
+            show_default="gif for clips, mp4 with sound, png for pictures",
+        ),
     ] = None,
     stage: Stage = None,
     options: SamplingOptions = None,
@@ -298,7 +301,7 @@ def story(
     ] = None,
     negative: Negative = None,
     checkpoint: Checkpoint = "last",
-    format: Annotated[str | None, typer.Option(help="gif or mp4.", show_default="gif")] = None,
+    format: Annotated[str | None, typer.Option(help="gif or mp4.", show_default="gif; mp4 with sound")] = None,
     stage: Stage = None,
     options: SamplingOptions = None,
     ema: Ema = True,

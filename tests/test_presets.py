@@ -111,6 +111,12 @@ SHRINK: dict[str, list[str]] = {
     "nuwa-sketch-tiny": [
         "data.count=40", "stages.tokenizer.width=8", "stages.sketch_tokenizer.width=8", "stages.generator.depth=1",
     ],
+    "nuwa-sound-tiny": [
+        "data.count=40", "stages.tokenizer.width=8", "stages.sound_tokenizer.width=8", "stages.generator.depth=1",
+    ],
+    "nuwa-sound-digits": [
+        "data.frames=3", "stages.tokenizer.width=8", "stages.sound_tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1",
+    ],
     "nuwa-digits": [
         "data.size=32", "data.frames=3", "stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1",
     ],

@@ -132,7 +132,7 @@ def build_our_sampling(sizes: Sizes, device: torch.device, frames: int | None = 
 
     def call() -> Tensor:
         noise = sampling_noise(next(seeds), torch.arange(batch))
-        return draw(task, Prompts(noise, captions, frames=frames), options, device)
+        return draw(task, Prompts(noise, captions, frames=frames), options, device).pixels
 
     if device.type == "cuda":
         for part in (task, codec):

@@ -41,6 +41,7 @@ _LATER = {
     "end": None,
     "skip_frames": 0,
     "cut": None,
+    "sample_rate": None,
 }
 
 

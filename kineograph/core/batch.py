@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,19 @@ class Shape:
     width: int
     channels: int
     fps: float
+    sample_rate: int | None = None  # of the sound track; None: no sound
+
+    @property
+    def samples_per_frame(self) -> int:
+        """Samples of the sound track that belong to a frame; the data config has checked that they are a whole number."""
+        return round((self.sample_rate or 0) / self.fps)
+
+
+class Sound(NamedTuple):
+    """The sound track of one clip."""
+
+    samples: Tensor  # T S, float in [−1, 1]: the samples of each frame
+    rate: int
 
 
 @dataclass
@@ -44,7 +57,8 @@ class Sample:
     text_embeds: Tensor | None = None  # L D, float
     text_mask: Tensor | None = None  # L, bool
     loss_mask: Tensor | None = None  # H W, uint8: 255 counts in the loss, 0 does not
-    extra: dict[str, Tensor] = field(default_factory=dict)  # fields of some families: image embeddings, sketches
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """Fields of some families: image embeddings, sketches, audio (T S)."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ A method `can_…` says whether the stage's config allows what the class support
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
@@ -23,6 +23,16 @@ class SupportsSampling(Protocol):
 
     def sample(self, prompts: Prompts, options: Any) -> Tensor:
         """B T C H W in [0, 1]; `options` is the stage's `sample` config."""
+
+
+@runtime_checkable
+class MakesSound(Protocol):
+    """Draws clips with their sound."""
+
+    def makes_sound(self) -> bool: ...
+
+    def sample_with_sound(self, prompts: Prompts, options: Any) -> tuple[Tensor, Tensor]:
+        """As `sample`, with the sound of each frame: B T S in [−1, 1], at the sample rate of the data."""
 
 
 @runtime_checkable
@@ -214,6 +224,10 @@ class HasMemorySavers(Protocol):
 
 def can_continue(task: Task) -> bool:
     return isinstance(task, SupportsContinuation) and task.can_continue()
+
+
+def makes_sound(task: Task) -> TypeGuard[MakesSound]:
+    return isinstance(task, MakesSound) and task.makes_sound()
 
 
 def can_upscale(task: Task) -> bool:

@@ -130,7 +130,7 @@ class StageConfig(Config):
         return ("model",)
 
     def reads(self) -> frozenset[str]:
-        """The fields of the data that training needs: "pixels", "captions", "sketch"."""
+        """The fields of the data that training needs: "pixels", "captions", "sketch", "audio"."""
         return frozenset({"pixels"})
 
     @property

@@ -24,6 +24,7 @@ if "avif" in features.modules and features.check_module("avif"):
 if features.check_codec("jpg_2000"):
     IMAGE_FORMATS += ("JPEG2000",)
 # Containers. FFmpeg's playlists and scripts (hls, concat …) would open further files and URLs.
+_SOUND_FORMATS = "wav,"
 _VIDEO_FORMATS = "mov,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 _PILLOW_PIXELS = 2 * 89_478_485  # Pillow refuses more
 
@@ -114,18 +115,7 @@ def open_image(data: bytes) -> Image.Image:
 
 def open_video(file: Path | io.BytesIO, limits: MediaLimits) -> AbstractContextManager[Any]:
     """Open a video with PyAV. → its container; raises Unreadable without a stream of pictures."""
-    import av
-
-    if not (_check_regular(file) if isinstance(file, Path) else file.getbuffer().nbytes):
-        raise Unreadable("", "empty file (0 bytes)")
-    # `file:` because FFmpeg takes a name like "10:30 lecture.mp4" for a URL.
-    name: Any = f"file:{file}" if isinstance(file, Path) else file
-    options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": "file"}
-    try:
-        container = av.open(name, container_options=options)
-    except (av.InvalidDataError, av.ArgumentError):
-        reason = "not a video in any format that is read, or cut off before its index was written"
-        raise Unreadable("", reason) from None
+    container = _open_container(file, _VIDEO_FORMATS, "video")
     if not container.streams.video:
         container.close()
         raise Unreadable("", "no video stream in it (audio only?)")
@@ -137,3 +127,23 @@ def open_video(file: Path | io.BytesIO, limits: MediaLimits) -> AbstractContextM
         raise
     stream.codec_context.options = {"max_pixels": str(limits.pixels)}  # frames may be larger than their stream says
     return container
+
+
+def open_sound(file: Path) -> AbstractContextManager[Any]:
+    """Open a WAV file, or a video for its sound track, with PyAV. → its container"""
+    return _open_container(file, _SOUND_FORMATS + _VIDEO_FORMATS, "sound or video")
+
+
+def _open_container(file: Path | io.BytesIO, formats: str, kind: str) -> Any:
+    import av
+
+    if not (_check_regular(file) if isinstance(file, Path) else file.getbuffer().nbytes):
+        raise Unreadable("", "empty file (0 bytes)")
+    # `file:` because FFmpeg takes a name like "10:30 lecture.mp4" for a URL.
+    name: Any = f"file:{file}" if isinstance(file, Path) else file
+    options = {"format_whitelist": formats, "protocol_whitelist": "file"}
+    try:
+        return av.open(name, container_options=options)
+    except (av.InvalidDataError, av.ArgumentError):
+        reason = f"not a {kind} in any format that is read, or cut off before its index was written"
+        raise Unreadable("", reason) from None

@@ -87,7 +87,7 @@ class Task(nn.Module):
     def __init__(self, players: tuple[str, ...] = ("model",), reads: frozenset[str] = frozenset({"pixels"})) -> None:
         super().__init__()
         self.players = players
-        # The fields of the data that training needs: "pixels", "captions", "sketch".
+        # The fields of the data that training needs: "pixels", "captions", "sketch", "audio".
         self.reads = reads
         self.stages: dict[str, Task] = {}
         # Set by the trainer; sampling and evaluation use it too.

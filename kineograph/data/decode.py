@@ -159,6 +159,8 @@ class Clip(NamedTuple):
     pixels: np.ndarray  # T H W C, uint8; T ≤ frames
     fps: float | None  # None: a still image
     geometry: Mapping[str, Any] = MappingProxyType({})  # the state of rng from which crop, rotation and flip were drawn
+    start: float = 0.0  # of the first frame, in seconds after the file's first picture
+    origin: float = 0.0  # the time of that picture in the file's clock
 
 
 def decode_media(file: Path | bytes, suffix: str, name: str, options: DecodeOptions, rng: np.random.Generator) -> Clip:
@@ -355,7 +357,8 @@ def _decode_animation(image: Any, data: bytes, options: DecodeOptions, rng: np.r
         if index in needed:
             decoded[index] = transform.apply(to_channels(image, options.channels, options.background))
     fps = options.fps or len(delays) / float(delays.sum())
-    return Clip(np.stack([decoded[index] for index in chosen.tolist()]), fps, geometry)
+    pixels = np.stack([decoded[index] for index in chosen.tolist()])
+    return Clip(pixels, fps, geometry, start=float(delays[: chosen[0]].sum()))
 
 
 def _pick_animation_frames(

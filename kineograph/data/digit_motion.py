@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from kineograph.core.errors import ConfigError
-from kineograph.data.digit_captions import DIRECTIONS, PLACES, Facts
+from kineograph.data.digit_captions import DIRECTIONS, PLACES, Facts, Figure
 
 CANDIDATES = 32  # starts to choose from, so that two digits overlap little
 _MARGIN = 0.07  # share of the room that keeps a digit clearly inside its place
@@ -111,6 +111,17 @@ class Canvas:
         at = (starts[:, :, None] + path) % (2 * room)  # walls reflect: a triangle wave of period 2 · room
         at = np.minimum(at, 2 * room - at)
         return np.floor(at[self._least_overlap(at)] + 0.5).astype(np.int64)
+
+    def bounce_times(self, figure: Figure, draws: np.ndarray) -> list[float]:
+        """When a single figure meets a wall, in frames, where a later frame shows it moving back. `draws` as in `paths`."""
+        first, choices, _ = _starts_and_path(self, figure.direction, figure.place)
+        start = (first + np.floor(draws[0, 0] * choices)) * self.grid
+        times: set[float] = set()
+        for at, sign, room in zip(start, DIRECTIONS.get(figure.direction or "", (0, 0)), self.room, strict=True):
+            if sign:
+                hit = (room - at if sign > 0 else at) / self.speed
+                times |= {round(float(time), 6) for time in np.arange(hit, self.frames - 1 - 1e-6, room / self.speed)}
+        return sorted(times)
 
     def _least_overlap(self, at: np.ndarray) -> int:
         """The candidate in which two digits overlap least."""

@@ -15,6 +15,7 @@ from unicodedata import normalize
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from kineograph.core.batch import Sample
@@ -39,6 +40,7 @@ from kineograph.data.loss_masks import check_mask_size, describe_masks, mask_opt
 from kineograph.data.open_source import Split, select_split
 from kineograph.data.probe import list_unreadable, probe_all
 from kineograph.data.shards import SUFFIXES
+from kineograph.data.sound_track import read_sound
 from kineograph.data.split_folders import describe_split_folders, group_by_split_folder
 from kineograph.data.transforms import pad_frames
 from kineograph.data.trim import UNTRIMMED, CutConfig
@@ -62,6 +64,14 @@ class FolderConfig(MediaConfig):
     """Folder of sketches, each named as its image or clip (the suffix may differ) and cropped the same way; null: none."""
     sketch_channels: Literal[1, 2, 3, 4] = 1
     """Channels of the sketches, as data.channels."""
+
+    @model_validator(mode="after")
+    def _check_frame_rate(self) -> FolderConfig:
+        if self.sample_rate is not None and self.fps is None:
+            raise ValueError(
+                f"sample_rate={self.sample_rate} needs one frame rate for all clips: set data.fps, such as fps=8"
+            )
+        return self
 
 
 class Listing(NamedTuple):
@@ -253,7 +263,8 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         self.has_several_captions = config.caption_lines == "several" or any(
             len(texts) > 1 for texts in captions.listed.values()
         )
-        self.fields = frozenset({"pixels", "sketch"} if config.sketches is not None else {"pixels"})
+        extra = {"sketch": config.sketches is not None, "audio": config.sample_rate is not None}
+        self.fields = frozenset({"pixels", *(name for name, has in extra.items() if has)})
         self._sketches = _find_sketches(config, [item.name for item in items]) if config.sketches is not None else {}
         self._masks, self._checked_masks = masks or {}, set[str]()
         self.has_loss_masks = bool(self._masks)
@@ -347,6 +358,8 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
                 reason = f"its sketch {path} has {len(sketch)} frames, but it has {len(clip.pixels)}"
                 raise Unreadable(item.name, reason)
             sample.extra["sketch"], _ = pad_frames(sketch, shape.frames)
+        if self.config.sample_rate is not None:
+            sample.extra["audio"] = self._read_sound(self.root / item.name, item.identity, clip, shape.frames)
         return sample
 
     def _read_mask(self, index: int, options: DecodeOptions, rng: np.random.Generator) -> Tensor:
@@ -358,6 +371,13 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
             self._checked_masks.add(name)
         return torch.from_numpy(self._decode(path, path.name, mask_options(options), rng).pixels[0, :, :, 0].copy())
 
+    def _read_sound(self, path: Path, name: str, clip: Clip, frames: int) -> Tensor:
+        """T S, silent where the clip is padded."""
+        rate, samples = self.config.shape.sample_rate or 0, self.config.shape.samples_per_frame
+        with raise_unreadable(name):
+            sound = torch.from_numpy(read_sound(path, clip, rate, samples, self.config.limits))
+        return torch.nn.functional.pad(sound, (0, 0, 0, frames - len(sound)))
+
     def _decode(self, path: Path, name: str, options: DecodeOptions, rng: np.random.Generator) -> Clip:
         if self._decoded is not None:
             return self._decoded.decode(path, name, options, rng)
@@ -367,6 +387,8 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         self._decoded = DecodedCache(limit)
 
     def estimate_decoded(self, limit: int) -> DecodedSize | None:
+        if self.config.sample_rate is not None:  # the sound is read from the file
+            return None
         shapes = [self.buckets.shape(index) if self.buckets else self.config.base_shape for index in range(len(self))]
         channels = self.config.channels + (self.config.sketch_channels if self._sketches else 0) + bool(self._masks)
         # With one frame each, as small as they get.

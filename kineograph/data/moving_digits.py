@@ -2,7 +2,8 @@
 
 An item is a pure function of (index, split, config), so evaluation data are the same on every machine. Validation and test use glyphs,
 wordings and combinations of digit, colour and motion (or place) that training never shows. A share of the training items may be stills:
-single images beside the clips. A sketch is a map of one channel that marks the digits, for models that draw from sketches.
+single images beside the clips. A sketch is a map of one channel that marks the digits, for models that draw from sketches. With
+`sample_rate` each clip has a sound track (digit_sound.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kineograph.core.protocols import Source
 from kineograph.data import digit_glyphs
 from kineograph.data.digit_captions import COLOURS, PLAIN, Facts, Figure, joins, list_motions, wordings, write_caption
 from kineograph.data.digit_motion import CANDIDATES, Canvas
+from kineograph.data.digit_sound import make_sound
 from kineograph.data.open_source import DataConfig, Split
 from kineograph.data.transforms import convert_channels
 
@@ -73,6 +75,10 @@ class MovingDigitsConfig(DataConfig):
         if self.stills and self.frames == 1:
             raise ConfigError(
                 f"data.stills={self.stills:g} mixes images with clips, but data.frames=1 has images only: set stills=0 or raise frames"
+            )
+        if self.sample_rate is not None and self.digits > 1:
+            raise ConfigError(
+                f"data.sample_rate={self.sample_rate} with data.digits={self.digits}: one digit sounds at a time; set digits=1 or sample_rate=null"
             )
         _ = self.canvas  # raises a ConfigError if the digits do not fit
         if self.stills:
@@ -147,7 +153,8 @@ class MovingDigits(Source):
         self.split = split
         self.held_out = split != "train"
         self.pad_to_frames = config.frames  # also for a batch of stills alone
-        self.fields = frozenset({"pixels", "sketch"} if config.sketch else {"pixels"})
+        extra = {"sketch": config.sketch, "audio": config.sample_rate is not None}
+        self.fields = frozenset({"pixels", *(name for name, has in extra.items() if has)})
         self._pool: tuple[list[int], ...] = digit_glyphs.list_glyphs(
             self.held_out, None if self.held_out else config.glyphs
         )
@@ -190,6 +197,8 @@ class MovingDigits(Source):
         sample = Sample(pixels=torch.from_numpy(pixels), fps=config.shape.fps, caption=item.caption)
         if sketch is not None and config.sketch:
             sample.extra["sketch"] = torch.from_numpy(sketch)
+        if config.sample_rate is not None:
+            sample.extra["audio"] = torch.from_numpy(self.sound(item))
         return sample
 
     def caption(self, index: int) -> str:
@@ -244,6 +253,12 @@ class MovingDigits(Source):
         """T 1 H W, uint8: 255 where the first digit has ink, 128 where the second has."""
         glyphs = [digit_glyphs.paint_glyph(index, item.scenes.canvas.side, (255,)) for index in item.glyphs]
         return self._compose(item, [(glyph > 127) * np.uint8(ink) for glyph, ink in zip(glyphs, (255, 128))], 1)
+
+    def sound(self, item: Item) -> np.ndarray:
+        """T S, float32: a tone of the digit's pitch, and a click at each bounce."""
+        canvas, shape, (figure,) = item.scenes.canvas, self.config.shape, item.facts
+        bounces = canvas.bounce_times(figure, item.starts)
+        return make_sound(figure.digit, bounces, canvas.frames, shape.samples_per_frame, shape.sample_rate or 0)
 
     @staticmethod
     def _compose(item: Item, patches: list[np.ndarray], channels: int) -> np.ndarray:

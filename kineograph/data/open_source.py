@@ -19,6 +19,7 @@ from kineograph.core.protocols import Source
 from kineograph.core.registry import find_source
 
 Split = Literal["train", "validation", "test"]
+DEFAULT_FPS = 8.0
 
 
 class DataConfig(Config):
@@ -34,6 +35,8 @@ class DataConfig(Config):
     """Frames per clip; 1 means images."""
     fps: float | None = Field(None, gt=0)
     """Frame rate at which clips are sampled, by their timestamps; null keeps each clip's own rate."""
+    sample_rate: int | None = Field(None, ge=4000, le=48000)
+    """Samples a second of the sound track that is read with each clip (folder, moving_digits), a multiple of `fps`; null: no sound."""
     channels: Literal[1, 2, 3, 4] = 3
     """1 grayscale, 2 grayscale with alpha, 3 RGB, 4 RGBA; files are converted to it."""
     validation: float = Field(0.05, ge=0, lt=1)
@@ -73,13 +76,24 @@ class DataConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_sound(self) -> DataConfig:
+        fps = self.fps or DEFAULT_FPS
+        if self.sample_rate is not None and self.sample_rate % fps:
+            near = max(1, round(self.sample_rate / fps)) * fps
+            raise ValueError(
+                f"sample_rate={self.sample_rate} gives {self.sample_rate / fps:g} samples for each frame at fps={fps:g}, and a frame takes "
+                f"whole samples: use a multiple of fps, such as {near:g}"
+            )
+        return self
+
     def caption_format(self, split: Split) -> CaptionFormat:
         """How the items of a split get their captions; only training draws."""
         return CaptionFormat(self.caption, self.shuffle_tags, split == "train", self.uncaptioned == "empty")
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.frames, self.size[0], self.size[1], self.channels, self.fps or 8.0)
+        return Shape(self.frames, self.size[0], self.size[1], self.channels, self.fps or DEFAULT_FPS, self.sample_rate)
 
 
 LOCATION_KEYS = (
@@ -153,6 +167,11 @@ def open_source(config: DataConfig, split: Split, seed: int, dataset: Dataset | 
         source: Source = DatasetSource(dataset, config, split)
     else:
         source = find_source_class(config.source).open(config, split, seed)
+    if config.sample_rate is not None and "audio" not in source.fields:
+        raise ConfigError(
+            f"data.sample_rate={config.sample_rate}: data.source={config.source} reads no sound tracks; use folder or moving_digits, "
+            "or set data.sample_rate=null"
+        )
     if not source.parts:  # those of a mix have their own
         source.captioning = Captioning((config.caption_format(split),))
     source.shuffle = config.shuffle
@@ -171,6 +190,7 @@ class BlankSource(Source):
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
+        self.fields = frozenset({"pixels"} if shape.sample_rate is None else {"pixels", "audio"})
 
     def __len__(self) -> int:
         return 1024
@@ -178,7 +198,10 @@ class BlankSource(Source):
     def read(self, index: int, rng: np.random.Generator) -> Sample:
         shape = self.shape
         pixels = torch.zeros(shape.frames, shape.channels, shape.height, shape.width, dtype=torch.uint8)
-        return Sample(pixels=pixels, fps=shape.fps, caption=self.caption(index))
+        sample = Sample(pixels=pixels, fps=shape.fps, caption=self.caption(index))
+        if shape.sample_rate is not None:
+            sample.extra["audio"] = torch.zeros(shape.frames, shape.samples_per_frame)
+        return sample
 
     def caption(self, index: int) -> str:
         return "a clip"

@@ -192,12 +192,12 @@ def _pad_batch(batch: Batch, frames: int) -> Batch:
     rows, length = batch.pixels.shape[:2]
 
     def repeat_last(clip: torch.Tensor) -> torch.Tensor:
-        return torch.cat([clip, clip[:, -1:].expand(-1, frames - length, -1, -1, -1)], dim=1)
+        return torch.cat([clip, clip[:, -1:].expand(-1, frames - length, *clip.shape[2:])], dim=1)
 
     mask = batch.frame_mask if batch.frame_mask is not None else torch.ones(rows, length, dtype=torch.bool)
     batch.pixels = repeat_last(batch.pixels)
     for name, value in batch.extra.items():
-        if value.ndim == 5 and value.shape[1] == length:  # fields per frame, such as a sketch
+        if (value.ndim == 5 or name == "audio") and value.shape[1] == length:  # fields per frame, such as a sketch
             batch.extra[name] = repeat_last(value)
     batch.frame_mask = torch.nn.functional.pad(mask, (0, frames - length))
     return batch

@@ -44,13 +44,14 @@ def decode_video(file: Path | io.BytesIO, options: DecodeOptions, rng: np.random
             raise Unreadable("", f"its clip begins at {begin:g} s, but it lasts {timing.end:.3g} s")
         start = begin + float(rng.random()) * max(timing.latest - begin, 0.0)
         state = rng.bit_generator.state  # a second attempt, and a mask, must get the same crop
-        frames = _decode_frames(container, stream, start, timing, options, rng, meter)
+        shown_at, frames = _decode_frames(container, stream, start, timing, options, rng, meter)
         if not frames and start > begin:  # the packets there are damaged
             rng.bit_generator.state = state
-            frames = _decode_frames(container, stream, begin, timing, options, rng, meter)
+            shown_at, frames = _decode_frames(container, stream, begin, timing, options, rng, meter)
         if not frames:
             raise Unreadable("", _NO_FRAMES)
-        return Clip(np.stack(frames), options.fps or timing.rate, state)
+        origin = timing.first * float(stream.time_base)
+        return Clip(np.stack(frames), options.fps or timing.rate, state, shown_at, origin)
 
 
 def _resolve_trim(
@@ -71,8 +72,8 @@ def _decode_frames(
     options: DecodeOptions,
     rng: np.random.Generator,
     meter: Meter,
-) -> list[np.ndarray]:
-    """Frames from the one on screen at `start`; fewer if the file ends."""
+) -> tuple[float, list[np.ndarray]]:
+    """Frames from the one on screen at `start`, and when that one appears; fewer if the file ends."""
     decoded = _iterate_frames(container, stream, start, timing, options.truncated, meter)
     frames = _stop_at(timing.end, decoded)
     shown: av.VideoFrame | None = None
@@ -84,7 +85,7 @@ def _decode_frames(
     else:
         at, frame = math.inf, None
     if shown is None:
-        return []
+        return 0.0, []
     transform = options.resize_crop.draw(shown.width, shown.height, rng, _quarter_turns(shown), _pixel_aspect(stream))
     converter = FrameConverter(options)
 
@@ -96,7 +97,7 @@ def _decode_frames(
         while frame is not None and len(result) < options.frames:
             result.append(convert(frame))
             frame = next(frames, (0.0, None))[1]
-        return result
+        return shown_at, result
     pixels: np.ndarray | None = result[0]
     first = shown_at
     while len(result) < options.frames:
@@ -108,7 +109,7 @@ def _decode_frames(
             break
         pixels = convert(shown) if pixels is None else pixels
         result.append(pixels)
-    return result
+    return first, result
 
 
 def load_video(file: Path, options: DecodeOptions) -> LoadedMedia:

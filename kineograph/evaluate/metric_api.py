@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from kineograph.stage.load import StageLoader
 
 # "clips": there is more than one frame; "paired": row i is drawn for real item i
-Kind = Literal["captions", "real", "generated", "reconstruction", "tokens", "losses", "clips", "paired"]
+# "sound": generated clips have it
+Kind = Literal["captions", "real", "generated", "reconstruction", "tokens", "losses", "clips", "paired", "sound"]
 PixelKind = Literal["real", "generated", "reconstruction"]
 Side = Literal["real", "generated"]
 
@@ -32,6 +33,8 @@ class EvalBatch:
     real: Tensor | None = None  # B T C H W, float in [0, 1]
     frame_mask: Tensor | None = None  # B T, bool: False where a frame of `real` is padding
     generated: Tensor | None = None  # B T C H W: sampled for `captions`
+    sound: Tensor | None = None  # B T S in [−1, 1]: of `generated`
+    real_sound: Tensor | None = None  # B T S: of `real`
     reconstruction: Tensor | None = None  # B T C H W: `real` through the codec
     tokens: Tensor | None = None  # B t h w: its codes
     token_mask: Tensor | None = None  # B t, bool: False where latent frames are padding; None: no padding

@@ -176,7 +176,7 @@ def evaluate(
     evaluation = Evaluation(folder.path, split)
     reasons: Reasons = {name: [] for name in chosen}
     if asked is not None:
-        there = {"captions", "generated", "clips"} | ({"real"} if reference is not None else set())
+        there = {"captions", "generated", "clips", "sound"} | ({"real"} if reference is not None else set())
         for name, metric in chosen.items():
             if not metric.needs <= there:
                 remedy = "add --reference" if metric.needs <= there | {"real"} else "leave --prompts out"

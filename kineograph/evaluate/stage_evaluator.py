@@ -18,6 +18,7 @@ from kineograph.core.capabilities import (
     SupportsReconstruction,
     SupportsSampling,
     can_reconstruct,
+    makes_sound,
     resize_reference,
     sample_shape,
 )
@@ -42,7 +43,7 @@ from kineograph.evaluate.picture_sets import PictureSet
 from kineograph.evaluate.saved_statistics import SavedStatistics
 from kineograph.evaluate.sheets import SampleSheets
 from kineograph.sample.batches import MOST, RowBatches
-from kineograph.sample.inference import draw, inference_mode, sampling_noise
+from kineograph.sample.inference import Drawn, draw, inference_mode, sampling_noise
 from kineograph.sample.limits import ClipLimits
 from kineograph.sample.request import SampleRequest
 from kineograph.sample.rows import Row, RowReader, group_rows, make_prompts
@@ -204,6 +205,8 @@ class StageEvaluator:
             kinds.add("captions")
         if self.generate:
             kinds.add("generated")
+            if makes_sound(self.task):
+                kinds.add("sound")
         if self.shape.frames > 1:
             kinds.add("clips")
         if self.source is None:
@@ -277,7 +280,9 @@ class StageEvaluator:
             batch.real = resize_reference(self.task, real.video) if "generated" in needed else real.video
         if "generated" in needed:
             self.progress.set_activity("drawing")
-            batch.generated = self._sample(real)
+            drawn = self._sample(real)
+            batch.generated, batch.sound = drawn.pixels.to(self.device), drawn.sound
+            batch.real_sound = real.extra.get("audio")
         with inference_mode(self.task, self.device):
             if "reconstruction" in needed:
                 assert isinstance(self.task, SupportsReconstruction)
@@ -300,18 +305,18 @@ class StageEvaluator:
         noise, from_items = sampling_noise(self.seed, real.slots), self.extractors.options.from_items
         return Prompts(noise, real.captions, batch=real, from_items=from_items)
 
-    def _sample(self, real: Batch) -> torch.Tensor:
+    def _sample(self, real: Batch) -> Drawn:
         prompts = self._make_prompts(real)
         if self.start is None and isinstance(self.task, DescribesStart):
             self.start = self.task.describe_start(prompts)
         return self._draw(prompts)
 
-    def _draw(self, prompts: Prompts) -> torch.Tensor:
+    def _draw(self, prompts: Prompts) -> Drawn:
         whole = RowBatches(len(prompts), self.device, retry=False)  # the caller takes fewer rows
         started = time.perf_counter()
         drawn = draw(self.task, prompts, self.spec.config.sample_options, self.device, whole)
         self.drawing.append((len(prompts), time.perf_counter() - started))
-        return drawn.to(self.device)
+        return drawn
 
     def count_drawn_per_second(self) -> float | None:
         """Samples that this process drew a second, without its first batch if there are more; None: it drew none."""
@@ -329,7 +334,8 @@ class StageEvaluator:
     def _draw_rows(self, mine: list[int], part: slice) -> EvalBatch:
         rows = [self.rows[index] for index in mine[part]]
         captions = [row.caption or "" for row in rows] if rows[0].caption is not None else None
-        return EvalBatch(captions=captions, generated=self._draw(make_prompts(rows)))
+        drawn = self._draw(make_prompts(rows))
+        return EvalBatch(captions=captions, generated=drawn.pixels.to(self.device), sound=drawn.sound)
 
 
 def _compares_with_reference(metric: Metric) -> TypeGuard[DistributionMetric]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 
+from kineograph.core.batch import Sound
 from kineograph.core.errors import InputError, Unreadable, explain_oversized_image
 from kineograph.core.media_file import MediaLimits, Meter, open_image, open_video, read_media
 from kineograph.media.frames import replace_atomically, to_images
@@ -17,40 +20,60 @@ from kineograph.media.gif import GifWriter
 from kineograph.media.grids import make_film_strip
 from kineograph.media.mp4 import Mp4Writer
 
-WRITERS: dict[str, type[GifWriter | Mp4Writer]] = {".gif": GifWriter, ".mp4": Mp4Writer}
+CLIP_SUFFIXES = (".gif", ".mp4")
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mov", ".mkv", ".avi", ".m4v"})
 DEFAULT_FPS = 8.0  # for a video without timestamps and frame rate
 _LIMITS = MediaLimits()
 _REMEDY = "give a picture (png, jpg, webp) or a clip (gif, mp4, webm, mov)"
 
 
-def write_clip(path: str | Path, pixels: Tensor, fps: float) -> Path:
+def write_clip(path: str | Path, pixels: Tensor, fps: float, sound: Sound | None = None) -> Path:
     """Write T C H W, uint8 or float in [0, 1], as .gif, .mp4 or .png (one frame, or a film strip of several).
 
-    The file appears complete or not at all.
+    The sound is written as .wav beside it; an .mp4 holds it too. Each file appears complete or not at all.
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if suffix not in (*WRITERS, ".png"):
+    if suffix not in (*CLIP_SUFFIXES, ".png"):
         raise InputError(f"{path}: {suffix or 'no suffix'} is not a format to write: use .gif, .mp4 or .png")
     with replace_atomically(path) as temporary:
         if suffix == ".png":
             image = to_images(pixels)[0] if len(pixels) == 1 else make_film_strip(pixels)
             image.save(temporary, format="PNG")
         else:
-            with open_clip_writer(temporary, fps) as clip:
-                clip.write(pixels)
+            with open_clip_writer(temporary, fps, sound.rate if sound is not None else None) as clip:
+                if isinstance(clip, Mp4Writer):
+                    clip.write(pixels, sound.samples if sound is not None else None)
+                else:
+                    clip.write(pixels)
+    if sound is not None:
+        write_wav(path.with_suffix(".wav"), sound)
     return path
 
 
-def open_clip_writer(path: Path, fps: float) -> GifWriter | Mp4Writer:
-    """A context manager whose `write` appends frames to a .gif or .mp4 of any length.
+def choose_format(clip: Tensor, sound: Sound | None = None) -> str:
+    """png for a picture, mp4 for a clip with sound, gif for others; T C H W."""
+    return "png" if len(clip) == 1 else "gif" if sound is None else "mp4"
+
+
+def write_wav(path: Path, sound: Sound) -> None:
+    """16-bit mono."""
+    samples = (sound.samples.detach().float().cpu().clamp(-1, 1) * 32767).round().to(torch.int16)
+    with replace_atomically(path) as temporary, wave.open(str(temporary), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(sound.rate)
+        file.writeframes(samples.numpy().astype("<i2").tobytes())
+
+
+def open_clip_writer(path: Path, fps: float, sample_rate: int | None = None) -> GifWriter | Mp4Writer:
+    """A context manager whose `write` appends frames to a .gif or .mp4 of any length; an .mp4 with `sample_rate` also takes sound.
 
     The file is complete only when the block ends without an error: use a temporary name, and rename it afterwards.
     """
     if not fps > 0:
         raise InputError(f"fps={fps} is not a speed for {path}: use a number above 0")
-    return WRITERS[path.suffix.lower()](path, fps)
+    return GifWriter(path, fps) if path.suffix.lower() == ".gif" else Mp4Writer(path, fps, sample_rate)
 
 
 # Reading ---------------------------------------------------------------------------------------------------------

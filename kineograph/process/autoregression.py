@@ -43,7 +43,7 @@ def draw_top_p(
 
 
 class AutoregressiveSampler:
-    """Samples a batch of sequences. `tokens` (B N) holds those sampled so far, `index` (1) the next position."""
+    """Samples a batch of sequences. `tokens` (B N) holds those sampled so far (−1: none), `index` (1) the next position."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class AutoregressiveSampler:
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> None:
-        """`prefix` (B K) are the first tokens; those before `start` are in the caller's cache already.
+        """`prefix` (B K) are the first tokens, −1 where one is to be sampled; those before `start` are in the caller's cache already.
 
         `offset` is the position of the first token in a longer sequence. Random numbers are keyed by (sample,
         position), so a part samples the same tokens as the whole would.
@@ -67,7 +67,7 @@ class AutoregressiveSampler:
         self._step, self._noise, self._bos = step, noise, bos
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self.tokens = torch.empty(noise.batch, length, dtype=torch.int64, device=noise.device)
-        self.index, self._prefix_length = (torch.empty(1, dtype=torch.int64, device=noise.device) for _ in range(2))
+        self.index = torch.empty(1, dtype=torch.int64, device=noise.device)
         self._before = torch.empty(noise.batch, 1, dtype=torch.int64, device=noise.device)
         self._uniforms = torch.empty(noise.batch, length, device=noise.device)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -85,14 +85,13 @@ class AutoregressiveSampler:
         length, known = self.tokens.shape[1], 0 if prefix is None else prefix.shape[1]
         assert start <= known <= length
         self.remaining = length - start  # positions left to sample
-        self.tokens.fill_(self._bos)
+        self.tokens.fill_(-1)
         if prefix is not None:
             self.tokens[:, :known] = prefix
         self._before.fill_(self._bos)
         if start:
             self._before.copy_(self.tokens[:, start - 1 : start])
         self.index.fill_(start)
-        self._prefix_length.fill_(known)
         self._uniforms.copy_(self._noise.uniform("tokens", offset + length)[:, offset:])
 
     def advance(self) -> None:
@@ -100,7 +99,8 @@ class AutoregressiveSampler:
         logits = self._step(self._before, self.index)  # B V
         uniforms = self._uniforms.index_select(1, self.index)[:, 0]
         drawn = draw_top_p(logits, uniforms, self._temperature, self._top_k, self._top_p)[:, None]  # B 1
-        drawn = torch.where(self.index < self._prefix_length, self.tokens.index_select(1, self.index), drawn)
+        given = self.tokens.index_select(1, self.index)
+        drawn = torch.where(given >= 0, given, drawn)
         self.tokens.index_copy_(1, self.index, drawn)
         self._before.copy_(drawn)
         self.index.add_(1)

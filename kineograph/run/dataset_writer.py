@@ -1,6 +1,6 @@
 """`kineo data make`: write moving digits as a dataset, in each format that can be read back. For the other sets see crop_writer.py and emoji_writer.py.
 
-    gif, mp4, png   000017.gif beside 000017.txt (its caption); png is one picture an item
+    gif, mp4, png   000017.gif beside 000017.txt (its caption); png is one picture an item; with sample_rate 000017.wav too
     memmap          videos.npy, uint8, N T C H W · labels.npy, int64, N × digits, in the order of the caption · captions.txt, one a line
     webdataset      shard-000000.tar … with KEY.gif (or mp4, png, jpg, webp), KEY.txt and KEY.json for each item; embeddings beside
 
@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from kineograph.core.atomic_folder import write_atomically
+from kineograph.core.batch import Sound
 from kineograph.core.config import Tree, parse, parse_override, unknown_key
 from kineograph.core.errors import InputError
 from kineograph.data.arrays import ArrayWriter
@@ -124,6 +125,10 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
         raise InputError(
             f"stills={config.stills:g} does not fit a memmap, whose items are all clips: remove it, or use gif, mp4 or webdataset"
         )
+    if config.sample_rate is not None and as_ not in ("gif", "mp4"):
+        raise InputError(
+            f"sample_rate={config.sample_rate} goes with --as mp4 or gif (sound as .wav), not with --as {as_}"
+        )
     if media is None:
         media = as_ if as_ in _MEDIA else "png" if config.frames == 1 else "gif"
     if media not in (*_MEDIA, *_STILL):
@@ -141,7 +146,9 @@ def _read_settings(settings: Sequence[str], as_: str) -> tuple[MovingDigitsConfi
 def _write_files(job: _Job) -> None:
     for index in _show_progress(job):
         sample = job.source.read(index)
-        path = write_clip(job.folder / f"{job.name(index)}{job.suffix}", sample.pixels, sample.fps)  # type: ignore[arg-type]
+        rate, audio = job.source.config.sample_rate, sample.extra.get("audio")
+        sound = Sound(audio, rate) if audio is not None and rate is not None else None
+        path = write_clip(job.folder / f"{job.name(index)}{job.suffix}", sample.pixels, sample.fps, sound)  # type: ignore[arg-type]
         path.with_suffix(".txt").write_text(f"{sample.caption}\n", encoding="utf-8")
 
 

@@ -81,6 +81,11 @@ def open_data(
         _require_pixels(data)
     if "sketch" in reads:
         _require_sketch(data)
+    if "audio" in reads and "audio" not in data.source.fields:
+        raise InputError(
+            f"{stage.title} reads sound, and the items of data.source={stage.spec.data.source} come without: set data.sample_rate, "
+            "such as data.sample_rate=8000 (folder, moving_digits)"
+        )
     _require_text(data)
     if "captions" in reads:
         kinds: dict[Split, str] = {"train": "items", **{split: f"{split} items" for split in held_out}}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kineograph.cache.pack import KINDS
 from kineograph.core import distributed
-from kineograph.core.batch import Batch
+from kineograph.core.batch import Batch, Sound
 from kineograph.core.capabilities import (
     SupportsCaching,
     SupportsLatentSampling,
@@ -36,7 +36,7 @@ from kineograph.core.run_folder import RunFolder, write_atomic, write_json
 from kineograph.core.task import Task
 from kineograph.data.open_source import Split
 from kineograph.doctor.machine import release_memory
-from kineograph.media.clips import write_clip
+from kineograph.media.clips import choose_format, write_clip
 from kineograph.media.curves import draw_curves
 from kineograph.media.filenames import reserve_path, slugify
 from kineograph.media.grids import (
@@ -73,6 +73,13 @@ class _Subjects:
     captions: list[str]  # the label of each sample
     real: Batch  # real items, for tasks that draw from one
     from_config: bool = False  # `prompts` of the config, not captions of the items
+
+
+class _Clips(NamedTuple):
+    """Drawn clips by row."""
+
+    pixels: list[Tensor]  # or latents
+    sounds: list[Sound | None]
 
 
 class Previews:
@@ -141,16 +148,16 @@ class Previews:
 
     def _draw_samples(self, step: int, stepper: Stepper) -> None:
         with stepper.eval_mode() as task:
-            subjects, pixels = self._draw_subjects(task)
+            subjects, (pixels, sounds) = self._draw_subjects(task)
         online = None
         if stepper.emas:
             with stepper.eval_mode(ema=False) as task:
-                online = self._draw(task, subjects.rows, subjects.real)
+                online = self._draw(task, subjects.rows, subjects.real).pixels
         if distributed.is_first():
             fps = [
                 self.shape.fps if subjects.from_config else self._fps(subjects.real, row) for row in range(len(pixels))
             ]
-            self._writes.append(partial(self._write_samples, step, subjects, pixels, online, fps))
+            self._writes.append(partial(self._write_samples, step, subjects, pixels, sounds, online, fps))
             if self.on_samples is not None:
                 clips = [
                     {"caption": caption, "pixels": clip, "fps": rate}
@@ -159,15 +166,21 @@ class Previews:
                 self.on_samples({"stage": self.stage.name, "split": "samples", "step": step, "samples": clips})
 
     def _write_samples(
-        self, step: int, subjects: _Subjects, pixels: list[Tensor], online: list[Tensor] | None, fps: list[float]
+        self,
+        step: int,
+        subjects: _Subjects,
+        pixels: list[Tensor],
+        sounds: list[Sound | None],
+        online: list[Tensor] | None,
+        fps: list[float],
     ) -> None:
         out = self.folder.samples(self.stage.name, step)
         shutil.rmtree(out, ignore_errors=True)  # of a step that is repeated after a resume
         listed, files = [], []
         captions = subjects.captions
-        for number, (clip, caption) in enumerate(zip(pixels, captions, strict=True)):
-            suffix = _suffix(clip) if self.stage.train.format == "auto" else self.stage.train.format
-            path = write_clip(reserve_path(out, slugify(caption), number, f".{suffix}"), clip, fps[number])
+        for number, (clip, sound, caption) in enumerate(zip(pixels, sounds, captions, strict=True)):
+            suffix = choose_format(clip, sound) if self.stage.train.format == "auto" else self.stage.train.format
+            path = write_clip(reserve_path(out, slugify(caption), number, f".{suffix}"), clip, fps[number], sound)
             write_atomic(path.with_suffix(".txt"), f"{caption}\n")
             listed.append({"file": path.name, **_describe_row(subjects.rows[number], caption)})
             files.append(path)
@@ -182,7 +195,7 @@ class Previews:
         longest = max(pixels, key=len)
         if online is not None:
             write_clip(
-                out / f"online-beside-ema.{_suffix(longest)}",
+                out / f"online-beside-ema.{choose_format(longest)}",
                 make_animated_comparison([("online", online), ("EMA", pixels)]),
                 self.shape.fps,
             )
@@ -198,7 +211,7 @@ class Previews:
         tensors: dict[str, Tensor] = {}
         with stepper.eval_mode() as task:
             if isinstance(task, SupportsLatentSampling):
-                subjects, drawn = self._draw_subjects(task, latents=True)
+                subjects, (drawn, _) = self._draw_subjects(task, latents=True)
                 alike = len({latents.shape for latents in drawn}) == 1
                 tensors |= (
                     {"samples": torch.stack(drawn)} if alike else {f"samples.{n}": z for n, z in enumerate(drawn)}
@@ -252,7 +265,7 @@ class Previews:
         seed, frames = key_of(self.plan.seed, "samples") >> 1, self.stage.train.sample_frames
         return [Row(None, caption, seed, slot, frames=frames) for slot, caption in enumerate(captions)]
 
-    def _draw_subjects(self, task: Task, latents: bool = False) -> tuple[_Subjects, list[Tensor]]:
+    def _draw_subjects(self, task: Task, latents: bool = False) -> tuple[_Subjects, _Clips]:
         """Draw the config's prompts, or captions of validation items if the task needs a real picture (of an untrained lower stage)."""
         try:
             subjects = self._choose_subjects(task)
@@ -276,7 +289,7 @@ class Previews:
         if real.pixels is None:  # codebook ids alone
             return
         with stepper.eval_mode() as task:
-            samples = self._draw(task, self._make_rows(real, self._uses_captions(task, real)), real)
+            samples = self._draw(task, self._make_rows(real, self._uses_captions(task, real)), real).pixels
         if distributed.is_first():
             rows = [
                 ("real", _trim_padding(resize_reference(stepper.task, real.video), real)),
@@ -296,16 +309,20 @@ class Previews:
     def _add_prefix(self, captions: list[str]) -> list[str]:
         return [self.stage.train.caption_prefix + caption for caption in captions]
 
-    def _draw(self, task: Task, rows: list[Row], real: Batch, latents: bool = False) -> list[Tensor]:
+    def _draw(self, task: Task, rows: list[Row], real: Batch, latents: bool = False) -> _Clips:
         """→ the rows' pixels or latents on the first process; none elsewhere"""
         options = self.stage.spec.config.sample_options
         clips: dict[int, Tensor] = {}
+        sounds: dict[int, Tensor] = {}
         for indices in group_rows(rows):
             beside = real if len(indices) == len(real) else real.rows(indices)
             prompts = make_prompts([rows[index] for index in indices], batch=beside)
             drawn = draw_across_ranks(task, prompts, options, self.device, self._batches, latents)
-            clips |= dict(zip(indices, drawn, strict=False))
-        return [clips[row] for row in sorted(clips)]
+            clips |= dict(zip(indices, drawn.pixels, strict=False))
+            sounds |= dict(zip(indices, drawn.sound if drawn.sound is not None else (), strict=False))
+        rate, order = self.shape.sample_rate or 0, sorted(clips)
+        heard = [Sound(sounds[row], rate) if row in sounds else None for row in order]
+        return _Clips([clips[row] for row in order], heard)
 
     def _draw_reconstructions(self, step: int, stepper: Stepper) -> None:
         batch = self.data.fixed_batch(self.stage.train.samples)
@@ -330,7 +347,7 @@ class Previews:
 
     def _write_reconstructions(self, step: int, batch: Batch, rows: list[tuple[str, list[Tensor]]]) -> None:
         assert batch.pixels is not None
-        path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{_suffix(batch.pixels[0])}"
+        path = self.folder.validation(self.stage.name) / f"step-{step:08d}.{choose_format(batch.pixels[0])}"
         fps = float(batch.fps.median()) if batch.fps is not None else self.shape.fps
         write_clip(path, make_animated_comparison(rows), fps)
         captions = batch.captions or [""] * len(batch)
@@ -401,8 +418,3 @@ def _trim_padding(pixels: Tensor, batch: Batch) -> list[Tensor]:
 def _encode(task: SupportsCaching, part: Batch) -> Tensor:
     encoded = task.precompute(part)
     return next(encoded[kind] for kind in KINDS if kind in encoded)
-
-
-def _suffix(clip: Tensor) -> str:
-    """T C H W"""
-    return "png" if len(clip) == 1 else "gif"

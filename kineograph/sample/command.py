@@ -44,8 +44,8 @@ def write_samples(
     if clips or not scenes:
         drawing = sampler.plan(replace(request, prompts=clips) if scenes else request)
         writer = SampleWriter(drawing, folder, format)
-        for row, clip in sampler.draw_clips(drawing, across_ranks=True):
-            writer.write(row, clip)
+        for row, clip, sound in sampler.draw_clips(drawing, across_ranks=True):
+            writer.write(row, clip, sound)
         written += writer.finish()
     for story in stories if distributed.is_first() else ():
         written += story.save(folder, format, note)

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kineograph.core import distributed
 from kineograph.core.batch import Prompts
-from kineograph.core.capabilities import SupportsLatentSampling, SupportsSampling
+from kineograph.core.capabilities import SupportsLatentSampling, SupportsSampling, makes_sound
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Task
 from kineograph.sample.batches import MOST, RowBatches
 from kineograph.train.precision import autocast, resolve_precision
+
+
+class Drawn(NamedTuple):
+    """The clips of a sampling call, on the CPU."""
+
+    pixels: Tensor  # B T C H W in [0, 1]; or latents, where these were asked for
+    sound: Tensor | None = None  # B T S in [−1, 1]; None: the task makes none
 
 
 def sampling_noise(seed: int, slots: Tensor) -> Noise:
@@ -33,9 +40,11 @@ def draw(
     device: torch.device | str,
     batch: RowBatches | int | None = None,
     latents: bool = False,
-) -> Tensor:
-    """Sample all rows of `prompts`. → B T C H W in [0, 1] on the CPU; with `latents`, what the codec would decode."""
-    return torch.cat(list(draw_parts(task, prompts, options, device, batch, latents)))
+) -> Drawn:
+    """Sample all rows of `prompts`; with `latents`, what the codec would decode."""
+    parts = list(draw_parts(task, prompts, options, device, batch, latents))
+    sounds = [part.sound for part in parts if part.sound is not None]
+    return Drawn(torch.cat([part.pixels for part in parts]), torch.cat(sounds) if sounds else None)
 
 
 def draw_parts(
@@ -45,29 +54,34 @@ def draw_parts(
     device: torch.device | str,
     batch: RowBatches | int | None = None,
     latents: bool = False,
-) -> Iterator[Tensor]:
+) -> Iterator[Drawn]:
     """`draw`, some rows at a time."""
     device = torch.device(device)
     batches = batch if isinstance(batch, RowBatches) else RowBatches(batch, device)
 
-    def draw_rows(rows: slice) -> Tensor:
+    def draw_rows(rows: slice) -> Drawn:
         with inference_mode(task, device):
             part = _select_rows(prompts, rows, device)
             if latents:
                 assert isinstance(task, SupportsLatentSampling)
-                return task.sample_latents(part, options).float().cpu()
-            assert isinstance(task, SupportsSampling)
-            pixels = task.sample(part, options)
+                return Drawn(task.sample_latents(part, options).float().cpu())
+            sound = None
+            if makes_sound(task):
+                pixels, sound = task.sample_with_sound(part, options)
+                sound = sound.float().clamp(-1, 1).cpu()
+            else:
+                assert isinstance(task, SupportsSampling)
+                pixels = task.sample(part, options)
             if pixels.ndim != 5 or len(pixels) != len(part):
                 raise InputError(
                     f"{type(task).__name__}.sample returned {tuple(pixels.shape)} for {len(part)} prompts: return B T C H W"
                 )
-            return pixels.float().clamp(0, 1).cpu()
+            return Drawn(pixels.float().clamp(0, 1).cpu(), sound)
 
     return batches.map(len(prompts), draw_rows)
 
 
-def draw_across_ranks(task: Task, prompts: Prompts, *arguments: Any, **keywords: Any) -> Tensor:
+def draw_across_ranks(task: Task, prompts: Prompts, *arguments: Any, **keywords: Any) -> Drawn:
     """`draw`, with the rows split over all ranks. → all rows on rank 0, none elsewhere.
 
     Every rank runs the model equally often, as sharded weights require: surplus rows repeat the last one and are dropped.
@@ -78,15 +92,17 @@ def draw_across_ranks(task: Task, prompts: Prompts, *arguments: Any, **keywords:
     share = -(-rows // distributed.data_world())
     start = share * distributed.data_rank()
     indices = [min(row, rows - 1) for row in range(start, start + share)]
-    pixels = draw(task, _select_rows(prompts, indices), *arguments, **keywords)
-    mine = pixels[: max(0, min(rows - start, share))]
-    parts = distributed.gather_tensors([mine if distributed.is_data_leader() else mine[:0]])
-    return torch.cat([part[0] for part in parts]) if distributed.is_first() else mine[:0]
+    drawn = draw(task, _select_rows(prompts, indices), *arguments, **keywords)
+    count = max(0, min(rows - start, share))
+    mine = [tensor[:count] for tensor in drawn if tensor is not None]
+    none = [tensor[:0] for tensor in mine]
+    parts = distributed.gather_tensors(mine if distributed.is_data_leader() else none)
+    return Drawn(*map(torch.cat, zip(*parts, strict=True))) if distributed.is_first() else Drawn(*none)
 
 
 def draw_parts_across_ranks(
     task: Task, prompts: Prompts, options: Config | None, device: torch.device | str, batches: RowBatches
-) -> Iterator[Tensor]:
+) -> Iterator[Drawn]:
     """`draw_parts`, with the rows split over all ranks. → the parts on rank 0, empty ones elsewhere."""
     if not distributed.is_active():
         yield from draw_parts(task, prompts, options, device, batches)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import kineograph
+from kineograph.core.batch import Sound
 from kineograph.core.run_folder import write_json
-from kineograph.media.clips import write_clip
+from kineograph.media.clips import choose_format, write_clip
 from kineograph.media.filenames import reserve_path, slugify
 from kineograph.media.frames import to_uint8
 from kineograph.media.grids import make_grid, select_evenly
@@ -29,8 +30,8 @@ STRIP = 4  # frames of a clip there
 class SampleWriter:
     """Writes `a-red-3-moves-left-0001.gif` and its `.json` for each row, and a contact sheet of several.
 
-    The default format is png for pictures and gif for clips. Prompts with inputs of their own are written beside them, as
-    `prompts-0001.jsonl`, which the command in the sidecars reads.
+    The default format is png for pictures, gif for clips and mp4 for clips with sound, which is written as `.wav` too. Prompts with
+    inputs of their own are written beside them, as `prompts-0001.jsonl`, which the command in the sidecars reads.
     """
 
     def __init__(self, drawing: Drawing, folder: Path, format: str | None = None) -> None:
@@ -41,22 +42,25 @@ class SampleWriter:
         self._sheet: dict[int, Tensor] = {}
         self._prompts_file: Path | None = None
 
-    def write(self, row: int, clip: Tensor) -> None:
-        """Write a row, T C H W."""
+    def write(self, row: int, clip: Tensor, sound: Sound | None = None) -> None:
+        """Write a row, T C H W, and its sound."""
         request = self.drawing.request
         if request.is_from_file and self._prompts_file is None:
             self._prompts_file = reserve_path(self.folder, "prompts", 1, ".jsonl")
             write_prompts(self._prompts_file, request.entries or ())
         caption = self.drawing.rows[row].caption
         self._numbers[caption] += 1
-        suffix = f".{self.format or ('png' if len(clip) == 1 else 'gif')}"
+        suffix = f".{self.format or choose_format(clip, sound)}"
         path = reserve_path(self.folder, slugify(caption), self._numbers[caption], suffix)
         try:
-            write_clip(path, clip, self.drawing.fps[row])
+            write_clip(path, clip, self.drawing.fps[row], sound)
         except BaseException:
             path.unlink(missing_ok=True)  # the empty file that reserves the name
             raise
-        write_json(path.with_suffix(".json"), {"file": path.name, **self._build_sidecar(row, clip)})
+        heard = (
+            {"sound": {"file": path.with_suffix(".wav").name, "sample_rate": sound.rate}} if sound is not None else {}
+        )
+        write_json(path.with_suffix(".json"), {"file": path.name, **heard, **self._build_sidecar(row, clip)})
         self.paths[row] = path
         if row < SHEET:
             self._sheet[row] = to_uint8(clip[select_evenly(len(clip), STRIP)])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kineograph.core import distributed
-from kineograph.core.capabilities import SupportsSampling, can_animate, sample_shape, takes_captions
+from kineograph.core.batch import Sound
+from kineograph.core.capabilities import SupportsSampling, can_animate, makes_sound, sample_shape, takes_captions
 from kineograph.core.config import Config, flatten, merge, nest, parse
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.kernels import enable_flash_attention_3
@@ -55,6 +56,7 @@ class Samples:
     clips: list[Tensor] = field(repr=False)  # T C H W each, float in [0, 1], on the CPU
     captions: list[str | None]  # of each row
     drawing: Drawing = field(repr=False)
+    sounds: list[Sound] | None = field(default=None, repr=False)  # of each row; None: the stage makes no sound
 
     @cached_property
     def pixels(self) -> Tensor:
@@ -90,7 +92,7 @@ class Samples:
         """Write each row as media with a JSON sidecar. → the media files, then a contact sheet of several."""
         writer = SampleWriter(self.drawing, Path(folder), format)
         for row, clip in enumerate(self.clips):
-            writer.write(row, clip)
+            writer.write(row, clip, self.sounds[row] if self.sounds is not None else None)
         return writer.finish()
 
 
@@ -178,9 +180,11 @@ class Sampler:
     def draw(self, request: SampleRequest, across_ranks: bool = False) -> Samples:
         """Row `prompt index × count + number` has its own noise. With `across_ranks` all ranks call this, and rank 0 gets all rows."""
         drawing = self.plan(request)
-        clips = dict(self.draw_clips(drawing, across_ranks))
+        clips = {row: (clip, sound) for row, clip, sound in self.draw_clips(drawing, across_ranks)}
         captions = [row.caption for row in drawing.rows]
-        return Samples([clips[row] for row in sorted(clips)], captions[: len(clips)], drawing)
+        ordered = [clips[row] for row in sorted(clips)]
+        sounds = [sound for _, sound in ordered if sound is not None]
+        return Samples([clip for clip, _ in ordered], captions[: len(clips)], drawing, sounds or None)
 
     def plan(self, request: SampleRequest) -> Drawing:
         """Check a request against the stage and read its inputs."""
@@ -200,8 +204,8 @@ class Sampler:
         sidecar = self._build_sidecar(request, options, sketch, first.prime, first.mask)
         return Drawing(request, options, rows, sketch, fps, sidecar)
 
-    def draw_clips(self, drawing: Drawing, across_ranks: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """→ the number of a row and its pixels, T C H W; rows of one shape follow one another. Several ranks: all on rank 0."""
+    def draw_clips(self, drawing: Drawing, across_ranks: bool = False) -> Iterator[tuple[int, Tensor, Sound | None]]:
+        """→ the number of a row, its pixels, T C H W, and its sound; rows of one shape follow one another. Several ranks: all on rank 0."""
         request, draw = drawing.request, draw_parts_across_ranks if across_ranks else draw_parts
         for indices in group_rows(drawing.rows):
             rows = [drawing.rows[index] for index in indices]
@@ -211,8 +215,14 @@ class Sampler:
             left = iter(indices)
             prompts = make_prompts(rows, request.size, sketch)
             for part in draw(self.task, prompts, drawing.options, self.device, batches):
-                for clip in part:
-                    yield next(left), clip
+                sounds = part.sound if part.sound is not None else [None] * len(part.pixels)
+                for clip, sound in zip(part.pixels, sounds, strict=True):
+                    yield next(left), clip, self.to_sound(sound)
+
+    def to_sound(self, samples: Tensor | None) -> Sound | None:
+        """The sound T S of a clip that the stage has drawn."""
+        rate = self.shape.sample_rate
+        return Sound(samples, rate) if samples is not None and rate is not None else None
 
     def _choose_batches(self, request: SampleRequest, frames: int | None) -> RowBatches:
         """Samples at a time; what was found to fit holds for later calls."""
@@ -314,6 +324,10 @@ class Sampler:
         )
 
     def _fps(self, request: SampleRequest, prime: Prime | None) -> float:
+        if makes_sound(self.task):
+            if request.fps is not None:
+                raise InputError(f"--fps {request.fps:g}: frames and sound would no longer go together; leave it out")
+            return self.shape.fps
         return request.fps or (prime.fps if prime is not None else None) or self.shape.fps
 
     def _build_sidecar(

@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kineograph.core.batch import Prompts
+from kineograph.core.batch import Prompts, Sound
+from kineograph.core.capabilities import makes_sound
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.noise import Noise
 from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import write_atomic, write_json
-from kineograph.media.clips import open_clip_writer
+from kineograph.media.clips import open_clip_writer, write_wav
 from kineograph.media.filenames import reserve_path, slugify
 from kineograph.media.frames import to_uint8
 from kineograph.media.grids import STRIP, make_titled_strips, select_evenly
+from kineograph.media.mp4 import Mp4Writer
 from kineograph.sample.inference import draw, sampling_noise
 from kineograph.sample.limits import ClipLimits
 from kineograph.sample.output import library_versions
@@ -133,17 +135,24 @@ class Story:
         return self.scenes[-1].stop
 
     def __iter__(self) -> Iterator[Tensor]:
+        for frames, _ in self.draw_scenes():
+            yield frames
+
+    def draw_scenes(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The new frames of each scene, T C H W, and their sound, T S, where the stage makes any."""
         shown: Tensor | None = None  # the last frames of the video so far
         for number, scene in enumerate(self.scenes):
             prime = self.prime if shown is None else shown[-scene.overlap :]
-            new = self._draw(scene, prime)[0 if shown is None else scene.overlap :]  # T C H W
+            first = 0 if shown is None else scene.overlap
+            pixels, sound = self._draw(scene, prime)
+            new = pixels[first:]  # T C H W
             needed = max((later.overlap for later in self.scenes[number + 1 :]), default=1)
             # A clone: a view would keep the whole scene in memory.
             shown = (new if shown is None else torch.cat([shown, new]))[-needed:].clone()
-            yield new
-            del new, prime  # free them before the next scene is drawn
+            yield new, sound[first:] if sound is not None else None
+            del new, pixels, prime  # free them before the next scene is drawn
 
-    def _draw(self, scene: Scene, prime: Tensor | None) -> Tensor:
+    def _draw(self, scene: Scene, prime: Tensor | None) -> tuple[Tensor, Tensor | None]:
         sampler = self._sampler
         prompts = Prompts(
             noise=scene.noise,
@@ -153,13 +162,14 @@ class Story:
             prime=prime[None] if prime is not None else None,
             batch=self.sketch.to_batch(1, scene.stop - scene.frames, scene.frames) if self.sketch is not None else None,
         )
-        pixels = draw(sampler.task, prompts, scene.options, sampler.device)[0]  # T C H W
+        drawn = draw(sampler.task, prompts, scene.options, sampler.device)
+        pixels = drawn.pixels[0]  # T C H W
         if len(pixels) != scene.frames:
             raise InputError(
                 f"{sampler.task_name} returned {len(pixels)} frames instead of {scene.frames}: a Task that continues clips "
                 "returns all frames, the given ones included"
             )
-        return pixels
+        return pixels, drawn.sound[0] if drawn.sound is not None else None
 
     def save(
         self, folder: str | Path, format: str | None = None, note: Callable[[str], None] | None = None
@@ -170,7 +180,9 @@ class Story:
         """
         check_format(format, allowed=STORY_FORMATS)
         folder, note = Path(folder), note or (lambda line: None)
-        suffix = f".{format or STORY_FORMATS[0]}"
+        sounds: list[Tensor] = []
+        rate = self._sampler.shape.sample_rate if makes_sound(self._sampler.task) else None
+        suffix = f".{format or (STORY_FORMATS[0] if rate is None else 'mp4')}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -179,12 +191,17 @@ class Story:
         pictured = select_evenly(len(self), SHEET)
         strips: list[tuple[str, Tensor]] = []
         try:
-            with open_clip_writer(unfinished, self.fps) as video:
-                scenes = iter(self)
+            with open_clip_writer(unfinished, self.fps, rate) as video:
+                scenes = self.draw_scenes()
                 for scene in range(len(self)):
                     note(self._title(scene))
-                    frames = next(scenes)
-                    video.write(frames)
+                    frames, sound = next(scenes)
+                    if isinstance(video, Mp4Writer):
+                        video.write(frames, sound)
+                    else:
+                        video.write(frames)
+                    if sound is not None:
+                        sounds.append(sound)
                     if scene in pictured:
                         strips.append((self._title(scene), to_uint8(frames[select_evenly(len(frames), STRIP)])))
                     del frames  # free them before the next scene is drawn
@@ -194,6 +211,8 @@ class Story:
                 make_titled_strips(strips).save(sheet)
                 self._write_scenes(path)
                 write_json(path.with_suffix(".json"), self._build_sidecar(path, pictured, format))
+                if rate is not None:
+                    write_wav(path.with_suffix(".wav"), Sound(torch.cat(sounds), rate))
                 os.replace(unfinished, path)
             except BaseException:
                 path.unlink(missing_ok=True)  # the empty file that reserves the name

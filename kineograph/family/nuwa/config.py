@@ -28,7 +28,7 @@ class NuwaSample(Config):
 
 
 class NuwaConfig(StageConfig, TransformerConfig):
-    references: ClassVar[tuple[str, ...]] = ("codec", "sketch")
+    references: ClassVar[tuple[str, ...]] = ("codec", "sketch", "sound")
     task: str = "nuwa"
     codec: str
     """The stage (or runs/x/stage) whose tokens are modelled."""
@@ -54,11 +54,14 @@ class NuwaConfig(StageConfig, TransformerConfig):
     """Latent frames, rows and columns of the sketch that a token reads, centred on its position; all odd."""
     sketch_dropout: float = Field(0.1, ge=0, le=1)
     """Share of training samples with a blank sketch, so that clips can be drawn without one."""
+    sound: str | None = None
+    """The audio_codec stage (or runs/x/stage) whose tokens are drawn together with those of the frames; null: no sound."""
     sample: NuwaSample = NuwaSample()
     """How clips are sampled."""
 
     def reads(self) -> frozenset[str]:
-        return self.text.reads() | ({"sketch"} if self.sketch is not None else set())
+        extra = {"sketch": self.sketch is not None, "audio": self.sound is not None}
+        return self.text.reads() | {name for name, is_read in extra.items() if is_read}
 
     @field_validator("dilations", mode="before")
     @classmethod
@@ -78,6 +81,10 @@ class NuwaConfig(StageConfig, TransformerConfig):
             raise ValueError(f"dilations={list(self.dilations)} has no effect with window=null: remove it")
         if min(self.sketch_window) < 1 or not all(size % 2 for size in self.sketch_window):
             raise ValueError(f"sketch_window={list(self.sketch_window)}: use odd sizes, such as [3, 3, 3]")
+        if self.sketch is not None and self.sound is not None:
+            raise ValueError(
+                f"sketch={self.sketch} and sound={self.sound}: sound has no place in a sketch; set one of them to null"
+            )
         if self.sketch is None:
             for name in ("sketch_window", "sketch_dropout"):
                 if getattr(self, name) != type(self).model_fields[name].default:

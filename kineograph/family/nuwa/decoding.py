@@ -55,6 +55,7 @@ class DecodingSession:
         with torch.inference_mode(False), torch.no_grad():
             rows = key.rows * (2 if key.guide else 1)
             self.state = weights.network.init_state(condition.clone(), rows, key.frames)
+            allowed = task.sound.is_allowed(noise.device) if task.sound is not None else None
 
             def step(token: Tensor, index: Tensor) -> Tensor:
                 def hidden(tokens: Tensor, _: int) -> Tensor:
@@ -64,7 +65,10 @@ class DecodingSession:
                 states = (
                     make_guided(hidden, lambda _: key.options.guidance)(token, 0) if key.guide else hidden(token, 0)
                 )
-                return weights.head.logits(states[:, 0])
+                logits = weights.head.logits(states[:, 0])
+                if allowed is None:
+                    return logits
+                return logits.masked_fill(~allowed.index_select(0, index % allowed.shape[0]), -torch.inf)
 
             _, height, width = task.grid
             self.sampler = AutoregressiveSampler(
@@ -77,16 +81,27 @@ class DecodingSession:
                 top_p=key.options.top_p,
             )
 
-    def sample(self, condition: Condition, noise: Noise, prefix: Tensor, offset: int, length: int) -> Tensor:
-        """Continue `prefix` (B K) to B length; `offset` is the position of its first token in the clip."""
+    def sample(
+        self,
+        condition: Condition,
+        noise: Noise,
+        prefix: Tensor,
+        offset: int,
+        length: int,
+        is_complete: bool = True,
+    ) -> Tensor:
+        """Continue `prefix` (B K) to B length; `offset` is the position of its first token in the clip.
+
+        `is_complete`: False where tokens of the prefix are unknown, and are drawn in their turn.
+        """
         if not self._is_new:
             self._weights.network.reset_state(condition, self.state)
         self._is_new = False
-        known = prefix.shape[1]
-        if known:
+        start = prefix.shape[1] if is_complete else 0
+        if start:
             self._weights.network.prefill(torch.cat([prefix, prefix]) if self._key.guide else prefix, self.state)
-        self.sampler.restart(prefix if known else None, known, offset, noise)
-        return self.sampler.run(length - known)[:, :length]
+        self.sampler.restart(prefix if prefix.shape[1] else None, start, offset, noise)
+        return self.sampler.run(length - start)[:, :length]
 
 
 class SessionCache:

@@ -201,6 +201,7 @@ class NuwaNetwork(nn.Module):
         grid: Grid,
         text_width: int | None,
         sketch: tuple[int, Grid] | None = None,  # vocabulary and grid
+        sound_rows: int = 0,  # at the end of each frame of `grid`
     ) -> None:
         super().__init__()
         width = config.width
@@ -216,7 +217,10 @@ class NuwaNetwork(nn.Module):
             self.sketch = SketchEmbedding(*sketch, width)
             sketch_window = SketchWindow(grid, sketch[1], config.sketch_window, width // config.heads)
             self.glance = SketchProjection(width, sketch_window)
-        windows = [None if config.window is None else Window(config.window, dilation) for dilation in config.dilations]
+        windows = [
+            None if config.window is None else Window(config.window, dilation, sound_rows)
+            for dilation in config.dilations
+        ]
         self.blocks = nn.ModuleList(
             Block(config, windows[layer % len(windows)], text_width is not None, sketch_window)
             for layer in range(config.depth)

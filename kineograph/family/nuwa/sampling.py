@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kineograph.family.nuwa.task import Nuwa
 
 
-def sample_clips(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor:
-    """B T C H W, beginning with the frames of `prompts.prime`."""
+def sample_clips(task: Nuwa, prompts: Prompts, options: NuwaSample) -> tuple[Tensor, Tensor | None]:
+    """Pixels B T C H W, beginning with the frames of `prompts.prime`, and their sound B T S, where there is any."""
     task.sessions.update_weights(task)
     try:
         return _sample_windows(task, prompts, options)
@@ -35,7 +35,7 @@ def sample_clips(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor:
             task.sessions.sessions.clear()
 
 
-def _sample_windows(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor:
+def _sample_windows(task: Nuwa, prompts: Prompts, options: NuwaSample) -> tuple[Tensor, Tensor | None]:
     frames = prompts.frames or task.shape.frames
     window = _encode_prime(task, prompts, frames)  # tokens of the current window, B k h w
     trained, height, width = task.grid
@@ -47,22 +47,30 @@ def _sample_windows(task: Nuwa, prompts: Prompts, options: NuwaSample) -> Tensor
         text = text.join(negative)
     sketch = task.encode_prompt_sketch(prompts)
     clip: list[Tensor] = []
+    sounds: list[Tensor] = []  # tokens; the codec builds on earlier ones, so all are decoded together
+    # A prime comes without sound: the sound of its frames is drawn.
+    is_complete = task.sound is None or prompts.prime is None
     first, repeated = 0, 0  # latent frame at which the window begins, and its frames that are in the clip already
     while True:
         length = min(trained, total - first)
-        if window.shape[1] < length:
+        if window.shape[1] < length or not is_complete:
             condition = Condition(*text, _crop_sketch(task, sketch, first, guide))
             # Sized for the longest window, so that all windows share one session.
             room = min(trained, total)
             session = task.sessions.get_session(task, condition, prompts.noise, room, guide, options)
             area = height * width
-            tokens = session.sample(condition, prompts.noise, window.flatten(1), first * area, length * area)
-            window = rearrange(tokens, "b (t h w) -> b t h w", h=height, w=width)
-        pixels = task.codec.decode(window)
+            tokens = session.sample(
+                condition, prompts.noise, window.flatten(1), first * area, length * area, is_complete
+            )
+            window, is_complete = rearrange(tokens, "b (t h w) -> b t h w", h=height, w=width), True
+        pixels, sound = task.decode(window)
         clip.append(pixels[:, repeated:])
+        if sound is not None:
+            sounds.append(sound[:, repeated:])
         end = first + window.shape[1]
         if end >= total:
-            return torch.cat(clip, dim=1)
+            heard = task.sound.codec.decode(torch.cat(sounds, dim=1)) if task.sound is not None else None
+            return torch.cat(clip, dim=1), heard
         # If the first latent frame of a clip covers fewer frames than the others, tokens cannot slide: encode again.
         framewise = trained == task.shape.frames
         window = window[:, -overlap:] if framewise else task.codec.encode(pixels[:, -overlap_frames:])
@@ -97,7 +105,14 @@ def _encode_prime(task: Nuwa, prompts: Prompts, frames: int) -> Tensor:
         raise InputError(
             f"--prime has {prompts.prime.shape[1]} frames and the clip has {frames}: nothing is left to draw; raise --frames"
         )
-    return task.codec.encode(prompts.prime)
+    tokens = task.codec.encode(prompts.prime)
+    if task.sound is None:
+        return tokens
+    if tokens.shape[1] > task.grid[0]:
+        raise InputError(
+            f"--prime has {tokens.shape[1]} frames: this nuwa draws the sound of at most {task.grid[0]} given frames; give fewer"
+        )
+    return task.sound.leave_unknown(tokens)
 
 
 def _choose_overlap(task: Nuwa, options: NuwaSample) -> tuple[int, int]:

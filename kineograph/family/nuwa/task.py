@@ -1,4 +1,4 @@
-"""The NUWA task: autoregressive training on a codec's tokens, conditioned on text and sketches."""
+"""The NUWA task: autoregressive training on a codec's tokens, with or without sound, conditioned on text and sketches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from kineograph.codec.token_grid import encode_tokens
 from kineograph.core.batch import Batch, Prompts
-from kineograph.core.capabilities import ChecksHealth, SupportsCaching, SupportsContinuation, SupportsSampling
+from kineograph.core.capabilities import (
+    ChecksHealth,
+    MakesSound,
+    SupportsCaching,
+    SupportsContinuation,
+    SupportsSampling,
+)
 from kineograph.core.errors import InputError
 from kineograph.core.health import Limit
 from kineograph.core.noise import Noise
@@ -18,6 +24,7 @@ from kineograph.family.nuwa.config import NuwaConfig, NuwaSample
 from kineograph.family.nuwa.decoding import SessionCache
 from kineograph.family.nuwa.network import Condition, DecodeStep, NuwaNetwork
 from kineograph.family.nuwa.sampling import sample_clips
+from kineograph.family.nuwa.sound import SoundRows
 from kineograph.nn.codebook_use import describe_targets, token_limits
 from kineograph.nn.head import Head
 from kineograph.process.token_loss import TokenLoss
@@ -25,7 +32,7 @@ from kineograph.text import build_text
 from kineograph.text.conditioning import compute_cached_text, encode_batch
 
 
-class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching, ChecksHealth):
+class Nuwa(Task, SupportsSampling, MakesSound, SupportsContinuation, SupportsCaching, ChecksHealth):
     Config = NuwaConfig
 
     def __init__(self, config: NuwaConfig, context: BuildContext) -> None:
@@ -35,6 +42,11 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Checks
         codec, self.vocabulary = context.token_codec(config.codec)
         self.stages["codec"] = codec
         self.grid = codec.shape_for(*size)
+        self.sound: SoundRows | None = None
+        if config.sound is not None:
+            self.sound = SoundRows.open(config.sound, context, self.grid, self.vocabulary)
+            self.stages["sound"] = self.sound.codec
+            self.grid, self.vocabulary = self.sound.grid, self.sound.vocabulary  # of pictures and sound
         sketch = None
         if config.sketch is not None:
             sketch_codec, sketch_vocabulary = context.token_codec(config.sketch, "sketch")
@@ -42,7 +54,8 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Checks
             sketch = sketch_vocabulary, sketch_codec.shape_for(*size)
         self.text = build_text(config.text, context)
         text_width = self.text.width if self.text is not None else None
-        self._build_network = partial(NuwaNetwork, config, self.vocabulary, self.grid, text_width, sketch)
+        sound_rows = self.sound.rows if self.sound is not None else 0
+        self._build_network = partial(NuwaNetwork, config, self.vocabulary, self.grid, text_width, sketch, sound_rows)
         self._build_head = partial(Head, config.width, self.vocabulary, config.label_smoothing)
         self.network, self.head = self._build_network(), self._build_head()
         self.decode_step = DecodeStep()
@@ -56,6 +69,13 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Checks
     def codec(self) -> Codec:
         return self.stage("codec", Codec)
 
+    def decode(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """B t h w → pixels, and the tokens of the sound, B t n."""
+        if self.sound is None:
+            return self.codec.decode(tokens), None
+        picture, sound = self.sound.split(tokens)
+        return self.codec.decode(picture), sound
+
     def build_on_meta(self) -> tuple[NuwaNetwork, Head]:
         """A second network and head on the meta device."""
         with torch.device("meta"):
@@ -64,8 +84,11 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Checks
     # conditions ----------------------------------------------------------------------------------------------------
 
     def get_tokens(self, batch: Batch) -> Tensor:
-        """B t h w, from the cache or the codec."""
-        return encode_tokens(self.codec, batch, self.grid, "nuwa")
+        """B t h w, from the cache or the codec; with sound, its rows follow those of the picture in each frame."""
+        if self.sound is None:
+            return encode_tokens(self.codec, batch, self.grid, "nuwa")
+        picture = encode_tokens(self.codec, batch, self.sound.picture, "nuwa")
+        return self.sound.encode(picture, batch.extra["audio"])
 
     def encode_sketch(self, batch: Batch) -> Tensor | None:
         """Sketch tokens of a batch, B t h w, blank at padded frames; None: no sketches, or the model reads none."""
@@ -139,11 +162,20 @@ class Nuwa(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Checks
 
     @torch.no_grad()
     def sample(self, prompts: Prompts, options: NuwaSample) -> Tensor:
-        return sample_clips(self, prompts, options)
+        return sample_clips(self, prompts, options)[0]
+
+    def makes_sound(self) -> bool:
+        return self.sound is not None
+
+    @torch.no_grad()
+    def sample_with_sound(self, prompts: Prompts, options: NuwaSample) -> tuple[Tensor, Tensor]:
+        pixels, sound = sample_clips(self, prompts, options)
+        assert sound is not None
+        return pixels, sound
 
     @classmethod
     def can_cache(cls, config: NuwaConfig) -> bool:
-        return config.sketch is None  # sketches are encoded from pixels
+        return config.sketch is None and config.sound is None  # these are encoded in every step
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
