@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from kineograph import cli
 from kineograph.cache.source import CacheConfig
 from kineograph.codec.adversarial import AdversarialConfig
+from kineograph.codec.audio_codec import AudioCodecConfig
 from kineograph.codec.causal_vae import CausalVAEConfig
 from kineograph.codec.cvivit import CViViTConfig
 from kineograph.codec.perceptual import PerceptualConfig
@@ -87,6 +88,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "train.*", HubConfig, "train.hub.", None),
     (CONFIG, "train.*", MetricOptions, "train.metric_options.", None),
     (CONFIG, "train.*", ParallelConfig, "train.parallel.", None),
+    (CONFIG, "task: audio_codec", AudioCodecConfig, "", StageConfig),
     (CONFIG, "task: vqgan", VQGANConfig, "", StageConfig),
     (CONFIG, "task: vqgan", VQConfig, "quantizer.", None),
     (CONFIG, "task: vqgan", LFQConfig, "quantizer.", None),

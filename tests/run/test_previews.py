@@ -280,11 +280,11 @@ def test_nobody_waits_while_the_first_process_encodes(tmp_path: Path) -> None:
         seen: list[str] = []
         inner_step, inner_write = Stepper.step, previews.write_clip
 
-        def step(self: Stepper, number: int, batches: Any) -> Any:
+        def step(self: Stepper, number: int, *given: Any) -> Any:
             if number == 3:
                 seen.append("step")
                 (tmp_path / f"went-on-{rank}").touch()
-            return inner_step(self, number, batches)
+            return inner_step(self, number, *given)
 
         def write(*given: Any) -> Path:
             while not all((tmp_path / f"went-on-{other}").exists() for other in range(2)):
