@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from kineograph.core.config import Config
 from kineograph.core.text_file import parse_json
 from kineograph.studio.run_details import read_config, stage_names, stage_task
 from kineograph.studio.runs import Run, make_id
+from kineograph.studio.workers import run_worker
 
 PAGE = 48  # items shown at once
 KEPT = 8  # checks in memory
@@ -143,8 +143,8 @@ def run_check(folder: Path, settings: Sequence[str], begun: Check) -> Check:
     """Check a folder in a process of its own."""
     command = [sys.executable, "-m", "kineograph.studio.dataset_worker", str(folder), *settings]
     try:
-        done = subprocess.run(command, capture_output=True, check=False)
-        tree = parse_json(done.stdout)
+        with run_worker(command) as process:
+            tree = parse_json(process.communicate()[0])
         if not isinstance(tree, dict):
             raise ValueError
         problems = tuple((str(path), str(reason)) for path, reason in tree.get("problems", ()))

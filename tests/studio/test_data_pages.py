@@ -13,6 +13,7 @@ from PIL import Image
 
 from kineograph.core.errors import InputError
 from kineograph.studio import dataset as dataset_module
+from kineograph.studio import workers
 from kineograph.studio.dataset import Check, CheckForm, DatasetItem, find_codecs, open_datasets, select_items
 from kineograph.studio.dataset_worker import describe_folder
 from kineograph.studio.runs import describe_run, make_id
@@ -123,6 +124,13 @@ def test_a_check_runs_in_a_process_of_its_own_and_its_failure_is_told(
     while not dataset.check(CheckForm()).is_done and time.monotonic() < end:
         time.sleep(0.02)
     assert "has failed" in dataset.check(CheckForm()).error
+
+
+def test_a_check_ends_with_the_page() -> None:
+    with workers.run_worker(["sleep", "600"]) as process:
+        workers.stop_workers()
+        assert process.wait(10) == -9
+    assert not workers._running
 
 
 def test_many_items_come_in_pages() -> None:
