@@ -63,6 +63,11 @@ class DatasetItem:
     def is_readable(self) -> bool:
         return self.width > 0
 
+    @property
+    def has_address(self) -> bool:
+        """Whether its name can be written in an address: it may not be UTF-8."""
+        return self.name.isprintable()
+
     def matches(self, words: Sequence[str]) -> bool:
         """Whether its captions and its name hold all these words, in lower case."""
         text = "\n".join((self.name, *self.captions)).lower()
@@ -204,11 +209,11 @@ def find_codecs(runs: Sequence[Run]) -> list[CodecStage]:
     for run in runs:
         tree = read_config(run.path)
         stages = tree.get("stages") or {}
-        named = {keys.get("codec") for keys in stages.values() if isinstance(keys, dict)}
+        named = [keys.get("codec") for keys in stages.values() if isinstance(keys, dict)]
         for stage in stage_names(tree):
             task = stage_task(tree, stage)
             is_codec = stage in named or (task.isidentifier() and (CODECS / f"{task}.py").is_file())
-            if is_codec and (run.path / stage / "checkpoints").is_dir():
+            if is_codec and stage.isidentifier() and (run.path / stage / "checkpoints").is_dir():
                 found.append(CodecStage(run, stage, task))
     return found
 
@@ -220,7 +225,7 @@ def find_data_folders(runs: Sequence[Run]) -> dict[Path, list[Run]]:
         tree = read_config(run.path)
         stages = (tree.get("stages") or {}).values()
         parts = [tree.get("data"), *(keys.get("data") for keys in stages if isinstance(keys, dict))]
-        folders = {part.get("folder") for part in parts if isinstance(part, dict)}
-        for folder in sorted(folder for folder in folders if isinstance(folder, str) and folder):
+        folders = [part.get("folder") for part in parts if isinstance(part, dict)]
+        for folder in sorted({folder for folder in folders if isinstance(folder, str) and folder}):
             found.setdefault(Path(folder), []).append(run)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tarfile
 import time
@@ -88,6 +89,16 @@ def test_buckets_are_those_of_the_command(visitor: Any, photos: Path) -> None:
     assert f"bucket {shape}" in items
     assert "wide.png" in read_items(visitor, photos, buckets="1", size="32", frames="1", show=shape)
     assert visitor.get(f"/data/{make_id(photos)}", params={"buckets": "1", "size": "1e9"}).status_code == 422
+
+
+def test_names_that_are_not_text_are_listed_without_a_picture(visitor: Any, photos: Path) -> None:
+    odd = photos / os.fsdecode(b"caf\xe9.png")
+    Image.new("RGB", (16, 16)).save(odd)
+    try:
+        page = read_items(visitor, photos, q="caf")
+    finally:
+        odd.unlink()
+    assert "caf\ufffd.png" in page and "its name is not plain text" in page and "Reconstruct" not in page
 
 
 def test_only_listed_items_inside_the_folder_are_sent(visitor: Any, photos: Path) -> None:
