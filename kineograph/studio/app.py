@@ -51,6 +51,7 @@ from kineograph.studio.run_details import (
 from kineograph.studio.run_files import MEDIA, OutsideRun, find_file, read_last_lines
 from kineograph.studio.runs import Run, RunIndex
 from kineograph.studio.wall import read_wall
+from kineograph.studio.workers import stop_workers
 
 LOG_LINES = 400
 TABS = ("curves", "wall", "evaluation", "config", "log", "draw")
@@ -93,6 +94,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        stop_workers()
         await run_in_threadpool(studio.drawer.free)
 
     handlers: dict[Any, Callable[..., Any]] = {HTTPException: show_error}

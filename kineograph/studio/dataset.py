@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from kineograph.core.config import Config
 from kineograph.core.text_file import parse_json
 from kineograph.studio.run_details import read_config, stage_names, stage_task
 from kineograph.studio.runs import Run, make_id
+from kineograph.studio.workers import run_worker
 
 PAGE = 48  # items shown at once
 KEPT = 8  # checks in memory
@@ -62,6 +62,11 @@ class DatasetItem:
     @property
     def is_readable(self) -> bool:
         return self.width > 0
+
+    @property
+    def has_address(self) -> bool:
+        """Whether its name can be written in an address: it may not be UTF-8."""
+        return self.name.isprintable()
 
     def matches(self, words: Sequence[str]) -> bool:
         """Whether its captions and its name hold all these words, in lower case."""
@@ -143,8 +148,8 @@ def run_check(folder: Path, settings: Sequence[str], begun: Check) -> Check:
     """Check a folder in a process of its own."""
     command = [sys.executable, "-m", "kineograph.studio.dataset_worker", str(folder), *settings]
     try:
-        done = subprocess.run(command, capture_output=True, check=False)
-        tree = parse_json(done.stdout)
+        with run_worker(command) as process:
+            tree = parse_json(process.communicate()[0])
         if not isinstance(tree, dict):
             raise ValueError
         problems = tuple((str(path), str(reason)) for path, reason in tree.get("problems", ()))
@@ -204,11 +209,11 @@ def find_codecs(runs: Sequence[Run]) -> list[CodecStage]:
     for run in runs:
         tree = read_config(run.path)
         stages = tree.get("stages") or {}
-        named = {keys.get("codec") for keys in stages.values() if isinstance(keys, dict)}
+        named = [keys.get("codec") for keys in stages.values() if isinstance(keys, dict)]
         for stage in stage_names(tree):
             task = stage_task(tree, stage)
             is_codec = stage in named or (task.isidentifier() and (CODECS / f"{task}.py").is_file())
-            if is_codec and (run.path / stage / "checkpoints").is_dir():
+            if is_codec and stage.isidentifier() and (run.path / stage / "checkpoints").is_dir():
                 found.append(CodecStage(run, stage, task))
     return found
 
@@ -220,7 +225,7 @@ def find_data_folders(runs: Sequence[Run]) -> dict[Path, list[Run]]:
         tree = read_config(run.path)
         stages = (tree.get("stages") or {}).values()
         parts = [tree.get("data"), *(keys.get("data") for keys in stages if isinstance(keys, dict))]
-        folders = {part.get("folder") for part in parts if isinstance(part, dict)}
-        for folder in sorted(folder for folder in folders if isinstance(folder, str) and folder):
+        folders = [part.get("folder") for part in parts if isinstance(part, dict)]
+        for folder in sorted({folder for folder in folders if isinstance(folder, str) and folder}):
             found.setdefault(Path(folder), []).append(run)
     return found

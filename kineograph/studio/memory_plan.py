@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 from kineograph.core.text_file import parse_json
 from kineograph.run.layers import preset_names
 from kineograph.run.presets import Preset
+from kineograph.studio.workers import run_worker
 
 GIB = 2**30
 SIZES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GiB of GPUs that people have
@@ -121,9 +121,7 @@ class Estimator:
         error = ""
         with self._turn:
             try:
-                with subprocess.Popen(
-                    worker_command(preset), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-                ) as process:
+                with run_worker(worker_command(preset)) as process:
                     assert process.stdout is not None
                     for line in process.stdout:
                         tree = parse_json(line)

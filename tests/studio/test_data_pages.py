@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tarfile
 import time
@@ -13,6 +14,7 @@ from PIL import Image
 
 from kineograph.core.errors import InputError
 from kineograph.studio import dataset as dataset_module
+from kineograph.studio import workers
 from kineograph.studio.dataset import Check, CheckForm, DatasetItem, find_codecs, open_datasets, select_items
 from kineograph.studio.dataset_worker import describe_folder
 from kineograph.studio.runs import describe_run, make_id
@@ -89,6 +91,16 @@ def test_buckets_are_those_of_the_command(visitor: Any, photos: Path) -> None:
     assert visitor.get(f"/data/{make_id(photos)}", params={"buckets": "1", "size": "1e9"}).status_code == 422
 
 
+def test_names_that_are_not_text_are_listed_without_a_picture(visitor: Any, photos: Path) -> None:
+    odd = photos / os.fsdecode(b"caf\xe9.png")
+    Image.new("RGB", (16, 16)).save(odd)
+    try:
+        page = read_items(visitor, photos, q="caf")
+    finally:
+        odd.unlink()
+    assert "caf\ufffd.png" in page and "its name is not plain text" in page and "Reconstruct" not in page
+
+
 def test_only_listed_items_inside_the_folder_are_sent(visitor: Any, photos: Path) -> None:
     base = f"/data/{make_id(photos)}"
     assert visitor.get(f"{base}/sheet/wide.png").status_code == 404  # nothing has been listed yet
@@ -123,6 +135,13 @@ def test_a_check_runs_in_a_process_of_its_own_and_its_failure_is_told(
     while not dataset.check(CheckForm()).is_done and time.monotonic() < end:
         time.sleep(0.02)
     assert "has failed" in dataset.check(CheckForm()).error
+
+
+def test_a_check_ends_with_the_page() -> None:
+    with workers.run_worker(["sleep", "600"]) as process:
+        workers.stop_workers()
+        assert process.wait(10) == -9
+    assert not workers._running
 
 
 def test_many_items_come_in_pages() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kineograph.core.run_folder import RunFolder
 from kineograph.studio.report import write_report
@@ -92,7 +93,19 @@ def spoil_folders(run: Path) -> None:
     os.mkfifo(run / "generator" / "samples" / "step-00000100" / "prompts.json")
 
 
-SPOILS = (spoil_numbers, spoil_times, spoil_steps, spoil_text, spoil_names, spoil_nesting, spoil_folders)
+def spoil_config(run: Path) -> None:
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree |= {"data": 3, "seed": [HALF], "preset": "../../etc/passwd", "prompts": {}}
+    tree["stages"]["generator"] |= {"codec": [1], "sample": {"guidance": [1], "steps": {}}, "data": {"folder": [{}]}}
+    tree["stages"]["../up"] = {
+        "task": "vqgan",
+        "data": {"folder": "\0", "size": "x", "frames": HUGE},
+        "train": {"steps": 1},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+
+
+SPOILS = (spoil_config, spoil_numbers, spoil_times, spoil_steps, spoil_text, spoil_names, spoil_nesting, spoil_folders)
 
 
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
@@ -124,6 +137,7 @@ def test_every_page_of_a_spoiled_run_answers(tmp_path: Path, spoil: Any, monkeyp
             assert client.get(base + tab).status_code == 200, tab
         both = [make_id((tmp_path / "runs" / name).resolve()) for name in ("odd", "fine")]
         assert client.get("/compare", params={"run": both}).status_code == 200
+        assert client.get("/data").status_code == 200
     write_report([run], tmp_path / "out.html")
 
 
