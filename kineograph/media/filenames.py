@@ -12,7 +12,7 @@ from kineograph.core.errors import InputError
 
 MAX_SLUG = 80  # bytes; file systems allow 255 for the whole name, some tools less
 # Other formats of a clip and its sidecar share its name; a name is free when none of them exists.
-_SUFFIXES = (".gif", ".mp4", ".png", ".json", ".txt", ".jsonl")
+_SUFFIXES = (".gif", ".mp4", ".png", ".json", ".txt", ".jsonl", ".wav")
 
 
 def slugify(caption: str | None) -> str:

@@ -37,7 +37,7 @@ class Mp4Writer:
             self._stream: Any = self._container.add_stream("libx264", rate=rate, options=options)
         except (av.FFmpegError, ValueError) as error:
             raise InputError(f".mp4 needs an H.264 encoder and this PyAV has none ({error}): use .gif") from None
-        self._sample_rate, self._samples = sample_rate, 0
+        self._rate, self._samples = sample_rate or 0, 0
         self._sound: Any = None
         if sample_rate is not None:
             self._sound = self._container.add_stream("aac", rate=AAC_RATE, layout="mono", bit_rate=AAC_BITS)
@@ -73,10 +73,6 @@ class Mp4Writer:
         if self._sound is not None and sound is not None:
             samples = sound.detach().float().cpu().clamp(-1, 1).reshape(1, -1).contiguous().numpy()
             part = av.AudioFrame.from_ndarray(samples, format="flt", layout="mono")
-            part.sample_rate, part.pts, part.time_base = (
-                self._sample_rate,
-                self._samples,
-                Fraction(1, self._sample_rate or 1),
-            )
+            part.sample_rate, part.pts, part.time_base = self._rate, self._samples, Fraction(1, self._rate)
             self._samples += samples.shape[1]
             self._container.mux(self._sound.encode(part))

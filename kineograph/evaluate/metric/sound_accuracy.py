@@ -75,7 +75,7 @@ class SoundAccuracy:
         }
         if total["drawn bounced"]:
             values["click_accuracy_where_bounced"] = total["drawn clicks where bounced"] / total["drawn bounced"]
-        labels = {"count": total["drawn clips"]}
+        labels: dict[str, float] = {"count": total["drawn clips"]}
         if total["real clips"]:
             labels |= {
                 f"ceiling of {name}": total[f"real {name}"] / total["real clips"] for name in ("pitch", "clicks")
