@@ -35,6 +35,9 @@ from kineograph.nn.quantizers import Quantized, straight_through
 
 DiscriminatorFn = Callable[[Tensor, int, Tensor], Tensor]
 """Frames F C H W, frames of a clip, and 0 for padding, F → a logit for each patch, F h w."""
+_ALIKE = (
+    0.15  # clips whose differences from the mean clip have less than this share of their variance are nearly the same
+)
 LPIPS_CHUNK = 64  # frames at once in validation: VGG16's maps outweigh everything else
 
 
@@ -225,7 +228,8 @@ def validation_metrics(
 def explained_variance(shared: Reconstruction, spare: bool = False) -> Mean:
     """1 − Σ (x − x̂)² / Σ (x − x̄)²: 0 for a codec that decodes the mean clip x̄ of all processes' batch, whatever it encodes.
 
-    x̄ fits its own batch of n clips: the errors are reduced by (n − 1) / n to match. A batch of one is compared with its mean colour.
+    x̄ fits its own batch of n clips: the errors are reduced by (n − 1) / n to match. A batch of one is compared with its mean colour,
+    and so are clips that are nearly the same, such as the parts of one film: there x̄ beats every codec.
     """
     keep = shared.keep.view(shared.noise.batch, -1)  # B T
     real, fake = (
@@ -236,11 +240,19 @@ def explained_variance(shared: Reconstruction, spare: bool = False) -> Mean:
         clips, total = torch.zeros_like(clips), torch.zeros_like(total)
     clips, total = distributed.all_reduce_(clips), distributed.all_reduce_(total)
     mean = total / clips.clamp_min(1)[:, None, None]
-    mean = torch.where(clips[:, None, None] > 1, mean, mean.mean(-1, keepdim=True))
-    share = torch.where(clips > 1, (clips - 1) / clips.clamp_min(1), 1.0)
+    colour = mean.mean(-1, keepdim=True).expand_as(mean)
     weight = 1.0 if shared.share is None else weigh_positions(shared.share).view(*keep.shape, 1, -1)
-    variance = (((real - mean).square() * weight).mean((2, 3)) * keep).sum()
-    error = (((real - fake).square() * weight).mean((2, 3)) * keep * share).sum()
+
+    def total_error(other: Tensor) -> Tensor:
+        """Σ (x − other)² over real frames, T"""
+        return (((real - other).square() * weight).mean((2, 3)) * keep).sum(0)
+
+    variance, around_colour, error = total_error(mean), total_error(colour), total_error(fake)
+    sums = torch.stack([variance, around_colour])
+    apart, whole = distributed.all_reduce_(torch.zeros_like(sums) if spare else sums.clone()).sum(1)
+    use_mean = (clips > 1) & (apart > _ALIKE * whole)  # T
+    share = torch.where(use_mean, (clips - 1) / clips.clamp_min(1), 1.0)
+    variance, error = torch.where(use_mean, variance, around_colour).sum(), (error * share).sum()
     return Mean(variance - error, variance)
 
 

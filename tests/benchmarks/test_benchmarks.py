@@ -266,6 +266,30 @@ def test_the_cost_of_a_save_is_measured(tmp_path: Path) -> None:
     assert len(checkpoint.saved_steps(tmp_path)) <= 2  # old checkpoints are deleted
 
 
+@pytest.mark.parametrize("codec", ["h264", "hevc", "vp9"])
+def test_clips_of_every_codec_are_read(tmp_path: Path, codec: str) -> None:
+    from benchmarks.reading import measure_clips, write_clips
+
+    write_clips(tmp_path, codec, 1, (48, 64), 30)
+    found = measure_clips(tmp_path, 2, pixels=32, frames=4)
+    assert 0 < found["cpu_seconds_per_clip"] < 5 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_start_on_a_folder_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands are right: they run, here in this process."""
+    from benchmarks import reading
+    from kineograph.data.folder import list_folder
+    from tests.run.calling import kineo
+
+    codes = []
+    monkeypatch.setattr(reading, "time_command", lambda *words: {"cpu_seconds": codes.append(kineo(*words)) or 1.0})
+    reading.write_pictures(tmp_path / "pictures", 40)
+    listing = list_folder(tmp_path / "pictures")
+    assert len(listing.media) == len(listing.others) == 40
+    (tmp_path / "runs").mkdir()
+    assert len(reading.measure_start(tmp_path / "pictures", tmp_path / "runs")) == 4 and codes == [0] * 4
+
+
 def test_saving_and_scaling_write_result_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a new folder, one file per day, with the command."""
     from benchmarks import saving, scaling

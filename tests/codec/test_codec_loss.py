@@ -172,3 +172,14 @@ def test_small_and_huge_codebooks_raise_no_alarm(codes: int):
 def test_the_remedy_for_few_codes_fits_the_quantizer(kind: str, remedy: str):
     (limit,) = [limit for limit in codec_limits(512, kind) if limit.name == "few_codes"]
     assert remedy in limit.remedy and ("fsq" in limit.remedy) == (kind != "fsq")
+
+
+def test_parts_of_one_film_are_compared_with_their_mean_colour():
+    """The mean of nearly equal clips beats a codec that blurs them, and nothing has collapsed."""
+    film = pictures(1, frames=2)
+    real = film + 0.02 * pictures(6, frames=2, seed=1)
+    blurred = film + 0.05 * torch.randn(film.shape, generator=torch.Generator().manual_seed(2))
+    found = explained_variance(reconstruct(real, blurred.expand_as(real)))
+    assert 0.5 < float(found.value()) < 1
+    flat = real.mean((0, 3, 4), keepdim=True).expand_as(real)
+    assert float(explained_variance(reconstruct(real, flat)).value()) == pytest.approx(0, abs=0.05)
