@@ -51,6 +51,7 @@ def race(
     jobs: int = 1,
     board: Path | None = None,
     plan_only: bool = False,
+    trust: bool = False,
     command: str = "",
     note: Callable[[str], None] = print,
 ) -> Path:
@@ -82,7 +83,7 @@ def race(
     prompts, real = choose_prompts(planned.config)
     write_atomic(folder / "prompts.txt", "".join(f"{' '.join(prompt.split())}\n" for prompt in prompts))
     entries = [Entry(family, seed, folder) for seed in range(seeds) for family in planned.plans]
-    _run_entries(record, entries, Runner(judge, note), jobs, folder, note)
+    _run_entries(record, entries, Runner(judge, note, trust), jobs, folder, note)
     drawn = {entry.family: entry.samples for entry in entries if entry.seed == 0}
     sheet = write_sheet(folder / "sheet.png", [" ".join(prompt.split()) for prompt in prompts], real, drawn)
     show_board(record)

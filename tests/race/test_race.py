@@ -67,16 +67,17 @@ def test_pictures_before_clips_are_left_out_where_all_are_pictures() -> None:
     assert list(pictures) == ["tokenizer", "generator"]
     assert "init" not in pictures["generator"]
     assert pictures["generator"]["train"]["minutes_share"] == pytest.approx(0.75)
+    assert pictures["generator"]["train"]["batch_size"] == 256, "as the stage that was made for pictures"
 
 
-def test_larger_items_come_in_smaller_batches() -> None:
+def test_a_batch_has_about_as_many_pixels_as_in_the_preset() -> None:
     batches = [
         fit_recipe("muse", {**DATA, "size": size}, RaceShape(1, size, size), "cuda", 1.0)["stages"]["generator"][
             "train"
         ]["batch_size"]
         for size in (32, 64, 128, 256)
     ]
-    assert batches == [256, 256, 64, 16]
+    assert batches == [1024, 256, 64, 16]
 
 
 def test_short_stages_do_not_encode_all_data_first() -> None:
