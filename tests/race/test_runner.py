@@ -36,7 +36,7 @@ def test_trust_is_passed_on(tmp_path: Path) -> None:
     entry = Entry("muse", 0, tmp_path)
     entry.log.parent.mkdir()
     with pytest.raises(CommandFailed):
-        Runner(Judge(1), print, trust=True)._call(entry, dict(os.environ), ["sample", str(tmp_path / "nowhere")], (0,))
+        Runner(Judge(1), print, trust=True)._call(entry, dict(os.environ), ["presets", "nowhere"], (0,))
     assert entry.log.read_text().splitlines()[0].endswith("nowhere --trust")
 
 
