@@ -542,7 +542,7 @@ def race(
         run_race(
             data, setting or [], run=run, families=_split_names(families), minutes=minutes, seeds=seeds, metrics=metrics,
             samples=samples, extractors=extractor or [], frames=frames, size=size, jobs=jobs, board=board, plan_only=plan,
-            command=f"kineo {shlex.join(sys.argv[1:])}", note=_print_to_stderr,
+            trust=trust, command=f"kineo {shlex.join(sys.argv[1:])}", note=_print_to_stderr,
         )
     )  # fmt: skip
 

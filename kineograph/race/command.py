@@ -51,6 +51,7 @@ def race(
     jobs: int = 1,
     board: Path | None = None,
     plan_only: bool = False,
+    trust: bool = False,
     command: str = "",
     note: Callable[[str], None] = print,
 ) -> Path:
@@ -75,15 +76,16 @@ def race(
         note(f"{family} cannot race here: {reason}")
     folder.mkdir(parents=True, exist_ok=True)
     write_plans(planned, folder)
-    record["unable"] = planned.unable
+    record["unable"] |= planned.unable
     if plan_only:
         note(f"plans of {', '.join(planned.plans)} in {folder / 'plans'}; run the same command without --plan to race")
         return folder
     prompts, real = choose_prompts(planned.config)
     write_atomic(folder / "prompts.txt", "".join(f"{' '.join(prompt.split())}\n" for prompt in prompts))
     entries = [Entry(family, seed, folder) for seed in range(seeds) for family in planned.plans]
-    _run_entries(record, entries, Runner(judge, note), jobs, folder, note)
-    drawn = {entry.family: entry.samples for entry in entries if entry.seed == 0}
+    _run_entries(record, entries, Runner(judge, note, trust), jobs, folder, note)
+    judged = [Entry(known["family"], 0, folder) for known in record["entries"].values() if known.get("seed") == 0]
+    drawn = {entry.family: entry.samples for entry in judged}
     sheet = write_sheet(folder / "sheet.png", [" ".join(prompt.split()) for prompt in prompts], real, drawn)
     show_board(record)
     for path in filter(None, (folder / "race.json", sheet)):
@@ -91,7 +93,7 @@ def race(
     if board is not None:
         update_board(board, record)
         note(f"wrote {board}")
-    failed = [name for name, entry in record["entries"].items() if entry.get("failure")]
+    failed = [entry.name for entry in entries if record["entries"][entry.name].get("failure")]
     if failed:
         raise RunFailed(f"{', '.join(failed)} failed; the same command tries again (logs are in {folder / 'logs'})")
     return folder
@@ -121,7 +123,7 @@ def _open_record(
         "machine": machine,
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
-        "unable": {},
+        "unable": saved.get("unable", {}),
         "entries": saved.get("entries", {}),
     }
 
@@ -134,11 +136,12 @@ def _run_entries(
     folder: Path,
     note: Callable[[str], None],
 ) -> None:
-    """Run the entries that have no figures by this judge yet. race.json is written after each."""
+    """Run the entries that have no figures by this judge yet. race.json is written after each, and keeps other families' figures."""
     judge, lock = asdict(runner.judge), threading.Lock()
     judge["extractors"] = list(judge["extractors"])  # as JSON has it
     record["request"]["judge"] = judge
-    record["entries"] = {entry.name: record["entries"].get(entry.name, {"family": entry.family}) for entry in entries}
+    known_entries = {name: known for name, known in record["entries"].items() if known.get("judge") == judge}
+    record["entries"] = {entry.name: {"family": entry.family} for entry in entries} | known_entries
 
     def is_judged(entry: Entry) -> bool:
         known = record["entries"][entry.name]

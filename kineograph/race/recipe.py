@@ -17,7 +17,7 @@ from kineograph.run.presets import list_presets
 
 KINDS = {"cuda": "digits", "cpu": "tiny"}  # device → the presets that were made for it
 CACHE_FROM = 3.0  # minutes of a stage from which on it pays to encode all data before the first step
-SMALLEST_BATCH = 4
+SMALLEST_BATCH, LARGER_BATCH = 4, 4  # samples; times the preset's
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,13 @@ def _scale_size(key: str, value: Any, scale: float) -> Any:
 
 
 def _fit_batch(batch: int, before: Tree, after: RaceShape) -> int:
-    """Fewer samples where they are larger than the preset's, in powers of two of its batch."""
-    pixels = before.get("frames", 1) * _side(before) ** 2
-    while batch > SMALLEST_BATCH and after.frames * after.height * after.width > pixels:
+    """About as many pixels as in the preset, in powers of two of its batch: fewer samples where they are larger, up to 4 × where smaller."""
+    pixels, new = before.get("frames", 1) * _side(before) ** 2, after.frames * after.height * after.width
+    largest = LARGER_BATCH * batch
+    while batch > SMALLEST_BATCH and new > pixels:
         batch, pixels = batch // 2, pixels * 2
+    while batch < largest and 2 * new <= pixels:
+        batch, pixels = batch * 2, pixels / 2
     return max(1, batch)
 
 
@@ -116,10 +119,10 @@ def _fit_training(train: Tree) -> Tree:
 
 
 def _drop_doubled(stages: dict[str, Tree]) -> None:
-    """Drop a stage that another one starts from, where both would see the same items; its time goes to the other."""
+    """Drop a stage that another one starts from, where both would see the same items; the other is trained as it, in both's time."""
     for name, stage in list(stages.items()):
         first = stages.get(stage.get("init") or "")
         if first is not None and first.get("data") == stage.get("data") and first["task"] == stage["task"]:
             share = first["train"].get("minutes_share", 1.0) + stage["train"].get("minutes_share", 1.0)
-            stage["train"]["minutes_share"] = share
+            stage["train"] = {**first["train"], "minutes_share": share}
             del stages[stage.pop("init")], name

@@ -74,9 +74,11 @@ class CommandFailed(Exception):
 class Runner:
     judge: Judge
     note: Note
+    trust: bool = False  # pass --trust on
     _children: set[subprocess.Popen[bytes]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopped: str | None = None
+    _noted: set[str] = field(default_factory=set)
 
     def run(self, entries: Sequence[Entry], jobs: int, finish: Callable[[Entry, str | None], None]) -> None:
         """Run all entries, `jobs` at a time; `finish` gets each with the reason why it failed, or None. A signal stops all."""
@@ -109,7 +111,8 @@ class Runner:
         try:
             self._train(entry, environment)
             self.note(f"{entry.name}: judging")
-            self._call(entry, environment, ["evaluate", str(entry.run), *self.judge.arguments()], (0, MISSING))
+            said = self._call(entry, environment, ["evaluate", str(entry.run), *self.judge.arguments()], (0, MISSING))
+            self._note_skipped(said)
             prompts = ["--prompts", str(entry.folder / "prompts.txt"), "--out", str(entry.samples)]
             if not any(entry.samples.glob("*.json")):
                 self._call(entry, environment, ["sample", str(entry.run), *prompts], (0,))
@@ -130,10 +133,11 @@ class Runner:
         plan = str(entry.folder / "plans" / f"{entry.family}.yaml")
         self._call(entry, environment, ["train", plan, f"seed={entry.seed}", "--run", str(entry.run)], (0,))
 
-    def _call(self, entry: Entry, environment: dict[str, str], words: list[str], fine: tuple[int, ...]) -> None:
-        """Run a command of this package; its output goes to the entry's log."""
+    def _call(self, entry: Entry, environment: dict[str, str], words: list[str], fine: tuple[int, ...]) -> list[str]:
+        """Run a command of this package; its output goes to the entry's log. → its lines"""
         if self._stopped:
             raise CommandFailed("stopped")
+        words = [*words, "--trust"] if self.trust else words
         with open(entry.log, "ab") as log:
             start = log.tell()
             log.write(f"$ kineo {' '.join(words)}\n".encode())
@@ -150,8 +154,18 @@ class Runner:
         code = child.wait()
         with self._lock:
             self._children.discard(child)
+        lines = _read_lines(entry.log, start)
         if code not in fine:
-            raise CommandFailed(f"kineo {words[0]} ended with code {code}: {_last_line(entry.log, start)}")
+            last = lines[-1].removeprefix("error: ") if lines else f"it printed nothing; see {entry.log}"
+            raise CommandFailed(f"kineo {words[0]} ended with code {code}: {last}")
+        return lines
+
+    def _note_skipped(self, lines: Sequence[str]) -> None:
+        """Name the metrics that have no column, with the reason, once."""
+        for line in lines:
+            if line.startswith("skipped ") and line not in self._noted:
+                self._noted.add(line)
+                self.note(line)
 
     @contextmanager
     def _handle_signals(self) -> Iterator[None]:
@@ -181,9 +195,9 @@ def _environment(slot: int, jobs: int) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": str(slot % gpus)}
 
 
-def _last_line(log: Path, start: int) -> str:
+def _read_lines(log: Path, start: int) -> list[str]:
+    """The last lines that were printed after the command."""
     with open(log, "rb") as file:
         file.seek(start)
-        lines = file.read()[-65_536:].decode("utf-8", "replace").splitlines()
-    found = [line.strip() for line in lines if line.strip()]
-    return found[-1].removeprefix("error: ") if found else f"it printed nothing; see {log}"
+        lines = file.read()[-65_536:].decode("utf-8", "replace").splitlines()[1:]
+    return [line.strip() for line in lines if line.strip()]

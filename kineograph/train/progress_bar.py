@@ -45,9 +45,7 @@ class Progress:
         columns = (
             TextColumn("{task.description:>12}"),
             BarColumn(),
-            TextColumn(
-                "{task.completed}/{task.total}" if self.steps is not None else "{task.percentage:.0f} % of the time"
-            ),
+            TextColumn("{task.completed}/{task.total}" if self.steps is not None else "{task.percentage:.0f} %"),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
         )
@@ -72,7 +70,7 @@ class Progress:
             self._last_line = now
             if self.steps is not None:
                 left = (now - self._started) / max(1, step - self._first_step) * (self.steps - step)
-            how_far = f"step {step}, {share:.0%} of the time" if share is not None else f"{step}/{self.steps}"
+            how_far = f"step {step}, {share:.0%} done" if share is not None else f"{step}/{self.steps}"
             print(f"{self.stage}  {how_far}  {text}  {_format(max(0.0, left))} left", file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:

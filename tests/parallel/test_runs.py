@@ -119,6 +119,15 @@ def test_a_signal_to_one_process_stops_all_and_they_go_on(alone: Path, tmp_path:
     same(lines(alone), lines(folder))
 
 
+@pytest.mark.slow
+def test_two_processes_end_by_one_clock(tmp_path: Path) -> None:
+    out, folder = tmp_path / "out", tmp_path / "run"
+    file = config(tmp_path, "run", train__minutes=0.05, train__steps=20, train__save_every=10)
+    assert codes(run(2, "tests.parallel.test_runs:train", out, [str(file), "--run", str(folder)])) == [0, 0]
+    last = [record for record in lines(folder) if record["split"] == "train" and record["stage"] == "generator"][-1]
+    assert (folder / "generator" / "checkpoints" / f"step-{last['step']:08d}" / "manifest.json").exists()
+
+
 def test_an_error_on_one_rank_ends_all_and_names_the_rank(tmp_path: Path) -> None:
     out = tmp_path / "out"
     file = config(tmp_path, "run")

@@ -14,7 +14,7 @@ from kineograph import cli
 from kineograph.core.config import dump_yaml, load_file
 from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.doctor import speed
-from kineograph.race import command
+from kineograph.race import command, plan
 from kineograph.race.plan import choose_families, read_data
 from kineograph.race.recipe import KINDS, RaceShape, fit_recipe, list_families
 from kineograph.race.runner import CommandFailed, Entry, Runner
@@ -38,11 +38,11 @@ def test_every_family_with_both_presets_races() -> None:
 @pytest.mark.parametrize("device", KINDS)
 @pytest.mark.parametrize("family", ALL)
 def test_a_recipe_fits_the_data_and_the_minutes(family: str, device: str) -> None:
-    plan = make_plan(fit_recipe(family, DATA, RaceShape(1, 64, 64), device, 10.0))
-    last = plan.stages[-1]
+    stages = make_plan(fit_recipe(family, DATA, RaceShape(1, 64, 64), device, 10.0)).stages
+    last = stages[-1]
     assert (last.spec.data.frames, last.spec.data.size) == (1, (64, 64))
-    assert sum(stage.train.seconds or 0 for stage in plan.stages) == pytest.approx(600, rel=1e-3)
-    for stage in plan.stages:
+    assert sum(stage.train.seconds or 0 for stage in stages) == pytest.approx(600, rel=1e-3)
+    for stage in stages:
         assert stage.train.sample_every == 0 and stage.train.metrics == () and stage.train.epoch_samples is None
 
 
@@ -67,16 +67,17 @@ def test_pictures_before_clips_are_left_out_where_all_are_pictures() -> None:
     assert list(pictures) == ["tokenizer", "generator"]
     assert "init" not in pictures["generator"]
     assert pictures["generator"]["train"]["minutes_share"] == pytest.approx(0.75)
+    assert pictures["generator"]["train"]["batch_size"] == 256, "as the stage that was made for pictures"
 
 
-def test_larger_items_come_in_smaller_batches() -> None:
+def test_a_batch_has_about_as_many_pixels_as_in_the_preset() -> None:
     batches = [
         fit_recipe("muse", {**DATA, "size": size}, RaceShape(1, size, size), "cuda", 1.0)["stages"]["generator"][
             "train"
         ]["batch_size"]
         for size in (32, 64, 128, 256)
     ]
-    assert batches == [256, 256, 64, 16]
+    assert batches == [1024, 256, 64, 16]
 
 
 def test_short_stages_do_not_encode_all_data_first() -> None:
@@ -87,12 +88,10 @@ def test_short_stages_do_not_encode_all_data_first() -> None:
 
 
 def test_a_family_of_pictures_says_why_it_draws_no_clips() -> None:
-    from kineograph.race.plan import _check_plan
-
     for family in ("muse", "dalle2"):
         tree = fit_recipe(family, {**DATA, "frames": 9}, RaceShape(9, 64, 64), "cpu", 1.0)
         with pytest.raises(ConfigError, match=r"data\.frames=9 does not fit"):
-            _check_plan(tree)
+            plan._check_plan(tree)
 
 
 def test_data_of_a_race(tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ class Commands:
         self.failing: dict[str, int] = {}
         commands = self
 
-        def call(runner: Runner, entry: Entry, environment: dict[str, str], words: list[str], fine: Any) -> None:
+        def call(runner: Runner, entry: Entry, environment: dict[str, str], words: list[str], fine: Any) -> list[str]:
             commands.called.append(f"{words[0]} {entry.name}")
             code = commands.failing.get(words[0], 0)
             if not code:
@@ -132,6 +131,7 @@ class Commands:
                     code = int(end.code or 0)
             if code not in fine:
                 raise CommandFailed(f"kineo {words[0]} ended with code {code}")
+            return []
 
         patch.setattr(Runner, "_call", call)
         patch.setattr(speed, "PROBE_SECONDS", 0.0)
@@ -224,7 +224,8 @@ def test_a_finished_race_runs_nothing_and_another_one_is_refused(raced: Path, co
             command.race("digits", run=raced, **{**RACE, **change}, note=lambda line: None)
 
 
-def test_an_edited_plan_is_taken_as_it_is(commands: Commands, tmp_path: Path) -> None:
+def test_an_edited_plan_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_fit_time", lambda family, tree, *rest: tree)
     asked = {**RACE, "minutes": 60.0, "plan_only": True}
     command.race("digits", run=tmp_path / "race", **asked, note=lambda line: None)
     file = tmp_path / "race" / "plans" / "muse.yaml"
@@ -255,3 +256,17 @@ def test_what_cannot_race_is_refused_and_nothing_is_written(
     with pytest.raises((InputError, ConfigError), match=words):
         command.race(data, run=tmp_path / "race", **{**RACE, **changes}, note=lambda line: None)
     assert not (tmp_path / "race").exists()
+
+
+def test_a_family_that_fails_ends_no_other_and_joins_the_race(
+    raced: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_fit_time", lambda family, tree, *rest: tree)
+    monkeypatch.setattr(commands, "failing", {"train": 1})
+    with pytest.raises(RunFailed, match=r"^phenaki-0 failed"):
+        command.race("digits", run=raced, **{**RACE, "families": ["phenaki"]}, note=lambda line: None)
+    entries = json.loads((raced / "race.json").read_text())["entries"]
+    assert "figures" in entries["muse-0"]
+    assert entries["phenaki-0"]["failure"] == "kineo train ended with code 1"
+    with Image.open(raced / "sheet.png") as sheet:
+        assert sheet.width > 2 * 96, "muse is still on the sheet"

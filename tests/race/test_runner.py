@@ -24,6 +24,22 @@ def test_a_command_that_fails_gives_its_code_and_last_line(tmp_path: Path) -> No
     assert entry.log.read_text().startswith("$ kineo presets nothing-like-it\n")
 
 
+def test_skipped_metrics_are_named_once() -> None:
+    said: list[str] = []
+    runner = Runner(Judge(1), said.append)
+    for _ in range(2):
+        runner._note_skipped(["a table", "skipped fid: run kineo weights get inception-v3"])
+    assert said == ["skipped fid: run kineo weights get inception-v3"]
+
+
+def test_trust_is_passed_on(tmp_path: Path) -> None:
+    entry = Entry("muse", 0, tmp_path)
+    entry.log.parent.mkdir()
+    with pytest.raises(CommandFailed):
+        Runner(Judge(1), print, trust=True)._call(entry, dict(os.environ), ["presets", "nowhere"], (0,))
+    assert entry.log.read_text().splitlines()[0].endswith("nowhere --trust")
+
+
 def test_a_signal_stops_all_entries_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -34,6 +35,19 @@ def test_states_and_steps(tmp_path):
         "stopped": ("stopped", "generator", 0, 20),
         "new": ("new", "tokenizer", 0, 20),
     }
+
+
+def test_a_timed_stage_expects_steps_at_its_speed_so_far(tmp_path):
+    run = make_run(tmp_path / "timed", "tokenizer", steps=1000, step=20)
+    tree = run.config()
+    tree["stages"]["tokenizer"]["train"] = {"minutes": 2.0, "steps": 1000}
+    run.write_config(tree)
+    assert (one(tmp_path, "timed").step, one(tmp_path, "timed").steps) == (20, 21), "the checkpoint knows no clock"
+    for share, steps in ((0.25, 80), (1.0, 20)):
+        state = run.checkpoints("tokenizer") / "step-00000020" / "state.json"
+        state.write_text(json.dumps({**json.loads(state.read_text()), "clock": {"now": share}}))
+        row = one(tmp_path, "timed")
+        assert (row.stage, row.step, row.steps) == (("tokenizer", 20, steps) if share < 1 else ("generator", 0, 1000))
 
 
 def test_a_live_process_is_seen(tmp_path):

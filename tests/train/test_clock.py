@@ -203,7 +203,7 @@ def test_due_phases_are_found_wherever_a_step_leaps() -> None:
 
 def test_lines_of_a_timed_stage_say_how_much_time_is_left(capsys: pytest.CaptureFixture) -> None:
     Progress("codec", None).numbers(12, 0.5, 100.0, 0.25, 45.0)
-    assert "codec  step 12, 25% of the time  loss 0.5  100 samples/s  0:45 left" in capsys.readouterr().err
+    assert "codec  step 12, 25% done  loss 0.5  100 samples/s  0:45 left" in capsys.readouterr().err
 
 
 # Configs and whole runs --------------------------------------------------------------------------------------------
