@@ -132,8 +132,9 @@ class RunFolder:
                 # `kineo evaluate` writes its results without the lock.
                 if number.isdigit() and name not in ("", ".evaluation.json"):
                     path.unlink(missing_ok=True)
-        for path in [*self.path.glob("*/samples/*/.*.part.*"), *self.path.glob("*/validation/.*.part.*")]:
-            path.unlink(missing_ok=True)
+        for pattern in ("samples/*/", "samples/*/online/", "validation/"):
+            for path in self.path.glob(f"*/{pattern}.*.part.*"):
+                path.unlink(missing_ok=True)
         for path in self.path.glob("*/.fetching-*"):
             shutil.rmtree(path, ignore_errors=True)
 

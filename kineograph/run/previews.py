@@ -5,6 +5,7 @@ With `train.show: latents` undecoded samples, as tensors. Captions are written b
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -164,6 +165,9 @@ class Previews:
                     for caption, clip, rate in zip(subjects.captions, pixels, fps, strict=True)
                 ]
                 self.on_samples({"stage": self.stage.name, "split": "samples", "step": step, "samples": clips})
+            if not subjects.from_config and any(subjects.captions) and subjects.real.pixels is not None:
+                real = _trim_padding(resize_reference(stepper.task, subjects.real.video), subjects.real)
+                self._writes.append(partial(self._write_real, step, real, fps))
 
     def _write_samples(
         self,
@@ -204,6 +208,15 @@ class Previews:
         self._track(step, "samples", sheet, "; ".join(captions))
         for tracker in self.trackers:
             tracker.log_clips(step, f"{self.stage.name}/sample", list(zip(files, captions, strict=True)))
+
+    def _write_real(self, step: int, real: list[Tensor], fps: list[float]) -> None:
+        """Write the items whose captions are drawn, each once and under the name of its samples."""
+        samples = self.folder.samples(self.stage.name, step)
+        listed = json.loads((samples / "prompts.json").read_text(encoding="utf-8"))
+        for number, entry in enumerate(listed):
+            path = samples.parent / "real" / entry["file"]
+            if not path.exists():
+                write_clip(path, real[number], fps[number])
 
     def _save_latents(self, step: int, stepper: Stepper) -> None:
         """Save undecoded samples: decoding with a large codec may take more memory than the model."""

@@ -17,7 +17,7 @@ from kineograph.studio.workers import run_worker
 GIB = 2**30
 SIZES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GiB of GPUs that people have
 USUAL = 24
-CACHE = "kineo cache beforehand"  # as doctor says it: no key, but a command
+CACHE = "kineo cache beforehand"  # as doctor says it; the stage's key `cache` does it at the beginning of training
 # What the parts of the bar are called, in its order.
 PARTS = {
     "weights": "weights",
@@ -147,17 +147,12 @@ def read_stage_memory(tree: Mapping[str, Any]) -> StageMemory:
 
 
 def _read_fit(settings: Sequence[str], memory: Mapping[str, int]) -> Fit:
-    return Fit(tuple(settings), {part: memory[part] for part in PARTS})
+    keys = tuple("cache=true" if setting == CACHE else setting for setting in settings)
+    return Fit(keys, {part: memory[part] for part in PARTS})
 
 
-def list_commands(preset: Preset, chosen: Mapping[str, Fit | None]) -> list[str]:
-    """What to type: the preset's own command with the settings of each stage; before it, if it helps, the one that caches."""
-    settings, caches = [], False
-    for stage, fit in chosen.items():
-        for setting in fit.settings if fit else ():
-            if setting == CACHE:
-                caches = True
-            else:
-                settings.append(setting if setting.startswith("stages.") else f"stages.{stage}.{setting}")
-    words = " ".join([preset.command, *settings])
-    return [words.replace("kineo train", "kineo cache", 1), words] if caches else [words]
+def make_command(preset: Preset, chosen: Mapping[str, Fit]) -> str:
+    """What to type: the preset's own command with the settings of each stage."""
+    settings = [(stage, setting) for stage, fit in chosen.items() for setting in fit.settings]
+    keys = [setting if setting.startswith("stages.") else f"stages.{stage}.{setting}" for stage, setting in settings]
+    return " ".join([preset.command, *keys])

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from kineograph.run.layers import find_preset, preset_names
 from kineograph.run.presets import list_presets, read_preset
 from kineograph.studio import pages
-from kineograph.studio.memory_plan import CACHE, GIB, PARTS, SIZES, USUAL, Estimator, list_commands
+from kineograph.studio.memory_plan import GIB, PARTS, SIZES, USUAL, Estimator, make_command
 
 # Presets with a picture in static/, and what it shows.
 PICTURES = {
@@ -54,9 +54,10 @@ class PlanPages:
         estimate = self.estimator.estimate(name)
         chosen = {stage.name: stage.choose(memory) for stage in estimate.stages}
         preset = read_preset(find_preset(name))
-        commands = list_commands(preset, chosen) if estimate.is_done and all(chosen.values()) else []
+        fitting = {name: fit for name, fit in chosen.items() if fit is not None}
+        command = make_command(preset, fitting) if estimate.is_done and len(fitting) == len(chosen) else ""
         values = {"preset": preset, "estimate": estimate, "size": max(1, size), "memory": memory, "chosen": chosen}
-        html = pages.render("_fit.html", **values, commands=commands, parts=PARTS, cache=CACHE)
+        html = pages.render("_fit.html", **values, command=command, parts=PARTS)
         return HTMLResponse(html, 200 if estimate.is_done else 202)
 
     @staticmethod

@@ -150,4 +150,5 @@ def _list_files(walls: Sequence[Wall]) -> list[str]:
     for wall in walls:
         for column in reversed(range(len(wall.steps))):
             found += [row.files[column] for row in wall.rows if row.files[column]]
+        found += [row.real for row in wall.rows if row.real]
     return [file for file in dict.fromkeys(found) if file]

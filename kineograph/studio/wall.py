@@ -29,6 +29,7 @@ class WallRow:
     title: str
     files: list[str | None]
     is_sheet: bool = False
+    real: str | None = None  # the item whose caption is drawn
 
 
 @dataclass
@@ -89,6 +90,7 @@ def _add_samples(
         number = seen[prompt] = seen.get(prompt, 0) + 1  # a prompt may be drawn several times
         row = prompts.setdefault((prompt, number), WallRow(prompt, [None] * columns))
         row.files[column] = _as_media(run, folder / "online" / file if online else folder / file)
+        row.real = row.real or _as_media(run, folder.parent / "real" / file)
     for name, title in _SHEETS.items():
         for suffix in (".gif", ".mp4", ".png"):
             if found := _as_media(run, folder / f"{name}{suffix}"):

@@ -50,6 +50,7 @@ def test_samples_inputs_and_reconstructions_are_files_with_their_text(tmp_path: 
         clip, fps = read_clip(validation / f"{number:03d}-input.mp4")
         again, _ = read_clip(validation / f"{number:03d}-reconstruction.mp4")
         assert fps == 6 and clip.shape == again.shape == (5, 3, 16, 16)
+        assert torch.equal(read_clip(stage / "samples" / "real" / row["file"])[0], clip)
         assert (validation / f"{number:03d}.txt").read_text() == row["prompt"] + "\n"
     assert (stage / "validation" / "step-00000003.gif").exists()
 

@@ -60,6 +60,9 @@ def test_the_wall_has_prompts_down_and_steps_across(client: TestClient, runs: Pa
     for prompt in PROMPTS:
         assert prompt in page
     assert page.count('data-step="50"') == page.count('data-step="100"') == 3  # two prompts, online beside EMA
+    assert page.count("a 3 moves left, real item: show it larger") == 1 and "/online/" not in page
+    online = client.get(address(runs) + "/wall?weights=online").text
+    assert online.count("/sheet/generator/samples/step-00000100/online/clip-") == 2
     assert "Input beside reconstruction" in client.get(address(runs) + "/wall?stage=tokenizer").text
     assert "Input beside reconstruction" not in page
     assert client.get(address(runs) + "/wall?stage=../../x").status_code == 200

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from kineograph.run.layers import preset_names
+from kineograph.doctor import estimate
+from kineograph.run.layers import preset_names, read_config
+from kineograph.run.plan import make_plan
 from kineograph.run.presets import list_presets
 from kineograph.studio import memory_plan, pages
 from kineograph.studio.estimate_worker import describe_stages
-from kineograph.studio.memory_plan import CACHE, GIB, Estimator, Fit, list_commands, read_stage_memory
+from kineograph.studio.memory_plan import CACHE, GIB, Estimator, Fit, make_command, read_stage_memory
 from kineograph.studio.plan_pages import PICTURES
 
 
@@ -40,7 +42,11 @@ def test_the_first_choice_that_fits_is_the_cheapest_one() -> None:
     assert choices[48] == stage.base  # 40 of 43.2 usable
     assert choices[32] is not None and choices[32].settings == ("train.accumulate=2",)  # the same result, only slower
     assert choices[24] is not None and choices[24].settings == ("train.accumulate=4",)
-    assert choices[10] is not None and choices[10].settings == tuple(STAGE["combinations"][1][0])
+    assert choices[10] is not None and choices[10].settings == (
+        "train.checkpointing=true",
+        "cache=true",
+        "train.accumulate=8",
+    )
     assert choices[4] is None
     for size, fit in choices.items():
         assert fit is None or fit.total <= 0.9 * size * GIB
@@ -48,10 +54,9 @@ def test_the_first_choice_that_fits_is_the_cheapest_one() -> None:
 
 def test_what_to_type_names_the_stage_of_each_setting() -> None:
     preset = next(preset for preset in list_presets() if preset.name == "muse-base")
-    fits = {"tokenizer": Fit((), {}), "generator": Fit((CACHE, "train.ema.decay=0", "stages.generator.x=1"), {})}
-    first, second = list_commands(preset, fits)
-    assert second == f"{preset.command} stages.generator.train.ema.decay=0 stages.generator.x=1"
-    assert first.startswith("kineo cache muse-base")
+    fits = {"tokenizer": Fit((), {}), "generator": Fit(("cache=true", "train.ema.decay=0", "stages.generator.x=1"), {})}
+    keys = "stages.generator.cache=true stages.generator.train.ema.decay=0 stages.generator.x=1"
+    assert make_command(preset, fits) == f"{preset.command} {keys}"
 
 
 def test_every_preset_has_a_card_and_pictures_are_small_and_of_real_presets(client: Any) -> None:
@@ -103,3 +108,10 @@ def test_the_process_that_estimates_says_what_doctor_says() -> None:
     assert all(fit.total < stage.base.total for fit in stage.savings)
     totals = [fit.total for fit in stage.combinations]
     assert totals == sorted(totals, reverse=True) and len(stage.combinations[-1].settings) > 2
+    assert estimate._CACHED == CACHE
+    preset = next(preset for preset in list_presets() if preset.name == "vqgan-tiny")
+    cached = Fit((*stage.combinations[-1].settings, "cache=true"), {})
+    words = make_command(preset, {"tokenizer": cached}).split()
+    assert words[:2] == ["kineo", "train"]
+    train = make_plan(read_config(words[2:])).stage("tokenizer").train  # every key exists
+    assert train.optimizer == "adamw_8bit" and train.accumulate > 1

@@ -38,7 +38,7 @@ def test_a_report_holds_curves_pictures_evaluation_and_config(
     page = (tmp_path / "out.html").read_text(encoding="utf-8")
     curves = json.loads(re.search(r'id="curves-data">(.*?)</script>', page, re.DOTALL)[1])
     assert [stage["name"] for stage in curves[0]] == ["tokenizer", "generator"]
-    assert page.count("data:image/webp;base64,") == 2 * len(PROMPTS) + 2 + 1
+    assert page.count("data:image/webp;base64,") == 2 * len(PROMPTS) + 2 + 1 + 1
     assert "0.9805" in page and "extractor reader abc" in page
     assert "stages.generator.train.lr" in page and "0.0003" in page
     assert sorted(path for path in run.rglob("*")) == before, "nothing is written into the run"
