@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from kineograph import cli
 from kineograph.cache.source import CacheConfig
 from kineograph.codec.adversarial import AdversarialConfig
+from kineograph.codec.audio_codec import AudioCodecConfig
 from kineograph.codec.causal_vae import CausalVAEConfig
 from kineograph.codec.cvivit import CViViTConfig
 from kineograph.codec.perceptual import PerceptualConfig
@@ -90,6 +91,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "task: vqgan", FSQConfig, "quantizer.", None),
     (CONFIG, "task: vqgan", PerceptualConfig, "perceptual.", None),
     (CONFIG, "task: vqgan", AdversarialConfig, "adversarial.", None),
+    (CONFIG, "task: audio_codec", AudioCodecConfig, "", StageConfig),
     (CONFIG, "task: cvivit", CViViTConfig, "", StageConfig),
     (CONFIG, "task: causal_vae", CausalVAEConfig, "", StageConfig),
     (CONFIG, "task: muse", MuseConfig, "", StageConfig),
