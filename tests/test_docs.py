@@ -95,6 +95,7 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "task: vqgan", FSQConfig, "quantizer.", None),
     (CONFIG, "task: vqgan", PerceptualConfig, "perceptual.", None),
     (CONFIG, "task: vqgan", AdversarialConfig, "adversarial.", None),
+    (CONFIG, "task: audio_codec", AudioCodecConfig, "", StageConfig),
     (CONFIG, "task: cvivit", CViViTConfig, "", StageConfig),
     (CONFIG, "task: causal_vae", CausalVAEConfig, "", StageConfig),
     (CONFIG, "task: muse", MuseConfig, "", StageConfig),
