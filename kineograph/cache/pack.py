@@ -27,9 +27,9 @@ from kineograph.data.arrays import Array, ArrayWriter, load_npy
 from kineograph.data.open_source import Split
 
 HEADER = "cache.json"
-KINDS = ("tokens", "latents", "image_embed")
-"""Fields that stand in for pixels; a pack has one of them."""
-SIDE_FIELDS = ("text_embed", "text_embeds", "text_mask", "first_frame", "low_res_tokens")
+KINDS = ("tokens", "latents", "pixels", "image_embed")
+"""Fields that stand in for the pixels of the data; a pack has the first of these that a task gives."""
+SIDE_FIELDS = ("image_embed", "text_embed", "text_embeds", "text_mask", "first_frame", "low_res_tokens")
 """Fields that `Task.precompute` may give beside it."""
 KEY_BYTES = 16
 _KEYS, _SUMS = "keys.npy", "sums.npy"
@@ -42,7 +42,7 @@ _FLOATS = {"fp16": "float16", "bf16": _BF16, "fp32": "float32"}  # cache_precisi
 class Header(Config):
     """The content of cache.json."""
 
-    kind: Literal["tokens", "latents", "image_embed"]
+    kind: Literal["tokens", "latents", "pixels", "image_embed"]
     count: int = Field(ge=1)
     """Rows that the arrays have room for."""
     done: int = Field(0, ge=0)

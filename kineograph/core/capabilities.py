@@ -155,8 +155,8 @@ class SupportsCaching(Protocol):
         return False
 
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        """Fields of a batch to cache: `tokens`, `latents`, `image_embed`, `frame_mask`, `first_frame` (uint8), `low_res_tokens`, and where the text encoder is
-        frozen `text_embed`, or `text_embeds` with `text_mask`."""
+        """Fields of a batch to cache: `tokens`, `latents`, `pixels` (uint8), `image_embed`, `frame_mask`, `first_frame` (uint8),
+        `low_res_tokens`, and where the text encoder is frozen `text_embed`, or `text_embeds` with `text_mask`."""
 
 
 @runtime_checkable

@@ -66,7 +66,8 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     if by_groups.keys() <= {()}:
         return torch.nn.utils.get_total_norm(by_groups.get((), []))
     # Offloaded shards are in main memory; their norm is reduced, and added to the others, on the mesh's device.
-    device = next((g.device for g in gradients if g.device.type != "cpu"), torch.device("cpu"))
+    kind = next(gradient.device_mesh.device_type for gradient in gradients if isinstance(gradient, DTensor))
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     squares = []
     for groups, shards in by_groups.items():
         square = torch.nn.utils.get_total_norm(shards).square().to(device)

@@ -37,6 +37,7 @@ class Optimizer:
         self.config = config
         self.parameters = dict(parameters)
         self.parts = {name: local_parameter(p) for name, p in self.parameters.items()}
+        self.is_offloaded = any(part.device.type == "cpu" for part in self.parts.values())
         self.decayed = {name for name, p in self.parameters.items() if p.ndim >= 2}
         self.low_memory: dict[str, LowMemoryState] = {}
         if config.optimizer != "adamw":
@@ -70,8 +71,10 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             # As torch's GradScaler does: the fused kernel divides by grad_scale and skips where found_inf is set.
-            self.adamw.grad_scale = divisor.to(torch.float32)  # type: ignore[attr-defined]
-            self.adamw.found_inf = skipped  # type: ignore[attr-defined]
+            scale, found_inf = divisor.to(torch.float32), skipped
+            if self.is_offloaded:  # the kernel's own copies to main memory do not wait for the device
+                scale, found_inf = scale.cpu(), found_inf.cpu()
+            self.adamw.grad_scale, self.adamw.found_inf = scale, found_inf  # type: ignore[attr-defined]
             self.adamw.step()
         for name, p in self.parameters.items():
             p.grad = self.parts[name].grad = None

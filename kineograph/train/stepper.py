@@ -44,6 +44,11 @@ def check_layout(task: Task, parallel: ParallelConfig, players: Mapping[str, Pla
                 f"train.parallel.tensor={parallel.tensor} would split the rows that optimizer=adamw_8bit of {name} quantizes in blocks: "
                 "use adamw_split, or train.parallel=shard"
             )
+        if parallel.offload and player.optimizer != "adamw":
+            raise ConfigError(
+                f"train.parallel.offload=true keeps weights in main memory, where optimizer={player.optimizer} of {name} does not run: "
+                "use optimizer=adamw, or offload=false"
+            )
     if parallel.layout != "replicate":
         check_sharding(task)
     if parallel.static_graph and len(task.players) > 1:

@@ -166,6 +166,11 @@ class DecoderConfig(StageConfig, UnetConfig):
         return frozenset({"pixels"} if _is_precomputed(self.clip) else {"pixels", "captions"})
 
     @property
+    def runs_clip(self) -> bool:
+        """Whether a CLIP embeds the data, unless embeddings come with them."""
+        return self.clip is not None and not _is_precomputed(self.clip)
+
+    @property
     def reads_images(self) -> bool:
         return self.image_embeds != "none"
 

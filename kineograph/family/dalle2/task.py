@@ -41,6 +41,7 @@ from kineograph.family.dalle2.image_space import (
 from kineograph.family.dalle2.network import Condition, DecoderNetwork
 from kineograph.process.diffusion import Diffusion
 from kineograph.process.loss_ranges import loss_by_timestep
+from kineograph.text.clip_embedding import IMAGE
 from kineograph.text.conditioning import compute_cached_text
 
 
@@ -303,7 +304,10 @@ class Decoder(
 
     @classmethod
     def can_cache(cls, config: DecoderConfig) -> bool:
-        return config.codec is not None and config.low_res_size is None and not config.reads_images
+        """Latents; or pixels in the size of the samples, where a CLIP would otherwise run in every step."""
+        if config.low_res_size is not None:
+            return False
+        return config.codec is not None or (config.runs_clip and (config.reads_images or config.clip_text))
 
     @classmethod
     def cache_facts(cls, config: DecoderConfig) -> dict[str, Any]:
@@ -311,8 +315,14 @@ class Decoder(
 
     @torch.no_grad()
     def precompute(self, batch: Batch) -> dict[str, Tensor]:
-        latents = self.space.encode_batch(batch)[:, None] / self.config.latent_scale
-        return {"latents": latents, **compute_cached_text(self.text, batch)}
+        clip = self.conditioner.image_clip
+        embeddings = {} if clip is None else {IMAGE: clip.images(batch)}
+        if isinstance(self.space, LatentSpace):
+            picture = {"latents": self.space.encode_batch(batch)[:, None] / self.config.latent_scale}
+        else:
+            pixels = downsample(batch.video[:, 0], self.space.grid)[:, None]
+            picture = {"pixels": pixels.mul(255).round().clamp(0, 255).to(torch.uint8)}
+        return {**picture, **embeddings, **compute_cached_text(self.text, batch)}
 
     def compile_targets(self) -> list[nn.Module]:
         return [self.network, self.error_terms, *(self.text.compile_targets() if self.text is not None else [])]

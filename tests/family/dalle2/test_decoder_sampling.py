@@ -12,6 +12,7 @@ from kineograph.core.config import StageConfig, parse
 from kineograph.core.errors import ConfigError, InputError, NotTrained
 from kineograph.core.noise import Noise, key_of
 from kineograph.core.task import Codec, freeze
+from kineograph.family.dalle2.task import Decoder
 
 from .conftest import PLAIN, ToyClip, ToyPrior, batch_of, prompts_of
 
@@ -404,6 +405,28 @@ def test_latents_of_a_continuous_codec(make, noise):
     assert draw(task, prompts_of(2)).shape == (2, 1, 3, 16, 16)
     cached = Batch(slots=torch.arange(4), **task.precompute(batch_of()))
     torch.testing.assert_close(task(cached, noise).error, task(batch_of(), noise).error)
+
+
+def test_cached_embeddings_train_as_the_clip_does(make, noise, monkeypatch):
+    task = make(clip="clip", clip_text=True, size=32, draws=16).eval()
+    batch = batch_of(size=32)
+    rows = task.precompute(batch)
+    assert task.can_cache(task.config) and rows["pixels"].dtype == torch.uint8
+    fields = {name: rows[name] for name in ("pixels", "text_embeds", "text_mask")}
+    cached = Batch(slots=batch.slots, captions=batch.captions, extra={"image_embed": rows["image_embed"]}, **fields)
+    expected = task(batch, noise).error
+    monkeypatch.setattr(ToyClip, "embed_images", None)  # nothing asks the CLIP again
+    monkeypatch.setattr(ToyClip, "embed_texts", None)
+    torch.testing.assert_close(task(cached, noise).error, expected, rtol=1e-3, atol=1e-4)
+    cached.extra["image_embed"] = -cached.extra["image_embed"]
+    assert not torch.allclose(task(cached, noise).error, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_only_a_decoder_that_would_run_a_clip_is_cached_as_pixels(make):
+    given = {"kind": "given", "width": 12}
+    assert not Decoder.can_cache(make(clip=given).config)
+    assert not Decoder.can_cache(make(**PLAIN).config)
+    assert not Decoder.can_cache(make(clip="clip", low_res_size=8).config)
 
 
 KINDS = [{"kind": "fsq", "levels": [8, 5]}, {"kind": "lfq", "codes": 16}, {"kind": "vq", "codes": 32, "dim": 4}]
