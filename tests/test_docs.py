@@ -299,6 +299,21 @@ def test_the_python_example_of_the_readme_runs(
     assert "generator: trains without a cache" in capsys.readouterr().err
 
 
+def test_the_python_example_of_health_md_runs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "health.md").read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    (limit,) = names["MyTask"].health_limits(None)
+    assert limit.check({"loudness": 0.001}) is not None and limit.check({"loudness": 1.0}) is None
+
+
+def test_every_python_example_is_run_by_a_test() -> None:
+    """Here, in tests/test_contributing.py, or in tests/family/cogvideox/test_cogvideox.py."""
+    counts = {path.name: path.read_text(encoding="utf-8").count("```python") for path in DOCUMENTS}
+    found = {name: count for name, count in counts.items() if count}
+    assert found == {"README.md": 1, "data.md": 1, "health.md": 1, "cogvideox.md": 2}
+
+
 @pytest.mark.parametrize("page", ["vqgan.md", "muse.md", "phenaki.md"])
 def test_the_stages_of_a_family_page_are_plans(page: str) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)

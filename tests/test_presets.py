@@ -82,6 +82,13 @@ SHRINK: dict[str, list[str]] = {
         "stages.tokenizer.temporal_depth=1", "stages.tokenizer.adversarial.start=0", "stages.tokenizer.adversarial.width=8",
     ],
     "vqgan-photos": ["data.size=32", "data.split_by=file", "stages.tokenizer.width=8", "stages.tokenizer.adversarial.start=0"],
+    "photos-tiny": ["data.size=16", "stages.tokenizer.width=8", "stages.generator.depth=1"],
+    "photos": ["data.size=16", "stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1"],
+    "clips-tiny": ["data.size=16", "data.frames=5", "stages.tokenizer.width=16", "stages.generator.depth=1"],
+    "clips": [
+        "data.size=16", "data.frames=5", "stages.tokenizer.width=16", "stages.tokenizer.spatial_depth=1",
+        "stages.tokenizer.temporal_depth=1", "stages.generator.width=48", "stages.generator.depth=1",
+    ],
     "muse-tiny": ["data.count=40", "stages.tokenizer.width=8", "stages.generator.depth=1"],
     "muse-digits": ["stages.tokenizer.width=8", "stages.generator.width=48", "stages.generator.depth=1"],
     "muse-base": [
@@ -261,7 +268,7 @@ def settings(
 ) -> list[str]:
     """What a user of the preset must name."""
     tree = layers.read_config([preset])
-    found = files(preset, clip, clips if preset.startswith(("cogvideox", "cvivit")) else pictures, arrays)
+    found = files(preset, clip, clips if preset.startswith(("cogvideox", "cvivit", "clips")) else pictures, arrays)
     for name, stage in tree["stages"].items():
         if stage.get("weights"):
             found.append(f"stages.{name}.weights={released(stage['shape'])}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import Noise
 from kineograph.core.task import load_weights, player_parameters, task_state_dict
 from kineograph.family.cogvideox import CogVideoX, CogVideoXConfig
+from kineograph.family.cogvideox.diffusers_weights import diffusers_state
 from kineograph.family.cogvideox.transformer_config import RELEASED
 from kineograph.train.config import EmaConfig, TrainConfig
 from kineograph.train.stepper import Stepper
@@ -199,6 +203,22 @@ def test_the_loss_is_the_mean_over_the_latents_that_the_mask_shows(make: Make) -
     torch.testing.assert_close(
         task(replace(whole, loss_mask=torch.full_like(mask, 255)), NOISE).error, task(whole, NOISE).error
     )
+
+
+def test_the_python_examples_of_cogvideox_md_run(make: Make) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "cogvideox.md").read_text(encoding="utf-8")
+    decode, weights = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    task = make()
+    posterior = task.precompute(clips())["latents"]
+    loaded = SimpleNamespace(load=lambda run: SimpleNamespace(task=task))
+    exec(decode, {"kg": loaded, "RUN": "run", "samples": posterior[:, :, : task.space.channels], "inputs": posterior})
+    names = {"task": task, "state": {name: value.clone() for name, value in diffusers_state(task).items()}}
+    before = {name: value.clone() for name, value in task.network.state_dict().items()}
+    for parameter in task.network.parameters():
+        torch.nn.init.zeros_(parameter)
+    exec(weights, names)
+    assert all(torch.equal(value, before[name]) for name, value in task.network.state_dict().items())
+    assert names["state"].keys() == diffusers_state(task).keys()
 
 
 def test_a_new_stage_starts_with_every_block_silent(make: Make) -> None:
