@@ -144,7 +144,7 @@ class Runner:
             log.flush()
             # A session of its own: a signal from the terminal reaches it once, through this process.
             child = subprocess.Popen(
-                [sys.executable, "-m", "kineograph", *words],
+                [sys.executable, "-P", "-m", "kineograph", *words],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
         with self._lock:
