@@ -172,6 +172,11 @@ def test_a_codec_rebuilds_an_item_beside_it(photos: Path, tmp_path: Path) -> Non
     assert worker.heard[-1][0] == "failed" and "does not rebuild pictures" in worker.heard[-1][1]["error"]
     worker.run({**job, "stage": "tokenizer", "file": str(photos / "torn.png")})
     assert worker.heard[-1][0] == "failed"
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("task: cvivit", "task: os.system"))
+    stranger = Ear()
+    stranger.run({**job, "stage": "tokenizer", "file": str(photos / "clip.gif")})
+    assert stranger.heard[-1][0] == "failed" and "never typed on this machine" in stranger.heard[-1][1]["error"]
 
 
 def test_a_reconstruction_is_asked_for_by_id_item_and_codec(visitor: Any, photos: Path, runs: Path) -> None:
