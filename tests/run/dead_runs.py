@@ -152,10 +152,10 @@ def poison_losses(kind: str | None) -> Iterator[None]:
     backward, accumulate = Stepper._backward, Stepper.accumulate_gradients
     current = 0
 
-    def note_step(self: Stepper, step: int, batches: Any) -> Any:
+    def note_step(self: Stepper, step: int, *arguments: Any) -> Any:
         nonlocal current
         current = step
-        losses = accumulate(self, step, batches)
+        losses = accumulate(self, step, *arguments)
         for loss in losses.values():
             loss.sums["loss"] = loss.sums["loss"] * (torch.nan if is_bad() else 1)
         return losses

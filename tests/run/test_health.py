@@ -134,8 +134,8 @@ def test_going_on_all_the_same(collapsed: Path, tmp_path: Path, capsys: pytest.C
 def test_weights_that_are_not_finite_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Stepper.step
 
-    def poisoned(self: Stepper, number: int, batches: Any) -> Any:
-        values = step(self, number, batches)
+    def poisoned(self: Stepper, *arguments: Any) -> Any:
+        values = step(self, *arguments)
         with torch.no_grad():
             next(self.task.parameters()).fill_(torch.nan)
         return values
