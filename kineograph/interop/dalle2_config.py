@@ -20,7 +20,7 @@ from kineograph.interop.dalle2_keys import (
     UNET,
     UNET_DEFAULTS,
 )
-from kineograph.interop.key_translation import KeyTranslation, choose, count, equal, flag, number, numbers, only
+from kineograph.interop.key_translation import KeyTranslation, choose, count, counts, equal, flag, number, numbers, only
 from kineograph.run.plan import make_plan
 
 
@@ -93,8 +93,8 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
 
 
 def _image_sizes(keys: KeyTranslation, unets: int, path: Path) -> list[int]:
-    one, several = keys.take("decoder.image_size", count), keys.take("decoder.image_sizes", numbers)
-    sizes = [int(size) for size in several] if several else [one] if one is not None else []
+    one, several = keys.take("decoder.image_size", count), keys.take("decoder.image_sizes", counts)
+    sizes = several if several else [one] if one is not None else []
     if len(sizes) != unets:
         raise InputError(f"{path}: decoder.image_sizes names {len(sizes)} sizes for {unets} U-Nets: give one each")
     return sizes

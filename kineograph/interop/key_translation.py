@@ -119,6 +119,17 @@ def count(value: Any) -> int:
     return int(result)
 
 
+def up_to(limit: int) -> Convert:
+    """A count of at least 1 and at most `limit`, where lists are made of it."""
+
+    def convert(value: Any) -> int:
+        if not 1 <= count(value) <= limit:
+            raise ValueError
+        return count(value)
+
+    return convert
+
+
 def counts(value: Any) -> list[int]:
     if isinstance(value, str):
         raise ValueError

@@ -8,7 +8,18 @@ from typing import Any
 
 from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import InputError
-from kineograph.interop.key_translation import KeyTranslation, Row, choose, count, counts, equal, flag, number, only
+from kineograph.interop.key_translation import (
+    KeyTranslation,
+    Row,
+    choose,
+    count,
+    counts,
+    equal,
+    flag,
+    number,
+    only,
+    up_to,
+)
 from kineograph.interop.trainer_calls import Call, read_calls
 from kineograph.interop.trainer_keys import (
     CLASSES,
@@ -230,7 +241,7 @@ def _vqgan_levels(keys: KeyTranslation, call: str, stage: str, layers: str, bloc
 
     One number of residual blocks counts for the coarsest level there.
     """
-    halvings = keys.take(f"{call}.{layers}", count) or 4
+    halvings = keys.take(f"{call}.{layers}", up_to(16)) or 4
     multipliers = keys.take(f"{call}.layer_mults", lambda value: [count(part) for part in value])
     multipliers = multipliers or [2**level for level in range(halvings)]
     keys.put(stage, {"patch": 1, "multipliers": [1, *multipliers]})
@@ -298,7 +309,7 @@ def _nuwa_window(keys: KeyTranslation, call: str, stage: str) -> None:
         return sides
 
     def dilations(value: Any) -> list[int]:
-        return [count(part) for part in value] if isinstance(value, list) else list(range(1, count(value) + 1))
+        return [count(part) for part in value] if isinstance(value, list) else list(range(1, up_to(64)(value) + 1))
 
     keys.move(f"{call}.sparse_3dna_kernel_size", f"{stage}.window", triple)
     keys.move(f"{call}.sparse_3dna_dilation", f"{stage}.dilations", dilations)

@@ -208,6 +208,18 @@ def test_keywords_alone_name_their_trainer(tmp_path: Path) -> None:
     assert "# not translated: NUWATrainer.dataset" in printed and "the tokenizer is not in the file" in printed
 
 
+def test_numbers_beyond_reason_make_no_lists(tmp_path: Path) -> None:
+    path = tmp_path / "nuwa.json"
+    model = {
+        "VQGanVAE": {"dim": 32, "num_layers": 10**30},
+        "NUWA": {"dim": 64, "dec_heads": 2, "sparse_3dna_dilation": 10**30},
+    }
+    path.write_text(json.dumps(model))
+    printed = trainer_config.translate(path, "nuwa")
+    assert f"# not translated: VQGanVAE.num_layers = {10**30}" in printed
+    assert f"# not translated: NUWA.sparse_3dna_dilation = {10**30}" in printed
+
+
 @pytest.mark.parametrize(
     ("name", "text", "source", "message"),
     [
