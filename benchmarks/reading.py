@@ -86,7 +86,7 @@ def write_clips(root: Path, name: str, count: int, size: tuple[int, int], frames
         field = np.kron(coarse, np.ones((24, 16, 1), np.uint8))  # height × about width
         field = np.tile(field, (1, 2 + 4 * frames // width, 1))
         with av.open(str(root / f"{number:03}.{suffix}"), "w") as container:
-            stream = container.add_stream(codec, rate=30)
+            stream: Any = container.add_stream(codec, rate=30)
             stream.height, stream.width, stream.pix_fmt, stream.bit_rate = height, width, "yuv420p", 1_500_000
             stream.codec_context.gop_size = 60
             if codec == "libvpx-vp9":
