@@ -30,7 +30,7 @@ SMALL = [
     "data.count=40", "stages.tokenizer.width=8", "stages.sound_tokenizer.width=8", "stages.generator.depth=1", "stages.generator.width=32",
     "stages.generator.heads=2",
 ]  # fmt: skip
-FRAMES, FPS, RATE = 5, 4, 4000
+FRAMES, FPS, RATE = 4, 4, 4000
 
 
 @pytest.fixture(scope="module")
