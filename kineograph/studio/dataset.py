@@ -146,7 +146,7 @@ def open_datasets(folders: Sequence[Path]) -> dict[str, Dataset]:
 
 def run_check(folder: Path, settings: Sequence[str], begun: Check) -> Check:
     """Check a folder in a process of its own."""
-    command = [sys.executable, "-m", "kineograph.studio.dataset_worker", str(folder), *settings]
+    command = [sys.executable, "-P", "-m", "kineograph.studio.dataset_worker", str(folder), *settings]
     try:
         with run_worker(command) as process:
             tree = parse_json(process.communicate()[0])

@@ -96,7 +96,7 @@ class Estimate:
 
 
 def worker_command(preset: str) -> list[str]:
-    return [sys.executable, "-m", "kineograph.studio.estimate_worker", preset]
+    return [sys.executable, "-P", "-m", "kineograph.studio.estimate_worker", preset]
 
 
 class Estimator:
