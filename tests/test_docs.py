@@ -88,7 +88,6 @@ TABLES: list[tuple[Path, str, type[BaseModel], str, type[BaseModel] | None]] = [
     (CONFIG, "train.*", HubConfig, "train.hub.", None),
     (CONFIG, "train.*", MetricOptions, "train.metric_options.", None),
     (CONFIG, "train.*", ParallelConfig, "train.parallel.", None),
-    (CONFIG, "task: audio_codec", AudioCodecConfig, "", StageConfig),
     (CONFIG, "task: vqgan", VQGANConfig, "", StageConfig),
     (CONFIG, "task: vqgan", VQConfig, "quantizer.", None),
     (CONFIG, "task: vqgan", LFQConfig, "quantizer.", None),

@@ -275,6 +275,7 @@ def test_clips_of_every_codec_are_read(tmp_path: Path, codec: str) -> None:
     assert 0 < found["cpu_seconds_per_clip"] < 5 and len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_the_start_on_a_folder_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands are right: they run, here in this process."""
     from benchmarks import reading

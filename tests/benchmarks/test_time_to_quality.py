@@ -37,6 +37,7 @@ def test_measuring_does_not_count_and_other_stages_do_not_decide() -> None:
     assert (outcome.first_step, outcome.reached, outcome.accuracy) == (5.0, 24.0, 0.95)
 
 
+@pytest.mark.slow
 def test_training_is_stopped_at_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

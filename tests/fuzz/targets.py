@@ -69,7 +69,7 @@ def configs(rng: Random, folder: Path) -> None:
 
 def _names() -> list[str]:
     """Presets that need no data of one's own."""
-    return [name for name in preset_names() if name.endswith("-tiny")]
+    return [name for name in preset_names() if name.endswith("-tiny") and not name.startswith(("photos", "clips"))]
 
 
 @functools.cache

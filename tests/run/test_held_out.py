@@ -75,7 +75,7 @@ def test_an_unreadable_item_of_validation_is_left_out_and_listed(
     count = len(held_out("validation"))
     assert sum(f"1 of {count} validation items cannot be read and are left out" in line for line in lines) == 1
     assert [json.loads(line)["path"] for line in (run / "skipped.jsonl").read_text().splitlines()] == [name]
-    monkeypatch.setattr(startup_scan, "_decode_all", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(startup_scan, "_decode_items", lambda *_: pytest.fail("decoded again"))
     train(tmp_path, train__validate_every=3)
     assert any(json.loads(line).get("split") == "validation" for line in (run / "metrics.jsonl").open())
 

@@ -121,7 +121,8 @@ def test_an_epoch_saves_validates_evaluates_and_draws(whole: dict[str, Any]) -> 
     for record in judged:
         assert record.keys() >= {"metric/brightness/real", "metric/loss"}
         assert record["labels"]["brightness"] == {"samples": 2, "extractor": "the mean"}  # all there are
-    assert {Path(path).parts[2] for path in whole["pictures"]} == {f"step-{step:08d}" for step in (3, 5, 8)}
+    folders = {"real", *(f"step-{step:08d}" for step in (3, 5, 8))}
+    assert {Path(path).parts[2] for path in whole["pictures"]} == folders
     assert whole["state"]["samples"] == 32 and whole["state"]["phase"] == "train"
 
 

@@ -59,7 +59,7 @@ def test_step_0_is_drawn_on_request_and_callbacks_get_the_clips(tmp_path: Path) 
     seen: list[dict[str, Any]] = []
     keys = {"train__sample_first": True, "train__trackers": ["hub"], "train__log_checkpoints": True}
     stage = shown(tmp_path, on_log=seen.append, **keys)
-    assert sorted(path.name for path in (stage / "samples").iterdir()) == ["step-00000000", "step-00000003"]
+    assert sorted(path.name for path in (stage / "samples").glob("step-*")) == ["step-00000000", "step-00000003"]
     drawn = [record for record in seen if record["split"] == "samples" and record["stage"] == "generator"]
     assert [record["step"] for record in drawn] == [0, 3]
     listed = json.loads((stage / "samples" / "step-00000003" / "prompts.json").read_text())
