@@ -8,7 +8,9 @@ fewer shards than readers. Readers of short shards advance further than others; 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -51,12 +53,19 @@ def open_stream(config: WebDatasetConfig, shards: Sequence[Shard], split: Split)
     return StreamHead(config, shards, split, records, head.has_captions, note)
 
 
+def _remove_own(folder: str, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class RecordFile(Sequence[Record]):
     """Encoded samples in a temporary file, which is deleted when this process ends: held-out samples take no memory."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="kineograph-stream-")
-        self._path = os.path.join(self._folder.name, "samples")
+        folder = tempfile.mkdtemp(prefix="kineograph-stream-")
+        # Not TemporaryDirectory: a forked process that drops its copy would delete the file of this one.
+        weakref.finalize(self, _remove_own, folder, os.getpid())
+        self._path = os.path.join(folder, "samples")
         self._rows: list[tuple[str, int, dict[str, int], dict[str, tuple[int, int, str]]]] = []
         self._size = 0
 
@@ -84,9 +93,6 @@ class RecordFile(Sequence[Record]):
                 file.seek(start)
                 members[field] = Member(file.read(size), suffix)
         return Record(name, shard, rows, members)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_folder": None}  # workers read the file of the process that they read for
 
 
 class _Head(NamedTuple):

@@ -112,6 +112,8 @@ def test_data_is_searched_and_filtered(opened: Any, site: Site) -> None:
 
 def test_a_plan_follows_the_slider(opened: Any, site: Site) -> None:
     opened.get_by_role("link", name="Plan").click()
+    opened.wait_for_url("**/plan")
+    opened.wait_for_load_state()
     opened.keyboard.press("/")
     opened.keyboard.type("muse tiny")
     opened.locator(".card:visible").click()
