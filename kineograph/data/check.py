@@ -286,8 +286,8 @@ def _measure_part(info: MediaInfo | None, span: Span | None) -> MediaInfo | None
 
 
 def _check_arrays(report: Report, names: list[str]) -> None:
+    from kineograph.data.array_layout import check_values, describe_layout, infer_layout
     from kineograph.data.arrays import Array, list_npz, read_captions_beside
-    from kineograph.data.memmap import check_values, describe_layout, infer_layout
 
     arrays: dict[str, Array] = {}
     for name in names:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
-from einops import rearrange
 
 from kineograph.core.batch import Sample
 from kineograph.core.caption_format import CaptionFormat
 from kineograph.core.config import Axis, LocalPath
-from kineograph.core.errors import ConfigError, InputError, NoData, Unreadable
+from kineograph.core.errors import ConfigError, InputError, NoData
 from kineograph.core.protocols import Source
+from kineograph.data.array_layout import FPS, Layout, check_values, describe_layout, infer_layout, read_frames, to_uint8
 from kineograph.data.arrays import Array, choose_member, find_array, list_npz, parse_dtype, read_captions_beside
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import several_texts, strip_captions
@@ -23,12 +23,7 @@ from kineograph.data.fit_summary import MeasuresItems, has_colour
 from kineograph.data.open_source import DataConfig, Split, select_captioned
 from kineograph.data.transforms import pad_frames, pick_window, resize_frames
 
-_FPS = 8.0  # an array does not state its frame rate
-
-Layout = Literal["TNHW", "NTHW", "NTCHW", "NTHWC", "NHW", "NHWC", "NCHW"]
 NAMES = ("videos", "video", "clips", "images")
-_CHANNELS = (1, 2, 3, 4)
-_SAMPLE = 64  # items whose values tell the range of 16-bit integers
 
 
 class MemmapConfig(DataConfig):
@@ -59,76 +54,6 @@ class MemmapConfig(DataConfig):
     def caption_format(self, split: Split) -> CaptionFormat:
         form = super().caption_format(split)
         return form if self.label_template is None else replace(form, template=None)
-
-
-def infer_layout(shape: tuple[int, ...], counts: set[int]) -> Layout:
-    """`counts`: how many labels or captions there are, where known. Refuses what may be read in two ways."""
-    if len(shape) == 5:
-        before, after = shape[2] in _CHANNELS, shape[4] in _CHANNELS
-        if before and after:
-            raise InputError(
-                f"an array of shape {shape} may be N T C H W or N T H W C: set data.layout=NTCHW or data.layout=NTHWC"
-            )
-        if not (before or after):
-            raise InputError(
-                f"an array of shape {shape} has no axis of 1 to 4 channels as N T C H W or N T H W C: transpose it"
-            )
-        return "NTCHW" if before else "NTHWC"
-    if len(shape) == 3 and shape[2] not in _CHANNELS:
-        return "NHW"
-    if len(shape) != 4:
-        raise InputError(
-            f"an array of shape {shape} is none of T N H W, N T H W, N T C H W, N T H W C (clips), N H W, N H W C and N C H W (pictures)"
-        )
-    first, second = shape[:2]
-    if shape[3] in _CHANNELS:
-        if second in _CHANNELS:
-            raise InputError(
-                f"an array of shape {shape} has two axes that may be channels: set data.layout=NHWC or data.layout=NCHW"
-            )
-        return "NHWC"
-    if second == 3:
-        raise InputError(
-            f"an array of shape {shape} may be {first} pictures of {second} channels or {first} gray clips of {second} frames: "
-            "set data.layout=NCHW or data.layout=NTHW"
-        )
-    if first != second:
-        if first in counts:
-            return "NTHW"
-        if second in counts:
-            return "TNHW"
-        if max(first, second) >= 8 * min(first, second):  # thousands of clips of tens of frames
-            return "NTHW" if first > second else "TNHW"
-    raise InputError(
-        f"an array of shape {shape} may be {first} clips of {second} frames or {second} of {first}: set data.layout=NTHW or data.layout=TNHW"
-    )
-
-
-def describe_layout(shape: tuple[int, ...], layout: Layout) -> str:
-    """As "1,000 clips of 16 frames, 64 × 64, 3 channels"."""
-    sizes = dict(zip(layout, shape, strict=True))
-    items = f"{sizes['N']:,} clips of {sizes['T']} frames" if "T" in sizes else f"{sizes['N']:,} pictures"
-    channels = sizes.get("C", 1)
-    return (
-        f"{items}, {sizes['H']} × {sizes['W']}, {channels} channel{'s' if channels > 1 else ''} (data.layout={layout})"
-    )
-
-
-def check_values(array: Array, layout: Layout) -> None:
-    """Refuse types that are no pixels, and 16-bit integers that do not use their range."""
-    if array.dtype.kind not in "bf" and array.dtype not in (np.uint8, np.uint16):
-        raise InputError(f"{array.path} holds {array.dtype}: use uint8, uint16, bool or floats in [0, 1]")
-    if array.dtype != np.uint16:
-        return
-    count = array.shape[layout.index("N")]
-    sample = sorted({int(index) for index in np.linspace(0, count - 1, min(count, _SAMPLE))})
-    highest = max((int(np.take(array.values, index, layout.index("N")).max()) for index in sample), default=0)
-    if highest < 2**14:
-        factor = 65535 // max(highest, 1)
-        raise InputError(
-            f"{array.path} holds uint16 with values up to {highest} in {len(sample)} items, where 65535 is white: "
-            f"save it as uint8, or multiply it by {factor}"
-        )
 
 
 class Memmap(Source, MeasuresItems):
@@ -188,7 +113,7 @@ class Memmap(Source, MeasuresItems):
 
     def read(self, index: int, rng: np.random.Generator) -> Sample:
         frames = self.array.shape[self.layout.index("T")] if "T" in self.layout else 1
-        clip = self._to_uint8(self._read_frames(index, pick_window(frames, self.config.frames, rng)), index)
+        clip = self._read_pixels(index, pick_window(frames, self.config.frames, rng))
         if self._rotate:
             clip = np.rot90(clip, int(rng.integers(4)), axes=(1, 2))
         clip = resize_frames(clip, self.config.size, self.config.channels)
@@ -196,40 +121,26 @@ class Memmap(Source, MeasuresItems):
         return Sample(
             pixels=pixels,
             frame_mask=mask,
-            fps=self.config.fps or _FPS,
+            fps=self.config.fps or FPS,
             caption=self.caption(index),
             texts=several_texts(self.captions(index)),
         )
 
-    def _read_frames(self, index: int, window: slice) -> np.ndarray:
-        """T H W C, as stored."""
-        at: dict[str, int | slice] = {"N": int(self.indices[index]), "T": window}
-        values = np.asarray(self.array.values[tuple(at.get(axis, slice(None)) for axis in self.layout)])
-        axes = self.layout.replace("N", "")
-        missing = [axis for axis in "TC" if axis not in axes]
-        pattern = f"{' '.join(axes)} -> {' '.join('1' if axis in missing else axis for axis in 'THWC')}"
-        return rearrange(values, pattern.lower())
+    def _read_pixels(self, index: int, window: slice) -> np.ndarray:
+        """T H W C, uint8."""
+        frames = read_frames(self.array.values, self.layout, int(self.indices[index]), window)
+        return to_uint8(frames, self.identity(index))
 
     def measure(self, index: int) -> MediaInfo:
         sizes = dict(zip(self.layout, self.array.shape, strict=True))
         if "T" not in sizes:
             return MediaInfo(sizes["W"], sizes["H"])
         # Nothing is resampled: data.fps is the array's own rate.
-        return MediaInfo(sizes["W"], sizes["H"], sizes["T"], sizes["T"] / (self.config.fps or _FPS))
+        return MediaInfo(sizes["W"], sizes["H"], sizes["T"], sizes["T"] / (self.config.fps or FPS))
 
     def is_coloured(self, index: int) -> bool:
-        frame = self._read_frames(index, slice(0, 1))
-        return frame.shape[-1] >= 3 and has_colour(self._to_uint8(frame[..., :3], index))
-
-    def _to_uint8(self, clip: np.ndarray, index: int) -> np.ndarray:
-        if clip.dtype == np.uint8:
-            return clip
-        if clip.dtype.kind == "f" and not (clip.min() >= 0 and clip.max() <= 1):  # also refuses nan
-            raise Unreadable(
-                self.identity(index), f"values from {clip.min():g} to {clip.max():g}: floats must lie in [0, 1]"
-            )
-        white = 65535 if clip.dtype == np.uint16 else 1
-        return np.rint(clip.astype(np.float32) * (255 / white)).astype(np.uint8)
+        frame = self._read_pixels(index, slice(0, 1))
+        return frame.shape[-1] >= 3 and has_colour(frame[..., :3])
 
     def caption(self, index: int) -> str | None:
         return next(iter(self.captions(index)), None)

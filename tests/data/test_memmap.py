@@ -7,8 +7,9 @@ import pytest
 
 from kineograph.core.config import parse
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data.array_layout import infer_layout
 from kineograph.data.arrays import Array, load_npy
-from kineograph.data.memmap import Memmap, infer_layout
+from kineograph.data.memmap import Memmap
 
 
 def clips(count=6, frames=4, size=8):
