@@ -12,12 +12,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from unicodedata import normalize
 
 from kineograph.core.errors import InputError
-from kineograph.core.protocols import Source, Stream
 from kineograph.core.text_file import clean_caption, parse_json, read_text, replace_surrogates, split_lines
+
+if TYPE_CHECKING:  # imports torch
+    from kineograph.core.protocols import Source
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MAX_PARQUET = 2**33  # bytes that its columns unpack to, as its footer states
@@ -300,6 +302,8 @@ def require_captions(source: Source, consumer: str, kind: str = "items") -> str 
     missing, refused = _list_missing(source)
     if not missing:
         return None
+    from kineograph.core.protocols import Stream
+
     total, has_none = str(len(source)), len(missing) >= len(source)
     if isinstance(source, Stream):
         total, has_none = "the first", source.caption(0) is None

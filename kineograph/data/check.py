@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +16,8 @@ import numpy as np
 
 from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.data.array_layout import FPS, Layout, check_values, describe_layout, infer_layout
+from kineograph.data.arrays import Array, list_npz, read_captions_beside
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, Span, find_captions, names_side, read_captions
 from kineograph.data.decode import has_damaged_profile, media_kind, probe_media
@@ -31,13 +34,32 @@ _CHECKED = {"buckets", "flip", "caption_lines", "uncaptioned", "start", "end", "
 T = TypeVar("T")
 
 
+class MemberPlace(NamedTuple):
+    """Where the image or clip of a sample lies in a tar."""
+
+    file: str  # below the folder
+    member: str
+    offset: int | None  # None: the tar is compressed
+    size: int
+
+
+class ArrayPlace(NamedTuple):
+    """An item of an array."""
+
+    file: str  # below the folder
+    array: str | None  # its name within a .npz
+    layout: str
+    item: int
+
+
 class CheckedItem(NamedTuple):
-    """An image, a clip or a captioned span of one."""
+    """An image, a clip, a captioned span of one, a sample of a tar, or an item of an array."""
 
     name: str  # of its file, below the folder
     info: MediaInfo | None  # None: it cannot be read
     captions: tuple[str, ...]
-    span: Span | None  # the part of a clip
+    span: Span | None = None  # the part of a clip
+    place: MemberPlace | ArrayPlace | None = None  # inside its file
 
 
 @dataclass
@@ -49,6 +71,8 @@ class Report:
     media: list[MediaInfo] = field(default_factory=list)
     items: list[CheckedItem] = field(default_factory=list)
     """Images and clips; captioned spans stand instead of their clip."""
+    packed: list[CheckedItem] = field(default_factory=list)
+    """Samples of tars and items of arrays."""
     captions: list[str] = field(default_factory=list)
     sided: int = 0
     """Captions, also of shards, that say left or right."""
@@ -215,7 +239,7 @@ def _check_captions(
         captions = find_captions(report.path, names, others)
     except InputError as error:
         report.problems.append(Problem("captions", str(error)))
-        report.items = [CheckedItem(name, measured.get(name), (), None) for name in names]
+        report.items = [CheckedItem(name, measured.get(name), ()) for name in names]
         return
     report.problems += captions.problems
     if captions.spans:
@@ -286,9 +310,6 @@ def _measure_part(info: MediaInfo | None, span: Span | None) -> MediaInfo | None
 
 
 def _check_arrays(report: Report, names: list[str]) -> None:
-    from kineograph.data.array_layout import check_values, describe_layout, infer_layout
-    from kineograph.data.arrays import Array, list_npz, read_captions_beside
-
     arrays: dict[str, Array] = {}
     for name in names:
         path = report.path / name
@@ -333,6 +354,24 @@ def _check_arrays(report: Report, names: list[str]) -> None:
             check_values(array, layout)
         except InputError as error:
             report.problems.append(Problem(name, str(error)))
+            continue
+        report.packed += _list_array(report.path, array, layout, captions)
+
+
+def _list_array(
+    root: Path, array: Array, layout: Layout, captions: list[tuple[str, ...]] | None
+) -> Iterator[CheckedItem]:
+    """The items of an array, named by file and number."""
+    sizes = dict(zip(layout, array.shape, strict=True))
+    frames = sizes.get("T", 1)
+    info = MediaInfo(sizes["W"], sizes["H"], frames, frames / FPS if "T" in sizes else 0.0)
+    file = array.path.relative_to(root).as_posix()
+    name = f"{file}:{array.member}" if array.member else file
+    if captions is None or len(captions) != sizes["N"]:
+        captions = [()] * sizes["N"]
+    for item in range(sizes["N"]):
+        place = ArrayPlace(file, array.member, layout, item)
+        yield CheckedItem(f"{name}:{item}", info, captions[item], place=place)
 
 
 # Tar shards -------------------------------------------------------------------------------------------------------
@@ -346,11 +385,12 @@ def _check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -
     for name in names:
         report.kinds[f"shards ({next(suffix for suffix in SUFFIXES if name.lower().endswith(suffix))[1:]})"] += 1
     keys: list[list[str]] = []
-    for note, problems, sample_keys, sided in _map_threads(lambda name: _check_shard(report.path, name), names):
-        report.notes.append(note)
-        report.problems += problems
-        report.sided += sided
-        keys.append(sample_keys)
+    for found in _map_threads(lambda name: _check_shard(report.path, name), names):
+        report.notes.append(found.note)
+        report.problems += found.problems
+        report.sided += found.sided
+        report.packed += found.items
+        keys.append(found.keys)
     shards = [Shard(str(report.path / name), PurePosixPath(name).name) for name in names]
     for folder in sorted({str(PurePosixPath(name).parent) for name in arrays}):
         try:
@@ -374,40 +414,70 @@ def _check_shards(report: Report, names: Sequence[str], arrays: Sequence[str]) -
         report.notes.append(f"{folder}: embeddings of {shape} for {count} of {sum(map(len, keys))} samples")
 
 
-def _check_shard(root: Path, name: str) -> tuple[str, list[Problem], list[str], int]:
-    """One tar → a line about it, its problems, the keys of its samples with an image or clip, and its captions that name a side."""
-    from kineograph.data.webdataset_samples import WebDatasetConfig
+@dataclass
+class _CheckedShard:
+    note: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    items: list[CheckedItem] = field(default_factory=list)  # samples with an image or clip
+    keys: list[str] = field(default_factory=list)  # of these
+    sided: int = 0  # captions that name a side
 
-    shard = Shard(str(root / name), name)
-    problems: list[Problem] = []
-    caption_suffixes: list[str] = WebDatasetConfig.model_fields["captions"].default
-    keys: list[str] = []
-    with_media, with_caption, with_side = set(), set(), set()
-    for row, (key, members) in enumerate((_iterate_stream if shard.is_stream else _iterate_tar)(shard, problems)):
-        keys.append(key)
-        for suffix, data in members:
-            member = f"{name}:{key}.{suffix}"
+
+def _check_shard(root: Path, name: str) -> _CheckedShard:
+    from kineograph.data.webdataset_samples import Member, Record, SampleDecoder, WebDatasetConfig
+
+    shard, found = Shard(str(root / name), name), _CheckedShard()
+    decoder = SampleDecoder(WebDatasetConfig(shards=shard.url), "train", ())
+    with_text, without = 0, []
+    for key, members in (_iterate_stream if shard.is_stream else _iterate_tar)(shard, found.problems):
+        sample = f"{name}:{key}"
+        media: dict[str, tuple[MediaInfo | None, MemberPlace]] = {}  # by suffix, as `texts`
+        texts: dict[str, Member] = {}
+        for suffix, data, offset in members:
+            info = None
             try:
-                has_media = _check_member(data, suffix, member)
+                info = _check_member(data, suffix, f"{sample}.{suffix}")
             except Unreadable as error:
-                problems.append(Problem(member, error.reason))
-                has_media = suffix not in caption_suffixes
-            if has_media:
-                with_media.add(row)
-            elif suffix in caption_suffixes:
-                with_caption.add(row)
-                if names_side(data.decode("utf-8", "replace")):
-                    with_side.add(row)
-    if with_caption:
-        problems += [Problem(f"{name}:{keys[row]}", "no caption") for row in sorted(with_media - with_caption)]
-    note = f"{name}: {len(with_media)} samples, {len(with_media & with_caption)} with text"
+                found.problems.append(Problem(f"{sample}.{suffix}", error.reason))
+                if suffix in decoder.suffixes["caption"]:
+                    continue
+            if media_kind(f"x.{suffix}"):
+                media[suffix] = info, MemberPlace(name, f"{key}.{suffix}", offset, len(data))
+            elif suffix in decoder.suffixes["caption"]:
+                texts[suffix] = Member(data, suffix)
+        found.sided += any(names_side(text.data.decode("utf-8", "replace")) for text in texts.values())
+        if not media:
+            continue
+        with_text += bool(texts)
+        without += [] if texts else [sample]
+        captions: tuple[str, ...] = ()
+        if texts:
+            record = Record(sample, 0, {}, {"caption": _find_preferred(texts, decoder.suffixes["caption"])})
+            with suppress(Unreadable):
+                captions = decoder.decode_captions(record)
+        info, place = _find_preferred(media, decoder.suffixes["media"])
+        found.items.append(CheckedItem(sample, info, captions, place=place))
+        found.keys.append(key)
+    if with_text:
+        found.problems += [Problem(sample, "no caption") for sample in without]
+    found.note = f"{name}: {len(found.items)} samples, {with_text} with text"
     if shard.is_stream:
-        note += "; compressed, so it is read from its beginning: unpack it to shuffle all samples and resume exactly"
-    return note, problems, [keys[row] for row in sorted(with_media)], len(with_side)
+        found.note += (
+            "; compressed, so it is read from its beginning: unpack it to shuffle all samples and resume exactly"
+        )
+    return found
 
 
-def _iterate_tar(shard: Shard, problems: list[Problem]) -> Iterator[tuple[str, Iterator[tuple[str, bytes]]]]:
-    """Key and members (suffix, content) of each sample."""
+def _find_preferred(by_suffix: Mapping[str, T], suffixes: Sequence[str]) -> T:
+    """The member that the source takes: the one whose suffix comes first."""
+    return by_suffix[min(by_suffix, key=lambda name: suffixes.index(name) if name in suffixes else len(suffixes))]
+
+
+_Samples = Iterator[tuple[str, Iterator[tuple[str, bytes, int | None]]]]
+
+
+def _iterate_tar(shard: Shard, problems: list[Problem]) -> _Samples:
+    """Key and members (suffix, content, offset) of each sample."""
     from kineograph.data.tar import TarIndex
 
     try:
@@ -421,29 +491,26 @@ def _iterate_tar(shard: Shard, problems: list[Problem]) -> Iterator[tuple[str, I
         ends = np.searchsorted(index.members[0], np.arange(len(index.keys)), side="right").tolist()
         for key, start, end in zip(index.keys, [0, *ends], ends):
             members = index.members[:, start:end].T.tolist()
-            yield key, ((index.suffixes[kind], os.pread(file.fileno(), size, at)) for _, kind, at, size in members)
+            yield key, ((index.suffixes[kind], os.pread(file.fileno(), size, at), at) for _, kind, at, size in members)
 
 
-def _iterate_stream(shard: Shard, problems: list[Problem]) -> Iterator[tuple[str, Iterator[tuple[str, bytes]]]]:
+def _iterate_stream(shard: Shard, problems: list[Problem]) -> _Samples:
     from kineograph.core.media_file import MediaLimits
     from kineograph.data.tar import stream_samples
 
     try:
         for key, members in stream_samples(shard, 0.0, lambda suffix: True, MediaLimits()):
-            yield key, iter(members.items())
+            yield key, ((suffix, data, None) for suffix, data in members.items())
     except Unreadable as error:
         problems.append(Problem(shard.name, error.reason))
 
 
-def _check_member(data: bytes, suffix: str, name: str) -> bool:
-    """Decode a member; → whether it is an image or clip."""
+def _check_member(data: bytes, suffix: str, name: str) -> MediaInfo | None:
+    """Decode a member. → size and length of an image or clip; None for any other"""
     from kineograph.data.embeddings import read_npy
 
     if suffix.endswith("npy"):
         read_npy(data, name)
     if suffix == "txt" and not data.strip():
         raise Unreadable(name, "an empty caption")
-    if not media_kind(f"x.{suffix}"):
-        return False
-    probe_media(data, f".{suffix}", name, decode_all=True)
-    return True
+    return probe_media(data, f".{suffix}", name, decode_all=True) if media_kind(f"x.{suffix}") else None

@@ -21,7 +21,7 @@ from kineograph.core.config import parse
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.text_file import parse_json
 from kineograph.studio import live, pages
-from kineograph.studio.clips import make_thumbnail
+from kineograph.studio.clips import make_sheet, make_thumbnail
 from kineograph.studio.comparison import COMPARED, compare_runs
 from kineograph.studio.curves import read_curves, to_json
 from kineograph.studio.data_pages import DataPages
@@ -258,7 +258,7 @@ class Studio:
     def send_sheet(self, request: Request) -> Response:
         """A picture or clip of a run as a sheet of frames; the answer's headers say how to play it."""
         run, path = self._find(request), self._find_media(request)
-        return send_sheet(run.path, path.relative_to(run.path.resolve()).as_posix())
+        return send_sheet(lambda: make_sheet(run.path, path.relative_to(run.path.resolve()).as_posix()))
 
     def send_static(self, request: Request) -> Response:
         name = request.path_params["name"]

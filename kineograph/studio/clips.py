@@ -18,6 +18,7 @@ LIMITS = MediaLimits(pixels=2**26, bytes=2**26, frames=2_000, seconds=20)
 FRAMES = 64  # played; of a longer clip an even share
 SIDE = 320  # the longer side of a frame of a sheet, at most
 SHEET_PIXELS = 2**24  # of all frames together
+TOLERANCE = 0.011  # seconds: GIF rounds times to 10 ms
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def make_thumbnail(run: Path, files: Sequence[str], side: int = 56) -> bytes:
             frame = frames[len(frames) // 2]
             if len(files) == 1 and frame.width > frame.height:  # a sheet of its own
                 return _encode(frame.resize((round(frame.width * side / frame.height), side)))
-            found.append(_enlarge(_fit(frame, side), side))
+            found.append(_enlarge(scale_down(frame, side), side))
     strip = Image.new("RGBA", (max(1, len(found)) * (side + 4) - 4, side))
     for number, frame in enumerate(found):
         strip.paste(frame, (number * (side + 4) + (side - frame.width) // 2, (side - frame.height) // 2))
@@ -61,6 +62,11 @@ def make_sheet(run: Path, relative: str, side: int = SIDE, most: int = FRAMES, q
     if len(data) > LIMITS.bytes:
         raise Unreadable(relative, f"larger than {LIMITS.bytes:,} bytes")
     frames, fps = decode_frames(data, relative, side, most)
+    return arrange_sheet(frames, fps, quality)
+
+
+def arrange_sheet(frames: list[Image.Image], fps: float, quality: int = 80) -> Sheet:
+    """Put frames of equal size into one picture; of too many every second, fourth …"""
     width, height = frames[0].size
     while width * height * len(frames) > SHEET_PIXELS and len(frames) > 1:
         frames = frames[::2]
@@ -75,18 +81,27 @@ def make_sheet(run: Path, relative: str, side: int = SIDE, most: int = FRAMES, q
     return Sheet(out.getvalue(), len(frames), columns, width, height, fps)
 
 
-def decode_frames(data: bytes, name: str, side: int = SIDE, most: int = FRAMES) -> tuple[list[Image.Image], float]:
+def decode_frames(
+    data: bytes, name: str, side: int = SIDE, most: int = FRAMES, span: tuple[float, float | None] | None = None
+) -> tuple[list[Image.Image], float]:
     """The frames of a picture or clip, scaled down to `side`, and how many of them are shown a second.
 
-    Of a clip with more than `most` frames every second, fourth … one is kept.
+    Of a clip with more than `most` frames every second, fourth … one is kept. `span`: only those between two seconds.
     """
     frames: list[Image.Image] = []
-    seconds, stride = 0.0, 1
+    first, end = span or (0.0, None)
+    number, now, seconds, stride = 0, 0.0, 0.0, 1
     try:
-        for number, (frame, duration) in enumerate(_read(data)):
+        for frame, duration in _read(data):
+            now += duration
+            if now <= first + TOLERANCE:
+                continue
+            if end is not None and now - duration >= end - TOLERANCE:
+                break
             seconds += duration
             if number % stride == 0:
-                frames.append(_fit(frame, side))
+                frames.append(scale_down(frame, side))
+            number += 1
             if len(frames) > most:
                 frames, stride = frames[::2], 2 * stride
     except Unreadable as error:
@@ -135,7 +150,7 @@ def _enlarge(image: Image.Image, side: int) -> Image.Image:
     return image.resize(size, Image.Resampling.NEAREST) if scale > 1 else image
 
 
-def _fit(image: Image.Image, side: int) -> Image.Image:
+def scale_down(image: Image.Image, side: int) -> Image.Image:
     scale = side / max(image.size)
     if scale >= 1:
         return image.copy()

@@ -10,16 +10,17 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kineograph.core.config import Config, parse
-from kineograph.core.errors import KineoError
+from kineograph.core.errors import KineoError, Unreadable
 from kineograph.core.text_file import parse_json
 from kineograph.studio import pages
 from kineograph.studio.dataset import (
     CheckForm,
     Dataset,
+    DatasetItem,
     find_codecs,
     find_data_folders,
     format_command,
@@ -27,8 +28,9 @@ from kineograph.studio.dataset import (
     select_items,
 )
 from kineograph.studio.drawing import BODY_BYTES, Busy, Drawer
+from kineograph.studio.item_frames import make_item_sheet, read_item
 from kineograph.studio.requests import read_body, send_sheet
-from kineograph.studio.run_files import MEDIA, OutsideRun, find_file
+from kineograph.studio.run_files import OutsideRun, find_file
 from kineograph.studio.runs import RunIndex
 
 
@@ -102,12 +104,12 @@ class DataPages:
             if not isinstance(tree, dict):
                 raise ValueError("it is no object")
             form = parse(ReconstructForm, tree)
-            file = self._find_item(dataset, form.item)
+            item = self._find_item(dataset, form.item)
             run = await run_in_threadpool(self.index.find, form.run)
             codecs = {codec.stage for codec in find_codecs([run] if run else [])}
             if run is None or form.stage not in codecs:
                 raise HTTPException(404)
-            number = await run_in_threadpool(self.drawer.reconstruct, run, form.stage, file)
+            number = await run_in_threadpool(self.drawer.reconstruct, run, form.stage, dataset.path, item)
         except Busy:
             return JSONResponse({"error": "one drawing at a time: wait for it, or cancel it"}, 409)
         except (KineoError, ValueError) as error:
@@ -116,14 +118,22 @@ class DataPages:
 
     def send_sheet(self, request: Request) -> Response:
         dataset = self._find(request)
-        path = self._find_item(dataset, request.path_params["path"])
-        return send_sheet(dataset.path, path.relative_to(dataset.path).as_posix())
+        item = self._find_item(dataset, request.path_params["path"])
+        return send_sheet(lambda: make_item_sheet(dataset.path, item))
 
     def send_file(self, request: Request) -> Response:
-        path = self._find_item(self._find(request), request.path_params["path"])
-        if path.suffix.lower() not in MEDIA:
+        dataset = self._find(request)
+        item = self._find_item(dataset, request.path_params["path"])
+        if item.media_type is None:
             raise HTTPException(404)
-        return FileResponse(path, media_type=MEDIA[path.suffix.lower()])
+        try:
+            if item.place is None:
+                return FileResponse(find_file(dataset.path, item.name), media_type=item.media_type)
+            return Response(read_item(dataset.path, item), media_type=item.media_type)
+        except OutsideRun:
+            raise HTTPException(404) from None
+        except Unreadable as error:
+            return PlainTextResponse(error.reason, 422)
 
     def _find(self, request: Request) -> Dataset:
         dataset = self.datasets.get(request.path_params["dataset_id"])
@@ -132,14 +142,12 @@ class DataPages:
         return dataset
 
     @staticmethod
-    def _find_item(dataset: Dataset, name: str) -> Path:
-        """The file of an item that a check has listed, inside the folder."""
-        try:
-            if dataset.find_item(name) is None:
-                raise OutsideRun(name)
-            return find_file(dataset.path, name)
-        except OutsideRun:
-            raise HTTPException(404) from None
+    def _find_item(dataset: Dataset, key: str) -> DatasetItem:
+        """An item that a check has listed."""
+        item = dataset.find_item(key)
+        if item is None:
+            raise HTTPException(404)
+        return item
 
 
 def _read_form(request: Request) -> CheckForm:

@@ -16,6 +16,7 @@ from pydantic import Field
 from kineograph.core.config import Config
 from kineograph.core.text_file import parse_json
 from kineograph.studio.run_details import read_config, stage_names, stage_task
+from kineograph.studio.run_files import MEDIA
 from kineograph.studio.runs import Run, make_id
 from kineograph.studio.workers import run_worker
 
@@ -58,6 +59,33 @@ class DatasetItem:
     start: float | None = None  # second at which a part of a clip begins
     end: float | None = None
     bucket: str = ""
+    place: Mapping[str, Any] | None = None  # in a tar or an array: MemberPlace or ArrayPlace of data/check.py
+
+    @property
+    def key(self) -> str:
+        """Its name in addresses: parts of a clip share that of their file."""
+        if self.start is None:
+            return self.name
+        return f"{self.name}@{self.start:.10g}-{'' if self.end is None else f'{self.end:.10g}'}"
+
+    @property
+    def file(self) -> str:
+        """Below the folder."""
+        return self.name if self.place is None else str(self.place["file"])
+
+    @property
+    def member(self) -> str:
+        """The file, or its member in a tar: its suffix tells the format."""
+        return self.name if self.place is None else str(self.place.get("member", ""))
+
+    @property
+    def is_array(self) -> bool:
+        return self.place is not None and "array" in self.place
+
+    @property
+    def media_type(self) -> str | None:
+        """What browsers can show of it as it is."""
+        return MEDIA.get(Path(self.member).suffix.lower()) if self.start is None else None
 
     @property
     def is_readable(self) -> bool:
@@ -85,6 +113,13 @@ class Check:
     items: tuple[DatasetItem, ...] = ()
     buckets: tuple[dict[str, Any], ...] = ()
     problems: tuple[tuple[str, str], ...] = ()  # of files that are no items
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_key", {item.key: item for item in self.items})
+
+    def find_item(self, key: str) -> DatasetItem | None:
+        by_key: dict[str, DatasetItem] = self.__dict__["_by_key"]
+        return by_key.get(key)
 
     @property
     def is_done(self) -> bool:
@@ -129,11 +164,11 @@ class Dataset:
         with self._lock:
             self._checks[key] = found
 
-    def find_item(self, name: str) -> DatasetItem | None:
+    def find_item(self, key: str) -> DatasetItem | None:
         """An item of any check: only these are served."""
         with self._lock:
             checks = list(self._checks.values())
-        return next((item for check in checks for item in check.items if item.name == name), None)
+        return next((item for check in checks if (item := check.find_item(key)) is not None), None)
 
 
 _ONE_AT_A_TIME = threading.Lock()  # checks use every core

@@ -108,7 +108,8 @@ class Worker:
         from kineograph.core import distributed
         from kineograph.core.run_folder import RunFolder
         from kineograph.stage.load import StageLoader
-        from kineograph.studio.reconstruction import reconstruct_file
+        from kineograph.studio.dataset import DatasetItem
+        from kineograph.studio.reconstruction import reconstruct_item
         from kineograph.train import checkpoint
 
         self._passes = 0
@@ -121,7 +122,8 @@ class Worker:
         task = self._load((job["run"], stage, step, None), load)
         self.say("drawing", **self._describe())
         with self._watch(task):
-            path, text = reconstruct_file(task, folder, stage, step, Path(job["file"]), Path(job["out"]))
+            item = DatasetItem(**job["item"])
+            path, text = reconstruct_item(task, folder, stage, step, Path(job["folder"]), item, Path(job["out"]))
         return [path.relative_to(Path(job["out"]).parent).as_posix()], text
 
     def _describe(self) -> dict[str, Any]:

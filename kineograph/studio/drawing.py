@@ -22,6 +22,7 @@ from kineograph.core.config import Config
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, check_bytes, open_image
 from kineograph.core.text_file import parse_json
+from kineograph.studio.dataset import DatasetItem
 from kineograph.studio.live import Event
 from kineograph.studio.run_files import MEDIA, OutsideRun, find_file, read_text
 from kineograph.studio.runs import Run
@@ -121,10 +122,11 @@ class Drawer:
         settings = json.dumps([run.id, len(tree["prompts"]), shown])
         self._begin(run, {"do": "draw", "run": str(run.path), "out": str(out), "form": tree}, settings)
 
-    def reconstruct(self, run: Run, stage: str, file: Path) -> int:
-        """Show what a codec makes of a picture or clip. → the number of the job. Raises as `draw` does."""
+    def reconstruct(self, run: Run, stage: str, folder: Path, item: DatasetItem) -> int:
+        """Show what a codec makes of an item of a dataset. → the number of the job. Raises as `draw` does."""
         out = prepare_folder(run.path) / RECONSTRUCTIONS
-        job = {"do": "reconstruct", "run": str(run.path), "out": str(out), "stage": stage, "file": str(file)}
+        job: dict[str, Any] = {"do": "reconstruct", "run": str(run.path), "out": str(out), "stage": stage}
+        job |= {"folder": str(folder), "item": asdict(item)}
         return self._begin(run, job, json.dumps([run.id, stage, "reconstruct"]))
 
     def _begin(self, run: Run, job: dict[str, Any], settings: str) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from kineograph.core.errors import Unreadable
 from kineograph.studio import live
-from kineograph.studio.clips import make_sheet
+from kineograph.studio.clips import Sheet
 from kineograph.studio.run_files import OutsideRun
 
 
@@ -29,14 +29,14 @@ async def read_body(request: Request, most: int) -> bytes:
     raise HTTPException(413, f"This is larger than {most // 2**20 or 1} MiB, which is the limit.")
 
 
-def send_sheet(folder: Path, relative: str) -> Response:
-    """A picture or clip below a folder as a sheet of frames; the answer's headers say how to play it."""
+def send_sheet(make: Callable[[], Sheet]) -> Response:
+    """A picture or clip as a sheet of frames; the answer's headers say how to play it."""
     try:
-        sheet = make_sheet(folder, relative)
+        sheet = make()
     except OutsideRun:
         raise HTTPException(404) from None
     except Unreadable as error:
-        raise HTTPException(422, error.reason) from None
+        return PlainTextResponse(error.reason, 422)
     numbers = {"frames": sheet.frames, "columns": sheet.columns, "width": sheet.width, "height": sheet.height}
     headers = {f"x-{name}": str(value) for name, value in numbers.items()} | {"x-fps": f"{sheet.fps:.3f}"}
     return Response(sheet.data, media_type="image/webp", headers=headers)

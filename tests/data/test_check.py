@@ -219,3 +219,43 @@ def test_compressed_shards(tmp_path):
     ]
     assert [text for text in found if text.startswith("c.tgz: the shard is not whole: cut off")]
     assert any(line.startswith("b.tar.gz: 2 samples, 2 with text; compressed") for line in report.lines())
+
+
+def test_samples_of_tars_and_items_of_arrays_are_listed_with_their_place(tmp_path):
+    """What the source takes of each sample, and where it lies."""
+    pictures = {}
+    for suffix, width in (("png", 8), ("jpg", 16)):
+        buffer = io.BytesIO()
+        Image.new("RGB", (width, 8)).save(buffer, "JPEG" if suffix == "jpg" else "PNG")
+        pictures[suffix] = buffer.getvalue()
+    members = {
+        "a.jpg": pictures["jpg"],
+        "a.png": pictures["png"],  # preferred
+        "a.json": b'{"caption": ["red", "blue"]}',
+        "b.png": b"nothing",
+        "b.txt": b"torn",
+        "c.npy": b"no array",
+    }
+    for name, mode in (("0000.tar", "w"), ("0001.tar.gz", "w:gz")):
+        with tarfile.open(tmp_path / name, mode) as shard:
+            for member, data in members.items():
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                shard.addfile(info, io.BytesIO(data))
+    report = check_folder(tmp_path)
+    assert [(item.name, item.captions) for item in report.packed[:2]] == [
+        ("0000.tar:a", ("red", "blue")),
+        ("0000.tar:b", ("torn",)),
+    ]
+    assert [item.info and item.info.width for item in report.packed] == [8, None, 8, None]
+    first, place = report.packed[0], report.packed[0].place
+    assert place.member == "a.png" and report.items == []
+    data = (tmp_path / place.file).read_bytes()[place.offset : place.offset + place.size]
+    assert data == pictures["png"] and first.info.height == 8
+    assert report.packed[2].place.offset is None and report.packed[2].place.size == len(data)
+    (tmp_path / "arrays").mkdir()
+    np.save(tmp_path / "arrays" / "videos.npy", np.zeros((3, 2, 8, 16), np.uint8))
+    (tmp_path / "arrays" / "captions.txt").write_text("one\ntwo\n")
+    items = check_folder(tmp_path / "arrays").packed
+    assert [(item.name, item.captions) for item in items] == [("videos.npy:0", ("one",)), ("videos.npy:1", ("two",))]
+    assert items[1].info == (16, 8, 3, 0.375) and items[1].place == ("videos.npy", None, "TNHW", 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from PIL import Image
 
@@ -103,4 +106,27 @@ def write_dataset(path: Path) -> Path:
     (path / "torn.txt").write_text("a torn one")
     Image.new("RGB", (8, 8)).save(path.parent / "secret.png")
     (path / "link.png").symlink_to(path.parent / "secret.png")
+    return path
+
+
+def write_packed(path: Path) -> Path:
+    """Two tar shards, one compressed, of a red picture and a broken one; below, arrays of six frames whose second item is brighter."""
+    path.mkdir(parents=True)
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 8), (200, 20, 20)).save(buffer, "PNG")
+    members = {"a.png": buffer.getvalue(), "a.txt": b"a red one", "b.png": b"torn", "b.txt": b"a torn one"}
+    for name, mode in (("0000.tar", "w"), ("0001.tar.gz", "w:gz")):
+        with tarfile.open(path / name, mode) as shard:
+            for member, data in members.items():
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                shard.addfile(info, io.BytesIO(data))
+    arrays = path / "arrays"
+    arrays.mkdir()
+    values = np.zeros((6, 2, 16, 24), np.uint8)  # T N H W
+    values[:, 1] = 90
+    np.save(arrays / "videos.npy", values)
+    np.savez(arrays / "small.npz", images=values)
+    np.savez_compressed(arrays / "packed.npz", images=values)
+    (arrays / "captions.txt").write_text("the first\nthe second\n")
     return path

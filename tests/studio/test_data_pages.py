@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import sys
 import tarfile
@@ -12,15 +14,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from kineograph.core.errors import InputError
+from kineograph.core.errors import InputError, Unreadable
 from kineograph.studio import dataset as dataset_module
-from kineograph.studio import workers
+from kineograph.studio import item_frames, workers
 from kineograph.studio.dataset import Check, CheckForm, DatasetItem, find_codecs, open_datasets, select_items
 from kineograph.studio.dataset_worker import describe_folder
 from kineograph.studio.runs import describe_run, make_id
 from kineograph.studio.server import serve
 from tests.studio.conftest import TOKEN, open_client
-from tests.studio.run_folders import write_dataset, write_run
+from tests.studio.run_folders import write_dataset, write_gif, write_packed, write_run
 from tests.studio.test_drawing import STORED, Ear
 
 
@@ -33,14 +35,18 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def visitor(runs: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A browser that has opened a page over a folder of data, which this process checks."""
 
+    return open_checked(runs, photos, monkeypatch)
+
+
+def open_checked(runs: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run_here(folder: Path, settings: Any, begun: Check) -> Check:
-        tree = describe_folder(folder, list(settings))
+        tree = json.loads(json.dumps(describe_folder(folder, list(settings))))
         items = tuple(dataset_module._make_item(item) for item in tree["items"])
         found = {key: tuple(tree[key]) for key in ("lines", "buckets", "problems")}
         return Check(begun.began, 0.0, items=items, **found)
 
     monkeypatch.setattr(dataset_module, "run_check", run_here)
-    client = open_client(runs, data=[photos])
+    client = open_client(runs, data=[folder])
     client.get("/", params={"token": TOKEN})
     return client
 
@@ -144,6 +150,64 @@ def test_a_check_ends_with_the_page() -> None:
     assert not workers._running
 
 
+def test_items_of_tars_and_arrays_show_their_pictures(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_packed(tmp_path / "packed")
+    for path in (folder, folder / "arrays"):
+        client = open_checked(runs, path, monkeypatch)
+        read_items(client, path)
+        page = read_items(client, path)
+        base = f"/data/{make_id(path)}"
+        if path == folder:
+            assert "a red one" in page and "16 × 8" in page and "0000.tar:b" in page and "cannot be read" in page
+            expected, size = {"0000.tar:a": 200, "0001.tar.gz:a": 200}, ("16", "8")
+            assert client.get(f"{base}/file/0000.tar:a").headers["content-type"] == "image/png"
+            assert "a red one" in read_items(client, path, q="RED") and "0000.tar:b" not in read_items(
+                client, path, q="RED"
+            )
+        else:
+            assert "the second" in page and "24 × 16 · 6 frames · 0.75 s" in page
+            expected, size = (
+                {"videos.npy:0": 0, "videos.npy:1": 90, "small.npz:images:1": 90, "packed.npz:images:1": 90},
+                ("24", "16"),
+            )
+            assert client.get(f"{base}/file/videos.npy:0").status_code == 404
+        for name, red in expected.items():
+            answer = client.get(f"{base}/sheet/{name}")
+            assert answer.status_code == 200, (name, answer.text)
+            with Image.open(io.BytesIO(answer.content)) as sheet:
+                assert abs(sheet.convert("RGB").getpixel((4, 4))[0] - red) < 6, name
+            assert (answer.headers["x-width"], answer.headers["x-height"]) == size
+        for name in ("0000.tar", "0000.tar:z", "videos.npy", "videos.npy:9", "../packed/0000.tar:a"):
+            assert client.get(f"{base}/sheet/{name}").status_code == 404, name
+    (folder / "arrays" / "videos.npy").write_bytes(b"now something else")
+    answer = client.get(f"{base}/sheet/videos.npy:1")
+    assert answer.status_code == 422 and "cannot be read" in answer.text
+    monkeypatch.setattr(item_frames, "UNPACKED", 100)
+    assert "compressed array" in client.get(f"{base}/sheet/packed.npz:images:1").text
+
+
+def test_behind_a_limit_a_compressed_shard_says_why_nothing_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_packed(tmp_path / "packed")
+    item = DatasetItem("0001.tar.gz:a", place={"file": "0001.tar.gz", "member": "a.png", "offset": None, "size": 9})
+    assert item_frames.make_item_sheet(folder, item).width == 16
+    monkeypatch.setattr(item_frames, "UNPACKED", 100)
+    with pytest.raises(Unreadable, match="unpack it to see it"):
+        item_frames.make_item_sheet(folder, item)
+
+
+def test_a_part_of_a_clip_shows_that_part_only(tmp_path: Path) -> None:
+    write_gif(tmp_path / "long.gif", frames=6, fps=10)
+    part = DatasetItem("long.gif", width=32, height=32, frames=2, seconds=0.2, start=0.3, end=0.5)
+    sheet = item_frames.make_item_sheet(tmp_path, part)
+    with Image.open(io.BytesIO(sheet.data)) as picture:
+        reds = [picture.convert("RGB").getpixel((32 * number + 4, 4))[0] for number in range(sheet.frames)]
+    assert reds == [130, 170]
+
+
 def test_many_items_come_in_pages() -> None:
     check = Check(0.0, 1.0, items=tuple(DatasetItem(f"{n}.png", (f"item {n}",)) for n in range(100)))
     last = select_items(check, page=99)
@@ -161,22 +225,43 @@ def test_a_codec_rebuilds_an_item_beside_it(photos: Path, tmp_path: Path) -> Non
     assert [codec.stage for codec in find_codecs([describe_run(run, "phenaki")])] == ["tokenizer"]
     (run / "studio").mkdir()
     worker = Ear()
-    job = {"do": "reconstruct", "run": str(run), "out": str(run / "studio" / "reconstructions")}
-    worker.run({**job, "stage": "tokenizer", "file": str(photos / "clip.gif")})
+    job = {"do": "reconstruct", "run": str(run), "out": str(run / "studio" / "reconstructions"), "folder": str(photos)}
+    worker.run({**job, "stage": "tokenizer", "item": {"name": "clip.gif"}})
     name, done = worker.heard[-1]
     assert name == "done", done
     assert done["text"].startswith("PSNR ") and done["model"].startswith("tokenizer, step ")
     with Image.open(run / "studio" / done["files"][0]) as picture:
         assert picture.width == 2 * picture.height and picture.n_frames > 1  # both halves are the stage's size
-    worker.run({**job, "stage": "generator", "file": str(photos / "clip.gif")})
+    worker.run({**job, "stage": "generator", "item": {"name": "clip.gif"}})
     assert worker.heard[-1][0] == "failed" and "does not rebuild pictures" in worker.heard[-1][1]["error"]
-    worker.run({**job, "stage": "tokenizer", "file": str(photos / "torn.png")})
+    worker.run({**job, "stage": "tokenizer", "item": {"name": "torn.png"}})
     assert worker.heard[-1][0] == "failed"
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("task: cvivit", "task: os.system"))
     stranger = Ear()
-    stranger.run({**job, "stage": "tokenizer", "file": str(photos / "clip.gif")})
+    stranger.run({**job, "stage": "tokenizer", "item": {"name": "clip.gif"}})
     assert stranger.heard[-1][0] == "failed" and "never typed on this machine" in stranger.heard[-1][1]["error"]
+
+
+def test_a_codec_rebuilds_items_of_tars_and_arrays_and_parts_of_clips(tmp_path: Path) -> None:
+    with tarfile.open(STORED / "phenaki.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    run, folder = tmp_path / "phenaki", write_packed(tmp_path / "packed")
+    (run / "studio").mkdir()
+    worker = Ear()
+    job = {"do": "reconstruct", "run": str(run), "out": str(run / "studio" / "reconstructions"), "stage": "tokenizer"}
+    write_gif(tmp_path / "long.gif", frames=6, fps=10)
+    part = {"name": "long.gif", "frames": 2, "seconds": 0.2, "start": 0.3, "end": 0.5}
+    found = [item for item in describe_folder(folder, [])["items"] if not item["problems"]]
+    arrays = describe_folder(folder / "arrays", [])["items"]
+    for item, where in [(found[0], folder), (found[1], folder), (arrays[-1], folder / "arrays"), (part, tmp_path)]:
+        worker.run({**job, "folder": str(where), "item": item})
+        name, done = worker.heard[-1]
+        assert name == "done", (item, done)
+        with Image.open(run / "studio" / done["files"][0]) as picture:
+            gray = picture.convert("L").getpixel((4, 4))  # of the item; its reconstruction is on the right
+        expected = {"0000.tar:a": 74, "0001.tar.gz:a": 74, "videos.npy:1": 90, "long.gif": 39}[item["name"]]
+        assert abs(gray - expected) < 6, (item, gray)
 
 
 def test_a_reconstruction_is_asked_for_by_id_item_and_codec(visitor: Any, photos: Path, runs: Path) -> None:

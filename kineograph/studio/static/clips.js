@@ -19,6 +19,7 @@
       facts = (name) => data[name];
     } else {
       const answer = await fetch(data.sheet);
+      if (answer.status === 422) data.reason = await answer.text();
       if (!answer.ok) throw new Error(String(answer.status));
       image = await createImageBitmap(await answer.blob());
       facts = (name) => answer.headers.get(`x-${name}`);
@@ -42,7 +43,11 @@
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
       seen.unobserve(entry.target);
-      load(entry.target).catch(() => entry.target.classList.add("unreadable"));
+      load(entry.target).catch(() => {
+        entry.target.dataset.reason ??= "cannot be read";
+        entry.target.title = entry.target.dataset.reason;
+        entry.target.classList.add("unreadable");
+      });
     }
   }, { rootMargin: "300px" });
 
