@@ -11,6 +11,7 @@ from kineograph.studio.wall import read_wall
 
 COMPARED = 4  # runs at most
 PICTURES = 24  # prompts of a comparison
+UNSHARED = 4  # more of each run that shares none of them
 
 
 def compare_runs(runs: Sequence[Run]) -> dict[str, Any]:
@@ -20,11 +21,16 @@ def compare_runs(runs: Sequence[Run]) -> dict[str, Any]:
     results = compare_results([read_evaluation(run.path) for run in runs])
     drawn = match_pictures(runs, trees)
     shared = {prompt: files for prompt, files in drawn.items() if sum(map(bool, files)) > 1}
+    pictures = dict(list((shared or drawn).items())[:PICTURES])
+    for number in range(len(runs)):  # a run that shares no prompt shows its own
+        if shared and not any(files[number] for files in shared.values()):
+            own = {prompt: files for prompt, files in drawn.items() if files[number]}
+            pictures |= dict(list(own.items())[:UNSHARED])
     return {
         "runs": runs,
         "settings": settings,
         "results": results,
-        "pictures": list((shared or drawn).items())[:PICTURES],
+        "pictures": list(pictures.items()),
         "shared_prompts": bool(shared),
         "seeds": [tree.get("seed") for tree in trees],
     }

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from PIL import Image
 from pydantic import Field
 
 from kineograph.core.config import Config
-from kineograph.core.errors import InputError, Unreadable
+from kineograph.core.errors import InputError, Unreadable, explain_oversized_image
 from kineograph.core.media_file import MediaLimits, Meter, check_bytes, open_image
 from kineograph.core.text_file import parse_json
 from kineograph.studio.dataset import DatasetItem
@@ -269,6 +270,8 @@ def save_upload(run: Path, data: bytes) -> dict[str, Any]:
             kind, size = image.format or "", image.size
     except Unreadable as error:
         raise InputError(f"the picture cannot be used: {error.reason}") from None
+    except Image.DecompressionBombError as error:
+        raise InputError(f"the picture cannot be used: {explain_oversized_image(error)}") from None
     except Exception:  # decoders raise almost anything on damaged files
         raise InputError("the picture cannot be read: give a PNG, JPEG, WebP or GIF") from None
     folder = prepare_folder(run) / UPLOADS

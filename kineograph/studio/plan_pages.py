@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -57,7 +59,7 @@ class PlanPages:
         fitting = {name: fit for name, fit in chosen.items() if fit is not None}
         command = make_command(preset, fitting) if estimate.is_done and len(fitting) == len(chosen) else ""
         values = {"preset": preset, "estimate": estimate, "size": max(1, size), "memory": memory, "chosen": chosen}
-        html = pages.render("_fit.html", **values, command=command, parts=PARTS)
+        html = pages.render("_fit.html", **values, command=command, parts=PARTS, waited=time.time() - estimate.began)
         return HTMLResponse(html, 200 if estimate.is_done else 202)
 
     @staticmethod

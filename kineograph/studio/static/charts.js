@@ -4,6 +4,7 @@
   const charts = document.getElementById("charts");
   if (!charts) return;
   const COLOURS = 8;
+  const WHOLE = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));  // between ticks
   const embedded = document.getElementById("curves-data");  // in a report
   const runs = charts.dataset.runs ? JSON.parse(charts.dataset.runs) : null;
   const names = charts.dataset.names ? JSON.parse(charts.dataset.names) : [""];
@@ -22,6 +23,17 @@
     return value.toLocaleString("en-US", { maximumSignificantDigits: 4 });
   };
 
+  // Ticks of one axis look alike, and fit beside it.
+  function formatTicks(ticks) {
+    const largest = Math.max(...ticks.map((tick) => Math.abs(tick ?? 0)));
+    return ticks.map((tick) => {
+      if (tick === null) return "";
+      if (largest >= 1e5) return tick.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 4 });
+      if (largest >= 1e-4 || tick === 0) return tick.toLocaleString("en-US", { maximumSignificantDigits: 4 });
+      return tick.toExponential().replace(/(\.\d{3})\d+/, "$1");
+    });
+  }
+
   // Data ------------------------------------------------------------------------------------------------------------
 
   // Exponential moving average without the bias of its start.
@@ -35,14 +47,12 @@
     });
   }
 
-  // From the 1st to the 99th percentile of what is drawn, with a margin.
-  function robustRange(arrays, logarithmic) {
+  // Lowest and highest of what is drawn; `clip`: from the 1st to the 99th percentile. null: leave the axis to uPlot.
+  function findRange(arrays, clip) {
     const all = arrays.flat().filter((v) => v !== null && v !== undefined && Number.isFinite(v)).sort((a, b) => a - b);
-    if (all.length < 20) return null;
-    const low = all[Math.floor(0.01 * (all.length - 1))], high = all[Math.ceil(0.99 * (all.length - 1))];
-    if (!(high > low)) return null;
-    const margin = 0.05 * (high - low);
-    return logarithmic ? [low / 1.05, high * 1.05] : [low - margin, high + margin];
+    const share = clip && all.length >= 20 ? 0.01 : 0;
+    const low = all[Math.floor(share * (all.length - 1))], high = all[Math.ceil((1 - share) * (all.length - 1))];
+    return high > low ? [low, high] : null;
   }
 
   function options() {
@@ -128,7 +138,7 @@
     const { axis, log, clip, smooth: weight } = options();
     const entries = collect(panel.title, stageName).filter((item) => item.columns.step.length);
     if (!entries.length) return;
-    const logarithmic = log && panel.log;
+    let logarithmic = log && panel.log;
     const tables = entries.map((item) => {
       const xs = item.columns[axis];
       let ys = item.columns.values[item.curve.name];
@@ -151,7 +161,11 @@
     figure.append(caption, place, values);
     grid.append(figure);
 
-    const range = clip ? robustRange(data.slice(1), logarithmic) : null;
+    let range = findRange(data.slice(1), clip);
+    if (range && range[0] > 0 && range[1] / range[0] < 2.5) logarithmic = false;  // too narrow for its ticks
+    if (range && logarithmic) range = [range[0] / 1.08, range[1] * 1.08];
+    else if (range && clip) range = [range[0] - 0.05 * (range[1] - range[0]), range[1] + 0.05 * (range[1] - range[0])];
+    else range = null;
     const axes = { stroke: colour("--muted"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const plot = new uPlot({
       width: place.clientWidth || 360,
@@ -161,10 +175,10 @@
       cursor: { sync: { key: "charts", setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
       scales: { x: { time: false, range: (u, low, high) => zoom || (low === high ? [low - 1, high + 1] : [low, high]) }, y: { distr: logarithmic ? 3 : 1, ...(range ? { range: () => range } : {}) } },
       axes: [
-        { ...axes, size: 26, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? `${number(tick / 1000)}k` : number(tick))) },
-        { ...axes, size: 56, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+        { ...axes, size: 26, values: (u, ticks) => formatTicks(ticks), ...(axis === "step" ? { incrs: WHOLE } : {}) },
+        { ...axes, size: 56, values: (u, ticks) => formatTicks(ticks) },
       ],
-      series: [{}, ...entries.map((item) => ({ ...style(item, entries), spanGaps: true, points: { show: item.columns.step.length < 24 && item.curve.split === "validation", size: 5 } }))],
+      series: [{}, ...entries.map((item) => ({ ...style(item, entries), spanGaps: true, points: { show: item.columns.step.length < (item.curve.split === "validation" ? 24 : 2), size: 5 } }))],
       hooks: {
         draw: [(u) => drawMarks(u, entries[0].stage, axis)],
         setCursor: [(u) => {

@@ -35,6 +35,7 @@
       longest = clip.frames;
       slider.max = longest - 1;
       rate = Number(facts("fps"));
+      showControls();
     }
     paint(button, clip);
   }
@@ -83,6 +84,12 @@
     requestAnimationFrame(tick);
   }
   requestAnimationFrame(tick);
+
+  const controls = [play, slider.parentElement, document.querySelector(".player .hint")];
+  function showControls() {  // still pictures need none
+    for (const control of controls) control.hidden = longest < 2;
+  }
+  showControls();
 
   function setPlaying(value) {
     playing = value;
@@ -139,7 +146,12 @@
 
   function move(rows, columns) {
     const cell = opened.closest("td");
-    if (!cell) return;
+    if (!cell) {  // no table: the one before or after
+      const all = [...document.querySelectorAll(".clip")];
+      const next = all[all.indexOf(opened) + (rows || columns)];
+      if (next) enlarge(next);
+      return;
+    }
     let row = cell.parentElement, index = cell.cellIndex;
     for (let tries = 0; tries < 200; tries++) {
       index += columns;

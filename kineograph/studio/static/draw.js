@@ -104,6 +104,7 @@
     if (status.state === "drawing" && status.expected) { bar.max = status.expected; bar.value = Math.min(status.passes, status.expected); } else bar.removeAttribute("value");
     part("model").hidden = !status.model;
     part("model-said").textContent = `${own ? "" : `${status.label}: `}${status.model} stays loaded for the next drawing and holds ${Page.bytes(status.memory)} on ${status.device}.`;
+    part("ended").hidden = !(own && status.state === "cancelled");
     if (own && status.state === "failed") explain(status.text);
   }
 
