@@ -13,8 +13,10 @@ _PLACE = "{text}"
 
 
 def check_template(template: str, known: Sequence[str] = ("text",)) -> None:
-    """Refuse a caption template with other names in braces than the known ones."""
-    unknown = [name for name in re.findall(r"{(\w*)[^{}]*}", template) if name not in known]
+    """Refuse a caption template with anything else in braces than the known names; {label[0]} is one of several labels."""
+    found = re.findall(r"{([^{}]*)}", template)
+    # str.format would also take attributes, and widths of any size.
+    unknown = [place for place in found if re.sub(r"^label(\[\d{1,9}\])+$", "label", place) not in known]
     if unknown:
         places = " or ".join(f"{{{name}}}" for name in known)
         raise ValueError(f"{template!r} has {{{unknown[0]}}}: write {places} where the item's own caption belongs")

@@ -17,12 +17,12 @@ from unicodedata import normalize
 
 from kineograph.core.errors import InputError
 from kineograph.core.text_file import clean_caption, parse_json, read_text, replace_surrogates, split_lines
+from kineograph.data.parquet import read_rows
 
 if TYPE_CHECKING:  # imports torch
     from kineograph.core.protocols import Source
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-_MAX_PARQUET = 2**33  # bytes that its columns unpack to, as its footer states
 TEXT_KEYS = ("text", "caption", "prompt", "texts", "captions", "prompts")
 FILE_KEYS = ("file_name", "video", "media_path", "path")
 # Words that become wrong when the picture is mirrored.
@@ -239,43 +239,25 @@ def _iterate_rows(path: Path, name: str, problems: list[Problem]) -> Iterator[tu
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise InputError(f"reading {path} needs pyarrow: pip install 'kineograph[parquet]'") from None
-    try:
-        with ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if not set(FILE_KEYS) & set(columns):
-                raise InputError(f"{path} has the columns {', '.join(columns)}: file_name and text are needed")
-            size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-            if size > _MAX_PARQUET:
-                raise InputError(f"{path} unpacks to {size:,} bytes, and no more than {_MAX_PARQUET:,} are read")
-            wanted = [name for name in columns if name in {*FILE_KEYS, *TEXT_KEYS, "start", "end", "clips"}]
-            for batch in file.iter_batches(columns=wanted):
-                yield from batch.to_pylist()
-    except (ArrowException, OSError, ValueError) as error:  # also text that is not UTF-8
-        raise InputError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())[:200]}") from None
+    def choose(columns: list[str]) -> list[str]:
+        if not set(FILE_KEYS) & set(columns):
+            raise InputError(f"{path} has the columns {', '.join(columns)}: file_name and text are needed")
+        return [name for name in columns if name in {*FILE_KEYS, *TEXT_KEYS, "start", "end", "clips"}]
+
+    yield from read_rows(path, choose)
 
 
 def read_parquet_column(path: Path, names: Sequence[str], key: str) -> list[str]:
     """The texts of the first of these columns that a .parquet file has; a row without one gives an empty text."""
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise InputError(f"reading {path} needs pyarrow: pip install 'kineograph[parquet]'") from None
-    try:
-        with ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            name = next((name for name in names if name in columns), None)
-            if name is None:
-                raise InputError(f"{path} has the columns {', '.join(columns[:12])}: set {key} to that of the captions")
-            rows = [row for batch in file.iter_batches(columns=[name]) for row in batch.column(0).to_pylist()]
-    except (ArrowException, OSError, ValueError) as error:
-        raise InputError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())[:200]}") from None
-    return [" ".join(str(row).split()) if row is not None else "" for row in rows]
+
+    def choose(columns: list[str]) -> list[str]:
+        name = next((name for name in names if name in columns), None)
+        if name is None:
+            raise InputError(f"{path} has the columns {', '.join(columns[:12])}: set {key} to that of the captions")
+        return [name]
+
+    values = (next(iter(row.values())) for row in read_rows(path, choose))
+    return [" ".join(str(value).split()) if value is not None else "" for value in values]
 
 
 def names_side(caption: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kineograph.core.errors import InputError
+from kineograph.core.remote_files import open_filesystem
 from kineograph.data.arrays import load_npy, read_npy_header
 
 _READERS = 16  # requests at a time for headers
@@ -33,7 +34,7 @@ class RemoteFolder:
 
     def __init__(self, url: str, key: str, suffix: str = ".npy") -> None:
         self.url, self.key = url, key
-        self._fs, root = self._ask(lambda: _open_filesystem(url))
+        self._fs, root = self._ask(lambda: open_filesystem(url))
         rows = self._ask(lambda: self._fs.ls(root, detail=True))
         self.files: dict[str, dict[str, Any]] = {}
         for row in rows:
@@ -97,7 +98,7 @@ class RemoteFolder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._fs, _ = _open_filesystem(self.url)
+        self._fs, _ = open_filesystem(self.url)
 
 
 class RemoteArray:
@@ -122,9 +123,3 @@ class RemoteArray:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_values": None}  # a pickled memory map would hold the whole file
-
-
-def _open_filesystem(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
-    return url_to_fs(url)

@@ -12,6 +12,7 @@ from kineograph.core.config import load_file
 from kineograph.core.errors import InputError
 
 _MAX_BYTES = 1_000_000
+_MAX_CALLS = 100
 
 
 @dataclass
@@ -57,14 +58,16 @@ def _read_mapping(path: Path, known: Mapping[str, Collection[str]]) -> list[Call
 
 def _read_script(path: Path, known: Collection[str]) -> list[Call]:
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise InputError(f"{path} has {path.stat().st_size:,} bytes: a script has at most {_MAX_BYTES:,}")
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise InputError(f"{path} has more than {_MAX_BYTES:,} bytes: a script has at most that")
+        tree = ast.parse(data.decode("utf-8"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (SyntaxError, UnicodeDecodeError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{path} is neither a Python script nor JSON or YAML: {error}") from None
-    finder = _Finder(known)
+    finder = _Finder(path, known)
     try:
         finder.visit(tree)
     except RecursionError:
@@ -75,8 +78,8 @@ def _read_script(path: Path, known: Collection[str]) -> list[Call]:
 class _Finder(ast.NodeVisitor):
     """Collects calls in the order of the script, inner ones first. Constants assigned to names are resolved."""
 
-    def __init__(self, known: Collection[str]) -> None:
-        self.known = known
+    def __init__(self, path: Path, known: Collection[str]) -> None:
+        self.path, self.known = path, known
         self.calls: list[Call] = []
         self.constants: dict[str, Any] = {}
 
@@ -96,6 +99,10 @@ class _Finder(ast.NodeVisitor):
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
         if name not in self.known:
             return
+        if len(self.calls) == _MAX_CALLS:
+            raise InputError(
+                f"{self.path} has more than {_MAX_CALLS} calls of {', '.join(self.known)}: give the script of one training"
+            )
         call = Call(name, {})
         arguments = [(str(index), value) for index, value in enumerate(node.args)]
         arguments += [(keyword.arg or "**", keyword.value) for keyword in node.keywords]

@@ -1,4 +1,4 @@
-"""Download checkpoints and weights: any URL that fsspec opens (`https://…`, `file://…`), or a W&B artifact `wandb:…`.
+"""Download checkpoints and weights: a URL (`https://…`, `file://…`; core/remote_files.py), or a W&B artifact `wandb:…`.
 
 A checkpoint is a folder, whose manifest.json lists its files, or a tar of one; weights alone are a safetensors file.
 Everything is checked against its manifest before it is read, and nothing is unpickled.
@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kineograph.core.errors import InputError
+from kineograph.core.remote_files import open_filesystem
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
 from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
@@ -123,9 +124,7 @@ def _is_one_file(source: str) -> bool:
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec filesystem of a URL, and the path in it."""
-    import fsspec
-
+    """The filesystem of a URL, and the path in it."""
     options: dict[str, Any] = {}
     if url.startswith(("http://", "https://")):
         try:
@@ -135,7 +134,7 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
         # aiohttp's default ends any download after five minutes.
         timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_TIMEOUT)
         options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
-    return fsspec.core.url_to_fs(url, **options)
+    return open_filesystem(url, **options)
 
 
 @contextmanager

@@ -44,6 +44,16 @@ def hand_over(folder, **keys):
     return folder
 
 
+@pytest.mark.parametrize("shards", ["{pi,x}pe:touch MARK", "{pipe,x}:touch MARK", ["a.tar", "p{ip,x}e:touch MARK"]])
+def test_braces_do_not_spell_a_command(tmp_path, shards):
+    """Nothing that does not begin with pipe: is a command, since it is completed to an absolute path first."""
+    mark = tmp_path / "ran"
+    shards = json.loads(json.dumps(shards).replace("MARK", str(mark)))
+    folder = hand_over(tmp_path / "gift", data={"source": "webdataset", "shards": shards, "validation": 0})
+    assert run_command(["train", "--run"], folder, tmp_path / "out") == 2
+    assert not mark.exists()
+
+
 def run_command(command, folder, out):
     words = [command[0], *command[1:], str(folder)] if command[0] == "train" else [command[0], str(folder)]
     if command[0] == "export":

@@ -11,6 +11,8 @@ import pytest
 from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.noise import numpy_rng
 from kineograph.data.clip_retrieval import ClipRetrieval, ClipRetrievalConfig
+from kineograph.data.remote_arrays import RemoteFolder
+from kineograph.train.remote_checkpoint import check_reachable
 from tests.run.calling import kineo
 
 COUNTS = {0: 6, 1: 5, 12: 9}
@@ -72,6 +74,17 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     np.save(folder / "img_emb" / "img_emb_1.npy", np.ones((5, 3)))
     with pytest.raises(InputError, match="of one width"):
         opened(folder, text_embeddings=None, metadata=None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["reference::http://127.0.0.1:9/x.json", "reference://x", "simplecache::file:///tmp", "dask://h", "sftp://h/x"],
+)
+def test_unusual_addresses_are_not_opened(folder: Path, url: str) -> None:
+    with pytest.raises(InputError, match="addresses of this kind are not opened"):
+        RemoteFolder(url, "data.image_embeddings")
+    with pytest.raises(InputError, match="addresses of this kind are not opened"):
+        check_reachable(url)
 
 
 def test_a_row_of_zeros_is_no_embedding(folder: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 import zipfile
 
 import numpy as np
@@ -135,6 +136,9 @@ def test_one_label_each(tmp_path):
     assert opened(tmp_path, caption="the digit {label}").caption(4) == "the digit 4"
     with pytest.raises(ConfigError, match=r"data.caption='\{label\[1\]\}' does not fit a label like 0"):
         opened(tmp_path, caption="{label[1]}")
+    for template in ("{label.__class__}", "{label[0]:>999999999}", "{text!r}", "{label[-1]}"):
+        with pytest.raises(ConfigError, match=re.escape(template)):
+            opened(tmp_path, caption=template)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from kineograph.core.errors import InputError
-from kineograph.data.captions import find_captions
+from kineograph.data.captions import find_captions, read_parquet_column
 from kineograph.data.check import check_folder
 
 
@@ -50,6 +50,26 @@ def test_hostile_parquet(tmp_path, monkeypatch):
         with pytest.raises(InputError, match="not a readable Parquet file"):
             find_captions(tmp_path, ["a.png"], [path.name])
     path.write_bytes(whole)
-    monkeypatch.setattr("kineograph.data.captions._MAX_PARQUET", 1000)
-    with pytest.raises(InputError, match=r"unpacks to [\d,]+ bytes"):
+    monkeypatch.setattr("kineograph.data.parquet.MAX_BYTES", 1000)
+    with pytest.raises(InputError, match=r"unpacks to more than 1,000 bytes of file_name, text"):
         find_captions(tmp_path, ["a.png"], [path.name])
+
+
+def test_a_small_file_with_much_text_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    def repeat(value, count):
+        return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count, "int32"), [value])
+
+    monkeypatch.setattr("kineograph.data.parquet.MAX_BYTES", 10**7)
+    path, count = tmp_path / "metadata.parquet", 1000
+    names, texts = repeat("a.png", count), repeat("x" * 20_000, count)
+    nested = pyarrow.ListArray.from_arrays(range(count + 1), texts)
+    for column in (texts, nested):
+        write_table(pyarrow.table({"file_name": names, "text": column}), path, compression="zstd")
+        assert path.stat().st_size < 10_000
+        with pytest.raises(InputError, match="unpacks to more than 10,000,000 bytes"):
+            find_captions(tmp_path, ["a.png"], [path.name])
+        with pytest.raises(InputError, match="unpacks to more than 10,000,000 bytes"):
+            read_parquet_column(path, ["text"], "data.caption_column")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import zipfile
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ import torch.multiprocessing as mp
 from scipy.linalg import sqrtm
 
 from kineograph.core import distributed
+from kineograph.core.errors import InputError
 from kineograph.evaluate.metric_api import MetricSkipped
+from kineograph.evaluate.saved_statistics import read_statistics
 from kineograph.evaluate.statistics import FeatureRows, Moments, frechet_distance, inception_score, kernel_distance
 
 CPU = torch.device("cpu")
@@ -156,3 +160,31 @@ def test_what_several_processes_saw_is_joined_before_it_is_scored(tmp_path):
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["found"] == pytest.approx(_score(slice(None)), rel=1e-6)
     assert told["gathered"] == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+
+
+def write_zip(path, **arrays):
+    """Compressed arrays of zeros, given by their shapes."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, shape in arrays.items():
+            with archive.open(f"{name}.npy", "w") as file:
+                header = {"descr": "<f8", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for _ in range(8 * math.prod(shape) // 2**22 + 1):
+                    file.write(bytes(2**22))
+
+
+def test_damaged_and_hostile_statistics_are_refused(tmp_path):
+    path = tmp_path / "photos.npz"
+    np.savez_compressed(path, mu=np.linspace(0, 1, 64), sigma=np.random.default_rng(0).random((64, 64)))
+    data = path.read_bytes()
+    middle = len(data) // 2
+    path.write_bytes(data[:middle] + bytes(40) + data[middle + 40 :])  # zlib's own error
+    with pytest.raises(InputError, match=r"not an \.npz file"):
+        read_statistics(path)
+    np.savez(path, mu=np.array([{}], object), sigma=np.eye(1))
+    with pytest.raises(InputError, match="Object arrays cannot be loaded"):
+        read_statistics(path)
+    write_zip(path, mu=(2**26,), sigma=(4, 4))
+    assert path.stat().st_size < 2**22
+    with pytest.raises(InputError, match=r"mu\.npy has more than 536,870,912 bytes"):
+        read_statistics(path)

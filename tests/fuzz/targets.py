@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
-import importlib
+import importlib.util
 import io
 import json
 import lzma
@@ -18,13 +18,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import av
 import click
 import numpy as np
 import torch
 import typer
 import yaml
-from PIL import Image
 from safetensors.torch import save
 
 import kineograph
@@ -48,6 +46,8 @@ from kineograph.run.resume_from import fetch_checkpoints
 from kineograph.stage.load import StageLoader, choose_sampling_stage
 from kineograph.train import checkpoint
 from tests.data.tar_shards import item, write
+from tests.fuzz import datasets, projects
+from tests.fuzz.corpora import make_media, make_sounds
 from tests.fuzz.mutations import NUMBERS, STRINGS, damage_bytes, damage_tree, value
 
 STORED = Path(__file__).parents[1] / "fixtures" / "runs"
@@ -85,7 +85,7 @@ def texts(rng: Random, folder: Path) -> None:
     tree = _preset(source.stem)
     if rng.random() < 0.5:
         tree = damage_tree(rng, tree)
-    text = json.dumps(tree) if suffix == ".json" else yaml.safe_dump(tree, allow_unicode=True)
+    text = json.dumps(tree) if suffix == ".json" else yaml.safe_dump(tree, allow_unicode=True, sort_keys=False)
     path.write_bytes(
         damage_bytes(rng, text.encode("utf-8", "surrogatepass"))
         if rng.random() < 0.7
@@ -150,7 +150,7 @@ def arguments(rng: Random, folder: Path) -> None:
     """Every command, with words that nobody types."""
     (folder / "scenes.txt").write_text("a 3 moves left\na 3 moves up\n")
     (folder / "pictures").mkdir()
-    (folder / "pictures" / "a.png").write_bytes(_media()["still.png"])
+    (folder / "pictures" / "a.png").write_bytes(make_media()["still.png"])
     command = rng.choice(list(_commands()))
     words = [*STRINGS, *map(str, NUMBERS), "scenes.txt", ".", "train.steps=x", "a=b", "no-such-preset", "last", "8x8"]
     words = [word for word in words if word not in ("/", "~")]
@@ -171,45 +171,14 @@ def arguments(rng: Random, folder: Path) -> None:
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _media() -> dict[str, bytes]:
-    frames = [Image.fromarray(np.full((24, 32, 3), 40 * i, np.uint8)) for i in range(5)]
-    made = {}
-    for suffix, form in {
-        ".png": "PNG",
-        ".jpg": "JPEG",
-        ".bmp": "BMP",
-        ".tiff": "TIFF",
-        ".webp": "WEBP",
-        ".gif": "GIF",
-    }.items():
-        for moving in (False, True):
-            buffer = io.BytesIO()
-            more = (
-                {"save_all": True, "append_images": frames[1:], "duration": 100}
-                if moving and form in ("GIF", "WEBP", "PNG")
-                else {}
-            )
-            frames[0].save(buffer, form, **more)
-            made[f"{'clip' if more else 'still'}{suffix}"] = buffer.getvalue()
-    for suffix, codec in {".mp4": "libx264", ".webm": "libvpx", ".avi": "mpeg4", ".mkv": "libx264"}.items():
-        buffer = io.BytesIO()
-        with av.open(buffer, "w", format={".mkv": "matroska"}.get(suffix, suffix[1:])) as container:
-            stream = container.add_stream(codec, rate=8)
-            stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
-            for frame in frames:
-                container.mux(stream.encode(av.VideoFrame.from_image(frame)))
-            container.mux(stream.encode())
-        made[f"clip{suffix}"] = buffer.getvalue()
-    return made
-
-
 def media(rng: Random, folder: Path) -> None:
-    name, data = rng.choice(sorted(_media().items()))
+    name, data = rng.choice(sorted(make_media().items()))
     path = folder / name
     path.write_bytes(damage_bytes(rng, data))
     suffix = (
-        rng.choice([path.suffix, *{Path(other).suffix for other in _media()}]) if rng.random() < 0.2 else path.suffix
+        rng.choice([path.suffix, *{Path(other).suffix for other in make_media()}])
+        if rng.random() < 0.2
+        else path.suffix
     )
     options = DecodeOptions(
         ResizeCrop((8, 8)),
@@ -245,7 +214,7 @@ def tars(rng: Random, folder: Path) -> None:
 def folders(rng: Random, folder: Path) -> None:
     """Captions and metadata beside pictures."""
     for number in range(3):
-        (folder / f"{number}.png").write_bytes(_media()["still.png"])
+        (folder / f"{number}.png").write_bytes(make_media()["still.png"])
     rows = [{"file_name": f"{n}.png", "text": "a b", "start": 0, "end": 1} for n in range(3)]
     lines = "\n".join(json.dumps(damage_tree(rng, row)) for row in rows)
     (folder / rng.choice(["metadata.jsonl", "metadata.csv", "0.txt", "videos.txt"])).write_bytes(
@@ -308,7 +277,7 @@ def _damage_file(rng: Random, path: Path) -> None:
             else json.loads(data.splitlines()[0] if path.suffix == ".jsonl" else data)
         )
         tree = damage_tree(rng, tree)
-        text = yaml.safe_dump(tree) if path.suffix == ".yaml" else json.dumps(tree)
+        text = yaml.safe_dump(tree, sort_keys=False) if path.suffix == ".yaml" else json.dumps(tree)
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     else:
         path.write_bytes(damage_bytes(rng, data))
@@ -457,17 +426,24 @@ def answers(rng: Random, folder: Path) -> None:
 
 TARGETS = {
     target.__name__: target
-    for target in (configs, texts, arguments, media, tars, folders, runs, stored, checkpoints, caches, imports, answers)
+    for target in (
+        *(configs, texts, arguments, media, tars, folders, runs, stored, checkpoints, caches, imports, answers),
+        *(datasets.arrays, datasets.embeddings, datasets.layouts, datasets.prompts, datasets.statistics, datasets.sets),
+        *(datasets.archives, datasets.listings, projects.trainers, projects.races),
+        projects.make_pages_target(_make_run, _damage_file),
+    )
 }
 
 
 def warm_up() -> None:
     """Make what the cases share, and import what they use, before they are forked."""
     for module in pkgutil.walk_packages(kineograph.__path__, "kineograph."):
-        if not module.name.endswith("__main__") and not module.name.startswith("kineograph.studio."):  # an extra
+        needs_extra = module.name.startswith("kineograph.studio.") and not importlib.util.find_spec("starlette")
+        if not module.name.endswith("__main__") and not needs_extra:
             importlib.import_module(module.name)
     importlib.import_module("matplotlib.pyplot")  # starts fc-list
-    _media()
+    make_media()
+    make_sounds()
     _tiny_plan()
     for name in _names():
         _preset(name)

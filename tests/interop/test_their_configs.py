@@ -220,6 +220,21 @@ def test_numbers_beyond_reason_make_no_lists(tmp_path: Path) -> None:
     assert f"# not translated: NUWA.sparse_3dna_dilation = {10**30}" in printed
 
 
+def test_a_script_of_too_many_calls_is_refused(tmp_path: Path) -> None:
+    """Each argument is looked up among all calls before it."""
+    path = tmp_path / "train.py"
+    path.write_text("\n".join(f"CViViT(dim=x{number})" for number in range(40_000)))
+    with pytest.raises(InputError, match="has more than 100 calls of CViViT"):
+        trainer_config.translate(path, "phenaki")
+
+
+def test_an_endless_script_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="has more than 1,000,000 bytes"):
+        trainer_config.translate(path, "phenaki")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "source", "message"),
     [
