@@ -43,16 +43,16 @@ class MediaLimits(Config):
 
 
 class Stopwatch:
-    """Seconds that work has taken: wall time or this process's CPU time in all its threads, whichever is less.
+    """CPU seconds of the thread that makes it, in which decoders work.
 
-    So waiting for a core of a busy machine, or for a slow disk, hardly counts: it is no fault of the file.
+    Waiting for a core of a busy machine or for a slow disk does not count, nor does the work of other threads: none is a fault of the file.
     """
 
     def __init__(self) -> None:
-        self._wall, self._cpu = time.monotonic(), time.process_time()
+        self._began = time.thread_time()
 
     def seconds(self) -> float:
-        return min(time.monotonic() - self._wall, time.process_time() - self._cpu)
+        return time.thread_time() - self._began
 
 
 class Meter:
