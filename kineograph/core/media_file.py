@@ -6,6 +6,7 @@ import io
 import os
 import stat
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,13 @@ def open_video(file: Path | io.BytesIO, limits: MediaLimits) -> AbstractContextM
         raise
     stream.codec_context.options = {"max_pixels": str(limits.pixels)}  # frames may be larger than their stream says
     return container
+
+
+def decode_packets(container: Any, stream: Any) -> Iterator[Any]:
+    """Decoded frames, from the current position. FFmpeg's decoders refuse the empty packets by which Theora repeats a picture."""
+    for packet in container.demux(stream):
+        if packet.size or packet.dts is None:  # the last packet has neither, and flushes the decoder
+            yield from packet.decode()
 
 
 def open_sound(file: Path) -> AbstractContextManager[Any]:
