@@ -613,13 +613,16 @@ def data_check(
             metavar="[key=value …]", help="Keys of data.*, such as flip=0.5 or size=256 frames=17 fps=8 'buckets={}'."
         ),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List every problem, also many of one kind.", show_default=False)
+    ] = False,
 ) -> None:
     """List what a folder holds and every problem with it (exit 1 if there is any); with buckets, which items go where."""
     from kineograph.data.check import bucket_lines, check_folder, parse_settings
 
     settings = parse_settings(folder, setting) if setting else None  # before hours of decoding: it may have a typo
     report = check_folder(folder, settings)
-    for line in [*report.lines(), *(bucket_lines(settings) if settings is not None else [])]:
+    for line in [*report.lines(everything), *(bucket_lines(settings) if settings is not None else [])]:
         print(line)
     if report.problems:
         raise typer.Exit(1)

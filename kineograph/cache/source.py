@@ -71,7 +71,6 @@ class Cache(BucketedSource):
         """`rows` (N 2) is the pack and row of each item, `captions` its identity and captions; `part` chooses the items of the split."""
         self.config, self.packs, self._rows, self._captions = config, packs, rows, captions
         self._has_captions = any(texts for _, texts in captions)
-        self.has_several_captions = any(len(texts) > 1 for _, texts in captions)
         self.indices, self.note = self._skip_uncaptioned(part)
         self.fields = frozenset(packs[0].arrays)
         self._header = header

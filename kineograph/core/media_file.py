@@ -6,6 +6,7 @@ import io
 import os
 import stat
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -43,16 +44,16 @@ class MediaLimits(Config):
 
 
 class Stopwatch:
-    """Seconds that work has taken: wall time or this process's CPU time in all its threads, whichever is less.
+    """CPU seconds of the thread that makes it, in which decoders work.
 
-    So waiting for a core of a busy machine, or for a slow disk, hardly counts: it is no fault of the file.
+    Waiting for a core of a busy machine or for a slow disk does not count, nor does the work of other threads: none is a fault of the file.
     """
 
     def __init__(self) -> None:
-        self._wall, self._cpu = time.monotonic(), time.process_time()
+        self._began = time.thread_time()
 
     def seconds(self) -> float:
-        return min(time.monotonic() - self._wall, time.process_time() - self._cpu)
+        return time.thread_time() - self._began
 
 
 class Meter:
@@ -127,6 +128,13 @@ def open_video(file: Path | io.BytesIO, limits: MediaLimits) -> AbstractContextM
         raise
     stream.codec_context.options = {"max_pixels": str(limits.pixels)}  # frames may be larger than their stream says
     return container
+
+
+def decode_packets(container: Any, stream: Any) -> Iterator[Any]:
+    """Decoded frames, from the current position. FFmpeg's decoders refuse the empty packets by which Theora repeats a picture."""
+    for packet in container.demux(stream):
+        if packet.size or packet.dts is None:  # the last packet has neither, and flushes the decoder
+            yield from packet.decode()
 
 
 def open_sound(file: Path) -> AbstractContextManager[Any]:

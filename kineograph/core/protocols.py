@@ -87,8 +87,6 @@ class Source(ABC):
     """Wraps a user's own object: forked workers inherit it, and nothing detects that its content has changed."""
     captioning: Captioning = Captioning()
     """How samples get their captions from the texts of their items."""
-    has_several_captions: bool = False
-    """Some items have several captions, of which training draws one each time."""
     has_loss_masks: bool = False
     """Samples say which part of them counts in the loss."""
     caption_help: str = (
@@ -113,6 +111,10 @@ class Source(ABC):
         """All captions of the item, the one of `caption` first; empty if it has none."""
         text = self.caption(index)
         return (text,) if text else ()
+
+    def has_several_captions(self) -> bool:
+        """Whether some items have several captions, of which training draws one each time. May read all captions."""
+        return any(len(self.captions(index)) > 1 for index in range(len(self)))
 
     def formatted_captions(self, index: int) -> list[str]:
         """Every caption that training may give the item, with tags in the order of the data."""

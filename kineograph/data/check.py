@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import statistics
 from collections import Counter
@@ -18,9 +19,10 @@ from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
 from kineograph.data.array_layout import FPS, Layout, check_values, describe_layout, infer_layout
 from kineograph.data.arrays import Array, list_npz, read_captions_beside
+from kineograph.core.media_file import read_media
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, Span, find_captions, names_side, read_captions
-from kineograph.data.decode import has_damaged_profile, media_kind, probe_media
+from kineograph.data.decode import has_damaged_profile, media_kind, probe_media, raise_unreadable
 from kineograph.data.folder import Folder, FolderConfig, Listing, build_items, cut_items, list_folder
 from kineograph.data.loss_masks import find_mask_problems
 from kineograph.data.shards import SUFFIXES, Shard
@@ -29,7 +31,8 @@ from kineograph.data.trim import UNTRIMMED
 from kineograph.data.unread_files import find_unread
 
 _DOCUMENTS = {"readme", "license", "licence", "notice", "changelog"}  # .txt files that are no captions
-_CHECKED = {"buckets", "flip", "caption_lines", "uncaptioned", "start", "end", "skip_frames", "cut"}
+_LISTED = 5  # problems of one kind
+_CHECKED = {"buckets", "flip", "caption_lines", "uncaptioned", "start", "end", "skip_frames", "cut", "limits"}
 """Keys of data.* that change what is checked."""
 T = TypeVar("T")
 
@@ -83,9 +86,9 @@ class Report:
     def count(self) -> int:
         return sum(self.kinds.values())
 
-    def lines(self) -> list[str]:
-        counts = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common()) or "nothing to train on"
-        lines = [f"{self.path}: {counts}", *self.notes]
+    def lines(self, everything: bool = False) -> list[str]:
+        """What was found, for a person. More than a few problems of one kind are shortened, unless `everything` is asked for."""
+        lines = [f"{self.path}: {_count_kinds(self.kinds) or 'nothing to train on'}", *self.notes]
         if self.media:
             lines += [
                 _format_range("width", [media.width for media in self.media]),
@@ -106,7 +109,7 @@ class Report:
                 f"sides: {self.sided} captions say left or right; leave data.flip at 0, which would mirror the pictures only"
             )
         lines.append(f"{len(self.problems)} problems" if len(self.problems) != 1 else "1 problem")
-        return lines + [f"  {path}: {reason}" for path, reason in self.problems]
+        return lines + _list_problems(self.problems, everything)
 
     def _captions_line(self) -> str:
         texts = self.captions
@@ -118,6 +121,34 @@ class Report:
             f"captions: {len(texts)} of {len(self.items)} ({len(self.items) - len(texts)} missing), {repeated} repeated, "
             f"words {min(words)} to {max(words)} (median {statistics.median(words):g})"
         )
+
+
+def _count_kinds(kinds: Counter[str]) -> str:
+    """`12 images (png), 3 clips (2 mp4, 1 gif)` of kinds such as `images (png)`."""
+    endings: dict[str, list[tuple[str, int]]] = {}
+    for kind, count in kinds.most_common():
+        noun, _, ending = kind.removesuffix(")").partition(" (")
+        endings.setdefault(noun, []).append((ending, count))
+    texts = []
+    for noun, counted in endings.items():
+        total = sum(count for _, count in counted)
+        listed = ", ".join(f"{count} {ending}" for ending, count in counted) if len(counted) > 1 else counted[0][0]
+        texts.append(f"{total} {noun if total != 1 else noun.removesuffix('s')} ({listed})")
+    return ", ".join(texts)
+
+
+def _list_problems(problems: Sequence[Problem], everything: bool) -> list[str]:
+    """A line per problem; those with the same reason together, and only the first few of them."""
+    reasons: dict[str, list[str]] = {}
+    for path, reason in problems:
+        reasons.setdefault(reason, []).append(path)
+    lines = []
+    for reason, paths in reasons.items():
+        shown = paths if everything or len(paths) <= _LISTED else paths[: _LISTED - 1]
+        lines += [f"  {path}: {reason}" for path in shown]
+        if len(shown) < len(paths):
+            lines.append(f"  … and {len(paths) - len(shown)} more: {reason} (--all lists them)")
+    return lines
 
 
 def _format_range(name: str, values: list[float] | list[int], form: str = "g") -> str:
@@ -205,10 +236,14 @@ def _check_media(report: Report, names: list[str], config: FolderConfig, masks: 
     unusable: list[str] = []
 
     def measure(name: str) -> MediaInfo | Problem:
-        suffix = PurePosixPath(name).suffix
+        path, suffix = report.path / name, PurePosixPath(name).suffix
         try:
-            info = probe_media(report.path / name, suffix, name, decode_all=True)
-            if has_damaged_profile(report.path / name, suffix):
+            if media_kind(name) == "clip":
+                return config.trim.measure(probe_media(path, suffix, name, decode_all=True, limits=config.limits))
+            with raise_unreadable(name):
+                content = read_media(path, config.limits)  # once, for both
+            info = probe_media(content, suffix, name, decode_all=True, limits=config.limits)
+            if has_damaged_profile(content, name):
                 unusable.append(name)
             return config.trim.measure(info)
         except Unreadable as error:
@@ -228,8 +263,26 @@ def _check_media(report: Report, names: list[str], config: FolderConfig, masks: 
             f"colours: {len(unusable)} pictures have a colour profile (ICC) that cannot be used, and are read as sRGB"
         )
         report.notes.append(f"{text}, such as {min(unusable)}")
+    repeats = find_repeats(report.path, names)
+    if repeats:
+        text = f"repeats: {sum(map(len, repeats)) - len(repeats)} files have the content of another, such as {' = '.join(repeats[0][:3])}"
+        report.notes.append(f"{text}; a copy may be held out for validation while training sees the other")
     report.kinds.update(f"{media_kind(name)}s ({PurePosixPath(name).suffix.lower()[1:]})" for name in names)
     return {name: result for name, result in zip(names, results, strict=True) if isinstance(result, MediaInfo)}
+
+
+def find_repeats(root: Path, names: Sequence[str]) -> list[list[str]]:
+    """Groups of files with the same content. Only files of equal size are read."""
+    sizes: dict[int, list[str]] = {}
+    for name in names:
+        with suppress(OSError):
+            sizes.setdefault((root / name).stat().st_size, []).append(name)
+    found: dict[str, list[str]] = {}
+    for size, alike in sizes.items():
+        for name in alike if size and len(alike) > 1 else ():
+            with suppress(OSError), open(root / name, "rb") as file:
+                found.setdefault(hashlib.file_digest(file, "blake2b").hexdigest(), []).append(name)
+    return [group for group in found.values() if len(group) > 1]
 
 
 def _check_captions(

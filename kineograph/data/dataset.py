@@ -80,7 +80,6 @@ class DatasetSource(Source):
         self._grid: TokenGrid | None = None
         self._check_first_item()
         self.fields = frozenset(self._read_fields(0))
-        self.has_several_captions = len(self._read_fields(0).get("caption", ())) > 1
 
     @classmethod
     def open(cls, config: DatasetConfig, split: Split, seed: int) -> DatasetSource:

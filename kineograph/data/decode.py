@@ -248,11 +248,9 @@ def probe_media(
         return _probe_image(_read(file, limits), decode_all, Meter(limits))
 
 
-def has_damaged_profile(file: Path, suffix: str) -> bool:
+def has_damaged_profile(data: bytes, name: str) -> bool:
     """Whether a picture's colour profile cannot be used. Raises Unreadable."""
-    if suffix.lower() not in IMAGES:
-        return False
-    with raise_unreadable(file.name), _open_image(read_media(file, _LIMITS), True, Meter(_LIMITS)) as image:
+    with raise_unreadable(name), _open_image(data, True, Meter(_LIMITS)) as image:
         return not has_usable_profile(image)
 
 

@@ -260,9 +260,6 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
         self.problems = problems
         """Not fatal: metadata rows without a file, text that is not UTF-8."""
         self._captions = captions
-        self.has_several_captions = config.caption_lines == "several" or any(
-            len(texts) > 1 for texts in captions.listed.values()
-        )
         extra = {"sketch": config.sketches is not None, "audio": config.sample_rate is not None}
         self.fields = frozenset({"pixels", *(name for name, has in extra.items() if has)})
         self._sketches = _find_sketches(config, [item.name for item in items]) if config.sketches is not None else {}
@@ -419,6 +416,13 @@ class Folder(BucketedSource, MeasuresItems, KeepsDecoded):
 
     def captions(self, index: int) -> Sequence[str]:
         return _read_item_captions(self.items[index], self._captions, self.root, self.config)
+
+    def has_several_captions(self) -> bool:
+        may_list = self.config.caption_lines == "several" or any(
+            len(texts) > 1
+            for texts in (*self._captions.listed.values(), *(item.span.texts or () for item in self.items if item.span))
+        )
+        return may_list and super().has_several_captions()
 
     def identity(self, index: int) -> str:
         return self.items[index].identity

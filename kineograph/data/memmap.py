@@ -71,7 +71,6 @@ class Memmap(Source, MeasuresItems):
     ) -> None:
         self.config, self.array, self.layout, self._captions = config, array, layout, captions
         self.indices, self.note, self._rotate = indices, note, rotate
-        self.has_several_captions = any(len(texts) > 1 for texts in captions or ())
 
     @classmethod
     def open(cls, config: MemmapConfig, split: Split, seed: int) -> Memmap:

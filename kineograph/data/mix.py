@@ -127,7 +127,6 @@ class Mix(BucketedSource, KeepsDecoded):
         self.fields = self._sources[0].fields
         self.pad_to_frames = max(source.pad_to_frames for source in self._sources)
         self.is_user_dataset = any(source.is_user_dataset for source in self._sources)
-        self.has_several_captions = any(source.has_several_captions for source in self._sources)
         self.has_loss_masks = any(source.has_loss_masks for source in self._sources)
         self.skipped = {
             f"{name}/{path}": reason for name, source in parts.items() for path, reason in source.skipped.items()

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits, Meter, open_video
+from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_video
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.decode import MODES, Clip, DecodeOptions, LoadedMedia, to_channels
 from kineograph.data.transforms import TOLERANCE, ResizeCrop
@@ -192,7 +192,7 @@ def _iterate_frames(
     first = True
     last = -1 / timing.rate
     try:
-        for frame in container.decode(stream):
+        for frame in decode_packets(container, stream):
             meter.count_frame(frame.width, frame.height)
             at = (frame.pts - timing.first) * clock if frame.pts is not None else last + 1 / timing.rate
             # The container's index is wrong: restart at the beginning.

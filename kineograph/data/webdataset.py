@@ -28,7 +28,6 @@ from kineograph.data.tar import TarIndex, index_shards
 from kineograph.data.webdataset_samples import EMBEDDINGS, Member, Record, SampleDecoder, WebDatasetConfig
 
 _OPEN_FILES = 64  # per thread
-_CAPTION_TRIES = 100  # captions read to find out whether samples have several
 _EMBEDDING_TRIES = 100  # embeddings read until one has a shape
 
 
@@ -133,8 +132,6 @@ class WebDataset(BucketedSource, MeasuresItems):
         source = cls(config, shards, decoder, table, split, [index.stamp for index in indexes])
         source._drop_incomplete(skipped, indexes)
         source._learn_shapes()
-        head = range(min(len(table), _CAPTION_TRIES))
-        source.has_several_captions = any(len(source.captions(row)) > 1 for row in head)
         if config.buckets is not None:
             source._assign_buckets(config.buckets)
         selected = select_split([source.identity(row) for row in range(len(table))], split, config)
@@ -221,6 +218,11 @@ class WebDataset(BucketedSource, MeasuresItems):
         with suppress(Unreadable):  # counted when the sample is read
             return self.decoder.decode_captions(self._read_record(index, fields))
         return ()
+
+    def has_several_captions(self) -> bool:
+        kinds = np.unique(self._table.ranges["caption"].suffixes)
+        may_list = any(self.decoder.suffixes["caption"][kind].endswith("json") for kind in kinds if kind >= 0)
+        return (may_list or self.config.caption_lines == "several") and super().has_several_captions()
 
     def identity(self, index: int) -> str:
         return f"{self.shards[self._table.shards[index]].name}:{self._table.key(index)}"

@@ -101,7 +101,6 @@ class _Head(NamedTuple):
     kept: dict[Split, RecordFile]
     captions: list[str]  # of the training split
     missing: list[str]  # training samples without one
-    several: bool  # some samples have several captions
     has_captions: bool
     samples: int
     skipped: dict[str, str]
@@ -115,7 +114,6 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
     kept: dict[Split, RecordFile] = {"train": RecordFile(), "validation": RecordFile(), "test": RecordFile()}
     captions: list[str] = []
     missing: list[str] = []
-    several = False
     skipped: dict[str, str] = {}
 
     shares = {"train": 1.0, "validation": config.validation, "test": config.test}
@@ -139,7 +137,6 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
                 texts = decoder.decode_captions(record)
                 captions += texts
                 missing += [] if texts else [record.name]
-                several = several or len(texts) > 1
         if is_enough(count):
             break
     if not count:
@@ -152,7 +149,7 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
         for records in kept.values():
             records.keep({"caption"})
         missing = []
-    return _Head(kept, captions, missing, several, has_captions, count, skipped)
+    return _Head(kept, captions, missing, has_captions, count, skipped)
 
 
 def _iterate_head(
@@ -213,7 +210,6 @@ class WebDatasetStream(Stream):
             + "batches depend on train.workers, and resume restarts at the beginning of the oldest unfinished shard"
         )
         self._captions, self._missing = head.captions, head.missing
-        self.has_several_captions = head.several
 
     def __len__(self) -> int:
         return ENDLESS

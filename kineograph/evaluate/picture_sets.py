@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from kineograph.core.errors import InputError, Unreadable
 from kineograph.core.noise import key_of
 from kineograph.core.protocols import Source
 from kineograph.core.run_folder import RunFolder
+from kineograph.core.text_file import parse_json
 from kineograph.data.decode import CLIPS, IMAGES, DecodeOptions, decode_media, media_kind, probe_media
 from kineograph.data.folder import Folder, FolderConfig, list_folder
 from kineograph.data.loader import Loader
@@ -198,7 +200,8 @@ def open_folder(
         found = Counter(PurePosixPath(name).suffix or "(no suffix)" for name in listing.others).most_common(4)
         text = ", ".join(f"{count} {suffix}" for suffix, count in found) or "no files"
         raise InputError(f"{path} holds no pictures or clips: looked for {known}, also in subfolders, and found {text}")
-    files = _leave_out_sheets(listing.media, listing.others)
+    drawn = _read_previews(path, listing.others)
+    files = _leave_out_sheets(listing.media, listing.others, drawn)
     if len(files) < len(listing.media):
         note(f"{path}: {len(listing.media) - len(files)} contact sheets of drawn files are left out")
     if split is not None:
@@ -211,14 +214,35 @@ def open_folder(
     return MediaFolder(path, chosen, files, size, frames, fps, note)
 
 
-def _leave_out_sheets(media: list[str], others: list[str]) -> list[str]:
-    """Without the sheets that `kineo sample` and `kineo story` write beside what they draw: sheet-0001.png, and NAME.png of NAME.gif."""
+def _read_previews(root: Path, others: list[str]) -> dict[PurePosixPath, set[str]]:
+    """Folder of samples of a training step → the files that were drawn there, by its prompts.json."""
+    drawn = {}
+    for name in others:
+        path = PurePosixPath(name)
+        if path.name == "prompts.json":
+            with suppress(OSError, ValueError):
+                rows = parse_json((root / name).read_text(encoding="utf-8"))
+                if isinstance(rows, list) and rows and all(isinstance(row, dict) and "file" in row for row in rows):
+                    drawn[path.parent] = {str(row["file"]) for row in rows}
+    return drawn
+
+
+def _leave_out_sheets(media: list[str], others: list[str], drawn: dict[PurePosixPath, set[str]]) -> list[str]:
+    """Without what is written beside drawn files.
+
+    `kineo sample` and `kineo story` write sheet-0001.png, and NAME.png of NAME.gif. Training writes grids and film strips, and
+    `online/`, the same prompts without the average of weights; `drawn` lists what counts there.
+    """
     sidecars = {name.removesuffix(".json") for name in others if name.endswith(".json")}
     folders = {PurePosixPath(stem).parent for stem in sidecars}
     clips = {str(PurePosixPath(name).with_suffix("")) for name in media if media_kind(name) == "clip"} & sidecars
 
     def is_sheet(name: str) -> bool:
         path = PurePosixPath(name)
+        if path.parent in drawn:
+            return path.name not in drawn[path.parent]
+        if path.parent.name == "online" and path.parent.parent in drawn:
+            return True
         if path.suffix != ".png" or path.parent not in folders:
             return False
         stem = str(path.with_suffix(""))

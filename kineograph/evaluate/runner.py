@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -243,7 +245,7 @@ def evaluate(
 class _Asked:
     """Prompts to evaluate."""
 
-    name: str  # of the file
+    name: str  # of the file, and a digest of the prompts
     stage: str
     request: SampleRequest
 
@@ -260,7 +262,19 @@ def _read_prompts(
     request = SampleRequest(str(run), stage, seed=seed, prompts=prompts)
     check_fields(request.entries or [], read_stage(folder.config(), stage))
     refuse_scenes(request.entries or [], "remove it; single clips are judged")
-    return _Asked(name, stage, request)
+    return _Asked(f"{name}-{_digest_prompts(request.entries or [])}", stage, request)
+
+
+def _digest_prompts(prompts: Sequence[Prompt]) -> str:
+    """Six digits of the prompts and the content of their pictures: files of one name do not share their results."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        tree = prompt.to_json()
+        for key in ("image", "mask"):
+            if key in tree:
+                tree[key] = hashlib.sha256(Path(tree[key]).read_bytes()).hexdigest()
+        digest.update(f"{json.dumps(tree, sort_keys=True)}\n".encode())
+    return digest.hexdigest()[:6]
 
 
 def _open_items(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kineograph.core.batch import Sound
 from kineograph.core.errors import InputError, Unreadable, explain_oversized_image
-from kineograph.core.media_file import MediaLimits, Meter, open_image, open_video, read_media
+from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_image, open_video, read_media
 from kineograph.media.frames import replace_atomically, to_images
 from kineograph.media.gif import GifWriter
 from kineograph.media.grids import make_film_strip
@@ -127,7 +127,7 @@ def _read_video(path: Path) -> Iterator[Frame]:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             spacing = 1 / float(stream.average_rate or stream.guessed_rate or DEFAULT_FPS)
-            for frame in container.decode(stream):
+            for frame in decode_packets(container, stream):
                 meter.count_frame(frame.width, frame.height)
                 following = 0.0 if start is None else start + spacing
                 start = float(frame.time) if frame.time is not None else following

@@ -56,7 +56,7 @@ def _cache_fault(stage: StagePlan, source: Source) -> str | None:
         return "a cache holds no loss masks (data.masks=true)"
     if source.is_user_dataset:
         return "a change of your own Dataset cannot be detected"
-    if _keeps_text(stage) and (source.captioning.shuffles_tags or source.has_several_captions):
+    if _keeps_text(stage) and (source.captioning.shuffles_tags or source.has_several_captions()):
         what = "data.shuffle_tags=true" if source.captioning.shuffles_tags else "drawing one of several captions"
         return f"{what} changes an item's caption in every epoch, and a cache holds the embedding of one"
     return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable
-from kineograph.core.media_file import MediaLimits, Meter, open_image, open_video
+from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_image, open_video
 from kineograph.studio.run_files import OutsideRun, open_file
 
 LIMITS = MediaLimits(pixels=2**26, bytes=2**26, frames=2_000, seconds=20)
@@ -135,8 +135,9 @@ def _read_video(data: bytes, meter: Meter) -> Iterator[tuple[Image.Image, float]
     try:
         with open_video(io.BytesIO(data), LIMITS) as container:
             stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1  # the meter counts this thread
             spacing = 1 / float(stream.average_rate or stream.guessed_rate or 8)
-            for frame in container.decode(stream):
+            for frame in decode_packets(container, stream):
                 meter.count_frame(frame.width, frame.height)
                 yield frame.to_image(), spacing
     except av.FFmpegError as error:

@@ -105,7 +105,7 @@ def test_rows_of_one_file_are_its_captions(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path, {"a": ""})
     (folder / "metadata.csv").write_text("file_name,text\na.png,one\na.png,two\na.png,one\n")
     source = opened(folder=str(folder))
-    assert source.captions(0) == ("one", "two") and source.caption(0) == "one" and source.has_several_captions
+    assert source.captions(0) == ("one", "two") and source.caption(0) == "one" and source.has_several_captions()
 
 
 def test_pixels_do_not_depend_on_the_captions(tmp_path: Path) -> None:
@@ -207,8 +207,21 @@ def test_without_any_caption_nothing_is_skipped_and_a_fixed_caption_serves(tmp_p
 def test_captions_in_json_may_be_lists(tmp_path: Path) -> None:
     files = [("0.png", picture(0)), ("0.json", json.dumps({"captions": ["a", "b"]}).encode())]
     source = opened(source="webdataset", shards=str(write(tmp_path / "0.tar", files)))
-    assert source.captions(0) == ("a", "b") and source.has_several_captions
+    assert source.captions(0) == ("a", "b") and source.has_several_captions()
     assert distinct(source, 9) == {"a", "b"}
+
+
+def test_several_captions_are_found_wherever_they_are(tmp_path: Path) -> None:
+    """A cache of text embeddings would hold one of them."""
+    image = picture(0)
+    files = []
+    for number in range(151):
+        texts = ["a", "b"] if number == 150 else "a"
+        files += [(f"{number:03d}.png", image), (f"{number:03d}.json", json.dumps({"text": texts}).encode())]
+    shard = str(write(tmp_path / "0.tar", files))
+    assert opened(source="webdataset", shards=shard).has_several_captions()
+    single = str(write(tmp_path / "1.tar", files[:300]))
+    assert not opened(source="webdataset", shards=single).has_several_captions()
 
 
 class Listed(torch.utils.data.Dataset):

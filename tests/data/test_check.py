@@ -26,7 +26,7 @@ def test_sound_folder(pictures, make_video, counting):
     assert report.kinds == {"images (png)": 12, "clips (mp4)": 1}
     text = "\n".join(report.lines())
     for line in (
-        "12 images (png), 1 clips (mp4)",
+        "12 images (png), 1 clip (mp4)",
         "width: 8 to 48, median 8",
         "aspect: 1.00 to 1.50",
         "clip frames: 15",
@@ -96,6 +96,43 @@ def test_every_problem_is_named(pictures):
     assert any("gone.png" in reason for reason in metadata)
     assert len(report.problems) == 10
     assert "10 problems" in report.lines()
+
+
+def test_many_problems_of_one_kind_are_shortened(pictures):
+    for text in sorted(pictures.glob("*.txt"))[:8]:
+        text.unlink()
+    (pictures / "lonely.txt").write_text("where is my picture?")
+    report = check_folder(pictures)
+    lines = report.lines()
+    assert len(report.problems) == 9 and "9 problems" in lines
+    assert [line for line in lines if "no caption" in line] == [
+        *(f"  p{number:02d}.png: no caption" for number in range(4)),
+        "  … and 4 more: no caption (--all lists them)",
+    ]
+    assert "  lonely.txt: a caption without image or clip" in lines
+    assert sum("no caption" in line for line in report.lines(everything=True)) == 8
+
+
+def test_files_with_the_same_content_are_named(pictures):
+    assert not any("repeats" in line for line in check_folder(pictures).lines())
+    (pictures / "p00-copy.png").write_bytes((pictures / "p00.png").read_bytes())
+    (pictures / "p00-copy.txt").write_text("a copy")
+    lines = check_folder(pictures).lines()
+    assert any("repeats: 1 files have the content of another, such as p00-copy.png = p00.png" in line for line in lines)
+
+
+def test_endings_of_one_kind_are_counted_together(pictures, make_video, counting):
+    for name in ("a.mp4", "b.mp4", "c.mkv"):
+        make_video(pictures / name, counting(5), fps=5)
+    assert "12 images (png), 3 clips (2 mp4, 1 mkv)" in check_folder(pictures).lines()[0]
+
+
+def test_a_picture_is_read_once(pictures, monkeypatch):
+    read = []
+    monkeypatch.setattr("kineograph.data.check.read_media", lambda path, limits: read.append(path) or path.read_bytes())
+    monkeypatch.setattr("kineograph.data.decode.read_media", lambda path, limits: read.append(path) or path.read_bytes())
+    check_folder(pictures)
+    assert len(read) == len(set(read)) == 12
 
 
 def test_no_captions_at_all_is_fine(pictures):
@@ -189,7 +226,7 @@ def test_arrays_of_pictures(tmp_path):
     (tmp_path / "e.npz").write_bytes(b"no array")
     report = check_folder(tmp_path)
     lines = report.lines()
-    assert lines[0].endswith(": 3 arrays (npy), 1 arrays (npz)")
+    assert lines[0].endswith(": 4 arrays (3 npy, 1 npz)")
     assert "a.npy: read as 20 pictures, 8 × 8, 3 channels (data.layout=NHWC)" in lines
     assert any(line.startswith("b.npy: ") and "data.layout=NCHW or data.layout=NTHW" in line for line in lines)
     assert "d.npz:images: uint8 20 × 8 × 8" in lines

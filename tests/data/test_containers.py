@@ -11,10 +11,11 @@ import pytest
 
 from kineograph.core.media_file import MediaLimits
 from kineograph.data import video
-from kineograph.data.decode import Clip, DecodeOptions, decode_media
+from kineograph.data.decode import Clip, DecodeOptions, decode_media, probe_media
 from kineograph.data.decoded_cache import DecodedCache
 from kineograph.data.transforms import ResizeCrop
 from kineograph.data.trim import Trim
+from kineograph.media.clips import read_frames
 
 HEIGHT, WIDTH, BITS = 96, 128, 8  # the smallest size of H.263
 COUNT, RATE = 36, 12
@@ -166,6 +167,17 @@ def test_a_video_is_measured_once(tmp_path, monkeypatch):
     write_clip(path, variable=True)
     draw(path, 0, frames=9)
     assert len(measured) == 2  # the file has changed
+
+
+def test_theora_repeats_a_picture_with_an_empty_packet() -> None:
+    """A second of red, one of blue, and a green picture at 12 frames a second: three pictures, and 22 empty packets."""
+    path = Path(__file__).parents[1] / "fixtures" / "repeated-pictures.ogv"
+    options = DecodeOptions(ResizeCrop((8, 8)), frames=8, fps=4.0)
+    info = probe_media(path, ".ogv", path.name, decode_all=True)
+    assert info.seconds == pytest.approx(25 / 12)
+    pixels = decode_media(path, ".ogv", path.name, options, np.random.default_rng(0)).pixels.mean(axis=(1, 2))
+    assert [("red", "blue")[int(blue > red)] for red, _, blue in pixels] == ["red"] * 4 + ["blue"] * 4
+    assert len(list(read_frames(path))) == info.frames
 
 
 def test_fragments_without_a_stated_duration(tmp_path):

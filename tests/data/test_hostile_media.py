@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from kineograph.core.errors import InputError, Unreadable
-from kineograph.core.media_file import MediaLimits
+from kineograph.core.media_file import MediaLimits, Stopwatch
 from kineograph.data.decode import DecodeOptions, decode_media, probe_media
 from kineograph.data.folder import Folder, FolderConfig
 from kineograph.data.startup_scan import scan
@@ -103,6 +103,15 @@ def test_waiting_for_a_core_is_no_fault_of_a_file(tmp_path, monkeypatch):
     hours = iter(range(0, 10**9, 3600))
     monkeypatch.setattr("kineograph.core.media_file.time.monotonic", lambda: float(next(hours)))
     assert len(decode(save_gif(tmp_path / "a.gif")).pixels) == 2
+
+
+def test_the_work_of_other_threads_is_no_fault_of_a_file():
+    """`kineo data check` decodes in as many threads as there are cores."""
+    stopwatch = Stopwatch()
+    thread = threading.Thread(target=lambda: sum(number * number for number in range(2_000_000)))
+    thread.start()
+    thread.join()
+    assert stopwatch.seconds() < 0.02
 
 
 def test_an_animation_larger_than_its_first_frame_says(tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sys
 from typing import ClassVar
 
@@ -237,10 +238,18 @@ def test_prompts_of_a_file_are_judged_instead_of_held_out_items(tmp_path, run):
     assert found["captions"] == 3 and [stage.stage for stage in found.stages] == ["generator"]
     drawn = Sampler.open(run.path, device="cpu").sample(read_prompts(path)).pixels
     assert found["brightness"] == pytest.approx(float(drawn.mean()), abs=1e-6)
-    records = json.loads((run.path / "evaluation.json").read_text())["results"]["prompts-my-prompts"]
+    split = found.split
+    assert re.fullmatch("prompts-my-prompts-[0-9a-f]{6}", split)
+    records = json.loads((run.path / "evaluation.json").read_text())["results"][split]
     assert records["generator/step-00000020"]["caption_accuracy"]["samples"] == 3
     assert "ceiling" not in records["generator/step-00000020"]["caption_accuracy"]["labels"]
-    assert any(path.name == "prompts-my-prompts-generator-step-00000020.png" for path in found.files)
+    assert any(path.name == f"{split}-generator-step-00000020.png" for path in found.files)
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / path.name
+    other.write_text('{"prompt": "a green 1"}\n')
+    assert evaluate(run.path, [MINE], prompts=other, device="cpu").split != split  # of the same name, with other prompts
+    other.write_text(path.read_text())
+    assert evaluate(run.path, [MINE], prompts=other, device="cpu").split == split
     everything = evaluate(run.path, prompts=path, device="cpu")
     assert any("fid" in line and "nothing real to compare with" in line for line in everything.skipped)
     for call, why in (

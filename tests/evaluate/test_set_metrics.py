@@ -330,3 +330,20 @@ def test_sheets_of_drawn_files_are_not_counted(tmp_path):
     notes = []
     assert open_folder(tmp_path, note=notes.append).files == ["a-0001.png", "b-0001.gif", "photos/sheet-0001.png"]
     assert notes == [f"{tmp_path}: 2 contact sheets of drawn files are left out"]
+
+
+def test_grids_and_film_strips_of_training_are_not_counted(tmp_path):
+    """In RUN/STAGE/samples/step-N, prompts.json lists what was drawn."""
+    step = tmp_path / "step-00000060"
+    (step / "online").mkdir(parents=True)
+    files = ("a-0000.gif", "b-0001.gif", "a-0000.strip.png", "grid.png", "online-beside-ema.gif", "train-grid.png")
+    for name in (*files, "online/a-0000.gif"):
+        (step / name).write_bytes(b"")
+    rows = [{"file": "a-0000.gif", "prompt": "a"}, {"file": "b-0001.gif", "prompt": "b"}]
+    (step / "prompts.json").write_text(json.dumps(rows))
+    notes = []
+    assert open_folder(step, note=notes.append).files == ["a-0000.gif", "b-0001.gif"]
+    assert notes == [f"{step}: 5 contact sheets of drawn files are left out"]
+    assert open_folder(tmp_path).files == ["step-00000060/a-0000.gif", "step-00000060/b-0001.gif"]
+    (step / "prompts.json").write_text('["my own list"]')
+    assert len(open_folder(step).files) == 7
