@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kineograph.core.errors import InputError, NoData, Unreadable
+from kineograph.core.remote_files import is_url
 from kineograph.data.arrays import Array
-from kineograph.data.remote_arrays import RemoteArray, RemoteFolder, is_url
+from kineograph.data.remote_arrays import RemoteArray, RemoteFolder
 from kineograph.data.shards import Shard, last_number
 
 

@@ -12,15 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kineograph.core.errors import InputError
-from kineograph.core.remote_files import open_filesystem
+from kineograph.core.remote_files import await_answer, describe_failure, download, open_filesystem
 from kineograph.data.arrays import load_npy, read_npy_header
 
 _READERS = 16  # requests at a time for headers
 T = TypeVar("T")
-
-
-def is_url(path: str) -> bool:
-    return "://" in path
 
 
 def cache_folder() -> Path:
@@ -35,7 +31,7 @@ class RemoteFolder:
     def __init__(self, url: str, key: str, suffix: str = ".npy") -> None:
         self.url, self.key = url, key
         self._fs, root = self._ask(lambda: open_filesystem(url))
-        rows = self._ask(lambda: self._fs.ls(root, detail=True))
+        rows = self._ask(lambda: await_answer(lambda: self._fs.ls(root, detail=True)))
         self.files: dict[str, dict[str, Any]] = {}
         for row in rows:
             name = str(row["name"]).rstrip("/").rpartition("/")[2]
@@ -55,7 +51,7 @@ class RemoteFolder:
                 shape, _, dtype = read_npy_header(file)
             return shape, dtype
 
-        return self._ask(read, name)
+        return self._ask(lambda: await_answer(read), name)
 
     def stamp(self, name: str) -> str:
         """Changes when the file does."""
@@ -71,7 +67,7 @@ class RemoteFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_name(f"{target.name}.{os.getpid()}.part")
             try:
-                self._ask(lambda: self._fs.get_file(self.files[name]["name"], str(part)), name)
+                self._ask(lambda: download(self._fs, self.files[name]["name"], str(part)), name)
                 os.replace(part, target)
             finally:
                 part.unlink(missing_ok=True)
@@ -82,16 +78,9 @@ class RemoteFolder:
             return action()
         except InputError:
             raise
-        except ImportError as error:
-            raise InputError(
-                f"{self.key}={self.url} needs a package of fsspec ({error}): install it, or download the folder"
-            ) from None
         except Exception as error:  # each filesystem has its own errors
             where = f"{self.url.rstrip('/')}/{name}" if name else self.url
-            reason = str(error) or type(error).__name__
-            raise InputError(
-                f"{self.key}: {where} does not answer ({reason[:200]}); check the address and your credentials, or download the folder"
-            ) from None
+            raise InputError(f"{self.key}: {describe_failure(where, error)}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fs": None}

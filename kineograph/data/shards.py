@@ -6,9 +6,12 @@ import glob
 import math
 import os
 import re
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +23,7 @@ _FILE = re.compile(r"[^\s/'\"|;&=?<>]+\.(?:tar(?:\.(?:gz|bz2|xz))?|tgz)(?![\w.])
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)(?:\.\.(\d+))?\}|\{([^{}]*,[^{}]*)\}")
 _MAX_SHARDS = 10_000_000
 _CURL = "curl --fail --silent --show-error --location --connect-timeout 30 --retry 5 {}"
-_FETCH = {  # as webdataset opens them
+_FETCH = {  # as webdataset opens them; without these tools, and for other schemes, fsspec reads them
     "s3": "aws s3 cp {} - --only-show-errors",
     "gs": "gsutil -q cat {}",
     "http": _CURL,
@@ -52,8 +55,18 @@ class Shard:
         """The command that prints it; None for a file."""
         if self.url.startswith("pipe:"):
             return ["sh", "-c", self.url.removeprefix("pipe:").strip()]
-        fetch = _FETCH.get(_scheme(self.url))
-        return [word.replace("{}", self.url) for word in fetch.split()] if fetch else None
+        scheme = _scheme(self.url)
+        if not scheme:
+            return None
+        tool = _FETCH.get(scheme, "").split()
+        if tool and _is_installed(tool[0]):
+            return [word.replace("{}", self.url) for word in tool]
+        return [sys.executable, "-P", "-m", "kineograph.data.print_url", self.url]
+
+
+@cache
+def _is_installed(tool: str) -> bool:
+    return shutil.which(tool) is not None
 
 
 def find_shards(shards: str | Iterable[str], start: int = 0, end: int | None = None, width: int = 6) -> list[Shard]:
@@ -119,15 +132,21 @@ def _scheme(url: str) -> str:
     return (match[1] or match[2]) if match else ""
 
 
+def _is_known(scheme: str) -> bool:
+    import fsspec
+
+    return scheme in fsspec.available_protocols()
+
+
 def _expand(url: str) -> list[str]:
     """A folder gives all shards in it, a pattern its matches; pipes and URLs stay as they are."""
     scheme = _scheme(url)
     if scheme == "file":
         url = url.removeprefix("file://")
     elif scheme:
-        if scheme != "pipe" and scheme not in _FETCH:
+        if scheme != "pipe" and scheme not in _FETCH and not _is_known(scheme):
             raise ConfigError(
-                f"data.shards={url}: {scheme}:// is not supported; use pipe:COMMAND that prints the tar file"
+                f"data.shards={url}: {scheme}:// is no scheme of fsspec; use pipe:COMMAND that prints the tar file"
             )
         return [url]
     # A file may have the name pipe:COMMAND.tar: it is read, not run.

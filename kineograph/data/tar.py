@@ -174,7 +174,7 @@ def stream_samples(
     shard: Shard, timeout: float, is_wanted: Callable[[str], bool], limits: MediaLimits
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield key and members (suffix → content) of each sample. Raises Unreadable at the end of a damaged shard."""
-    count = 0
+    count, clock = 0, None
     with _open_stream(shard, timeout) as (stream, wait):
         key: str | None = None
         members: dict[str, bytes] = {}
@@ -203,7 +203,10 @@ def stream_samples(
             problem = f"cut off ({' '.join(str(error).split()) or type(error).__name__})"
         except OSError as error:
             problem = str(error)
-        problems = [text for text in (problem, wait()) if text]
+        failure = wait()
+        if failure and clock is not None and clock.is_empty:  # not even a header: the address, credentials, the network
+            raise Unreadable(shard.name, f"the shard cannot be read: {failure}; check the address and your credentials")
+        problems = [text for text in (problem, failure) if text]
     if problems:
         reason = f"the shard is not whole: {'; '.join(problems)}; the {count} samples before that are used"
         raise Unreadable(shard.name, reason)
@@ -261,6 +264,7 @@ class _SampleClock:
 
     def __init__(self, file: Readable, limits: MediaLimits | None) -> None:
         self._file, self._seconds = file, limits.seconds if limits is not None else math.inf
+        self.is_empty = True
         self.restart()
 
     def restart(self) -> None:
@@ -269,7 +273,9 @@ class _SampleClock:
     def read(self, count: int) -> bytes:
         if self._stopwatch.seconds() > self._seconds:
             raise TimeoutError(f"a sample takes more than {self._seconds:g} s to unpack (data.limits.seconds)")
-        return self._file.read(count)
+        data = self._file.read(count)
+        self.is_empty = self.is_empty and not data
+        return data
 
 
 class _TimeoutReader:

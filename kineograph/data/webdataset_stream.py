@@ -155,11 +155,16 @@ def _read_head(config_json: str, shards: tuple[Shard, ...]) -> _Head:
 def _iterate_head(
     decoder: SampleDecoder, config: WebDatasetConfig, shards: Sequence[Shard], skipped: dict[str, str]
 ) -> Iterator[Record]:
+    failed = 0
     for number, shard in enumerate(shards):
         try:
             yield from _iterate_records(decoder, config, number, shard, skipped)
         except Unreadable as error:
             skipped[error.path] = error.reason
+            failed += 1
+        read = number + 1
+        if read >= _MIN_SHARDS and failed == read:  # thousands more would fail one by one
+            return
 
 
 def assign_split(identity: str, config: WebDatasetConfig) -> Split:

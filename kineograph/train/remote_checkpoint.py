@@ -1,4 +1,4 @@
-"""Download checkpoints and weights: a URL (`https://…`, `file://…`; core/remote_files.py), or a W&B artifact `wandb:…`.
+"""Download checkpoints and weights: any URL that fsspec opens (`https://…`, `file://…`), or a W&B artifact `wandb:…`.
 
 A checkpoint is a folder, whose manifest.json lists its files, or a tar of one; weights alone are a safetensors file.
 Everything is checked against its manifest before it is read, and nothing is unpickled.
@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kineograph.core.errors import InputError
-from kineograph.core.remote_files import open_filesystem
+from kineograph.core.remote_files import await_answer, describe_failure, download, is_url, open_filesystem
 from kineograph.core.tar_reader import DAMAGED, TarDamaged, TarReader, decompress
 from kineograph.core.text_file import parse_json
 from kineograph.train import checkpoint
@@ -24,12 +24,11 @@ from kineograph.train.trackers import import_wandb
 
 TARS = (".tar", ".tar.gz", ".tgz")
 _WANDB = "wandb:"
-_READ_TIMEOUT = 60.0  # seconds without a byte
 
 
 def is_remote(source: str) -> bool:
     """Whether this is a URL or an artifact, and not a path or a stage."""
-    return source.startswith(_WANDB) or "://" in source
+    return source.startswith(_WANDB) or is_url(source)
 
 
 @contextmanager
@@ -63,8 +62,8 @@ def check_reachable(source: str) -> None:
         return
     url = source if _is_one_file(source) else f"{source.rstrip('/')}/manifest.json"
     with _explain_errors(source, url):
-        filesystem, remote_path = _open_filesystem(url)
-        if not filesystem.exists(remote_path):
+        filesystem, remote_path = open_filesystem(url)
+        if not await_answer(lambda: filesystem.exists(remote_path)):
             raise FileNotFoundError
 
 
@@ -123,38 +122,21 @@ def _is_one_file(source: str) -> bool:
     return urlsplit(source).path.endswith((".safetensors", *TARS))
 
 
-def _open_filesystem(url: str) -> tuple[Any, str]:
-    """The filesystem of a URL, and the path in it."""
-    options: dict[str, Any] = {}
-    if url.startswith(("http://", "https://")):
-        try:
-            import aiohttp
-        except ImportError:
-            raise InputError(f"{url} needs aiohttp, which is not installed: pip install kineograph[http]") from None
-        # aiohttp's default ends any download after five minutes.
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_TIMEOUT)
-        options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
-    return open_filesystem(url, **options)
-
-
 @contextmanager
 def _explain_errors(source: str, url: str) -> Iterator[None]:
     try:
         yield
     except InputError:
         raise
-    except FileNotFoundError:
-        raise InputError(f"{source} cannot be fetched: {url} was not found; check the address") from None
     except Exception as error:  # each filesystem and wandb has errors of its own
-        reason = str(error) or type(error).__name__
-        raise InputError(f"{source} cannot be fetched: {url}: {reason}; run the same command again") from None
+        raise InputError(f"{source} cannot be fetched: {describe_failure(url, error)}") from None
 
 
 def _download_file(url: str, path: Path, source: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _explain_errors(source, url):
-        filesystem, remote_path = _open_filesystem(url)
-        filesystem.get_file(remote_path, str(path))
+        filesystem, remote_path = open_filesystem(url)
+        download(filesystem, remote_path, str(path))
     return path
 
 

@@ -160,7 +160,8 @@ def test_ranges_lists_folders_and_numbers(tmp_path: Path) -> None:
         opened([str(tmp_path / "00000.tar")] * 2)
 
 
-def test_a_pipe_has_the_name_of_the_file_it_fetches() -> None:
+def test_a_pipe_has_the_name_of_the_file_it_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kineograph.data.shards._is_installed", lambda tool: True)
     names = ["pipe:aws s3 cp s3://b/x/00007.tar - | cat", "https://h/x/00008.tar?sig=1", "s3://b/00009.tar"]
     shards = find_shards(names)
     assert [shard.name for shard in shards] == ["00007.tar", "00008.tar", "00009.tar"]
@@ -169,8 +170,15 @@ def test_a_pipe_has_the_name_of_the_file_it_fetches() -> None:
     assert shards[2].command[:4] == ["aws", "s3", "cp", "s3://b/00009.tar"]  # type: ignore[index]
     assert shards[1].command[0] == "curl"  # type: ignore[index]
     assert Shard("gs://b/1.tar", "1.tar").command == ["gsutil", "-q", "cat", "gs://b/1.tar"]
-    with pytest.raises(ConfigError, match="ftp://"):
-        find_shards("ftp://h/1.tar")
+    with pytest.raises(ConfigError, match="nowhere://"):
+        find_shards("nowhere://h/1.tar")
+
+
+def test_shards_at_urls_need_no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kineograph.data.shards._is_installed", lambda tool: False)
+    for url in ("s3://b/00009.tar", "hf://datasets/me/set/00009.tar"):
+        command = find_shards(url)[0].command
+        assert command is not None and command[-2:] == ["kineograph.data.print_url", url]
 
 
 def test_shards_of_one_name_in_several_folders(tmp_path: Path) -> None:

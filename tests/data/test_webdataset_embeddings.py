@@ -90,15 +90,22 @@ def test_a_url_that_does_not_answer_is_refused(tmp_path: Path, server: tuple[str
     pytest.importorskip("aiohttp")
     url, _ = server
     three_shards(tmp_path)
-    with pytest.raises(
-        InputError, match=r"data\.img_embeddings_folder: .*/gone/ does not answer .*or download the folder"
-    ):
+    with pytest.raises(InputError, match=r"data\.img_embeddings_folder: .*/gone/ was not found: check the address"):
         opened(tmp_path, img_embeddings_folder=f"{url}/gone/")
-    with pytest.raises(InputError, match=r"nowhere://x.*(does not answer|needs a package)"):
+    with pytest.raises(InputError, match=r"nowhere://x cannot be read .*check the address and your credentials"):
         opened(tmp_path, img_embeddings_folder="nowhere://x")
     (tmp_path / "none").mkdir()
     with pytest.raises(InputError, match=r"holds no \.npy files"):
         opened(tmp_path, img_embeddings_folder=f"{url}/none/")
+
+
+def test_embeddings_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    three_shards(tmp_path)
+    fsspec.filesystem("memory").put(aligned(tmp_path), "/store/", recursive=True)
+    source = opened(tmp_path, img_embeddings_folder="memory://store/img_emb")
+    assert read(source, 0).extra["image_embed"].tolist() == [1.0] * 3
 
 
 def test_states_follow_the_embeddings_of_their_shard(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kineograph.core.errors import InputError, RunFailed, Unreadable
 from kineograph.core.media_file import MediaLimits
 from kineograph.core.noise import numpy_rng
 from kineograph.core.protocols import Stream
+from kineograph.data import print_url
 from kineograph.data.loader import Loader
 from kineograph.data.shards import Shard, find_shards
 from kineograph.data.tar import stream_samples
@@ -155,6 +156,23 @@ def test_nothing_that_works(tmp_path: Path) -> None:
     (tmp_path / "00001.tar").write_bytes(b"")
     with pytest.raises(RunFailed, match=r"shards could not be read to their end"):
         texts(Loader(source, 1, 4), 0, 5)
+
+
+def test_shards_at_a_dead_address_are_given_up_after_the_first_few(tmp_path: Path) -> None:
+    tried = tmp_path / "tried"
+    shards = [f"pipe:echo {number:05}.tar >> {tried}; echo denied >&2; exit 7" for number in range(50)]
+    with pytest.raises(InputError, match=r"cannot be read: exit code 7 of: .*\(denied\); check the address and your"):
+        opened(shards)
+    assert len(tried.read_text().split()) == 4
+
+
+def test_a_url_is_printed_or_refused_in_one_line(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    (tmp_path / "0.tar").write_bytes(b"a tar")
+    assert print_url.main(f"file://{tmp_path}/0.tar") == 0
+    assert capfdbinary.readouterr().out == b"a tar"
+    assert print_url.main(f"file://{tmp_path}/1.tar") == 1
+    assert capfdbinary.readouterr().err.startswith(b"FileNotFoundError: ")
+    assert print_url.main("memory://gone.tar") == 1
 
 
 def test_a_silent_pipe_is_given_up_and_its_processes_end(tmp_path: Path) -> None:
