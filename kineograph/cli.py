@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kineograph.options import command
+
 app = typer.Typer(
     name="kineo",
     help="Train, sample and evaluate text-to-image and text-to-video models.",
@@ -28,78 +30,6 @@ weights_app = typer.Typer(
 )
 app.add_typer(weights_app)
 
-Run = Annotated[Path, typer.Argument(help="A run folder, such as runs/muse-tiny.")]
-Checkpoint = Annotated[str, typer.Option(help="last, best, or a step.")]
-Stage = Annotated[str | None, typer.Option(help="Which stage draws.", show_default="the last that can")]
-Seed = Annotated[int, typer.Option(min=0)]
-Guidance = Annotated[float | None, typer.Option(help="Classifier-free guidance scale.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps.")]
-Negative = Annotated[str | None, typer.Option(help="What not to draw.")]
-SamplingOptions = Annotated[
-    list[str] | None, typer.Option("--set", metavar="sample.K=V", help="Any other sampling option.")
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Samples drawn at a time; fewer take less memory.", show_default="sample.batch, or as many as fit"
-    ),
-]
-Ema = Annotated[bool, typer.Option("--ema/--no-ema", help="Averaged weights, or those of the last step.")]
-Fps = Annotated[
-    float | None, typer.Option(help="Playback speed, in frames per second.", show_default="as trained, or as --prime")
-]
-Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile",
-        help="torch.compile: the first batch is slow, later ones are faster. On a CPU it needs a C++ compiler.",
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
-MetricNames = Annotated[
-    str | None, typer.Option("--metrics", help="Comma-separated names.", show_default="all that apply")
-]
-Extractor = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[METRIC=]NAME|FILE",
-        help="The network behind a metric: a name from `kineo weights list`, or a TorchScript or safetensors file. Without METRIC: fid, rfid, kid, is.",
-        show_default="inception-v3; fvd=i3d-kinetics400; lpips=lpips-vgg16; clip_score=the run's clip stage",
-    ),
-]
-FidMode = Annotated[
-    Literal["tensorflow", "clean", "pytorch"] | None,
-    typer.Option(
-        help="How fid, rfid and kid resize: tensorflow (the original, torch-fidelity), clean (clean-fid), pytorch (pytorch-fid).",
-        show_default="tensorflow",
-    ),
-]
-FidFeatures = Annotated[
-    int | None,
-    typer.Option(help="Inception's layer for fid, rfid, kid: 64, 192, 768 or 2048.", show_default="2048"),
-]
-FvdMode = Annotated[
-    Literal["tensorflow", "pytorch"] | None,
-    typer.Option(help="How fvd resizes: tensorflow (the original), pytorch (cd-fvd).", show_default="tensorflow"),
-]
-FvdFrames = Annotated[
-    int | None, typer.Option(min=10, help="Compute fvd on the first N frames of each clip.", show_default="all")
-]
-KidSubsets = Annotated[int, typer.Option(min=1, help="Random subsets of kid.")]
-KidSubsetSize = Annotated[
-    int | None, typer.Option(min=2, help="Samples in a subset of kid.", show_default="1000, or all if fewer")
-]
-IsSplits = Annotated[
-    int | None, typer.Option(min=1, help="Splits of is.", show_default="10 from 5,000 pictures on, otherwise 1")
-]
-SaveStats = Annotated[
-    Path | None, typer.Option(metavar="FILE.npz", help="Write the statistics of the real items, to compare with later.")
-]
-Processes = Annotated[
-    int | None,
-    typer.Option(min=1, help="Processes to plan the run for.", show_default="those that a launcher started, or 1"),
-]
-
 
 def _set_trust(trusted: bool) -> None:
     if trusted:
@@ -108,14 +38,46 @@ def _set_trust(trusted: bool) -> None:
         trust_all()
 
 
-Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust",
-        callback=_set_trust,
-        help="Run the code that a run or checkpoint from elsewhere names: dotted paths and pipes.",
-    ),
-]
+Word = Annotated[str | None, typer.Argument()]
+Words = Annotated[list[str] | None, typer.Argument()]
+Natural = Annotated[int, typer.Option(min=0)]
+Count = Annotated[int, typer.Option(min=1)]
+MaybeCount = Annotated[int | None, typer.Option(min=1)]
+Files = Annotated[list[Path] | None, typer.Option("--from")]
+Switch = Annotated[bool, typer.Option("--ema/--no-ema")]
+Trust = Annotated[bool, typer.Option("--trust", callback=_set_trust)]
+Split = Literal["train", "validation", "test"]
+
+HELP = """
+run: A run folder, such as runs/muse-tiny.
+checkpoint: last, best, or a step.
+stage: Which stage draws. (default: the last that can)
+seed: Seed of the noise.
+guidance: Classifier-free guidance scale.
+steps: Sampling steps.
+negative: What not to draw.
+options sample.K=V: Any other sampling option.
+batch: Samples drawn at a time; fewer take less memory. (default: sample.batch, or as many as fit)
+ema: Averaged weights, or those of the last step.
+fps: Playback speed, in frames per second. (default: as trained, or as --prime)
+compile: torch.compile: the first batch is slow, later ones are faster. On a CPU it needs a C++ compiler.
+device: auto, cpu, cuda, cuda:1 …
+metrics: Comma-separated names. (default: all that apply)
+extractor [METRIC=]NAME|FILE: The network behind a metric: a name from `kineo weights list`, or a TorchScript or safetensors file.
+    Without METRIC: fid, rfid, kid, is.
+    (default: inception-v3; fvd=i3d-kinetics400; lpips=lpips-vgg16; clip_score=the run's clip stage)
+fid_mode: How fid, rfid and kid resize: tensorflow (the original, torch-fidelity), clean (clean-fid), pytorch (pytorch-fid).
+    (default: tensorflow)
+fid_features: Inception's layer for fid, rfid, kid: 64, 192, 768 or 2048. (default: 2048)
+fvd_mode: How fvd resizes: tensorflow (the original), pytorch (cd-fvd). (default: tensorflow)
+fvd_frames: Compute fvd on the first N frames of each clip. (default: all)
+kid_subsets: Random subsets of kid.
+kid_subset_size: Samples in a subset of kid. (default: 1000, or all if fewer)
+is_splits: Splits of is. (default: 10 from 5,000 pictures on, otherwise 1)
+save_stats FILE.npz: Write the statistics of the real items, to compare with later.
+processes: Processes to plan the run for. (default: those that a launcher started, or 1)
+trust: Run the code that a run or checkpoint from elsewhere names: dotted paths and pipes.
+"""
 
 
 def _print_version(asked: bool) -> None:
@@ -136,9 +98,12 @@ def options(
     pass
 
 
-@app.command()
-def presets(name: Annotated[str | None, typer.Argument(help="Print the file of this preset.")] = None) -> None:
-    """List the presets by family: what each is, hardware, time, expected result."""
+@command(app, HELP)
+def presets(name: Word = None) -> None:
+    """List the presets by family: what each is, hardware, time, expected result.
+
+    name: Print the file of this preset.
+    """
     from kineograph.run.presets import print_preset, print_presets
 
     if name is None:
@@ -147,35 +112,25 @@ def presets(name: Annotated[str | None, typer.Argument(help="Print the file of t
         print_preset(name)
 
 
-@app.command(context_settings={"ignore_unknown_options": False})
+@command(app, HELP)
 def train(
-    what: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PRESET|FILE.yaml … [key=value …]", help="A preset, YAML or JSON files, then overrides."
-        ),
-    ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/<name>")] = None,
-    resume: Annotated[
-        Literal["auto", "never", "must"],
-        typer.Option(help="An existing run: auto continues it, never refuses it, must requires it."),
-    ] = "auto",
-    resume_from: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Continue from a checkpoint elsewhere: a folder, a tar, their URL, or wandb:ENTITY/PROJECT/NAME:VERSION.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Resolve the config, check the data, build, estimate; do not train.")
-    ] = False,
-    processes: Processes = None,
+    what: Words = None,
+    run: Path | None = None,
+    resume: Literal["auto", "never", "must"] = "auto",
+    resume_from: list[str] | None = None,
+    dry_run: bool = False,
+    processes: MaybeCount = None,
     trust: Trust = False,
 ) -> None:
     """Train all stages; run the same command again to resume.
 
     Example: kineo train muse-tiny data.source=folder data.folder=photos train.steps=500
+
+    what PRESET|FILE.yaml … [key=value …]: A preset, YAML or JSON files, then overrides.
+    run: Run folder. (default: runs/<name>)
+    resume: An existing run: auto continues it, never refuses it, must requires it.
+    resume_from SOURCE: Continue from a checkpoint elsewhere: a folder, a tar, their URL, or wandb:ENTITY/PROJECT/NAME:VERSION.
+    dry_run: Resolve the config, check the data, build, estimate; do not train.
     """
     from kineograph.run.launch import is_main_process
 
@@ -199,58 +154,47 @@ def train(
         print(f"done: {folder}")
 
 
-@app.command()
+@command(app, HELP)
 def sample(
-    run: Run,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Captions; none for an unconditional model.")] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help="Captions from a file: one per line, or caption@@picture; or .jsonl (docs/sampling.md).",
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the media.", show_default="RUN/drawn")] = None,
-    count: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
-    seed: Seed = 0,
-    guidance: Guidance = None,
-    steps: Steps = None,
-    frames: Annotated[int | None, typer.Option(min=1, help="Frames per clip, those of --prime included.")] = None,
-    fps: Fps = None,
-    prime: Annotated[
-        Path | None,
-        typer.Option(
-            help="A picture or clip to continue (a long clip: its last frames), or a picture to enlarge or, with --mask, to inpaint."
-        ),
-    ] = None,
-    sketch: Annotated[
-        Path | None, typer.Option(help="A picture or clip to draw from, for stages trained with sketches.")
-    ] = None,
-    mask: Annotated[Path | None, typer.Option(help="A picture, white where the one of --prime is inpainted.")] = None,
-    negative: Negative = None,
-    checkpoint: Checkpoint = "last",
-    format: Annotated[
-        str | None,
-        typer.Option(
-            help="gif, mp4, or png (a film strip of a clip).",
-            show_default="gif for clips, mp4 with sound, png for pictures",
-        ),
-    ] = None,
-    stage: Stage = None,
-    options: SamplingOptions = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Height and width in pixels.", show_default="as trained")
-    ] = None,
-    batch: Batch = None,
-    ema: Ema = True,
-    compile: Compile = False,
-    device: Device = "auto",
+    run: Path,
+    prompts: Words = None,
+    prompts_file: Annotated[Path | None, typer.Option("--prompts")] = None,
+    out: Path | None = None,
+    count: Count = 1,
+    seed: Natural = 0,
+    guidance: float | None = None,
+    steps: MaybeCount = None,
+    frames: MaybeCount = None,
+    fps: float | None = None,
+    prime: Path | None = None,
+    sketch: Path | None = None,
+    mask: Path | None = None,
+    negative: str | None = None,
+    checkpoint: str = "last",
+    format: str | None = None,
+    stage: str | None = None,
+    options: Annotated[list[str] | None, typer.Option("--set")] = None,
+    size: str | None = None,
+    batch: MaybeCount = None,
+    ema: Switch = True,
+    compile: bool = False,
+    device: str = "auto",
     trust: Trust = False,
 ) -> None:
     """Draw prompts with a trained run: media named by caption, each with a JSON file that reproduces it.
 
     Example: kineo sample runs/clips --prompts prompts.txt --count 2
+
+    prompts: Captions; none for an unconditional model.
+    prompts_file FILE: Captions from a file: one per line, or caption@@picture; or .jsonl (docs/sampling.md).
+    out: Folder for the media. (default: RUN/drawn)
+    count: Samples per prompt.
+    frames: Frames per clip, those of --prime included.
+    prime: A picture or clip to continue (a long clip: its last frames), or a picture to enlarge or, with --mask, to inpaint.
+    sketch: A picture or clip to draw from, for stages trained with sketches.
+    mask: A picture, white where the one of --prime is inpainted.
+    format: gif, mp4, or png (a film strip of a clip). (default: gif for clips, mp4 with sound, png for pictures)
+    size HxW: Height and width in pixels. (default: as trained)
     """
     flags = locals()  # the parameters above are the fields of SampleRequest, and where and how to write
     del flags["trust"]
@@ -259,130 +203,96 @@ def sample(
 
     with process_group(timeout=NO_TIMEOUT):
         paths = write_samples(**flags, note=_print_to_stderr)
-    for path in paths:
-        print(path)
+    _print_each(paths)
 
 
-@app.command()
+@command(app, HELP)
 def story(
-    run: Run,
-    scenes: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SCENES.txt",
-            help="One scene per line; blank lines and lines that begin with # are skipped. Or .jsonl: prompt, frames, overlap, negative, seed.",
-        ),
-    ],
-    overlap: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Frames of the previous scene that a scene continues.",
-            show_default="the stage's sample.overlap, or about half a scene",
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the video.", show_default="RUN/drawn")] = None,
-    seed: Seed = 0,
-    guidance: Guidance = None,
-    steps: Steps = None,
-    frames: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Frames drawn per scene. The first scene shows all of them, later ones only the new: FRAMES − OVERLAP.",
-            show_default="as trained",
-        ),
-    ] = None,
-    fps: Fps = None,
-    prime: Annotated[Path | None, typer.Option(help="A picture or clip that the first scene continues.")] = None,
-    sketch: Annotated[
-        Path | None,
-        typer.Option(help="A picture or clip to draw the whole story from, for stages trained with sketches."),
-    ] = None,
-    negative: Negative = None,
-    checkpoint: Checkpoint = "last",
-    format: Annotated[str | None, typer.Option(help="gif or mp4.", show_default="gif; mp4 with sound")] = None,
-    stage: Stage = None,
-    options: SamplingOptions = None,
-    ema: Ema = True,
-    compile: Compile = False,
-    device: Device = "auto",
+    run: Path,
+    scenes: Path,
+    overlap: MaybeCount = None,
+    out: Path | None = None,
+    seed: Natural = 0,
+    guidance: float | None = None,
+    steps: MaybeCount = None,
+    frames: MaybeCount = None,
+    fps: float | None = None,
+    prime: Path | None = None,
+    sketch: Path | None = None,
+    negative: str | None = None,
+    checkpoint: str = "last",
+    format: str | None = None,
+    stage: str | None = None,
+    options: Annotated[list[str] | None, typer.Option("--set")] = None,
+    ema: Switch = True,
+    compile: bool = False,
+    device: str = "auto",
     trust: Trust = False,
 ) -> None:
     """Draw one long video, a scene per line, each continuing the last; with a sheet of the scenes and a JSON file that reproduces it.
 
     Frames are written as they are drawn, so a story can have any length.
+
+    scenes SCENES.txt: One scene per line; blank lines and lines that begin with # are skipped.
+        Or .jsonl: prompt, frames, overlap, negative, seed.
+    overlap: Frames of the previous scene that a scene continues. (default: the stage's sample.overlap, or about half a scene)
+    out: Folder for the video. (default: RUN/drawn)
+    frames: Frames drawn per scene. The first scene shows all of them, later ones only the new: FRAMES − OVERLAP.
+        (default: as trained)
+    prime: A picture or clip that the first scene continues.
+    sketch: A picture or clip to draw the whole story from, for stages trained with sketches.
+    format: gif or mp4. (default: gif; mp4 with sound)
     """
     flags = locals()
     del flags["trust"]
     from kineograph.sample.command import write_story
 
-    for path in write_story(**flags, note=_print_to_stderr):
-        print(path)
+    _print_each(write_story(**flags, note=_print_to_stderr))
 
 
-@app.command()
+@command(app, HELP)
 def evaluate(
-    run: Run,
-    moved: Annotated[
-        list[str] | None, typer.Argument(metavar="[data.folder=NEW]", help="Where the run's data lie now.")
-    ] = None,
-    metrics: MetricNames = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="How many samples to evaluate.", show_default="256")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="validation or test.", show_default="validation")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw and judge these prompts instead of held-out items (docs/sampling.md)."),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Samples at a time; fewer take less memory.", show_default="evaluate.batch, or as many as fit"
-        ),
-    ] = None,
-    checkpoint: Checkpoint = "last",
-    stage: Stage = None,
-    seed: Seed = 0,
-    extractor: Extractor = None,
-    fid_mode: FidMode = None,
-    fid_features: FidFeatures = None,
-    fvd_mode: FvdMode = None,
-    fvd_frames: FvdFrames = None,
-    kid_subsets: KidSubsets = 100,
-    kid_subset_size: KidSubsetSize = None,
-    is_splits: IsSplits = None,
-    from_items: Annotated[
-        bool,
-        typer.Option(
-            "--from-items",
-            help="Judge a decoder or upsampler alone: draw from the real items' embeddings or smaller copies, not through other stages.",
-        ),
-    ] = False,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            metavar="train|DIR|FILE.npz",
-            help="What fid, kid and fvd compare samples with: the training split, a folder, or saved statistics.",
-            show_default="the items of --split",
-        ),
-    ] = None,
-    reference_items: Annotated[
-        int | None, typer.Option(min=1, help="Items of the reference.", show_default="all, at most 50,000 of a split")
-    ] = None,
-    save_stats: SaveStats = None,
-    compile: Compile = False,
-    device: Device = "auto",
+    run: Path,
+    moved: Words = None,
+    metrics: str | None = None,
+    samples: MaybeCount = None,
+    split: str | None = None,
+    prompts: Path | None = None,
+    batch: MaybeCount = None,
+    checkpoint: str = "last",
+    stage: str | None = None,
+    seed: Natural = 0,
+    extractor: list[str] | None = None,
+    fid_mode: Literal["tensorflow", "clean", "pytorch"] | None = None,
+    fid_features: int | None = None,
+    fvd_mode: Literal["tensorflow", "pytorch"] | None = None,
+    fvd_frames: Annotated[int | None, typer.Option(min=10)] = None,
+    kid_subsets: Count = 100,
+    kid_subset_size: Annotated[int | None, typer.Option(min=2)] = None,
+    is_splits: MaybeCount = None,
+    from_items: bool = False,
+    reference: str | None = None,
+    reference_items: MaybeCount = None,
+    save_stats: Path | None = None,
+    compile: bool = False,
+    device: str = "auto",
     trust: Trust = False,
 ) -> None:
     """Evaluate a run: a table, evaluation.json and a sheet of samples.
 
     Exit code 4: a metric that --metrics names could not be computed; the others are written.
+
+    moved [data.folder=NEW]: Where the run's data lie now.
+    samples: How many samples to evaluate. (default: 256)
+    split: validation or test. (default: validation)
+    prompts FILE: Draw and judge these prompts instead of held-out items (docs/sampling.md).
+    batch: Samples at a time; fewer take less memory. (default: evaluate.batch, or as many as fit)
+    from_items: Judge a decoder or upsampler alone: draw from the real items' embeddings or smaller copies, not through other stages.
+    reference train|DIR|FILE.npz: What fid, kid and fvd compare samples with: the training split, a folder, or saved statistics.
+        (default: the items of --split)
+    reference_items: Items of the reference. (default: all, at most 50,000 of a split)
     """
-    options = _metric_options(
-        fid_mode, fid_features, fvd_mode, fvd_frames, kid_subsets, kid_subset_size, is_splits, from_items
-    )
+    options = _parse_metric_options(locals())
     from kineograph.evaluate.runner import evaluate as run_evaluation
     from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
 
@@ -402,65 +312,35 @@ def _split_names(names: str | None) -> list[str] | None:
     return [name.strip() for name in names.split(",") if name.strip()] if names else None
 
 
-def _metric_options(
-    fid_mode: str | None,
-    fid_features: int | None,
-    fvd_mode: str | None,
-    fvd_frames: int | None,
-    kid_subsets: int,
-    kid_subset_size: int | None,
-    is_splits: int | None,
-    from_items: bool = False,
-) -> Any:
-    values = locals()
+def _parse_metric_options(flags: dict[str, Any]) -> Any:
+    """The MetricOptions among the values of a command's flags."""
     from kineograph.core.config import parse
     from kineograph.core.metric_options import MetricOptions
 
-    return parse(MetricOptions, values, "")
+    return parse(MetricOptions, {key: flags[key] for key in MetricOptions.model_fields if key in flags})
 
 
-@app.command("metrics")
-def metrics_(
-    drawn: Annotated[Path, typer.Argument(metavar="A", help="What was drawn: a folder, or statistics (.npz).")],
-    reference: Annotated[
-        Path | None,
-        typer.Argument(metavar="B", help="What to compare with: a folder, statistics (.npz), or a run, for its data."),
-    ] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: fid, kid, fvd, is; paired, paired_lpips for files of equal names.",
-            show_default="fid, kid, is, and fvd of clips",
-        ),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(metavar="N|HxW", help="Scale and crop files to this size first.", show_default="their own size"),
-    ] = None,
-    frames: Annotated[
-        int | None, typer.Option(min=1, help="Read the first N frames of each clip.", show_default="all")
-    ] = None,
-    fps: Annotated[
-        float | None, typer.Option(min=0.01, help="Read clips at this rate.", show_default="their own")
-    ] = None,
-    split: Annotated[
-        Literal["train", "validation", "test"] | None,
-        typer.Option(help="Which items of B.", show_default="train of a run, all of a folder"),
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Read at most N items of each set.", show_default="all")
-    ] = None,
-    extractor: Extractor = None,
-    fid_mode: FidMode = None,
-    fid_features: FidFeatures = None,
-    fvd_mode: FvdMode = None,
-    fvd_frames: FvdFrames = None,
-    kid_subsets: KidSubsets = 100,
-    kid_subset_size: KidSubsetSize = None,
-    is_splits: IsSplits = None,
-    save_stats: SaveStats = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the results here.")] = None,
-    device: Device = "auto",
+@command(app, HELP, name="metrics")
+def compare_folders(
+    drawn: Path,
+    reference: Annotated[Path | None, typer.Argument()] = None,
+    metrics: str | None = None,
+    size: str | None = None,
+    frames: MaybeCount = None,
+    fps: Annotated[float | None, typer.Option(min=0.01)] = None,
+    split: Split | None = None,
+    samples: MaybeCount = None,
+    extractor: list[str] | None = None,
+    fid_mode: Literal["tensorflow", "clean", "pytorch"] | None = None,
+    fid_features: int | None = None,
+    fvd_mode: Literal["tensorflow", "pytorch"] | None = None,
+    fvd_frames: Annotated[int | None, typer.Option(min=10)] = None,
+    kid_subsets: Count = 100,
+    kid_subset_size: Annotated[int | None, typer.Option(min=2)] = None,
+    is_splits: MaybeCount = None,
+    save_stats: Path | None = None,
+    out: Path | None = None,
+    device: str = "auto",
     trust: Trust = False,
 ) -> None:
     """Compare two sets of pictures or clips: FID, KID, IS, FVD, and PSNR, SSIM, LPIPS of pairs.
@@ -468,8 +348,19 @@ def metrics_(
     Example: kineo metrics drawn photos --fid-mode clean --save-stats photos.npz
 
     Exit code 4: a metric that --metrics names could not be computed; the others are shown.
+
+    drawn A: What was drawn: a folder, or statistics (.npz).
+    reference B: What to compare with: a folder, statistics (.npz), or a run, for its data.
+    metrics: Comma-separated: fid, kid, fvd, is; paired, paired_lpips for files of equal names.
+        (default: fid, kid, is, and fvd of clips)
+    size N|HxW: Scale and crop files to this size first. (default: their own size)
+    frames: Read the first N frames of each clip. (default: all)
+    fps: Read clips at this rate. (default: their own)
+    split: Which items of B. (default: train of a run, all of a folder)
+    samples: Read at most N items of each set. (default: all)
+    out FILE.json: Also write the results here.
     """
-    options = _metric_options(fid_mode, fid_features, fvd_mode, fvd_frames, kid_subsets, kid_subset_size, is_splits)
+    options = _parse_metric_options(locals())
     from kineograph.evaluate.extractor.registry import parse_choices
     from kineograph.evaluate.set_metrics import compare_sets, parse_size
 
@@ -483,51 +374,37 @@ def metrics_(
         raise typer.Exit(4)
 
 
-@app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
-    out: Annotated[Path | None, typer.Option(help="Write comparison.json and comparison.png here.")] = None,
-    trust: Trust = False,
-) -> None:
-    """Compare runs side by side."""
+@command(app, HELP)
+def compare(runs: list[Path], out: Path | None = None, trust: Trust = False) -> None:
+    """Compare runs side by side.
+
+    runs: Run folders.
+    out: Write comparison.json and comparison.png here.
+    """
     from kineograph.evaluate.compare import compare as compare_runs
 
     comparison = compare_runs(runs)
     comparison.show()
     if out is not None:
-        for path in comparison.write(out):
-            print(path)
+        _print_each(comparison.write(out))
 
 
-@app.command()
+@command(app, HELP)
 def race(
-    data: Annotated[str, typer.Argument(metavar="DATA", help="digits, a folder, or a YAML with a data section.")],
-    setting: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value …]", help="How a folder is read: keys of data.*, such as split_by=folder."),
-    ] = None,
-    run: Annotated[Path | None, typer.Option(help="Folder of the race.", show_default="runs/race-<data>")] = None,
-    families: Annotated[
-        str | None, typer.Option(help="Comma-separated families.", show_default="all that have presets")
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0.001, help="Training time of each family, compilation included.")] = 5,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each family.")] = 1,
-    metrics: MetricNames = None,
-    samples: Annotated[int, typer.Option(min=1, help="Held-out prompts that each family is judged on.")] = 256,
-    extractor: Extractor = None,
-    frames: Annotated[
-        int | None, typer.Option(min=1, help="Frames of a clip; 1 races on pictures.", show_default="as the data have")
-    ] = None,
-    size: Annotated[
-        int | None, typer.Option(min=8, help="Height and width in pixels.", show_default="64; on a CPU 32")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=64, help="Families that run side by side.")] = 1,
-    board: Annotated[
-        Path | None, typer.Option(metavar="FILE.md", help="Write the table to this board, or replace it there.")
-    ] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Write the plans and stop, to look at them or edit them.")
-    ] = False,
+    data: str,
+    setting: Words = None,
+    run: Path | None = None,
+    families: str | None = None,
+    minutes: Annotated[float, typer.Option(min=0.001)] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=100)] = 1,
+    metrics: str | None = None,
+    samples: Count = 256,
+    extractor: list[str] | None = None,
+    frames: MaybeCount = None,
+    size: Annotated[int | None, typer.Option(min=8)] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    board: Path | None = None,
+    plan: bool = False,
     trust: Trust = False,
 ) -> None:
     """Race families on the same data, in the same minutes, before the same judge: one table, one sheet.
@@ -535,6 +412,19 @@ def race(
     Run the same command again to go on. Exit code 1: a family failed; the others are in the table.
 
     Example: kineo race digits --families muse,dalle2 --frames 1 --minutes 5
+
+    data DATA: digits, a folder, or a YAML with a data section.
+    setting [key=value …]: How a folder is read: keys of data.*, such as split_by=folder.
+    run: Folder of the race. (default: runs/race-<data>)
+    families: Comma-separated families. (default: all that have presets)
+    minutes: Training time of each family, compilation included.
+    seeds: Runs of each family.
+    samples: Held-out prompts that each family is judged on.
+    frames: Frames of a clip; 1 races on pictures. (default: as the data have)
+    size: Height and width in pixels. (default: 64; on a CPU 32)
+    jobs: Families that run side by side.
+    board FILE.md: Write the table to this board, or replace it there.
+    plan: Write the plans and stop, to look at them or edit them.
     """
     from kineograph.race.command import race as run_race
 
@@ -547,135 +437,100 @@ def race(
     )  # fmt: skip
 
 
-@app.command()
-def cache(
-    what: Annotated[list[str], typer.Argument(metavar="RUN|FILE.yaml [key=value …]")],
-    run: Annotated[Path | None, typer.Option(help="Run folder, for a file or preset.")] = None,
-    prune: Annotated[bool, typer.Option("--prune", help="Then remove what no stage reads any more.")] = False,
-    trust: Trust = False,
-) -> None:
+@command(app, HELP)
+def cache(what: list[str], run: Path | None = None, prune: bool = False, trust: Trust = False) -> None:
     """Encode the data once with the trained codecs and frozen text encoders; training then reads it from disk.
 
     Only new and changed items are encoded.
+
+    what RUN|FILE.yaml [key=value …]: A run folder; or a preset or file with overrides.
+    run: Run folder, for a file or preset.
+    prune: Then remove what no stage reads any more.
     """
     from kineograph.run.cache import cache_run
     from kineograph.run.launch import NO_TIMEOUT, is_main_process, process_group
 
     with process_group(timeout=NO_TIMEOUT):
         paths = cache_run(what, run, remove=prune)
-    for path in paths if is_main_process() else ():
-        print(path)
+    _print_each(paths if is_main_process() else ())
 
 
-@data_app.command("make")
+@command(data_app, HELP, name="make")
 def data_make(
-    what: Annotated[str, typer.Argument(help="moving-digits; crops of pictures of yours; or emoji, with their names.")],
-    out: Annotated[Path, typer.Option(help="A new or empty folder.")],
-    count: Annotated[int | None, typer.Option(min=1, help="How many items.", show_default="100; emoji: all")] = None,
-    as_: Annotated[
-        str | None,
-        typer.Option("--as", help="gif, mp4, png, memmap or webdataset.", show_default="gif; crops and emoji: png"),
-    ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[key=value …]",
-            help="Digits: keys of data.*, such as size=64 frames=16 digits=2. Crops: size, zoom, smallest.",
-        ),
-    ] = None,
-    from_: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="FOLDER",
-            help="Crops: a folder of large pictures; may be repeated. Emoji: the package (.tgz or folder), if npm cannot get it.",
-        ),
-    ] = None,
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
-    embeddings: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Write CLIP embeddings beside the shards, with this run's CLIP stage."),
-    ] = None,
+    what: str,
+    out: Annotated[Path, typer.Option()],
+    count: MaybeCount = None,
+    as_: Annotated[str | None, typer.Option("--as")] = None,
+    setting: Words = None,
+    from_: Files = None,
+    split: str = "train",
+    embeddings: str | None = None,
     trust: Trust = False,
 ) -> None:
-    """Write a dataset: moving digits, small crops of large pictures such as wallpapers, or 3,700 emoji with their names."""
+    """Write a dataset: moving digits, small crops of large pictures such as wallpapers, or 3,700 emoji with their names.
+
+    what: moving-digits; crops of pictures of yours; or emoji, with their names.
+    out: A new or empty folder.
+    count: How many items. (default: 100; emoji: all)
+    as_: gif, mp4, png, memmap or webdataset. (default: gif; crops and emoji: png)
+    setting [key=value …]: Digits: keys of data.*, such as size=64 frames=16 digits=2. Crops: size, zoom, smallest.
+    from_ FOLDER: Crops: a folder of large pictures; may be repeated. Emoji: the package (.tgz or folder), if npm cannot get it.
+    split: train, validation or test.
+    embeddings RUN: Write CLIP embeddings beside the shards, with this run's CLIP stage.
+    """
     from kineograph.run.dataset_writer import write_dataset
 
     print(write_dataset(what, out, count, as_, setting or [], split, embeddings, from_ or []))
 
 
-@data_app.command("check")
-def data_check(
-    folder: Annotated[Path, typer.Argument(help="A dataset folder.")],
-    setting: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[key=value …]", help="Keys of data.*, such as flip=0.5 or size=256 frames=17 fps=8 'buckets={}'."
-        ),
-    ] = None,
-) -> None:
-    """List what a folder holds and every problem with it (exit 1 if there is any); with buckets, which items go where."""
+@command(data_app, HELP, name="check")
+def data_check(folder: Path, setting: Words = None) -> None:
+    """List what a folder holds and every problem with it (exit 1 if there is any); with buckets, which items go where.
+
+    folder: A dataset folder.
+    setting [key=value …]: Keys of data.*, such as flip=0.5 or size=256 frames=17 fps=8 'buckets={}'.
+    """
     from kineograph.data.check import bucket_lines, check_folder, parse_settings
 
     settings = parse_settings(folder, setting) if setting else None  # before hours of decoding: it may have a typo
     report = check_folder(folder, settings)
-    for line in [*report.lines(), *(bucket_lines(settings) if settings is not None else [])]:
-        print(line)
+    _print_each([*report.lines(), *(bucket_lines(settings) if settings is not None else [])])
     if report.problems:
         raise typer.Exit(1)
 
 
-@data_app.command("show")
+@command(data_app, HELP, name="show")
 def data_show(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR|FILE.yaml",
-            help="A folder of pictures, clips, shards or arrays; or a config that names its data.",
-        ),
-    ],
-    what: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PRESET|FILE.yaml] [key=value …]",
-            help="How to read them: a preset's data keys, and keys of data.*, such as size=64 frames=9 fps=8.",
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("data.png"),
-    count: Annotated[int, typer.Option(min=1, max=400, help="How many items.")] = 16,
-    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Of which split.")] = "train",
-    stage: Annotated[str | None, typer.Option(help="Whose data keys.", show_default="the last stage")] = None,
+    path: Path,
+    what: Words = None,
+    out: Path = Path("data.png"),
+    count: Annotated[int, typer.Option(min=1, max=400)] = 16,
+    split: Split = "train",
+    stage: str | None = None,
 ) -> None:
     """Write a contact sheet of items as the model will see them: sampled, cropped, resized, with their captions.
 
     Example: kineo data show clips phenaki-tiny data.frames=9 --out clips.png
+
+    path DIR|FILE.yaml: A folder of pictures, clips, shards or arrays; or a config that names its data.
+    what [PRESET|FILE.yaml] [key=value …]: How to read them: a preset's data keys, and keys of data.*, such as size=64 frames=9 fps=8.
+    out: The picture to write.
+    count: How many items.
+    split: Of which split.
+    stage: Whose data keys. (default: the last stage)
     """
     from kineograph.run.data_sheet import show_data
 
     print(show_data(path, what or [], out, count, split, stage))
 
 
-@app.command("import")
+@command(app, HELP, name="import")
 def import_(
-    what: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="DIR|FILE …",
-            help="A folder of weights; or a config; sat-config: several, later ones over earlier ones.",
-        ),
-    ],
-    from_: Annotated[
-        str,
-        typer.Option("--from", help="diffusers, sat; or of configs: sat-config, dalle2-config, phenaki, nuwa, muse."),
-    ],
-    run: Annotated[Path | None, typer.Option(help="Run folder to create.", show_default="runs/<DIR>")] = None,
-    link: Annotated[
-        bool, typer.Option("--link", help="diffusers: refer to the folder instead of copying its weights.")
-    ] = False,
-    lora: Annotated[
-        Path | None,
-        typer.Option(help="diffusers: a LoRA file or folder; the run refers to DIR and holds the adapters."),
-    ] = None,
+    what: list[Path],
+    from_: Annotated[str, typer.Option("--from")],
+    run: Path | None = None,
+    link: bool = False,
+    lora: Path | None = None,
 ) -> None:
     """Make a run from released weights, to sample from and to fine-tune; or print another project's config as Kineograph YAML.
 
@@ -683,49 +538,50 @@ def import_(
     muse-maskgit-pytorch; these are parsed, never run.
 
     Example: kineo import CogVideoX-2b --from diffusers --run runs/cogvideox-2b
+
+    what DIR|FILE …: A folder of weights; or a config; sat-config: several, later ones over earlier ones.
+    from_: diffusers, sat; or of configs: sat-config, dalle2-config, phenaki, nuwa, muse.
+    run: Run folder to create. (default: runs/<DIR>)
+    link: diffusers: refer to the folder instead of copying its weights.
+    lora: diffusers: a LoRA file or folder; the run refers to DIR and holds the adapters.
     """
     from kineograph.interop.import_run import import_weights
 
     print(import_weights(what, from_, run, link, lora, _print_to_stderr))
 
 
-@app.command()
+@command(app, HELP)
 def export(
-    run: Run,
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
-    to: Annotated[str, typer.Option("--to", help="diffusers or safetensors.")],
-    checkpoint: Checkpoint = "last",
-    online: Annotated[
-        bool, typer.Option("--online", help="The weights of the last step instead of the averaged ones.")
-    ] = False,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="diffusers: only the adapters, as a LoRA file, instead of merged weights.")
-    ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="diffusers: fp32, bf16 or fp16.", show_default="as saved in the run")
-    ] = None,
+    run: Path,
+    out: Path,
+    to: Annotated[str, typer.Option("--to")],
+    checkpoint: str = "last",
+    online: bool = False,
+    lora: bool = False,
+    dtype: str | None = None,
     trust: Trust = False,
 ) -> None:
-    """Write a run's weights for other tools: a diffusers folder (CogVideoX), or plain safetensors (every family)."""
+    """Write a run's weights for other tools: a diffusers folder (CogVideoX), or plain safetensors (every family).
+
+    out DIR: A new or empty folder.
+    to: diffusers or safetensors.
+    online: The weights of the last step instead of the averaged ones.
+    lora: diffusers: only the adapters, as a LoRA file, instead of merged weights.
+    dtype: diffusers: fp32, bf16 or fp16. (default: as saved in the run)
+    """
     from kineograph.interop.export_run import export_weights
 
-    for path in export_weights(run, out, to, checkpoint, online, lora, dtype, _print_to_stderr):
-        print(path)
+    _print_each(export_weights(run, out, to, checkpoint, online, lora, dtype, _print_to_stderr))
 
 
-@weights_app.command("get")
-def weights_get(
-    name: Annotated[str | None, typer.Argument(help="Such as inception-v3; without a name, lists them.")] = None,
-    from_: Annotated[
-        list[Path] | None,
-        typer.Option("--from", metavar="FILE", help="A file that you already have, instead of a download."),
-    ] = None,
-    accept_hash: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SHA256", help="Accept a file of --from with this hash, which is not a known one."),
-    ] = None,
-) -> None:
-    """Download weights (or the kernels flash-attention-3) to the cache ($KINEO_CACHE, or ~/.cache/kineograph) and check their hash."""
+@command(weights_app, HELP, name="get")
+def weights_get(name: Word = None, from_: Files = None, accept_hash: list[str] | None = None) -> None:
+    """Download weights (or the kernels flash-attention-3) to the cache ($KINEO_CACHE, or ~/.cache/kineograph) and check their hash.
+
+    name: Such as inception-v3; without a name, lists them.
+    from_ FILE: A file that you already have, instead of a download.
+    accept_hash SHA256: Accept a file of --from with this hash, which is not a known one.
+    """
     if name is None:
         weights_list()
         return
@@ -735,7 +591,7 @@ def weights_get(
     print(f"{weights.path}  sha256 {weights.sha256}")
 
 
-@weights_app.command("list")
+@command(weights_app, HELP, name="list")
 def weights_list() -> None:
     """List the weights that can be downloaded, and those in the cache."""
     from kineograph.core.console import open_console
@@ -744,61 +600,63 @@ def weights_list() -> None:
     open_console().print(weights_table())
 
 
-@app.command()
+@command(app, HELP)
 def doctor(
-    what: Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE.yaml] [key=value …]")] = None,
-    memory: Annotated[
-        float | None, typer.Option(min=0.001, help="Memory of the GPU to plan for, in GiB, instead of this machine's.")
-    ] = None,
-    processes: Processes = None,
+    what: Words = None,
+    memory: Annotated[float | None, typer.Option(min=0.001)] = None,
+    processes: MaybeCount = None,
     trust: Trust = False,
 ) -> None:
-    """Check the machine, and estimate what a preset needs: whether it fits, and which setting helps."""
+    """Check the machine, and estimate what a preset needs: whether it fits, and which setting helps.
+
+    what [PRESET|FILE.yaml] [key=value …]: What to estimate; nothing: check the machine alone.
+    memory: Memory of the GPU to plan for, in GiB, instead of this machine's.
+    """
     from kineograph.run.dry_run import examine
 
     examine(what or [], memory=memory, processes=processes)
 
 
-@app.command()
-def runs(folder: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("runs")) -> None:
-    """List runs: stage, step, state, best score."""
+@command(app, HELP)
+def runs(folder: Annotated[Path, typer.Argument()] = Path("runs")) -> None:
+    """List runs: stage, step, state, best score.
+
+    folder: Folder of the runs.
+    """
     from kineograph.run.listing import print_runs
 
     print_runs(folder)
 
 
-@app.command()
+@command(app, HELP)
 def studio(
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[RUNS …]", help="Folders of runs, or run folders.", show_default="runs"),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65_535, help="Port to listen on.", show_default="8765, or the next free one"),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others can reach any but 127.0.0.1.")] = "127.0.0.1",
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="DIR", help="A folder of pictures or clips to show and check; may be repeated."),
-    ] = None,
+    folders: Annotated[list[Path] | None, typer.Argument()] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65_535)] = None,
+    host: str = "127.0.0.1",
+    data: list[Path] | None = None,
     trust: Trust = False,
 ) -> None:
     """Show runs in a browser: curves, samples over steps, evaluations, comparisons; draw with them; look at data; plan a run.
 
     Prints the address to open. Needs the extra `studio`.
+
+    folders [RUNS …]: Folders of runs, or run folders. (default: runs)
+    port: Port to listen on. (default: 8765, or the next free one)
+    host: Address to listen on; others can reach any but 127.0.0.1.
+    data DIR: A folder of pictures or clips to show and check; may be repeated.
     """
     from kineograph.studio.server import serve
 
     serve(folders or [], host, port, _print_to_stderr, trust, data or [])
 
 
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
-) -> None:
-    """Write curves, samples over steps, evaluations and configs of runs as one HTML file, to open anywhere or to mail."""
+@command(app, HELP)
+def report(runs: list[Path], out: Annotated[Path, typer.Option("--out", "-o")] = Path("report.html")) -> None:
+    """Write curves, samples over steps, evaluations and configs of runs as one HTML file, to open anywhere or to mail.
+
+    runs: Run folders.
+    out: The file to write.
+    """
     from kineograph.studio.report import write_report
 
     print(write_report(runs, out, note=_print_to_stderr))
@@ -806,6 +664,11 @@ def report(
 
 def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def _print_each(lines: Sequence[object]) -> None:
+    for line in lines:
+        print(line)
 
 
 _SHARED = {"train", "cache", "evaluate", "sample"}  # commands that run on every rank
