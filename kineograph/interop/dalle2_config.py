@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, load_file, merge
+from kineograph.core.config import Tree, merge
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import InputError
 from kineograph.interop.dalle2_keys import (
     CLIP_FOLDER,

@@ -19,7 +19,8 @@ from kineograph.codec.causal_vae import CausalVAE
 from kineograph.codec.causal_vae_weights import weights_to_diffusers
 from kineograph.core.atomic_folder import check_unoccupied, write_atomically
 from kineograph.core.batch import Shape
-from kineograph.core.config import Tree, dump_yaml, parse
+from kineograph.core.config import Tree, parse
+from kineograph.core.config_file import dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kineograph.core.config import Tree, dump_yaml, merge, nest
+from kineograph.core.config import Tree, merge, nest
+from kineograph.core.config_file import dump_yaml
 from kineograph.run.plan import make_plan
 
 Convert = Callable[[Any], Any]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, load_file, merge, parse
+from kineograph.core.config import Tree, merge, parse
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import InputError
 from kineograph.family.cogvideox.transformer_config import RELEASED, TransformerShape
 from kineograph.interop.key_translation import KeyTranslation, class_name, count, equal, flag, number

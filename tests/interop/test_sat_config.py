@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from kineograph import cli
-from kineograph.core.config import Tree, flatten, load_file, read_yaml
+from kineograph.core.config import Tree, flatten
+from kineograph.core.config_file import load_file, read_yaml
 from kineograph.core.errors import InputError
 from kineograph.interop.key_translation import KeyTranslation, flatten_lists
 from kineograph.interop.sat_config import _Translator, translate
