@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kineograph.core.batch import Batch, Prompts, Shape
-from kineograph.core.config import load_file, parse, read_yaml
+from kineograph.core.config import parse
+from kineograph.core.config_file import load_file, read_yaml
 from kineograph.core.noise import Noise
 from kineograph.core.registry import find_task
 from kineograph.core.task import BuildContext, player_parameters

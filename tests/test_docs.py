@@ -20,7 +20,8 @@ from kineograph.codec.causal_vae import CausalVAEConfig
 from kineograph.codec.cvivit import CViViTConfig
 from kineograph.codec.perceptual import PerceptualConfig
 from kineograph.codec.vqgan import VQGANConfig
-from kineograph.core.config import StageConfig, flatten, read_yaml
+from kineograph.core.config import StageConfig, flatten
+from kineograph.core.config_file import read_yaml
 from kineograph.core.media_file import MediaLimits
 from kineograph.core.metric_options import MetricOptions
 from kineograph.core.registry import find_source, find_task, source_names

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kineograph.codec.causal_vae import CausalVAE, CausalVAEConfig
 from kineograph.core.batch import Shape
-from kineograph.core.config import load_file, parse
+from kineograph.core.config import parse
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import InputError
 from kineograph.core.weight_files import DIFFUSERS_STEM, check_shapes, open_weights
 

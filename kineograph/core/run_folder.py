@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, dump_yaml, load_file
+from kineograph.core.config import Tree
+from kineograph.core.config_file import dump_yaml, load_file
 from kineograph.core.errors import InputError, RunInUse
 from kineograph.core.text_file import parse_json
 from kineograph.core.trust import remember, require_trust

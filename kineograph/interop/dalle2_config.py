@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, dump_yaml, load_file, merge
+from kineograph.core.config import Tree, merge
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import InputError
 from kineograph.interop.dalle2_keys import (
     CLIP_FOLDER,
@@ -14,14 +15,26 @@ from kineograph.interop.dalle2_keys import (
     DECODER_ROWS,
     METRICS,
     PER_UNET,
+    PRIOR_DATA,
     PRIOR_DEFAULTS,
     PRIOR_ROWS,
-    SHARED_DECODER,
+    SCHEDULES,
     UNET,
     UNET_DEFAULTS,
 )
-from kineograph.interop.key_translation import KeyTranslation, choose, count, counts, equal, flag, number, numbers, only
-from kineograph.run.plan import make_plan
+from kineograph.interop.key_translation import (
+    Convert,
+    KeyTranslation,
+    Part,
+    choose,
+    count,
+    counts,
+    equal,
+    flag,
+    number,
+    numbers,
+    only,
+)
 
 
 def translate(path: Path) -> str:
@@ -38,10 +51,7 @@ def translate(path: Path) -> str:
         keys.put("train.ema.decay", 0.0)
     keys.left = {key: value for key, value in keys.left.items() if value is not None}  # null is their default
     keys.put("name", path.stem)
-    ours: Tree = {key: keys.ours[key] for key in ("name", "seed", "data", "train", "stages") if key in keys.ours}
-    make_plan(ours)  # check that the result is valid
-    heading = f"# Kineograph's form of {path.name}"
-    return "\n".join([heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_moved(), *keys.list_left()])
+    return keys.render(path.name)
 
 
 # Decoder -----------------------------------------------------------------------------------------------------------
@@ -68,23 +78,13 @@ def _translate_decoder(tree: Tree, path: Path) -> KeyTranslation:
     _tracker(keys)
     clip = _clip(keys, "decoder.clip")
     for index, (name, size) in enumerate(zip(names, sizes)):
-        stage, theirs = f"stages.{name}", f"decoder.unets.{index}"
-        keys.put(stage, {"task": "dalle2", "size": size})
+        unet = Part(keys, f"decoder.unets.{index}", f"stages.{name}")
+        unet.put("", {"task": "dalle2", "size": size})
         if index:
-            keys.put(stage, {"low_res": names[index - 1], "low_res_size": sizes[index - 1]})
-        for key, ours, convert in UNET:
-            if ours is None:
-                keys.take(f"{theirs}.{key}", convert)
-            else:
-                keys.move(f"{theirs}.{key}", f"{stage}.{ours}", convert)
-        _conditions(keys, theirs, stage, clip)
-        _levels(keys, theirs, stage)
-    for key, ours, convert in SHARED_DECODER:  # one value for all U-Nets
-        value = keys.take(key, convert)
-        if value is not None:
-            for name in names:
-                keys.put(f"stages.{name}.{ours}", value)
-            keys.moved[key] = f"stages.*.{ours}"
+            unet.put("", {"low_res": names[index - 1], "low_res_size": sizes[index - 1]})
+        unet.move_all(UNET)
+        _conditions(unet, clip)
+        _levels(unet)
     for key, ours, convert in PER_UNET:
         _spread(keys, key, ours, convert, names)
     _schedules(keys, names)
@@ -100,7 +100,7 @@ def _image_sizes(keys: KeyTranslation, unets: int, path: Path) -> list[int]:
     return sizes
 
 
-def _spread(keys: KeyTranslation, key: str, ours: str, convert: Any, names: list[str]) -> None:
+def _spread(keys: KeyTranslation, key: str, ours: str, convert: Convert, names: list[str]) -> None:
     """One value for all U-Nets, or a list of one each; a shorter list leaves the rest at our default."""
 
     def each(value: Any) -> list[Any]:
@@ -134,53 +134,48 @@ def _clip(keys: KeyTranslation, section: str) -> Tree | None:
     return {"kind": "transformers", "name": CLIP_FOLDER}
 
 
-def _conditions(keys: KeyTranslation, theirs: str, stage: str, clip: Tree | None) -> None:
+def _conditions(unet: Part, clip: Tree | None) -> None:
     """How image embeddings and text enter a U-Net."""
-    width, text_width = keys.take(f"{theirs}.image_embed_dim", count), keys.take(f"{theirs}.text_embed_dim", count)
-    tokens, time = (
-        keys.take(f"{theirs}.cond_on_image_embeds", flag),
-        keys.take(f"{theirs}.add_image_embeds_to_time", flag),
-    )
-    length = keys.take(f"{theirs}.max_text_len", count)
-    reads_text = keys.take(f"{theirs}.cond_on_text_encodings", flag)
-    has_clip = clip is not None and clip["kind"] == "transformers"
-    is_blind = keys.left.get("decoder.unconditional") is True or (width is None and not has_clip)
+    width, text_width = unet.take("image_embed_dim", count), unet.take("text_embed_dim", count)
+    tokens, time = unet.take("cond_on_image_embeds", flag), unet.take("add_image_embeds_to_time", flag)
+    length = unet.take("max_text_len", count)
+    reads_text = unet.take("cond_on_text_encodings", flag)
+    is_blind = unet.keys.left.get("decoder.unconditional") is True or (width is None and clip is None)
     kinds = {(True, True): "both", (True, False): "tokens", (False, True): "time"}
     image = "none" if is_blind else kinds.get((bool(tokens), bool(time)), "none")
-    keys.put(f"{stage}.image_embeds", image)
+    unet.put(".image_embeds", image)
     reads_text = bool(reads_text) and not is_blind
     if reads_text:
-        keys.put(f"{stage}.clip_text", True)
+        unet.put(".clip_text", True)
     if image == "none" and not reads_text:
         return
-    if has_clip:
-        keys.put(f"{stage}.clip", clip)
+    if clip is not None:
+        unet.put(".clip", clip)
         return
     own: Tree = {"kind": "given", "width": width}
     if reads_text:
         own |= {"text_width": text_width or width, "length": length or 256}
-    keys.put(f"{stage}.clip", own)
-    keys.moved[f"{theirs}.image_embed_dim"] = f"{stage}.clip.width"
+    unet.put(".clip", own)
+    unet.note_moved("image_embed_dim", ".clip.width")
 
 
-def _levels(keys: KeyTranslation, theirs: str, stage: str) -> None:
+def _levels(unet: Part) -> None:
     """Cross-attention is at every level but the finest there; here it follows self-attention unless it is set."""
-    levels = len(keys.get(f"{stage}.multipliers") or [])
-    reads_tokens = keys.get(f"{stage}.image_embeds") in ("tokens", "both") or keys.get(f"{stage}.clip_text")
+    levels = len(unet.get(".multipliers") or [])
+    reads_tokens = unet.get(".image_embeds") in ("tokens", "both") or unet.get(".clip_text")
     if levels and reads_tokens:
-        keys.put(f"{stage}.cross_attention", [level > 0 for level in range(levels)])
+        unet.put(".cross_attention", [level > 0 for level in range(levels)])
 
 
 def _schedules(keys: KeyTranslation, names: list[str]) -> None:
     """Their defaults: cosine, and linear for the largest U-Net of a cascade. Fewer steps than trained are DDIM's."""
-    known = ("cosine", "linear", "quadratic", "sigmoid")
     default = ["cosine"] * max(len(names) - 1, 1) + ["linear"] * (len(names) > 1)
     if keys.left.get("decoder.beta_schedule") is None:
         keys.take("decoder.beta_schedule")
         for name, schedule in zip(names, default):
             keys.put(f"stages.{name}.diffusion.schedule", schedule)
     else:
-        _spread(keys, "decoder.beta_schedule", "diffusion.schedule", choose({name: name for name in known}), names)
+        _spread(keys, "decoder.beta_schedule", "diffusion.schedule", SCHEDULES, names)
     _spread(keys, "decoder.sample_timesteps", "sample.steps", count, names)
     eta = keys.take("decoder.ddim_sampling_eta", number)
     for name in names:
@@ -193,15 +188,8 @@ def _schedules(keys: KeyTranslation, names: list[str]) -> None:
         gamma = keys.get(f"stages.{name}.diffusion.p2_gamma")
         if gamma:
             keys.put(f"stages.{name}.diffusion.weighting", "p2")
-    objectives = {"predict_x_start": "x0", "predict_v": "v"}
-    for key, objective in objectives.items():
-        wanted = keys.take(
-            f"decoder.{key}", lambda value: value if isinstance(value, list) else [flag(value)] * len(names)
-        )
-        for name, is_set in zip(names, wanted or []):
-            if is_set:
-                keys.put(f"stages.{name}.diffusion.objective", objective)
-                keys.moved[f"decoder.{key}"] = "stages.*.diffusion.objective"
+    for key, objective in {"predict_x_start": "x0", "predict_v": "v"}.items():
+        _spread(keys, f"decoder.{key}", "diffusion.objective", choose({True: objective, False: None}), names)
 
 
 def _low_resolution(keys: KeyTranslation, names: list[str]) -> None:
@@ -313,25 +301,23 @@ def _tracker(keys: KeyTranslation) -> None:
 
 def _translate_prior(tree: Tree) -> KeyTranslation:
     keys = KeyTranslation(merge(PRIOR_DEFAULTS, tree))
-    stage = "stages.prior"
-    keys.put(stage, {"task": "dalle2.prior"})
-    keys.put("data.source", "clip_retrieval")
+    prior = Part(keys, "prior", "stages.prior")
+    prior.put("", {"task": "dalle2.prior"})
+    prior.put("data.source", "clip_retrieval")
     clip = _clip(keys, "prior.clip")
-    reads_text = keys.take("prior.condition_on_text_encodings", flag)
-    width = keys.take("prior.image_embed_dim", count) or keys.left.get("prior.net.dim")
-    keys.put(f"{stage}.text_encodings", bool(reads_text))
-    keys.moved["prior.condition_on_text_encodings"] = f"{stage}.text_encodings"
+    reads_text = prior.take("condition_on_text_encodings", flag)
+    width = prior.take("image_embed_dim", count) or keys.left.get("prior.net.dim")
+    prior.put(".text_encodings", bool(reads_text))
+    prior.note_moved("condition_on_text_encodings", ".text_encodings")
     if clip is None:
-        keys.put(f"{stage}.clip", {"kind": "given", "width": width})
-        keys.moved["prior.image_embed_dim"] = f"{stage}.clip.width"
-    else:
-        keys.put(f"{stage}.clip", clip)
-    keys.move_all(PRIOR_ROWS)
-    objective = keys.take("prior.predict_x_start", flag)
-    keys.put(f"{stage}.diffusion.objective", "eps" if objective is False else "x0")
-    steps = keys.get(f"{stage}.diffusion.steps") or 1000
-    if keys.get(f"{stage}.sample.steps") is None:
-        keys.put(f"{stage}.sample", {"steps": steps, "solver": "ddpm"})
+        prior.note_moved("image_embed_dim", ".clip.width")
+    prior.put(".clip", clip or {"kind": "given", "width": width})
+    prior.move_all(PRIOR_ROWS)
+    keys.move_all(PRIOR_DATA)
+    objective = prior.take("predict_x_start", flag)
+    prior.put(".diffusion.objective", "eps" if objective is False else "x0")
+    if prior.get(".sample.steps") is None:
+        prior.put(".sample", {"steps": prior.get(".diffusion.steps") or 1000, "solver": "ddpm"})
     _batch(keys)
     _tracker(keys)
     points, epochs = keys.take("data.num_data_points", count), keys.take("train.epochs", count)

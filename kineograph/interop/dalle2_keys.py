@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kineograph.core.config import Tree
-from kineograph.interop.key_translation import Row, choose, count, counts, flag, number, only, text
+from kineograph.interop.key_translation import Convert, Row, choose, count, counts, flag, number, only, text
 
 CLIP_FOLDER = "clip"
 CLIPS = {
@@ -16,6 +16,7 @@ CLIPS = {
 }
 METRICS = {"FID": "fid", "IS": "is", "KID": "kid", "LPIPS": "lpips"}
 PRECISION = choose({True: "bf16", False: "fp32"})
+SCHEDULES = choose({name: name for name in ("cosine", "linear", "quadratic", "sigmoid")})
 
 # Their defaults, where ours differ.
 UNET_DEFAULTS: Tree = {
@@ -46,7 +47,12 @@ def _blocks(value: Any) -> Any:
     return [count(value)] if isinstance(value, (int, float)) else counts(value)
 
 
-TRACKER: list[Row] = [
+BOTH: list[Row] = [
+    ("data.splits.val", "data.validation", number),
+    ("data.splits.test", "data.test", number),
+    ("data.splits.train", None, number),  # the rest
+    ("train.ema_beta", "train.ema.decay", number),
+    ("train.amp", "train.precision", PRECISION),
     ("tracker.log.wandb_project", "train.wandb.project", text),
     ("tracker.log.wandb_entity", "train.wandb.entity", text),
     ("tracker.log.wandb_run_id", "train.wandb.id", text),
@@ -63,9 +69,6 @@ DECODER_ROWS: list[Row] = [
     ("data.end_shard", "data.end_shard", count),
     ("data.shard_width", "data.shard_width", count),
     ("data.index_width", "data.index_width", count),
-    ("data.splits.val", "data.validation", number),
-    ("data.splits.test", "data.test", number),
-    ("data.splits.train", None, number),  # the rest
     ("data.shuffle_train", "data.shuffle", flag),
     ("data.resample_train", "data.resample", flag),
     ("decoder.channels", "data.channels", count),
@@ -78,33 +81,30 @@ DECODER_ROWS: list[Row] = [
     ("train.epoch_samples", "train.epoch_samples", count),
     ("train.validation_samples", "train.validation_samples", count),
     ("train.save_immediately", "train.save_first", flag),
-    ("train.ema_beta", "train.ema.decay", number),
-    ("train.amp", "train.precision", PRECISION),
     ("evaluate.n_evaluation_samples", "train.evaluation_samples", count),
     ("evaluate.FID.feature", "train.metric_options.fid_features", count),
     ("evaluate.KID.subset_size", "train.metric_options.kid_subset_size", count),
     ("evaluate.KID.subsets", "train.metric_options.kid_subsets", count),
     ("evaluate.IS.splits", "train.metric_options.is_splits", count),
     ("evaluate.LPIPS.net_type", None, only("vgg")),
-    *TRACKER,
+    *BOTH,
 ]
-# Keys of one U-Net; ours are under its stage.
 UNET: list[Row] = [
-    ("dim", "width", count),
-    ("dim_mults", "multipliers", counts),
-    ("num_resnet_blocks", "blocks", _blocks),
-    ("self_attn", "self_attention", _levels),
-    ("attn_dim_head", "head_width", count),
-    ("attend_at_middle", "middle_attention", flag),
-    ("num_image_tokens", "image_tokens", count),
-    ("memory_efficient", "efficient", flag),
-    ("self_cond", "self_conditioning", flag),
-    ("checkpoint_during_training", "train.checkpointing", flag),
+    ("dim", ".width", count),
+    ("dim_mults", ".multipliers", counts),
+    ("num_resnet_blocks", ".blocks", _blocks),
+    ("self_attn", ".self_attention", _levels),
+    ("attn_dim_head", ".head_width", count),
+    ("attend_at_middle", ".middle_attention", flag),
+    ("num_image_tokens", ".image_tokens", count),
+    ("memory_efficient", ".efficient", flag),
+    ("self_cond", ".self_conditioning", flag),
+    ("checkpoint_during_training", ".train.checkpointing", flag),
     ("lowres_cond", None, only(True, False)),  # every U-Net but the first is
     ("channels", None, only(3)),
 ]
-# One value of the decoder for every U-Net.
-SHARED_DECODER: list[tuple[str, str, Any]] = [
+# One value for all U-Nets, or a list of one each.
+PER_UNET: list[tuple[str, str, Convert]] = [
     ("decoder.timesteps", "diffusion.steps", count),
     ("decoder.vb_loss_weight", "diffusion.vb_weight", number),
     ("decoder.image_cond_drop_prob", "image_dropout", number),
@@ -112,9 +112,6 @@ SHARED_DECODER: list[tuple[str, str, Any]] = [
     ("decoder.p2_loss_weight_k", "diffusion.p2_k", number),
     ("decoder.use_dynamic_thres", "sample.clip", choose({True: "dynamic", False: "static"})),
     ("decoder.dynamic_thres_percentile", "sample.clip_quantile", number),
-]
-# One value for all U-Nets, or a list of one each.
-PER_UNET: list[tuple[str, str, Any]] = [
     ("decoder.learned_variance", "diffusion.learned_variance", flag),
     ("decoder.p2_loss_weight_gamma", "diffusion.p2_gamma", number),
     ("decoder.random_crop_sizes", "crop", count),
@@ -125,33 +122,29 @@ PER_UNET: list[tuple[str, str, Any]] = [
     ("train.cond_scale", "sample.guidance", number),
     ("train.unet_training_mask", "skip", lambda value: not flag(value)),
 ]
-PRIOR = "stages.prior"
 PRIOR_ROWS: list[Row] = [
-    ("prior.net.dim", f"{PRIOR}.width", count),
-    ("prior.net.depth", f"{PRIOR}.depth", count),
-    ("prior.net.heads", f"{PRIOR}.heads", count),
-    ("prior.net.ff_mult", f"{PRIOR}.mlp_ratio", number),
-    ("prior.net.attn_dropout", f"{PRIOR}.dropout", number),
-    ("prior.net.ff_dropout", f"{PRIOR}.dropout", number),
-    ("prior.net.num_timesteps", f"{PRIOR}.diffusion.steps", count),
-    ("prior.timesteps", f"{PRIOR}.diffusion.steps", count),
-    ("prior.sample_timesteps", f"{PRIOR}.sample.steps", count),
-    ("prior.cond_drop_prob", f"{PRIOR}.caption_dropout", number),
-    ("prior.beta_schedule", f"{PRIOR}.diffusion.schedule", choose({name: name for name in ("cosine", "linear", "quadratic", "sigmoid")})),
-    ("prior.loss_type", None, only("l2")),
-    ("prior.image_size", None, count),  # embeddings have no size
-    ("prior.image_channels", None, only(3)),
+    ("net.dim", ".width", count),
+    ("net.depth", ".depth", count),
+    ("net.heads", ".heads", count),
+    ("net.ff_mult", ".mlp_ratio", number),
+    ("net.attn_dropout", ".dropout", number),
+    ("net.ff_dropout", ".dropout", number),
+    ("net.num_timesteps", ".diffusion.steps", count),
+    ("timesteps", ".diffusion.steps", count),
+    ("sample_timesteps", ".sample.steps", count),
+    ("cond_drop_prob", ".caption_dropout", number),
+    ("beta_schedule", ".diffusion.schedule", SCHEDULES),
+    ("loss_type", None, only("l2")),
+    ("image_size", None, count),  # embeddings have no size
+    ("image_channels", None, only(3)),
+]
+PRIOR_DATA: list[Row] = [
     ("data.image_url", "data.image_embeddings", text),
     ("data.meta_url", "data.metadata", text),
-    ("data.splits.val", "data.validation", number),
-    ("data.splits.test", "data.test", number),
-    ("data.splits.train", None, number),
     ("train.lr", "train.lr", number),
     ("train.wd", "train.weight_decay", number),
     ("train.max_grad_norm", "train.clip", number),
-    ("train.ema_beta", "train.ema.decay", number),
-    ("train.amp", "train.precision", PRECISION),
     ("train.warmup_steps", "train.warmup", count),
     ("train.random_seed", "seed", count),
-    *TRACKER,
-]  # fmt: skip
+    *BOTH,
+]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import load_file
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import InputError
 from kineograph.core.weight_files import DIFFUSERS_STEM, TRANSFORMERS_STEM, WeightFiles, open_weights
 

@@ -19,7 +19,8 @@ from kineograph.codec.causal_vae import CausalVAE
 from kineograph.codec.causal_vae_weights import weights_to_diffusers
 from kineograph.core.atomic_folder import check_unoccupied, write_atomically
 from kineograph.core.batch import Shape
-from kineograph.core.config import Tree, dump_yaml, parse
+from kineograph.core.config import Tree, parse
+from kineograph.core.config_file import dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json
@@ -29,7 +30,6 @@ from kineograph.family.cogvideox.config import CogVideoXConfig
 from kineograph.family.cogvideox.diffusers_weights import check_state, diffusers_names, read_shape
 from kineograph.family.cogvideox.network import Transformer
 from kineograph.interop import dalle2_config, sat_config, trainer_config
-from kineograph.interop.foreign_codec import SUFFIXES, refuse_codec
 from kineograph.interop.lora_adapters import check_base, convert_lora, diffusers_modules, zero_adapters
 from kineograph.interop.lora_file import read_lora
 from kineograph.interop.released_model import ReleasedModel, read_diffusers, read_sat
@@ -40,6 +40,7 @@ from kineograph.train import checkpoint
 WEIGHTS = ("diffusers", "sat")
 SOURCES = (*WEIGHTS, "sat-config", "dalle2-config", *trainer_config.PACKAGES)
 CODEC, GENERATOR = "vae", "generator"
+CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 Note = Callable[[str], None]
 STEP = 1  # imported stages are stages of one step, done
 
@@ -63,8 +64,13 @@ def import_weights(
 
 def translate_config(path: Path, source: str) -> str:
     """→ the YAML of a file of dalle2-pytorch or of one of the packages of trainers"""
-    if path.suffix.lower() in SUFFIXES:
-        raise refuse_codec(path, source)
+    if path.suffix.lower() in CHECKPOINTS:
+        task = "cvivit" if source == "phenaki" else "vqgan"
+        raise InputError(
+            f"{path} is a checkpoint, and weights of that package do not fit: its codec has other layers than task {task} (docs/interop.md). "
+            f"Train {task} with the same settings (kineo import SCRIPT --from {source} prints them), wrap that codec as a task of your own "
+            "(CONTRIBUTING.md), or train on its codebook ids with data.source=cache"
+        )
     return dalle2_config.translate(path) if source == "dalle2-config" else trainer_config.translate(path, source)
 
 

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kineograph.core.config import Tree, merge, nest
+from kineograph.core.config_file import dump_yaml
+from kineograph.run.plan import make_plan
 
 Convert = Callable[[Any], Any]
 Row = tuple[str, str | None, Convert]
 """Their key, ours, and the converter. A ValueError leaves the key untranslated; ours=None: it is always so here."""
+SECTIONS = ("name", "seed", "prompts", "data", "train", "stages")
 
 
 class KeyTranslation:
@@ -69,11 +72,46 @@ class KeyTranslation:
     def remark(self, text: str) -> None:
         self.remarks.append(f"# {text}")
 
-    def list_moved(self) -> list[str]:
-        return [f"# {theirs} → {ours}" for theirs, ours in self.moved.items()]
+    def render(self, source: str, lists_moved: bool = True) -> str:
+        """The YAML, checked, between comments: remarks before it, after it where each key of `source` went."""
+        ours: Tree = {key: self.ours[key] for key in SECTIONS if key in self.ours}
+        if ours.get("stages"):
+            make_plan(ours)
+        moved = [f"# {theirs} → {ours_}" for theirs, ours_ in self.moved.items() if lists_moved]
+        left = [f"# not translated: {key} = {json.dumps(value, default=str)}" for key, value in self.left.items()]
+        return "\n".join([f"# Kineograph's form of {source}", *self.remarks, dump_yaml(ours).rstrip(), *moved, *left])
 
-    def list_left(self) -> list[str]:
-        return [f"# not translated: {key} = {json.dumps(value, default=str)}" for key, value in self.left.items()]
+
+class Part:
+    """The keys of one section of theirs, and the place of ours that they go to. Our keys that begin with a dot are in that place."""
+
+    def __init__(self, keys: KeyTranslation, theirs: str, ours: str) -> None:
+        self.keys, self.theirs, self.ours = keys, theirs, ours
+
+    def find(self, key: str) -> str:
+        """The full name of one of our keys."""
+        return f"{self.ours}{key}" if key.startswith(".") or not key else key
+
+    def take(self, key: str, convert: Convert = lambda value: value) -> Any:
+        return self.keys.take(f"{self.theirs}.{key}", convert)
+
+    def put(self, key: str, value: Any) -> None:
+        self.keys.put(self.find(key), value)
+
+    def get(self, key: str = "") -> Any:
+        return self.keys.get(self.find(key))
+
+    def move(self, key: str, ours: str, convert: Convert = lambda value: value) -> Any:
+        return self.keys.move(f"{self.theirs}.{key}", self.find(ours), convert)
+
+    def note_moved(self, key: str, ours: str) -> None:
+        """List a key that was taken and put by hand."""
+        self.keys.moved[f"{self.theirs}.{key}"] = self.find(ours)
+
+    def move_all(self, rows: Iterable[Row]) -> None:
+        self.keys.move_all(
+            (f"{self.theirs}.{key}", ours if ours is None else self.find(ours), convert) for key, ours, convert in rows
+        )
 
 
 def flatten_lists(tree: Any, prefix: str = "") -> Tree:

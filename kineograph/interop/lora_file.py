@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kineograph.core.config import load_file
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import InputError
 from kineograph.core.text_file import parse_json
 from kineograph.core.weight_files import WeightFiles

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, dump_yaml, load_file, merge, parse
+from kineograph.core.config import Tree, merge, parse
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import InputError
 from kineograph.family.cogvideox.transformer_config import RELEASED, TransformerShape
 from kineograph.interop.key_translation import KeyTranslation, class_name, count, equal, flag, number
@@ -26,7 +27,6 @@ from kineograph.interop.sat_keys import (
     patch_size,
     path_under,
 )
-from kineograph.run.plan import make_plan
 
 FINETUNE_WARMUP = 100  # steps
 
@@ -39,28 +39,17 @@ def translate(files: Sequence[Path]) -> str:
     if not any(key in tree for key in ("args", "model", "deepspeed", "data")) or "stages" in tree:
         problem = "is Kineograph's own" if "stages" in tree else "has none of the sections args, data, deepspeed, model"
         raise InputError(f"{files[0]} is not a config of SAT: it {problem}")
-    translator = _Translator(tree)
-    ours = translator.translate()
-    if ours.get("stages"):
-        make_plan(ours)  # check that the result is valid
-    heading = f"# Kineograph's form of {', '.join(path.name for path in files)}"
-    return "\n".join([heading, *translator.keys.remarks, dump_yaml(ours).rstrip(), *translator.keys.list_left()])
+    keys = KeyTranslation(tree)
+    _Translator(keys).translate()
+    return keys.render(", ".join(path.name for path in files), lists_moved=False)
 
 
 class _Translator:
-    def __init__(self, tree: Tree) -> None:
-        self.keys = KeyTranslation(tree)
-        self.take, self.put, self.remark = self.keys.take, self.keys.put, self.keys.remark
+    def __init__(self, keys: KeyTranslation) -> None:
+        self.keys, self.left = keys, keys.left
+        self.take, self.put, self.get, self.remark = keys.take, keys.put, keys.get, keys.remark
 
-    @property
-    def left(self) -> Tree:
-        return self.keys.left
-
-    @property
-    def ours(self) -> Tree:
-        return self.keys.ours
-
-    def translate(self) -> Tree:
+    def translate(self) -> None:
         has_model = any(key.startswith("model.") for key in self.left)
         if has_model:
             text = {"kind": "t5", "padding": "read"}
@@ -81,9 +70,8 @@ class _Translator:
             self._lora()
             self._name_shape()
             self.put("train.ema.decay", 0)  # SAT trains CogVideoX without EMA
-        if self.ours.get("data", {}).get("folder"):
+        if self.get("data.folder"):
             self.put("data.source", "folder")
-        return {key: self.ours[key] for key in ("name", "seed", "data", "train", "stages") if key in self.ours}
 
     # training --------------------------------------------------------------------------------------------------------
 
@@ -100,7 +88,7 @@ class _Translator:
 
         Its fine-tuning begins with 100 steps at a twentieth of the rate.
         """
-        steps = self.ours.get("train", {}).get("steps")
+        steps = self.get("train.steps")
         if steps is None:
             return
         has_style = "args.lr_decay_style" in self.left
@@ -173,7 +161,7 @@ class _Translator:
     # model -----------------------------------------------------------------------------------------------------------
 
     def _network(self) -> None:
-        width, heads = self.take(f"{NET}.hidden_size", count), self.ours["stages"]["generator"].get("heads")
+        width, heads = self.take(f"{NET}.hidden_size", count), self.get(f"{STAGE}.heads")
         if width is not None and heads:
             self.put(f"{STAGE}.head_width", width // heads)
         patch = self.take(f"{NET}.patch_size", patch_size)
@@ -245,7 +233,7 @@ class _Translator:
         guider = self.take(f"{DRAW}.guider_config.target", class_name(*GUIDERS))
         if guider is not None:
             self.put(f"{STAGE}.sample.guidance_schedule", GUIDERS[guider])
-        steps = self.ours["stages"]["generator"].get("sample", {}).get("steps")
+        steps = self.get(f"{STAGE}.sample.steps")
         self.take(f"{DRAW}.guider_config.params.num_steps", equal(steps))
 
     def _lora(self) -> None:
@@ -255,14 +243,14 @@ class _Translator:
             if frozen:
                 self.remark("not_trainable_prefixes freezes everything, and there is no lora_config")
             return
-        if self.ours.get("train", {}).get("precision") == "bf16":  # as in SAT and in the released weights
+        if self.get("train.precision") == "bf16":  # as in SAT and in the released weights
             self.put(f"{STAGE}.weights_in", "bf16")
         alpha = self.take(f"{LORA}.lora_alpha", number)
         self.put(STAGE, {"tune": "lora", "lora": {"rank": rank, "alpha": alpha if alpha is not None else 1}})
 
     def _name_shape(self) -> None:
         """Replace the keys of a released shape by its name."""
-        stage = self.ours["stages"]["generator"]
+        stage = self.get(STAGE)
         keys = TransformerShape.model_fields.keys()
         shape = parse(TransformerShape, {key: stage[key] for key in keys if key in stage}, STAGE)
         for name, released in RELEASED.items():
@@ -272,5 +260,5 @@ class _Translator:
             ignored = sized | {"first_frame_inverse_scale"}
             if shape.model_dump(exclude=ignored) == candidate.model_dump(exclude=ignored):
                 stage = {key: value for key, value in stage.items() if key not in keys}
-                self.ours["stages"]["generator"] = {"task": stage.pop("task"), "shape": name, **stage}
+                self.keys.ours["stages"]["generator"] = {"task": stage.pop("task"), "shape": name, **stage}
                 return

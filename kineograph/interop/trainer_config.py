@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.interop.key_translation import (
     KeyTranslation,
+    Part,
     Row,
     choose,
     count,
@@ -28,6 +27,7 @@ from kineograph.interop.trainer_keys import (
     DEFAULTS,
     MASKGIT,
     MUSE_MASKGIT,
+    MUSE_QUANTIZER,
     MUSE_TRANSFORMER,
     MUSE_VAE,
     NUWA,
@@ -36,274 +36,241 @@ from kineograph.interop.trainer_keys import (
     NUWA_VAE,
     PHENAKI,
     PHENAKI_TRAINER,
+    SELF_CRITIC,
     T5,
+    TOKEN_CRITIC,
 )
-from kineograph.run.plan import make_plan
 
 PACKAGES = tuple(CLASSES)
-Stage = Callable[[KeyTranslation, str, str], None]
+CODECS = {"phenaki": ("cvivit", "CViViT"), "nuwa": ("vqgan", "VQGanVAE"), "muse": ("vqgan", "VQGanVAE")}
+STAGES = ("tokenizer", "generator", "superres")  # in the order of training
 
 
 def translate(path: Path, package: str) -> str:
     """→ Kineograph's YAML, with a comment for every keyword"""
-    calls = read_calls(path, CLASSES[package])
-    names = _name_calls(calls)
-    keys = KeyTranslation(
-        {name: DEFAULTS.get((package, call.name), {}) | call.keywords for name, call in zip(names, calls)}
-    )
-    by_class = {call.name: name for name, call in reversed(list(zip(names, calls)))}
-    {"phenaki": _phenaki, "nuwa": _nuwa, "muse": _muse}[package](keys, by_class, dict(zip(names, calls)))
-    if not keys.get("stages"):
+    script = _Script(path, package)
+    {"phenaki": _translate_phenaki, "nuwa": _translate_nuwa, "muse": _translate_muse}[package](script)
+    keys = script.keys
+    stages = keys.get("stages")
+    if not stages:
         raise InputError(f"{path} holds no model: add the call of one of {', '.join(CLASSES[package])}")
+    if "tokenizer" not in stages:
+        task, name = CODECS[package]
+        stages["tokenizer"] = {"task": task}
+        keys.remark(
+            f"the tokenizer is not in the file: give the call of {name} too, or set stages.generator.codec=RUN/tokenizer"
+        )
+    keys.ours["stages"] = {name: stages[name] for name in STAGES if name in stages}
+    for name, call in script.calls.items():
+        for key, part in call.parts.items():  # objects that are given: the parts that the stages name
+            keys.moved[f"{name}.{key}"] = f"the stage of {part}"
     keys.put("name", path.stem)
-    ours: Tree = {key: keys.ours[key] for key in ("name", "prompts", "data", "train", "stages") if key in keys.ours}
-    make_plan(ours)  # check that the result is valid
-    heading = f"# Kineograph's form of {path.name}"
-    return "\n".join([heading, *keys.remarks, dump_yaml(ours).rstrip(), *keys.list_moved(), *keys.list_left()])
+    return keys.render(path.name)
 
 
-def _name_calls(calls: list[Call]) -> list[str]:
-    """A class's name, with a number from its second call on."""
-    seen: dict[str, int] = {}
-    names = []
-    for call in calls:
-        seen[call.name] = seen.get(call.name, 0) + 1
-        names.append(call.name if seen[call.name] == 1 else f"{call.name}#{seen[call.name]}")
-    return names
+class _Script:
+    """The calls of a file by name: that of the class, with a number from its second call on."""
 
+    def __init__(self, path: Path, package: str) -> None:
+        self.calls: dict[str, Call] = {}
+        for call in read_calls(path, CLASSES[package]):
+            earlier = sum(other.name == call.name for other in self.calls.values())
+            self.calls[f"{call.name}#{earlier + 1}" if earlier else call.name] = call
+        self.keys = KeyTranslation(
+            {name: DEFAULTS.get((package, call.name), {}) | call.keywords for name, call in self.calls.items()}
+        )
 
-def _rows(rows: list[Row], call: str, stage: str) -> list[Row]:
-    """A table for one call; keys of ours that begin with a dot are those of the stage."""
-    return [
-        (f"{call}.{theirs}", f"{stage}{ours}" if ours is not None and ours.startswith(".") else ours, convert)
-        for theirs, ours, convert in rows
-    ]
+    def part(self, name: str, stage: str, **put: Any) -> Part | None:
+        """The call of that name, which configures a stage; its keys in `put` are set. None if there is no such call."""
+        if name not in self.calls:
+            return None
+        part = Part(self.keys, name, f"stages.{stage}")
+        part.put("", put)
+        return part
 
 
 # Parts of several packages -----------------------------------------------------------------------------------------
 
 
-def _train(keys: KeyTranslation, call: str, stage: str, rows: list[Row]) -> None:
+def _translate_trainer(part: Part, rows: list[Row]) -> None:
     """The trainer of one stage. Its batch is a micro-batch of one process; ours is global, and divided by accumulate."""
-    size, parts = keys.take(f"{call}.batch_size", count), keys.take(f"{call}.grad_accum_every", count) or 1
+    size, parts = part.take("batch_size", count), part.take("grad_accum_every", count) or 1
     if size is not None:
-        keys.put(f"{stage}.train", {"batch_size": size * parts, "accumulate": parts})
-        keys.moved[f"{call}.batch_size"] = f"{stage}.train.batch_size"
-        keys.moved[f"{call}.grad_accum_every"] = f"{stage}.train.accumulate"
+        part.put(".train", {"batch_size": size * parts, "accumulate": parts})
+        part.note_moved("batch_size", ".train.batch_size")
+        part.note_moved("grad_accum_every", ".train.accumulate")
         if parts > 1:
-            keys.remark(
-                f"{stage}.train.batch_size={size * parts} is {size} × {parts}; it is global: multiply it by the number of GPUs"
+            key = part.find(".train.batch_size")
+            part.keys.remark(
+                f"{key}={size * parts} is {size} × {parts}; it is global: multiply it by the number of GPUs"
             )
-    keys.move_all(_rows(rows, call, stage))
-    keys.put(f"{stage}.train.sample_first", True)  # they draw at step 0 too
-    if keys.take(f"{call}.use_ema", flag) is False:
-        keys.put(f"{stage}.train.ema.decay", 0.0)
-        keys.take(f"{call}.ema_beta")
-    keys.move(f"{call}.ema_beta", f"{stage}.train.ema.decay", number)
-    folder = keys.take(f"{call}.results_folder")
+    part.move_all(rows)
+    part.put(".train.sample_first", True)  # they draw at step 0 too
+    if part.take("use_ema", flag) is False:
+        part.put(".train.ema.decay", 0.0)
+        part.take("ema_beta")
+    part.move("ema_beta", ".train.ema.decay", number)
+    folder = part.take("results_folder")
     if folder is not None:
-        keys.remark(f"results_folder={folder}: kineo train … --run {str(folder).removeprefix('./')}")
+        part.keys.remark(f"results_folder={folder}: kineo train … --run {str(folder).removeprefix('./')}")
     precision = choose({"fp16": "fp16", "bf16": "bf16", "no": "fp32"})
-    keys.move(f"{call}.accelerate_kwargs.mixed_precision", f"{stage}.train.precision", precision)
-    keys.take(f"{call}.accelerate_kwargs", only({}))
-    if keys.take(f"{call}.train_on_images", flag):
-        keys.take(f"{call}.num_frames")
-        keys.put("data.frames", 1)
-        keys.moved[f"{call}.train_on_images"] = "data.frames"
-    elif f"{call}.num_frames" in keys.left:
-        keys.move(f"{call}.num_frames", "data.frames", count)
-    if keys.get("data.folder") is not None:
-        keys.put("data.source", "folder")
+    part.move("accelerate_kwargs.mixed_precision", ".train.precision", precision)
+    part.take("accelerate_kwargs", only({}))
+    if part.take("train_on_images", flag):
+        part.take("num_frames")
+        part.put("data.frames", 1)
+        part.note_moved("train_on_images", "data.frames")
+    else:
+        part.move("num_frames", "data.frames", count)
+    if part.get("data.folder") is not None:
+        part.put("data.source", "folder")
 
 
-def _game(keys: KeyTranslation, call: str, stage: str) -> None:
-    """Perceptual and adversarial loss of a codec."""
-    has_game = keys.take(f"{call}.use_vgg_and_gan", flag)
-    hinge = keys.take(f"{call}.use_hinge_loss", flag)
-    if has_game is False:
-        keys.put(f"{stage}.perceptual", {"weight": 0})
-        keys.moved[f"{call}.use_vgg_and_gan"] = f"{stage}.perceptual.weight"
+def _translate_codec_trainer(script: _Script, task: str) -> None:
+    trainer = next((name for name in ("CViViTTrainer", "VQGanVAETrainer") if name in script.calls), "")
+    part = script.part(trainer, "tokenizer", task=task)
+    if part is not None:
+        _translate_trainer(part, CODEC_TRAINER)
+
+
+def _translate_gan(part: Part, *rows: Row) -> None:
+    """Perceptual and adversarial loss of a codec; `rows` are keys of its discriminator."""
+    has_gan, hinge = part.take("use_vgg_and_gan", flag), part.take("use_hinge_loss", flag)
+    if has_gan is False:
+        part.put(".perceptual", {"weight": 0})
+        part.note_moved("use_vgg_and_gan", ".perceptual.weight")
         return
-    keys.put(f"{stage}.adversarial", {"loss": "bce" if hinge is False else "hinge"})
-    keys.put(f"{stage}.perceptual", {"weights": "lpips-vgg16"})
-    keys.moved[f"{call}.use_vgg_and_gan"] = f"{stage}.adversarial, {stage}.perceptual"
-    keys.moved[f"{call}.use_hinge_loss"] = f"{stage}.adversarial.loss"
+    part.put(".adversarial", {"loss": "bce" if hinge is False else "hinge"})
+    part.put(".perceptual", {"weights": "lpips-vgg16"})
+    part.note_moved("use_vgg_and_gan", f".adversarial, {part.find('.perceptual')}")
+    part.note_moved("use_hinge_loss", ".adversarial.loss")
+    part.move_all(rows)
 
 
-def _quantizer(keys: KeyTranslation, call: str, stage: str, size: str, lookup_free: bool) -> None:
-    codes = keys.take(f"{call}.{size}", count)
+def _translate_quantizer(part: Part, size: str, rows: list[Row]) -> None:
+    lookup_free = part.take("lookup_free_quantization", flag) is not False and size == "codebook_size"
+    codes = part.take(size, count)
     if codes is not None:
-        keys.put(f"{stage}.quantizer", {"kind": "lfq" if lookup_free else "vq", "codes": codes})
-        keys.moved[f"{call}.{size}"] = f"{stage}.quantizer.codes"
+        part.put(".quantizer", {"kind": "lfq" if lookup_free else "vq", "codes": codes})
+        part.note_moved(size, ".quantizer.codes")
+    part.move_all(rows)
 
 
-def _heads(keys: KeyTranslation, call: str, stage: str, prefix: str = "") -> None:
+def _translate_heads(part: Part, prefix: str = "") -> None:
     """Heads are width / heads wide here; a dim_head that differs stays untranslated."""
-    width, heads = keys.get(f"{stage}.width"), keys.get(f"{stage}.heads")
+    width, heads = part.get(".width"), part.get(".heads")
     if width and heads:
-        keys.take(f"{call}.{prefix}dim_head", equal(width / heads))
+        part.take(f"{prefix}dim_head", equal(width / heads))
 
 
-def _dropout(keys: KeyTranslation, call: str, stage: str) -> None:
+def _translate_dropout(part: Part) -> None:
     """One dropout here for attention and MLP."""
-    value = keys.move(f"{call}.attn_dropout", f"{stage}.dropout", number)
-    keys.take(f"{call}.ff_dropout", equal(value if value is not None else 0))
+    value = part.move("attn_dropout", ".dropout", number)
+    part.take("ff_dropout", equal(value if value is not None else 0))
 
 
-def _leave_parts(keys: KeyTranslation, calls: dict[str, Call]) -> None:
-    """Objects given by position are the parts that the stages name."""
-    for name, call in calls.items():
-        for key in call.parts:
-            keys.moved[f"{name}.{key}"] = f"the stage of {call.parts[key]}"
+def _translate_levels(part: Part, layers: str, blocks: str) -> None:
+    """`layers` halvings. Here each level after the first halves, so there is one more level, of the width of the first.
+
+    One number of residual blocks counts for the coarsest level there.
+    """
+    halvings = part.take(layers, up_to(16)) or 4
+    multipliers = part.take("layer_mults", lambda value: [count(part) for part in value])
+    multipliers = multipliers or [2**level for level in range(halvings)]
+    part.put("", {"patch": 1, "multipliers": [1, *multipliers]})
+    part.note_moved(layers, ".multipliers")
+
+    def each(value: Any) -> list[int]:
+        return [0, *counts(value)] if isinstance(value, list) else [*[0] * halvings, count(value)]
+
+    if not part.move(blocks, ".blocks", each):
+        part.put(".blocks", each(1))
+
+
+def _translate_self_critic(part: Part) -> None:
+    part.move_all(SELF_CRITIC)
+    if part.get(".critic"):
+        part.move("critic_loss_weight", ".critic_weight", number)
 
 
 # Packages ----------------------------------------------------------------------------------------------------------
 
 
-def _phenaki(keys: KeyTranslation, named: dict[str, str], calls: dict[str, Call]) -> None:
-    tokenizer, generator = "stages.tokenizer", "stages.generator"
-    if "CViViT" in named:
-        call = named["CViViT"]
-        keys.put(tokenizer, {"task": "cvivit", "loss": "l2"})
-        keys.move_all(_rows(CVIVIT, call, tokenizer))
-        _quantizer(
-            keys, call, tokenizer, "codebook_size", keys.take(f"{call}.lookup_free_quantization", flag) is not False
-        )
-        _game(keys, call, tokenizer)
-        if keys.get(f"{tokenizer}.adversarial"):
-            keys.move(f"{call}.discr_base_dim", f"{tokenizer}.adversarial.width", count)
-        _heads(keys, call, tokenizer)
-        _dropout(keys, call, tokenizer)
-    if "CViViTTrainer" in named:
-        keys.put(f"{tokenizer}.task", "cvivit")
-        _train(keys, named["CViViTTrainer"], tokenizer, CODEC_TRAINER)
-    if "MaskGit" in named:
-        call = named["MaskGit"]
-        keys.put(generator, {"task": "phenaki", "codec": "tokenizer"})
-        keys.move_all(_rows(MASKGIT, call, generator))
-        _heads(keys, call, generator)
-        _dropout(keys, call, generator)
-        keys.take(f"{call}.num_tokens", equal(keys.get(f"{tokenizer}.quantizer.codes")))
-        keys.take(f"{call}.max_seq_len", count)  # positions are those of the token grid
-        text = {"kind": "none"} if keys.take(f"{call}.unconditional", flag) else {"kind": "t5", "name": T5}
-        keys.put(f"{generator}.text", text)
-    if "Phenaki" in named:
-        call = named["Phenaki"]
-        keys.put(generator, {"task": "phenaki", "codec": "tokenizer"})
-        keys.move_all(_rows(PHENAKI, call, generator))
-        if keys.get(f"{generator}.text.kind") == "t5":
-            keys.take(f"{call}.t5_name", lambda name: keys.put(f"{generator}.text.name", name))
-        critic = "TokenCritic" in named and "TokenCritic" in [c.name for c in calls.values()]
-        if keys.take(f"{call}.self_token_critic", flag):
-            keys.put(f"{generator}.critic", "self")
-            keys.moved[f"{call}.self_token_critic"] = f"{generator}.critic"
-            keys.move(f"{call}.critic_loss_weight", f"{generator}.critic_weight", number)
-        elif critic:
-            keys.put(f"{generator}.critic", "network")
-            critic_call = named["TokenCritic"]
-            for theirs, ours in (("dim", "critic_width"), ("depth", "critic_depth"), ("heads", "critic_heads")):
-                keys.move(f"{critic_call}.{theirs}", f"{generator}.{ours}", count)
-            keys.take(f"{critic_call}.num_tokens", count)
-            keys.take(f"{critic_call}.max_seq_len", count)
-            keys.take(f"{critic_call}.has_cross_attn", only(True))
-        if keys.get(f"{generator}.critic"):
-            schedules = {"decay": "falling", "fixed": "constant", "increase": "rising"}
-            keys.move(
-                f"{call}.critic_noise_anneal_schedule", f"{generator}.sample.critic_noise_schedule", choose(schedules)
-            )
-        else:
-            keys.take(f"{call}.critic_noise_anneal_schedule")
-            keys.take(f"{call}.critic_loss_weight", equal(1))
-    if "PhenakiTrainer" in named:
-        call = named["PhenakiTrainer"]
-        keys.put(generator, {"task": "phenaki", "codec": "tokenizer"})
+def _translate_phenaki(script: _Script) -> None:
+    if part := script.part("CViViT", "tokenizer", task="cvivit", loss="l2"):
+        part.move_all(CVIVIT)
+        _translate_quantizer(part, "codebook_size", [])
+        _translate_gan(part, ("discr_base_dim", ".adversarial.width", count))
+        _translate_heads(part)
+        _translate_dropout(part)
+    _translate_codec_trainer(script, "cvivit")
+    generator: dict[str, Any] = {"task": "phenaki", "codec": "tokenizer"}
+    if part := script.part("MaskGit", "generator", **generator):
+        part.move_all(MASKGIT)
+        _translate_heads(part)
+        _translate_dropout(part)
+        part.take("num_tokens", equal(part.get("stages.tokenizer.quantizer.codes")))
+        part.take("max_seq_len", count)  # positions are those of the token grid
+        part.put(".text", {"kind": "none"} if part.take("unconditional", flag) else {"kind": "t5", "name": T5})
+    if part := script.part("Phenaki", "generator", **generator):
+        _translate_sampler(script, part)
+    if part := script.part("PhenakiTrainer", "generator", **generator):
         for key in ("sample_texts_file_path", "sample_texts"):
-            keys.move(f"{call}.{key}", "prompts")
-        _train(keys, call, generator, PHENAKI_TRAINER)
-        if keys.take(f"{call}.fp16", flag):
-            keys.put(f"{generator}.train.precision", "fp16")
-            keys.moved[f"{call}.fp16"] = f"{generator}.train.precision"
-    if keys.get(generator) and not keys.get(tokenizer):
-        keys.put(tokenizer, {"task": "cvivit"})
-        keys.remark(
-            "the tokenizer is not in the file: give the call of CViViT too, or name a trained one, stages.generator.codec=RUN/tokenizer"
-        )
-    if keys.get(generator):
-        keys.ours["stages"] = {
-            "tokenizer": keys.ours["stages"]["tokenizer"],
-            "generator": keys.ours["stages"]["generator"],
-        }
-    _leave_parts(keys, calls)
+            part.move(key, "prompts")
+        _translate_trainer(part, PHENAKI_TRAINER)
+        part.move("fp16", ".train.precision", choose({True: "fp16", False: None}))
 
 
-def _vqgan_levels(keys: KeyTranslation, call: str, stage: str, layers: str, blocks: str) -> None:
-    """`layers` halvings. Here each level after the first halves, so there is one more level, of the width of the first.
-
-    One number of residual blocks counts for the coarsest level there.
-    """
-    halvings = keys.take(f"{call}.{layers}", up_to(16)) or 4
-    multipliers = keys.take(f"{call}.layer_mults", lambda value: [count(part) for part in value])
-    multipliers = multipliers or [2**level for level in range(halvings)]
-    keys.put(stage, {"patch": 1, "multipliers": [1, *multipliers]})
-    keys.moved[f"{call}.{layers}"] = f"{stage}.multipliers"
-
-    def each(value: Any) -> list[int]:
-        return [0, *counts(value)] if isinstance(value, list) else [*[0] * halvings, count(value)]
-
-    if not keys.move(f"{call}.{blocks}", f"{stage}.blocks", each):
-        keys.put(f"{stage}.blocks", each(1))
-
-
-def _nuwa(keys: KeyTranslation, named: dict[str, str], calls: dict[str, Call]) -> None:
-    tokenizer, generator = "stages.tokenizer", "stages.generator"
-    if "VQGanVAE" in named:
-        call = named["VQGanVAE"]
-        keys.put(tokenizer, {"task": "vqgan"})
-        keys.move_all(_rows(NUWA_VAE, call, tokenizer))
-        _vqgan_levels(keys, call, tokenizer, "num_layers", "num_resnet_blocks")
-        _quantizer(keys, call, tokenizer, "vq_codebook_size", lookup_free=False)
-        keys.move_all(_rows(NUWA_QUANTIZER, call, tokenizer))
-        _game(keys, call, tokenizer)
-    if "VQGanVAETrainer" in named:
-        keys.put(f"{tokenizer}.task", "vqgan")
-        _train(keys, named["VQGanVAETrainer"], tokenizer, CODEC_TRAINER)
-    if "NUWA" in named or "NUWATrainer" in named:
-        keys.put(generator, {"task": "nuwa", "codec": "tokenizer"})
-    if "NUWA" in named:
-        call = named["NUWA"]
-        keys.move_all(_rows(NUWA, call, generator))
-        _heads(keys, call, generator, "dec_")
-        _dropout(keys, call, generator)
-        _nuwa_window(keys, call, generator)
-        heads, width = keys.take(f"{call}.text_enc_heads", count) or 8, keys.get(f"{generator}.width")
-        text = {"kind": "learned", "width": width, "heads": heads, "depth": keys.take(f"{call}.text_enc_depth", count)}
-        text["positions"] = "rotary" if keys.take(f"{call}.text_rotary_pos_emb", flag) is not False else "learned"
-        text["length"] = keys.take(f"{call}.text_max_seq_len", count) or 256
-        text["vocabulary"] = keys.take(f"{call}.text_num_tokens", count) or 49408
-        keys.put(f"{generator}.text", {key: value for key, value in text.items() if value is not None})
-        keys.moved[f"{call}.text_…"] = f"{generator}.text.*"
-    if "NUWATrainer" in named:
-        _train(keys, named["NUWATrainer"], generator, NUWA_TRAINER)
-        keys.put(f"{generator}.train.ema.decay", 0.0)  # theirs has none
-    if keys.get(generator) and not keys.get(tokenizer):
-        keys.put(tokenizer, {"task": "vqgan"})
-        keys.remark(
-            "the tokenizer is not in the file: give the call of VQGanVAE too, or set stages.generator.codec=RUN/tokenizer"
-        )
-    if keys.get(generator):
-        keys.ours["stages"] = {
-            "tokenizer": keys.ours["stages"]["tokenizer"],
-            "generator": keys.ours["stages"]["generator"],
-        }
-    _leave_parts(keys, calls)
+def _translate_sampler(script: _Script, part: Part) -> None:
+    """The Phenaki object: text, sampling and the critic."""
+    part.move_all(PHENAKI)
+    if part.get(".text.kind") == "none":
+        part.take("max_text_len")
+    else:
+        part.move("max_text_len", ".text.length", count)
+    if part.get(".text.kind") == "t5" and (encoder := part.take("t5_name")):
+        part.put(".text.name", encoder)
+    _translate_self_critic(part)
+    if not part.get(".critic") and (critic := script.part("TokenCritic", "generator", critic="network")):
+        critic.move_all(TOKEN_CRITIC)
+    if part.get(".critic"):
+        schedules = {"decay": "falling", "fixed": "constant", "increase": "rising"}
+        part.move("critic_noise_anneal_schedule", ".sample.critic_noise_schedule", choose(schedules))
+    else:
+        part.take("critic_noise_anneal_schedule")
+        part.take("critic_loss_weight", equal(1))
 
 
-def _nuwa_window(keys: KeyTranslation, call: str, stage: str) -> None:
+def _translate_nuwa(script: _Script) -> None:
+    if part := script.part("VQGanVAE", "tokenizer", task="vqgan"):
+        part.move_all(NUWA_VAE)
+        _translate_levels(part, "num_layers", "num_resnet_blocks")
+        _translate_quantizer(part, "vq_codebook_size", NUWA_QUANTIZER)
+        _translate_gan(part)
+    _translate_codec_trainer(script, "vqgan")
+    if part := script.part("NUWA", "generator", task="nuwa", codec="tokenizer"):
+        part.move_all(NUWA)
+        _translate_heads(part, "dec_")
+        _translate_dropout(part)
+        _translate_window(part)
+        heads, width = part.take("text_enc_heads", count) or 8, part.get(".width")
+        text = {"kind": "learned", "width": width, "heads": heads, "depth": part.take("text_enc_depth", count)}
+        text["positions"] = "rotary" if part.take("text_rotary_pos_emb", flag) is not False else "learned"
+        text["length"] = part.take("text_max_seq_len", count) or 256
+        text["vocabulary"] = part.take("text_num_tokens", count) or 49408
+        part.put(".text", {key: value for key, value in text.items() if value is not None})
+        part.note_moved("text_…", ".text.*")
+    if part := script.part("NUWATrainer", "generator", task="nuwa", codec="tokenizer"):
+        _translate_trainer(part, NUWA_TRAINER)
+        part.put(".train.ema.decay", 0.0)  # theirs has none
+
+
+def _translate_window(part: Part) -> None:
     """A kernel of k frames, its own included. Dilations 1 … n cycle over the blocks."""
 
     def triple(value: Any) -> list[int]:
         sides = [count(side) for side in value] if isinstance(value, list) else [count(value)] * 3
-        keys.remark(
+        part.keys.remark(
             "the window is centred in rows and columns; nuwa-pytorch's lies above and to the left, in every frame"
         )
         return sides
@@ -311,53 +278,36 @@ def _nuwa_window(keys: KeyTranslation, call: str, stage: str) -> None:
     def dilations(value: Any) -> list[int]:
         return [count(part) for part in value] if isinstance(value, list) else list(range(1, up_to(64)(value) + 1))
 
-    keys.move(f"{call}.sparse_3dna_kernel_size", f"{stage}.window", triple)
-    keys.move(f"{call}.sparse_3dna_dilation", f"{stage}.dilations", dilations)
+    part.move("sparse_3dna_kernel_size", ".window", triple)
+    part.move("sparse_3dna_dilation", ".dilations", dilations)
 
 
-def _muse(keys: KeyTranslation, named: dict[str, str], calls: dict[str, Call]) -> None:
-    tokenizer = "stages.tokenizer"
-    if "VQGanVAE" in named:
-        call = named["VQGanVAE"]
-        keys.put(tokenizer, {"task": "vqgan"})
-        keys.move_all(_rows(MUSE_VAE, call, tokenizer))
-        _vqgan_levels(keys, call, tokenizer, "layers", "encdec_num_resnet_blocks")
-        _quantizer(
-            keys, call, tokenizer, "codebook_size", keys.take(f"{call}.lookup_free_quantization", flag) is not False
-        )
-        _game(keys, call, tokenizer)
-        if keys.get(f"{tokenizer}.adversarial"):
-            keys.move(f"{call}.discr_layers", f"{tokenizer}.adversarial.levels", count)
-    if "VQGanVAETrainer" in named:
-        keys.put(f"{tokenizer}.task", "vqgan")
-        _train(keys, named["VQGanVAETrainer"], tokenizer, CODEC_TRAINER)
-    gits = [(name, call) for name, call in calls.items() if call.name == "MaskGit"]
-    gits.sort(key=lambda pair: f"{pair[0]}.cond_image_size" in keys.left)  # the base before super-resolution
-    by_variable = {call.variable: name for name, call in calls.items()}
-    for name, git in gits:
-        is_large = f"{name}.cond_image_size" in keys.left
-        stage = "stages.superres" if is_large else "stages.generator"
-        keys.put(stage, {"task": "muse", "codec": "tokenizer", "text": {"kind": "t5", "name": T5}})
-        inner = by_variable.get(git.parts.get("transformer", git.parts.get("1", "")), named.get("MaskGitTransformer"))
-        if inner is not None:
-            keys.move_all(_rows(MUSE_TRANSFORMER, inner, stage))
-            keys.take(f"{inner}.t5_name", lambda value, stage=stage: keys.put(f"{stage}.text.name", value))  # type: ignore[misc]
-            _heads(keys, inner, stage)
-            keys.take(f"{inner}.num_tokens", equal(keys.get(f"{tokenizer}.quantizer.codes")))
-        keys.move_all(_rows(MUSE_MASKGIT, name, stage))
-        if keys.take(f"{name}.self_token_critic", flag):
-            keys.put(f"{stage}.critic", "self")
-            keys.moved[f"{name}.self_token_critic"] = f"{stage}.critic"
-            keys.move(f"{name}.critic_loss_weight", f"{stage}.critic_weight", number)
-        if is_large and keys.get("stages.generator"):
-            keys.put(f"{stage}.low_res", "generator")
-            keys.move(f"{name}.cond_image_size", f"{stage}.low_res_size", count)
-    if gits and not keys.get(tokenizer):
-        keys.put(tokenizer, {"task": "vqgan"})
-        keys.remark(
-            "the tokenizer is not in the file: give the call of VQGanVAE too, or set stages.generator.codec=RUN/tokenizer"
-        )
-    order = [name for name in ("tokenizer", "generator", "superres") if name in keys.ours.get("stages", {})]
-    if order:
-        keys.ours["stages"] = {name: keys.ours["stages"][name] for name in order}
-    _leave_parts(keys, calls)
+def _translate_muse(script: _Script) -> None:
+    if part := script.part("VQGanVAE", "tokenizer", task="vqgan"):
+        part.move_all(MUSE_VAE)
+        _translate_levels(part, "layers", "encdec_num_resnet_blocks")
+        _translate_quantizer(part, "codebook_size", MUSE_QUANTIZER)
+        _translate_gan(part, ("discr_layers", ".adversarial.levels", count))
+    _translate_codec_trainer(script, "vqgan")
+    models = [name for name, call in script.calls.items() if call.name == "MaskGit"]
+    models.sort(key=lambda name: f"{name}.cond_image_size" in script.keys.left)  # the base before super-resolution
+    variables = {call.variable: name for name, call in script.calls.items()}
+    for name in models:
+        is_large = f"{name}.cond_image_size" in script.keys.left
+        stage = "superres" if is_large else "generator"
+        text = {"kind": "t5", "name": T5}
+        part = script.part(name, stage, task="muse", codec="tokenizer", text=text)
+        assert part is not None
+        given = script.calls[name].parts
+        network = variables.get(given.get("transformer", given.get("1", "")), "MaskGitTransformer")
+        if inner := script.part(network, stage):
+            inner.move_all(MUSE_TRANSFORMER)
+            if encoder := inner.take("t5_name"):
+                inner.put(".text.name", encoder)
+            _translate_heads(inner)
+            inner.take("num_tokens", equal(inner.get("stages.tokenizer.quantizer.codes")))
+        part.move_all(MUSE_MASKGIT)
+        _translate_self_critic(part)
+        if is_large and part.get("stages.generator"):
+            part.put(".low_res", "generator")
+            part.move("cond_image_size", ".low_res_size", count)

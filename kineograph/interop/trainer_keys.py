@@ -47,7 +47,15 @@ PHENAKI: list[Row] = [
     ("steps", ".sample.steps", count),
     ("sample_temperature", ".sample.temperature", number),
     ("cond_drop_prob", ".caption_dropout", number),
-    ("max_text_len", ".text.length", count),
+]
+SELF_CRITIC: list[Row] = [("self_token_critic", ".critic", choose({True: "self", False: None}))]
+TOKEN_CRITIC: list[Row] = [
+    ("dim", ".critic_width", count),
+    ("depth", ".critic_depth", count),
+    ("heads", ".critic_heads", count),
+    ("num_tokens", None, count),
+    ("max_seq_len", None, count),
+    ("has_cross_attn", None, only(True)),
 ]
 PHENAKI_TRAINER: list[Row] = [
     ("train_num_steps", ".train.steps", count),
@@ -102,6 +110,8 @@ MUSE_VAE: list[Row] = [
     ("dim", ".width", count),
     ("channels", "data.channels", count),
     ("l2_recon_loss", ".loss", L2),
+]
+MUSE_QUANTIZER: list[Row] = [
     ("lfq_kwargs.diversity_gamma", ".quantizer.diversity", number),
     ("vq_kwargs.codebook_dim", ".quantizer.dim", count),
     ("vq_kwargs.decay", ".quantizer.decay", number),
@@ -136,7 +146,7 @@ CLASSES: dict[str, dict[str, frozenset[str]]] = {
         "CViViTTrainer": _keywords(CODEC_TRAINER, *_EMA),
         "MaskGit": _keywords(MASKGIT, "num_tokens", "max_seq_len", "unconditional", "dim_head"),
         "TokenCritic": frozenset({"has_cross_attn"}),
-        "Phenaki": _keywords(PHENAKI, "t5_name", "self_token_critic", "critic_loss_weight"),
+        "Phenaki": _keywords(PHENAKI, "max_text_len", "t5_name", "self_token_critic", "critic_loss_weight"),
         "PhenakiTrainer": _keywords(PHENAKI_TRAINER, *_EMA, "sample_texts_file_path", "sample_texts", "fp16"),
     },
     "nuwa": {
@@ -146,7 +156,7 @@ CLASSES: dict[str, dict[str, frozenset[str]]] = {
         "NUWATrainer": _keywords(NUWA_TRAINER, "dataset", "batch_size", "grad_accum_every", "results_folder"),
     },
     "muse": {
-        "VQGanVAE": _keywords(MUSE_VAE, *_GAME, "layers", "discr_layers"),
+        "VQGanVAE": _keywords([*MUSE_VAE, *MUSE_QUANTIZER], *_GAME, "layers", "discr_layers"),
         "VQGanVAETrainer": _keywords(CODEC_TRAINER, *_EMA),
         "MaskGitTransformer": _keywords(MUSE_TRANSFORMER, "t5_name", "num_tokens", "dim_head"),
         "MaskGit": _keywords(MUSE_MASKGIT, "cond_image_size", "self_token_critic", "critic_loss_weight"),

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from kineograph.core import distributed
-from kineograph.core.config import Tree, dump_yaml, load_file, merge, unknown_key
+from kineograph.core.config import Tree, merge, unknown_key
+from kineograph.core.config_file import dump_yaml, load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.noise import numpy_rng
 from kineograph.core.run_folder import write_atomic

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, flatten, load_file, merge, nest, parse_override, shorten
+from kineograph.core.config import Tree, flatten, merge, nest, parse_override, shorten
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import ConfigError
 from kineograph.core.registry import read_entry_points
 from kineograph.core.trust import accept, require_trust

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kineograph.core.config import load_file
+from kineograph.core.config_file import load_file
 from kineograph.core.console import open_console
 from kineograph.core.errors import InputError, KineoError
 from kineograph.core.health import read_findings

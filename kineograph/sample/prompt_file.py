@@ -20,7 +20,8 @@ from kineograph.core.capabilities import (
     SupportsInpainting,
     SupportsUpscaling,
 )
-from kineograph.core.config import parse, parse_json_tree, shorten
+from kineograph.core.config import parse, shorten
+from kineograph.core.config_file import parse_json_tree
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.prompt import Prompt
 from kineograph.core.run_folder import write_atomic

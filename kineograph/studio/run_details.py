@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import Tree, flatten, load_file
+from kineograph.core.config import Tree, flatten
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import KineoError
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.text_file import parse_json

@@ -99,10 +99,6 @@ class TrainedClip(Task, SupportsEmbedding, ComparesSamples, ChecksHealth):
         self.sharpest = -math.log(config.min_temperature)
         self.sharpness = nn.Parameter(torch.tensor(-math.log(config.temperature)))  # log 1/temperature
 
-    @classmethod
-    def build(cls, config: ClipConfig, context: BuildContext) -> TrainedClip:
-        return cls(config, context)
-
     def trainable(self, player: str) -> list[nn.Module]:
         return [self]
 

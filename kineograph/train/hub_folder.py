@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kineograph.core.config import dump_yaml
+from kineograph.core.config_file import dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.train.config import HubConfig
 from kineograph.train.metrics_file import Record

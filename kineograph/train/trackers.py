@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kineograph.core import distributed
-from kineograph.core.config import dump_yaml
+from kineograph.core.config_file import dump_yaml
 from kineograph.core.errors import InputError
 from kineograph.core.health import Finding
 from kineograph.core.run_folder import read_json

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Discriminator, Field, Tag
 
-from kineograph.core.config import Config, dump_yaml, flatten, load_file, merge, nest, parse, parse_override, read_yaml
+from kineograph.core.config import Config, flatten, merge, nest, parse, parse_override
+from kineograph.core.config_file import dump_yaml, load_file, read_yaml
 from kineograph.core.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from kineograph.cli import main
-from kineograph.core.config import load_file
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import write_json
 from kineograph.core.text_file import clean_caption, parse_json

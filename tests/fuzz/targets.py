@@ -29,7 +29,8 @@ import kineograph
 from kineograph.cache.pack import Pack, PackWriter
 from kineograph.cache.store import PackIndex
 from kineograph.cli import app, main
-from kineograph.core.config import flatten, load_file
+from kineograph.core.config import flatten
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import Unreadable
 from kineograph.core.run_folder import RunFolder
 from kineograph.core.weight_files import open_weights

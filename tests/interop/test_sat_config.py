@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from kineograph import cli
-from kineograph.core.config import Tree, flatten, load_file, read_yaml
+from kineograph.core.config import Tree, flatten
+from kineograph.core.config_file import load_file, read_yaml
 from kineograph.core.errors import InputError
-from kineograph.interop.key_translation import flatten_lists
+from kineograph.interop.key_translation import KeyTranslation, flatten_lists
 from kineograph.interop.sat_config import _Translator, translate
 from kineograph.run.plan import make_plan
 
@@ -135,12 +136,11 @@ def test_nothing_is_dropped_in_silence() -> None:
 @pytest.mark.parametrize("key", [key for keys in KEYS.values() for key in keys])
 def test_every_key_makes_a_difference(key: str) -> None:
     """A word that no key can mean shows in what is printed: in its place, or as not translated."""
-    reading = _Translator({})
-    reading.keys.left = KEYS[TRAIN] | KEYS[MODEL] | {key: "strange-word"}
-    ours = flatten(reading.translate())
-    assert "strange-word" in [*ours.values(), *reading.left.values()] or any(
-        "strange" in line for line in reading.keys.remarks
-    )
+    keys = KeyTranslation({})
+    keys.left = KEYS[TRAIN] | KEYS[MODEL] | {key: "strange-word"}
+    _Translator(keys).translate()
+    printed = [*flatten(keys.ours).values(), *keys.left.values()]
+    assert "strange-word" in printed or any("strange" in line for line in keys.remarks)
 
 
 def test_a_two_billion_model_with_sines(tmp_path: Path) -> None:

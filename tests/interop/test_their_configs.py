@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from kineograph import cli
 from kineograph.core.config import Tree, merge
 from kineograph.core.errors import InputError
-from kineograph.interop import dalle2_config, trainer_config
-from kineograph.interop.foreign_codec import refuse_codec
+from kineograph.interop import dalle2_config, key_translation, trainer_config
+from kineograph.interop.import_run import translate_config
 from kineograph.interop.key_translation import flatten_lists
 
 DECODER: Tree = {
@@ -109,7 +108,7 @@ def test_a_decoder_config_is_translated(tmp_path: Path) -> None:
 
 def test_every_key_of_a_decoder_config_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word that no key can mean is printed: in its place, or as not translated."""
-    monkeypatch.setattr(dalle2_config, "make_plan", lambda tree: None)  # a strange word makes no valid config
+    monkeypatch.setattr(key_translation, "make_plan", lambda tree: None)  # a strange word makes no valid config
     for key in flatten_lists(DECODER):
         tree: Tree = deepcopy(DECODER)
         place: Any = tree
@@ -262,35 +261,20 @@ def test_a_package_that_nobody_knows_is_refused(capsys: pytest.CaptureFixture[st
     assert stop.value.code == 2 and "dalle2-config, phenaki, nuwa or muse" in capsys.readouterr().err
 
 
-# Checkpoints -------------------------------------------------------------------------------------------------------
+def test_a_model_without_text_has_no_length_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PHENAKI.replace("max_seq_len = 100", "max_seq_len = 100, unconditional = True"))
+    assert parse_printed(trainer_config.translate(path, "phenaki"))["stages"]["generator"]["text"] == {"kind": "none"}
 
 
-@pytest.mark.parametrize(
-    ("name", "tree", "message"),
-    [
-        ("cvivit", {"enc_spatial_transformer.layers.0.weight": 1}, "phenaki-pytorch's C-ViViT"),
-        ("ema", {"ema_model.enc_dec.encoders.0.weight": 1, "step": 1}, "a VQGanVAE of muse-maskgit-pytorch"),
-        ("trainer", {"model": {"encoders.0.weight": 1}}, "nuwa-pytorch's VQGanVAE"),
-        ("other", {"layer.weight": 1}, "holds no codec"),
-        ("empty", {}, "no named tensors"),
-    ],
-)
-def test_codecs_of_the_packages_are_named_with_the_reason(tmp_path: Path, name: str, tree: Tree, message: str) -> None:
-    def fill(part: Any) -> Any:
-        return {key: fill(value) for key, value in part.items()} if isinstance(part, dict) else torch.ones(2)
-
-    path = tmp_path / f"{name}.pt"
-    torch.save(fill(tree), path)
-    with pytest.raises(InputError, match=message):
-        raise refuse_codec(path, "muse")
+def test_settings_of_a_quantizer_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "muse.py"
+    path.write_text("vae = VQGanVAE(dim=32, layers=2, codebook_size=256, lfq_kwargs=dict(diversity_gamma=2.0))")
+    quantizer = parse_printed(trainer_config.translate(path, "muse"))["stages"]["tokenizer"]["quantizer"]
+    assert quantizer == {"kind": "lfq", "codes": 256, "diversity": 2.0}
 
 
-def test_a_checkpoint_with_code_is_not_unpickled(tmp_path: Path) -> None:
-    class Trap:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "run",))
-
-    torch.save({"vae": Trap()}, tmp_path / "vae.pt")
-    with pytest.raises(InputError, match="nothing is unpickled"):
-        refuse_codec(tmp_path / "vae.pt", "muse")
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(("source", "task"), [("phenaki", "cvivit"), ("muse", "vqgan"), ("dalle2-config", "vqgan")])
+def test_a_checkpoint_is_refused_with_the_reason(tmp_path: Path, source: str, task: str) -> None:
+    with pytest.raises(InputError, match=f"other layers than task {task}"):
+        translate_config(tmp_path / "vae.pt", source)

@@ -13,7 +13,7 @@ import torch
 import yaml
 from diffusers import CogVideoXPipeline
 
-from kineograph.core.config import read_yaml
+from kineograph.core.config_file import read_yaml
 from kineograph.run.plan import make_plan
 from tests.interop.test_import_export import CLOSE, our_answer, ours
 from tests.interop.tiny import TEXT_LENGTH, answer, tiny_pipeline

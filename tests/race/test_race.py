@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from kineograph import cli
-from kineograph.core.config import dump_yaml, load_file
+from kineograph.core.config_file import dump_yaml, load_file
 from kineograph.core.errors import ConfigError, InputError, RunFailed
 from kineograph.doctor import speed
 from kineograph.race import command, plan

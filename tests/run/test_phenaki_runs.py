@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import kineograph as kg
 from kineograph.codec.perceptual import Lpips
-from kineograph.core.config import read_yaml
+from kineograph.core.config_file import read_yaml
 from kineograph.core.errors import InputError
 from kineograph.family.phenaki.sampling import WindowSampler
 from kineograph.stage.spec import read_stage

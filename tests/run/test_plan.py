@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kineograph.core.config import dump_yaml, nest, read_yaml
+from kineograph.core.config import nest
+from kineograph.core.config_file import dump_yaml, read_yaml
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.run_folder import RunFolder
 from kineograph.run.layers import lay_over, read_config

@@ -25,7 +25,7 @@ from kineograph.core.capabilities import (
     SupportsReconstruction,
     SupportsSampling,
 )
-from kineograph.core.config import load_file
+from kineograph.core.config_file import load_file
 from kineograph.core.health import LOSS_FALLS, Limit
 from kineograph.core.noise import Noise
 from kineograph.core.protocols import TextEncoder
@@ -84,10 +84,6 @@ class CogVideoX(
             if config.codec is None:
                 tuning.check_first_frame(config, context.name)
             tuning.check_scheduler(config, context.name, context.note)
-
-    @classmethod
-    def build(cls, config: CogVideoXConfig, context: BuildContext) -> CogVideoX:
-        return cls(config, context)
 
     def _network(self, context: BuildContext) -> Transformer:
         """Build the transformer with its initial weights, and select what trains."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from kineograph.core.config import load_file
+from kineograph.core.config_file import load_file
 from kineograph.core.errors import ConfigError, InputError
 from kineograph.core.task import freeze, is_fake_or_meta
 from kineograph.core.text_file import parse_json

@@ -102,10 +102,6 @@ class Prior(Task, SupportsCaching, ChecksHealth):
         self.network = PriorNetwork(config, self.width, text_width, self.clip.length)
         self.diffusion = Diffusion(config.diffusion)
 
-    @classmethod
-    def build(cls, config: PriorConfig, context: BuildContext) -> Prior:
-        return cls(config, context)
-
     # training ------------------------------------------------------------------------------------------------------
 
     def trainable(self, player: str) -> list[nn.Module]:

@@ -108,10 +108,6 @@ class Decoder(
         if config.prior is not None or (clip is not None and clip.reads_captions):
             self.reads |= {"captions"}
 
-    @classmethod
-    def build(cls, config: DecoderConfig, context: BuildContext) -> Decoder:
-        return cls(config, context)
-
     def _check_sizes(self) -> None:
         config, shape, grid = self.config, self.shape, self.space.grid
         size_key = "data.size" if config.size is None else "size"

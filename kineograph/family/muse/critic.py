@@ -32,10 +32,6 @@ class MuseCritic(Task, SupportsSampling):
         self.network = MuseNetwork(config, generator.vocabulary, generator.grid, text_width, generator.low_res)
         self.score = nn.Linear(config.width, 1)
 
-    @classmethod
-    def build(cls, config: CriticConfig, context: BuildContext) -> MuseCritic:
-        return cls(config, context)
-
     @property
     def generator(self) -> Muse:
         return self.stage("generator", Muse)

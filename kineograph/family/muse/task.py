@@ -67,10 +67,6 @@ class Muse(Task, SupportsSampling, SupportsCaching, SupportsUpscaling, Describes
         self.head = Head(config.width, self.vocabulary, config.label_smoothing)
         self.critic = nn.Linear(config.width, 1) if config.critic == "self" else None
 
-    @classmethod
-    def build(cls, config: MuseConfig, context: BuildContext) -> Muse:
-        return cls(config, context)
-
     def _set_low_res(self, name: str, context: BuildContext) -> tuple[int, Grid]:
         """Set the stages and the size of the smaller image. → its tokens' vocabulary and grid"""
         stage, low_res_size = context.stage(name), self.config.low_res_size

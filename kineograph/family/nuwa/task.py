@@ -61,10 +61,6 @@ class Nuwa(Task, SupportsSampling, MakesSound, SupportsContinuation, SupportsCac
         self.decode_step = DecodeStep()
         self.sessions = SessionCache()
 
-    @classmethod
-    def build(cls, config: NuwaConfig, context: BuildContext) -> Nuwa:
-        return cls(config, context)
-
     @property
     def codec(self) -> Codec:
         return self.stage("codec", Codec)

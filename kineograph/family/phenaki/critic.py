@@ -31,10 +31,6 @@ class PhenakiCritic(Task, SupportsSampling, SupportsContinuation):
         self._check_guidance(config.sample)
         self.critic = TokenCritic(config, config.rotary, generator.vocabulary, generator.grid, generator.text_width)
 
-    @classmethod
-    def build(cls, config: CriticConfig, context: BuildContext) -> PhenakiCritic:
-        return cls(config, context)
-
     @property
     def generator(self) -> Phenaki:
         return self.stage("generator", Phenaki)

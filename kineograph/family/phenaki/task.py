@@ -90,10 +90,6 @@ class Phenaki(Task, SupportsSampling, SupportsContinuation, SupportsCaching, Rem
         for module in self._untrained():
             module.requires_grad_(False)
 
-    @classmethod
-    def build(cls, config: PhenakiConfig, context: BuildContext) -> Phenaki:
-        return cls(config, context)
-
     @property
     def codec(self) -> Codec:
         return self.stage("codec", Codec)
