@@ -17,9 +17,9 @@ import numpy as np
 
 from kineograph.core.config import merge, nest, parse, parse_override
 from kineograph.core.errors import ConfigError, InputError, Unreadable
+from kineograph.core.media_file import read_media
 from kineograph.data.array_layout import FPS, Layout, check_values, describe_layout, infer_layout
 from kineograph.data.arrays import Array, list_npz, read_captions_beside
-from kineograph.core.media_file import read_media
 from kineograph.data.buckets import MediaInfo
 from kineograph.data.captions import Problem, Span, find_captions, names_side, read_captions
 from kineograph.data.decode import has_damaged_profile, media_kind, probe_media, raise_unreadable
