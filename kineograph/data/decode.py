@@ -16,15 +16,16 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 from pydantic import Field, model_validator
 
 from kineograph.core.errors import Unreadable, explain_oversized_image
 from kineograph.core.media_file import MediaLimits, Meter, check_bytes, open_image, read_media
 from kineograph.data.buckets import Bucket, BucketsConfig, MediaInfo
 from kineograph.data.captions import Lines
-from kineograph.data.colour_profile import convert_to_srgb, has_usable_profile
+from kineograph.data.colour_profile import has_usable_profile
 from kineograph.data.open_source import DataConfig, Split
+from kineograph.data.picture import ORIENTATION, make_upright, to_channels
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, Crop, Resize, ResizeCrop, pick_frames
 from kineograph.data.trim import UNTRIMMED, Trim
 
@@ -34,8 +35,6 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".jp2")
 VIDEOS = (".mp4", ".webm", ".mov", ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".3gp", ".wmv", ".ogv")
 CLIPS = (".gif", *VIDEOS)
-MODES: dict[int, Literal["L", "LA", "RGB", "RGBA"]] = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
-_ORIENTATION = 0x0112  # EXIF tag; 5 and above swap width and height
 
 
 def media_kind(name: str) -> Literal["image", "clip"] | None:
@@ -304,8 +303,7 @@ def _decode_picture(image: Image.Image, options: DecodeOptions) -> Image.Image:
     if image.format in ("JPEG", "MPO"):
         _shrink_while_decoding(image, options)
     image.load()
-    upright = ImageOps.exif_transpose(image) if _has_orientation(image) else image
-    return to_channels(upright, options.channels, options.background)
+    return to_channels(make_upright(image), options.channels, options.background)
 
 
 def _load_image(data: bytes, options: DecodeOptions) -> LoadedMedia:
@@ -420,13 +418,6 @@ def _skip_blocks(data: bytes, at: int) -> int:
     return at + 1
 
 
-def _has_orientation(image: Image.Image) -> bool:
-    # getexif costs as much as everything else around a decode, so skip it where there is no EXIF.
-    if image.format == "JPEG" and not image.info.keys() & {"exif", "xmp"}:
-        return False
-    return image.getexif().get(_ORIENTATION, 1) != 1
-
-
 def _shrink_while_decoding(image: Image.Image, options: DecodeOptions) -> None:
     """JPEGs decode directly to 1/2, 1/4 or 1/8: keep at least twice the needed size."""
     width, height = image.size
@@ -459,7 +450,7 @@ def _probe_image(data: bytes, decode_all: bool, meter: Meter) -> MediaInfo:
             if decode_all:
                 image.load()
             width, height = image.size
-            swapped = image.getexif().get(_ORIENTATION, 1) >= 5
+            swapped = image.getexif().get(ORIENTATION, 1) >= 5
             return MediaInfo(height, width) if swapped else MediaInfo(width, height)
         delays = _frame_delays(image, data, meter, truncated=not decode_all)
         for index in range(len(delays) if decode_all else 0):
@@ -467,35 +458,3 @@ def _probe_image(data: bytes, decode_all: bool, meter: Meter) -> MediaInfo:
             image.load()
             meter.count_frame(*image.size)
         return MediaInfo(*image.size, len(delays), float(delays.sum()))
-
-
-# Colour -----------------------------------------------------------------------------------------------------------
-
-
-def to_channels(image: Image.Image, channels: int, background: str = "white") -> Image.Image:
-    """Any mode → L, LA, RGB or RGBA in sRGB. If alpha is dropped, the image is composited over `background`."""
-    mode = MODES[channels]
-    image = convert_to_srgb(image)
-    if image.mode == mode and "transparency" not in image.info:
-        return image
-    if image.mode.startswith(("I", "F")):
-        image = _to_eight_bits(image)
-    elif image.mode in ("CMYK", "YCbCr", "HSV"):
-        image = image.convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert(mode)
-    layered = image.convert("RGBA")
-    if channels in (2, 4):
-        return layered.convert(mode)
-    return Image.alpha_composite(Image.new("RGBA", image.size, background), layered).convert(mode)
-
-
-def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """16-bit gray (Pillow's I;16 and I): 0 … 65535 → 0 … 255. Float gray (F): 0 … 1 → 0 … 255."""
-    values = np.asarray(image).astype(np.float64)
-    low, high = float(values.min()), float(values.max())
-    top = 1.0 if image.mode == "F" else 65535.0
-    if not 0 <= low <= high <= top:  # also refuses nan
-        kind = "float" if top == 1 else "16-bit"
-        raise Unreadable("", f"values from {low:g} to {high:g} in a {kind} image: 0 to {top:g} is expected")
-    return Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8))

@@ -18,7 +18,8 @@ from PIL import Image
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_video
 from kineograph.data.buckets import MediaInfo
-from kineograph.data.decode import MODES, Clip, DecodeOptions, LoadedMedia, to_channels
+from kineograph.data.decode import Clip, DecodeOptions, LoadedMedia
+from kineograph.data.picture import MODES, pixel_aspect, quarter_turns, to_channels
 from kineograph.data.transforms import TOLERANCE, ResizeCrop
 from kineograph.data.trim import UNTRIMMED
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 _UNINDEXED = ("mpegts", "mpeg")
 _NO_FRAMES = "a video without frames"
-_MAX_PIXEL_ASPECT = 4.0  # beyond it the header is damaged
 _REORDERED = 32  # packets: none is stored further from its place in presentation order
 _COUNTED = 1024  # frames; the number in a longer video follows from its rate
 
@@ -86,7 +86,7 @@ def _decode_frames(
         at, frame = math.inf, None
     if shown is None:
         return 0.0, []
-    transform = options.resize_crop.draw(shown.width, shown.height, rng, _quarter_turns(shown), _pixel_aspect(stream))
+    transform = options.resize_crop.draw(shown.width, shown.height, rng, quarter_turns(shown), pixel_aspect(stream))
     converter = FrameConverter(options)
 
     def convert(frame: av.VideoFrame) -> np.ndarray:
@@ -135,8 +135,8 @@ def load_video(file: Path, options: DecodeOptions) -> LoadedMedia:
                 yield converter.to_image(frame)
 
         size, pick = (shown.width, shown.height), partial(_pick_shown, times, timing, begin)
-        rate, turned = options.fps or timing.rate, _quarter_turns(shown)
-        media = LoadedMedia.of(convert(), size, options, pick, rate, turned, _pixel_aspect(stream))
+        rate, turned = options.fps or timing.rate, quarter_turns(shown)
+        media = LoadedMedia.of(convert(), size, options, pick, rate, turned, pixel_aspect(stream))
         if times != sorted(times):
             raise Unreadable("", "its frames have no order in time")
         return media
@@ -237,21 +237,10 @@ class FrameConverter:
         return image
 
 
-def _quarter_turns(frame: Any) -> int:
-    """Anticlockwise turns that set a frame upright: phones store portrait clips rotated, with a display matrix."""
-    return round(getattr(frame, "rotation", 0) / 90) % 4
-
-
-def _pixel_aspect(stream: Any) -> float:
-    """Width of a pixel relative to its height: DVDs and many television recordings are stored narrower than they are shown."""
-    aspect = float(stream.sample_aspect_ratio or 1)
-    return aspect if 1 / _MAX_PIXEL_ASPECT <= aspect <= _MAX_PIXEL_ASPECT else 1.0
-
-
 def _upright_size(frame: Any, stream: Any) -> tuple[int, int]:
     """Width and height as shown."""
-    width = max(1, round(frame.width * _pixel_aspect(stream)))
-    return (width, frame.height) if _quarter_turns(frame) % 2 == 0 else (frame.height, width)
+    width = max(1, round(frame.width * pixel_aspect(stream)))
+    return (width, frame.height) if quarter_turns(frame) % 2 == 0 else (frame.height, width)
 
 
 # Timing -----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from kineograph.core.capabilities import can_inpaint
 from kineograph.core.config import Config
 from kineograph.core.errors import InputError
 from kineograph.core.noise import numpy_rng
-from kineograph.data.decode import MediaConfig, to_channels
+from kineograph.data.decode import MediaConfig
 from kineograph.data.open_source import DataConfig
+from kineograph.data.picture import to_channels
 from kineograph.data.transforms import GIF_TOLERANCE, TOLERANCE, ResizeCrop, resize_frames
 from kineograph.media.clips import Frame, read_frames
 from kineograph.sample.limits import ClipLimits, format_lengths

@@ -12,6 +12,7 @@ from PIL import Image, ImageSequence, UnidentifiedImageError
 
 from kineograph.core.errors import Unreadable
 from kineograph.core.media_file import MediaLimits, Meter, decode_packets, open_image, open_video
+from kineograph.data.picture import make_upright, pixel_aspect, quarter_turns, to_channels
 from kineograph.studio.run_files import OutsideRun, open_file
 
 LIMITS = MediaLimits(pixels=2**26, bytes=2**26, frames=2_000, seconds=20)
@@ -122,9 +123,11 @@ def _read(data: bytes) -> Iterator[tuple[Image.Image, float]]:
         yield from _read_video(data, meter)
         return
     with picture:
+        is_still = getattr(picture, "n_frames", 1) == 1
         for frame in ImageSequence.Iterator(picture):
             meter.count_frame(*frame.size)
-            image = frame.convert("RGB")  # decodes; WebP knows the duration only then
+            frame.load()  # WebP knows the duration only then
+            image = to_channels(make_upright(frame) if is_still else frame, 3)
             milliseconds = frame.info.get("duration") or 0
             yield image, (milliseconds if milliseconds > 10 else 100) / 1000  # as viewers do
 
@@ -139,7 +142,11 @@ def _read_video(data: bytes, meter: Meter) -> Iterator[tuple[Image.Image, float]
             spacing = 1 / float(stream.average_rate or stream.guessed_rate or 8)
             for frame in decode_packets(container, stream):
                 meter.count_frame(frame.width, frame.height)
-                yield frame.to_image(), spacing
+                image = frame.to_image()
+                aspect, turns = pixel_aspect(stream), quarter_turns(frame)
+                if aspect != 1:
+                    image = image.resize((max(1, round(image.width * aspect)), image.height))
+                yield image.rotate(90 * turns, expand=True) if turns else image, spacing
     except av.FFmpegError as error:
         raise Unreadable("", f"cannot be decoded ({error.strerror})") from None
 

@@ -287,3 +287,25 @@ def test_a_run_without_checkpoints_has_no_codec(tmp_path: Path) -> None:
     assert [codec.stage for codec in find_codecs([describe_run(path, "demo")])] == ["tokenizer"]
     (path / "tokenizer" / "checkpoints").rename(path / "elsewhere")
     assert find_codecs([describe_run(path, "demo")]) == []
+
+
+def test_pictures_look_as_training_reads_them(tmp_path: Path) -> None:
+    """Transparency over white, upright, 16 bits as 8."""
+    clear = Image.new("RGBA", (16, 8), (0, 0, 0, 0))
+    clear.save(tmp_path / "clear.png")
+    turned = Image.new("RGB", (16, 8), (250, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "turned.jpg", exif=exif)
+    Image.new("I;16", (16, 8), 32_768).save(tmp_path / "deep.png")
+    for name, size, colour in (
+        ("clear.png", (16, 8), (255, 255, 255)),
+        ("turned.jpg", (8, 16), (250, 0, 0)),
+        ("deep.png", (16, 8), (128, 128, 128)),
+    ):
+        sheet = item_frames.make_item_sheet(tmp_path, DatasetItem(name, width=16, height=8))
+        assert (sheet.width, sheet.height) == size, name
+        with Image.open(io.BytesIO(sheet.data)) as picture:
+            assert max(abs(a - b) for a, b in zip(picture.convert("RGB").getpixel((4, 4)), colour, strict=True)) < 4, (
+                name
+            )

@@ -27,10 +27,10 @@ const Page = {
     }
   },
 
-  // Server-sent events; a lost connection is retried by the browser, and said.
+  // Server-sent events; a lost connection is retried by the browser, and said. Returns a function that ends them.
   listen(address, handlers) {
     const said = document.getElementById("live");
-    let source = null;
+    let source = null, ended = false;
     const open = () => {
       source = new EventSource(address);
       source.onopen = () => { said.hidden = true; };
@@ -39,12 +39,13 @@ const Page = {
     };
     const follow = () => {  // a hidden page needs no news; browsers allow few connections
       if (document.hidden && source) { source.close(); source = null; }
-      if (!document.hidden && !source) open();
+      if (!document.hidden && !source && !ended) open();
     };
     document.addEventListener("visibilitychange", follow);
     window.addEventListener("pagehide", () => { if (source) source.close(); source = null; });
     window.addEventListener("pageshow", follow);
     follow();
+    return () => { ended = true; source?.close(); source = null; };
   },
 
   // A piece of HTML that the server rendered, and escaped.
@@ -62,7 +63,8 @@ Page.showAges();
 setInterval(Page.showAges, 1000);
 document.addEventListener("keydown", (event) => {
   const search = document.querySelector("input[type=search]");
-  if (event.key === "/" && search && !event.target.closest("input, textarea, select")) { event.preventDefault(); search.focus(); }
+  const types = event.target.closest("input:not([type=checkbox], [type=radio], [type=range]), textarea, select");
+  if (event.key === "/" && search && !types) { event.preventDefault(); search.focus(); }
   if (event.key === "Escape" && event.target === search) { search.value = ""; search.dispatchEvent(new Event("input")); search.blur(); }
 });
 document.addEventListener("click", async (event) => {

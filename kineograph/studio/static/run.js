@@ -5,7 +5,7 @@
   const id = document.querySelector("[data-run]").dataset.run;
   let first = true;
 
-  Page.listen(`/run/${id}/live`, {
+  const end = Page.listen(`/run/${id}/live`, {
     change({ html }) {
       const fresh = Page.parse(`<div>${html}</div>`);
       if (fresh.innerHTML.trim() !== head.innerHTML.trim()) head.replaceChildren(...fresh.childNodes);
@@ -13,7 +13,12 @@
       if (!first) document.dispatchEvent(new Event("run-changed"));
       first = false;
     },
-    gone() { document.getElementById("live").hidden = false; document.getElementById("live").textContent = "This run has been removed."; },
+    gone() {
+      end();
+      const said = document.getElementById("live");
+      said.hidden = false;
+      said.textContent = "This run has been removed.";
+    },
   });
 
   const differences = document.getElementById("differences");
