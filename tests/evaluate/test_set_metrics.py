@@ -330,3 +330,12 @@ def test_sheets_of_drawn_files_are_not_counted(tmp_path):
     notes = []
     assert open_folder(tmp_path, note=notes.append).files == ["a-0001.png", "b-0001.gif", "photos/sheet-0001.png"]
     assert notes == [f"{tmp_path}: 2 contact sheets of drawn files are left out"]
+
+
+def test_an_item_that_fills_the_memory_is_refused(tmp_path):
+    frames = [Image.new("P", (2000, 2000), number) for number in range(40)]
+    for name in PAIR:
+        (tmp_path / name).mkdir()
+        frames[0].save(tmp_path / name / "a.gif", save_all=True, append_images=frames[1:])
+    with pytest.raises(InputError, match=r"40 frames of 2000 × 2000 pixels, .* give --size, or a smaller --frames"):
+        compare_sets(tmp_path / "drawn", tmp_path / "real", ["paired"])
